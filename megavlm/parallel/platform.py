@@ -1,0 +1,183 @@
+"""Where the program runs: a GPU with NCCL, or a CPU with gloo.
+
+megatron-core 0.16.1 assumes CUDA. `install` makes its training path run on a CPU; it is called once, before the first
+`import megatron`, and does nothing where a GPU is. It replaces only calls about waiting, allocation and random states,
+and two classes that Transformer Engine would provide: no model code, arithmetic or communication. Nothing else in
+megavlm asks which device it is on.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import resource
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this rank; on a GPU machine the one that `start` selected."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+
+
+def backend() -> str:
+    return "nccl" if has_gpu() else "gloo"
+
+
+def start(local_rank: int) -> None:
+    """Selects this rank's device. On a CPU the ranks of one machine share its cores: one thread each."""
+    if has_gpu():
+        torch.cuda.set_device(local_rank)
+    else:
+        torch.set_num_threads(1)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has held: allocated on the GPU, or resident on a CPU."""
+    if has_gpu():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class _Done:
+    """Stands in for a CUDA stream or event: on a CPU all work has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam with the arguments and the state layout of Transformer Engine's FusedAdam (`step` in the group).
+
+    megatron-core's distributed optimizer saves and loads that layout; torch's own Adam cannot be loaded back.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for p in params:
+                if not self.state[p]:
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            states = [self.state[p] for p in params]
+            adam(
+                params,
+                [p.grad for p in params],
+                [s["exp_avg"] for s in states],
+                [s["exp_avg_sq"] for s in states],
+                [],
+                [torch.tensor(group["step"] - 1.0) for _ in params],  # adam counts the step itself
+                decoupled_weight_decay=self.adam_w_mode,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def install() -> None:
+    """Makes megatron-core run on a CPU. Idempotent; without effect where a GPU is."""
+    if has_gpu() or torch.cuda.synchronize is _nothing:
+        return
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # megatron's jit_fuser compiles with C++: 15 s at the first step
+    _replace_waiting()
+    _replace_allocation()
+    _replace_random_states()
+    _replace_optimizer()
+    _replace_checkpoint_queue()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _replace_waiting() -> None:
+    torch.cuda.synchronize = _nothing
+    torch.cuda.Stream = torch.cuda.Event = _Done  # type: ignore[assignment,misc]  # the point of this module
+    torch.cuda.current_stream = torch.cuda.default_stream = _Done  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+
+
+def _replace_allocation() -> None:
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):  # megatron writes device="cuda" in these
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    plain_type = torch.Tensor.type
+
+    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # megatron's optimizers compare parameter.type() with "torch.cuda.FloatTensor"
+        answer = plain_type(self, *args, **kwargs)
+        return answer if args or kwargs else answer.replace("torch.", "torch.cuda.")
+
+    torch.Tensor.type = cuda_type  # type: ignore[method-assign,assignment]
+
+
+def _on_cpu(factory: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _replace_random_states() -> None:
+    """The CUDA generator is the CPU's."""
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    torch.cuda.get_rng_state = random._get_cuda_rng_state
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # "CPU RNG state changed": yes, on purpose
+
+
+def _replace_optimizer() -> None:
+    import megatron.core.optimizer as optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.Adam = distrib_optimizer.Adam = Adam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def _replace_checkpoint_queue() -> None:
+    """The checkpoint writer's result queue is forked: the spawned one imports everything again (3 s a save)."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def results_queue() -> Any:
+        if filesystem_async._results_queue is None:
+            filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+        return filesystem_async._results_queue
+
+    filesystem_async._get_write_results_queue = results_queue
