@@ -1,0 +1,45 @@
+# make setup   .venv with the pinned packages; needs only Python 3.11 or newer, no GPU
+# make demo    the main job on generated pictures, or on yours: make demo DATA=DIR SEED=1
+# make test    the whole suite on CPU
+# make style   linter, formatter (check only) and type checker
+# make bench   tests/benchmarks
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := launch/requirements-cpu.txt
+# A new lock or new package metadata makes a new stamp name; an unchanged one costs nothing.
+STAMP := $(VENV)/installed-$(shell cat $(LOCK) setup.py | cksum | cut -d' ' -f1)
+DATA ?=
+SEED ?=
+TESTS ?= tests
+
+.PHONY: setup demo test style bench
+
+setup: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "megavlm needs Python 3.11 or newer; choose one with: make PYTHON=python3.12" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	@# Where the package index serves torch for CUDA only, its libraries come as dependencies.
+	@$(BIN)/python -c 'import torch' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LOCK) $$(grep '^torch==' $(LOCK))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@rm -f $(VENV)/installed-*
+	@touch $@
+
+demo: setup
+	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED))
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
+
+style: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks -s

@@ -1,0 +1,1 @@
+"""Reinforcement learning for vision-language models on megatron-core and SGLang."""

@@ -1,0 +1,50 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megavlm",
+    version="0.1.0",
+    description="Reinforcement learning for vision-language models on megatron-core and SGLang",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megavlm*", "checkpoint_tools*"]),
+    install_requires=[
+        "httpx>=0.28",
+        "matplotlib>=3.10",
+        "megatron-core==0.16.1",
+        "numpy>=2.0",
+        "omegaconf>=2.3",
+        "pillow>=11.0",
+        "psutil>=6.0",
+        "pyarrow>=18.0",
+        "rich>=13.0",
+        "safetensors>=0.5",
+        "tensorboard>=2.18",
+        "tokenizers>=0.22",
+        "torch>=2.11",
+        "torchvision>=0.26",
+        "transformers>=5.12,<6",
+        "typer>=0.15",
+    ],
+    extras_require={
+        # The range that megatron-core 0.16.1 names; its torch extension is compiled at install time.
+        "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],
+        "sglang": ["sglang==0.5.23"],
+        "dev": [
+            "hypothesis>=6.100",
+            "mypy>=1.15",
+            "pytest>=8.3",
+            "pytest-timeout>=2.3",
+            "ruff>=0.9",
+        ],
+    },
+    entry_points={
+        "console_scripts": [
+            "megavlm = megavlm.cli:main",
+            "megavlm-convert = checkpoint_tools.cli:main",
+        ]
+    },
+)
