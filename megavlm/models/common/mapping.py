@@ -1,0 +1,148 @@
+"""The table between HuggingFace tensors and Megatron tensors: one entry per Megatron tensor.
+
+Import, export, loading and weight sync read the same table. A transform moves numbers and changes
+none, works on full tensors, and knows no model. A shard rule says how tensor parallelism cuts the
+full Megatron tensor.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How ranks cut a tensor along `dim` (None: every rank holds all of it).
+
+    `parts` equal blocks lie one after the other along `dim`; each is cut by itself, and a rank holds
+    its piece of every block. A gated MLP's first linear has two: gate and up.
+    """
+
+    dim: int | None
+    parts: int = 1
+
+
+REPLICATED = Shard(None)
+ROWS = Shard(0)
+COLUMNS = Shard(1)
+GATED = Shard(0, parts=2)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron tensor, by its sharded-state-dict key, and the HF tensors that it is made of.
+
+    `hf` are the names that hub files use, `hf_shapes` the shapes there.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    hf_shapes: tuple[Shape, ...]
+    to_megatron: Callable[[Sequence[Tensor]], Tensor]
+    to_hf: Callable[[Tensor], tuple[Tensor, ...]]
+    shard: Shard
+
+    @property
+    def megatron_shape(self) -> Shape:
+        """Shape of the full tensor."""
+        return tuple(
+            self.to_megatron([torch.empty(shape, device="meta") for shape in self.hf_shapes]).shape
+        )
+
+
+def shard_tensor(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
+    """The piece of the full Megatron tensor that tensor-parallel rank `rank` of `size` holds.
+
+    A view of `full` wherever the piece is one block. ValueError where the pieces are not equal.
+    """
+    dim, parts = entry.shard.dim, entry.shard.parts
+    if dim is None or size == 1:
+        return full
+    if full.shape[dim] % (parts * size):
+        raise ValueError(
+            f"{entry.megatron} has shape {tuple(full.shape)}: dim {dim} cannot be cut into "
+            f"{parts * size} equal pieces; choose a tensor-parallel size that divides it."
+        )
+    pieces = [part.chunk(size, dim)[rank] for part in full.chunk(parts, dim)]
+    return pieces[0] if parts == 1 else torch.cat(pieces, dim)
+
+
+def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
+    """The full Megatron tensor from every rank's piece, in rank order."""
+    dim, parts = entry.shard.dim, entry.shard.parts
+    if dim is None or len(shards) == 1:
+        return shards[0]
+    pieces = [shard.chunk(parts, dim) for shard in shards]
+    return torch.cat([piece[part] for part in range(parts) for piece in pieces], dim)
+
+
+def same(megatron: str, hf: str, shape: Shape, shard: Shard = REPLICATED) -> Entry:
+    """A tensor with the same numbers and shape on both sides."""
+    return Entry(megatron, (hf,), (shape,), _only, _as_tuple, shard)
+
+
+def flattened(megatron: str, hf: str, shape: Shape) -> Entry:
+    """A convolution whose stride is its kernel, [out, ...], is the linear [out, prod(...)]."""
+    return Entry(megatron, (hf,), (shape,), _flatten, partial(_unflatten, shape), REPLICATED)
+
+
+def gated(megatron: str, gate: str, up: str, shape: Shape) -> Entry:
+    """A gated MLP's first linear: gate on top of up, each [ffn, hidden]."""
+    return Entry(megatron, (gate, up), (shape, shape), _concat, _halves, GATED)
+
+
+def fused_qkv(
+    megatron: str, names: Sequence[str], shapes: Sequence[Shape], num_groups: int
+) -> Entry:
+    """Attention's input linear: for each key-value group its query heads, key head, value head."""
+    heads_per_group = shapes[0][0] // shapes[1][0]
+    return Entry(
+        megatron,
+        tuple(names),
+        tuple(shapes),
+        partial(_interleave, num_groups),
+        partial(_deinterleave, num_groups, heads_per_group),
+        ROWS,
+    )
+
+
+def _only(tensors: Sequence[Tensor]) -> Tensor:
+    (tensor,) = tensors
+    return tensor
+
+
+def _as_tuple(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor,)
+
+
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
+    return _only(tensors).flatten(1)
+
+
+def _unflatten(shape: Shape, tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor.reshape(shape),)
+
+
+def _concat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors))
+
+
+def _halves(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.chunk(2)
+
+
+def _interleave(num_groups: int, tensors: Sequence[Tensor]) -> Tensor:
+    """q [heads * d, ...], k and v [groups * d, ...] -> [groups * (heads / groups + 2) * d, ...]."""
+    return torch.cat([x.reshape(num_groups, -1, *x.shape[1:]) for x in tensors], dim=1).flatten(
+        0, 1
+    )
+
+
+def _deinterleave(num_groups: int, heads_per_group: int, fused: Tensor) -> tuple[Tensor, ...]:
+    heads = fused.reshape(num_groups, heads_per_group + 2, -1, *fused.shape[1:])
+    return tuple(x.flatten(0, 2) for x in heads.split([heads_per_group, 1, 1], dim=1))
