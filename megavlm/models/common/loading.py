@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -93,8 +94,8 @@ class HubTensors:
             unknown.remove("lm_head.weight")
         if unknown:
             raise ValueError(
-                f"{unknown[0]}{_and_more(unknown)} in {self._where(unknown[0])} is no tensor of the "
-                f"model that its config.json describes."
+                f"{unknown[0]}{_and_more(unknown)} in {self._where(unknown[0])} is no tensor of "
+                f"the model that its config.json describes."
             )
 
     def _check_tied(self) -> None:
@@ -102,7 +103,7 @@ class HubTensors:
         if not torch.equal(self._source["lm_head.weight"], self._source[embedding]):
             raise ValueError(
                 f"lm_head.weight in {self._where('lm_head.weight')} differs from {embedding}, but "
-                f"config.json ties them: set tie_word_embeddings to false, or remove lm_head.weight."
+                f"config.json ties them: set tie_word_embeddings to false or remove lm_head.weight."
             )
 
     @property
@@ -115,7 +116,7 @@ class HubTensors:
 
 @torch.no_grad()
 def load_hf(
-    model: torch.nn.Module,
+    model: MegatronModule,
     entries: Sequence[Entry],
     source: Mapping[str, Tensor],
     tp_rank: int,
@@ -141,7 +142,7 @@ def load_hf(
         target.data.copy_(shard)
 
 
-def local_tensors(model: torch.nn.Module) -> list[ShardedTensor | ShardedTensorFactory]:
+def local_tensors(model: MegatronModule) -> list[ShardedTensor | ShardedTensorFactory]:
     """The model's tensors on this rank, each with its checkpoint `key` and its `data`.
 
     Leaves out `_extra_state` objects (Transformer Engine's fp8 states), which HF does not have.

@@ -19,8 +19,8 @@ Shape = tuple[int, ...]
 class Shard:
     """How ranks cut a tensor along `dim` (None: every rank holds all of it).
 
-    `parts` equal blocks lie one after the other along `dim`; each is cut by itself, and a rank holds
-    its piece of every block. A gated MLP's first linear has two: gate and up.
+    `parts` equal blocks lie one after the other along `dim`; each is cut by itself, and a rank
+    holds its piece of every block. A gated MLP's first linear has two: gate and up.
     """
 
     dim: int | None

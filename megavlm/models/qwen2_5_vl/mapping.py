@@ -1,12 +1,7 @@
 """Qwen2.5-VL: hub tensor names against this model's tensors."""
 
 from collections.abc import Iterator
-
-from transformers import Qwen2_5_VLConfig
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
-    Qwen2_5_VLTextConfig,
-    Qwen2_5_VLVisionConfig,
-)
+from typing import Any
 
 from megavlm.models.common.mapping import (
     COLUMNS,
@@ -20,8 +15,11 @@ from megavlm.models.common.mapping import (
 )
 
 
-def mapping(config: Qwen2_5_VLConfig) -> list[Entry]:
-    """Every tensor of the model; no `lm_head` and `output_layer` where embeddings are tied."""
+def mapping(config: Any) -> list[Entry]:
+    """Every tensor of the model that `config`, a transformers Qwen2_5_VLConfig, describes.
+
+    Where embeddings are tied there is no `lm_head` and no `output_layer`.
+    """
     text = config.text_config
     embedding = (text.vocab_size, text.hidden_size)
     entries = [
@@ -49,7 +47,7 @@ def mapping(config: Qwen2_5_VLConfig) -> list[Entry]:
     return entries
 
 
-def _layer(text: Qwen2_5_VLTextConfig, megatron: str, hf: str) -> Iterator[Entry]:
+def _layer(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
     hidden, ffn = text.hidden_size, text.intermediate_size
     num_groups = text.num_key_value_heads
     kv = hidden // text.num_attention_heads * num_groups
@@ -86,7 +84,7 @@ def _layer(text: Qwen2_5_VLTextConfig, megatron: str, hf: str) -> Iterator[Entry
     yield same(f"{mlp}.linear_fc2.weight", f"{hf}.mlp.down_proj.weight", (hidden, ffn), COLUMNS)
 
 
-def _vision(vision: Qwen2_5_VLVisionConfig) -> Iterator[Entry]:
+def _vision(vision: Any) -> Iterator[Entry]:
     """The tower is replicated and keeps HF's names; only its patch embedding is a linear."""
     hidden, ffn = vision.hidden_size, vision.intermediate_size
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
