@@ -1,0 +1,1 @@
+"""Pure functions on tensors. Nothing here knows about ranks: the caller passes denominators in."""

@@ -1,0 +1,118 @@
+r"""A final answer after free reasoning, in \boxed{...} or after "Answer:". For mathematics.
+
+Numbers are compared exactly as fractions (0.5, 1/2, \frac{1}{2}, 50\%), anything else as normalised
+text. Nothing is evaluated: no expression, no power, no symbolic equality (2\sqrt{3} is not
+\sqrt{12}). The time is linear in the length of the response, whatever it holds.
+"""
+
+import re
+from collections import deque
+from fractions import Fraction
+
+from megavlm.rewards.base import Score
+
+FORMAT_REWARD = 0.1
+# Longer than any answer; it bounds the work on text that a model made up.
+_MAX_ANSWER_CHARS = 512
+_BOX = "\\boxed"
+_ANSWER = re.compile(r"\banswer\s?:", re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})")
+_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_FRACTION = re.compile(r"([+-]?)(?:\\frac\{([^{}]+)\}\{([^{}]+)\}|([^/]+)/([^/]+))")
+_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+_SHORT_FRACTION = re.compile(r"\\frac([0-9])([0-9])")
+_CHOICE = re.compile(r"\(([a-z])\)")
+_DROPPED = (
+    "\\left",
+    "\\right",
+    "\\displaystyle",
+    "\\!",
+    "\\,",
+    "\\;",
+    "\\ ",
+    "\\$",
+    "$",
+    "^{\\circ}",
+    "^\\circ",
+    "°",
+)
+
+
+def score(response: str, answer: str) -> Score:
+    r"""Reward 0.9 for a correct answer and 0.1 for one in \boxed{...}; the last one counts."""
+    boxed = _last_boxed(response)
+    found = boxed if boxed is not None else _after_answer(response)
+    correct = found is not None and is_equal(found, answer)
+    reward = (1.0 - FORMAT_REWARD) * correct + FORMAT_REWARD * (boxed is not None)
+    return Score(reward=reward, correct=correct)
+
+
+def is_equal(left: str, right: str) -> bool:
+    """Whether two answers are the same number or the same text after normalisation."""
+    if max(len(left), len(right)) > _MAX_ANSWER_CHARS:
+        return False
+    left, right = _normalize(left), _normalize(right)
+    if left == right:
+        return bool(left)
+    left_number, right_number = _number(left), _number(right)
+    return left_number is not None and left_number == right_number
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{...}; None without one, or if its braces do not close."""
+    start = text.rfind(_BOX)
+    if start < 0:
+        return None
+    opening = start + len(_BOX)
+    while opening < len(text) and text[opening] == " ":
+        opening += 1
+    if opening == len(text) or text[opening] != "{":
+        return None
+    depth = 0
+    for position in range(opening, len(text)):
+        depth += (text[position] == "{") - (text[position] == "}")
+        if depth == 0:
+            return text[opening + 1 : position]
+    return None
+
+
+def _after_answer(text: str) -> str | None:
+    """The rest of the line after the last "Answer:", or None."""
+    matches = deque(_ANSWER.finditer(text), maxlen=1)
+    if not matches:
+        return None
+    line = text[matches[0].end() :].strip().partition("\n")[0]
+    return line.strip().strip("*").strip() or None
+
+
+def _normalize(text: str) -> str:
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    text = _WRAPPER.sub(r"\1", text)
+    for symbol in _DROPPED:
+        text = text.replace(symbol, "")
+    text = "".join(text.split()).rstrip(".").casefold()
+    if choice := _CHOICE.fullmatch(text):
+        text = choice[1]
+    return _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+
+
+def _number(text: str) -> Fraction | None:
+    """The exact value of a number, a fraction of two numbers or a percentage; otherwise None."""
+    for percent in ("\\%", "%"):
+        if text.endswith(percent):
+            value = _decimal(text.removesuffix(percent))
+            return None if value is None else value / 100
+    match = _FRACTION.fullmatch(text)
+    if match is None:
+        return _decimal(text)
+    sign, *parts = match.groups()
+    numerator, denominator = (_decimal(part) for part in parts if part is not None)
+    if numerator is None or not denominator:
+        return None
+    return (-1 if sign == "-" else 1) * numerator / denominator
+
+
+def _decimal(text: str) -> Fraction | None:
+    if _THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
+    return Fraction(text.rstrip(".")) if _NUMBER.fullmatch(text) else None

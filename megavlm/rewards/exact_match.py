@@ -1,0 +1,9 @@
+"""The response is the answer, word for word. For short closed answers ("red", "3")."""
+
+from megavlm.rewards.base import Score
+
+
+def score(response: str, answer: str) -> Score:
+    """Reward 1 where the two are equal but for surrounding white space, otherwise 0."""
+    correct = response.strip() == answer.strip()
+    return Score(reward=float(correct), correct=correct)

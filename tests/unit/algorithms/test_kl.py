@@ -1,0 +1,66 @@
+"""The KL estimators against the exact divergence of two categorical distributions."""
+
+import pytest
+import torch
+
+from megavlm.algorithms import kl
+
+
+def distributions() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = (
+        torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2)
+    )
+    return policy, reference
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_expectation_under_the_policy_is_the_divergence(name: str) -> None:
+    policy, reference = distributions()
+    exact = (policy.exp() * (policy - reference)).sum()
+    expectation = (policy.exp() * kl.estimator(name)(policy, reference)).sum()
+    torch.testing.assert_close(expectation, exact)
+
+
+def test_k2_has_the_gradient_of_the_divergence() -> None:
+    # d/dtheta KL = E[(log p - log q) dlog p]. The samples are fixed: the weights are detached.
+    logits = torch.randn(
+        7, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True
+    )
+    _, reference = distributions()
+    policy = logits.log_softmax(0)
+    exact = torch.autograd.grad(
+        (policy.exp() * (policy - reference)).sum(), logits, retain_graph=True
+    )[0]
+    estimate = torch.autograd.grad(
+        (policy.exp().detach() * kl.k2(policy, reference)).sum(), logits
+    )[0]
+    torch.testing.assert_close(estimate, exact)
+
+
+def test_k2_and_k3_are_never_negative_and_zero_for_equal_policies() -> None:
+    policy, reference = distributions()
+    for estimate in (kl.k2, kl.k3):
+        assert (estimate(policy, reference) >= 0).all()
+        assert torch.equal(estimate(policy, policy), torch.zeros_like(policy))
+
+
+def test_k3_keeps_small_differences_in_float32() -> None:
+    difference = torch.tensor([1e-4])
+    torch.testing.assert_close(
+        kl.k3(torch.zeros(1), difference), difference**2 / 2, rtol=0.05, atol=0.0
+    )
+
+
+def test_k3_stays_finite_for_tokens_that_the_policy_gave_up() -> None:
+    logprobs = torch.tensor([-200.0], requires_grad=True)
+    estimate = kl.k3(logprobs, torch.zeros(1))
+    estimate.sum().backward()
+    assert (
+        estimate.isfinite().all() and logprobs.grad is not None and logprobs.grad.isfinite().all()
+    )
+
+
+def test_unknown_estimator_names_the_key_and_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"algorithm.kl_estimator='k4'.*k1, k2, k3"):
+        kl.estimator("k4")

@@ -1,0 +1,110 @@
+"""Rule-based rewards: what counts as correct, and that hostile text costs nothing."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megavlm.rewards import boxed, exact_match, registry
+
+
+@pytest.mark.parametrize(
+    ("response", "correct"), [("red", True), (" red\n", True), ("Red", False), ("red red", False)]
+)
+def test_exact_match(response: str, correct: bool) -> None:
+    score = exact_match.score(response, "red")
+    assert (score.correct, score.reward) == (correct, float(correct))
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"so \boxed{80}", "80", 1.0),
+        (r"so \boxed{81}", "80", 0.1),
+        (r"first \boxed{1}, no: \boxed{80}", "80", 1.0),
+        (r"\boxed{\frac{2\sqrt{2}}{5}}", r"\frac { 2 \sqrt { 2 } } { 5 }", 1.0),
+        ("Answer: 80", "80", 0.9),
+        ("**Answer:** 80\nthanks", "80", 0.9),
+        ("80", "80", 0.0),
+        (r"\boxed{80", "80", 0.0),
+        (r"\boxed", "80", 0.0),
+        ("", "80", 0.0),
+        ("Answer:", "80", 0.0),
+    ],
+)
+def test_boxed_takes_the_last_answer_and_rewards_the_form(
+    response: str, answer: str, reward: float
+) -> None:
+    score = boxed.score(response, answer)
+    assert score.reward == pytest.approx(reward)
+    assert score.correct == (reward >= 0.9)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("0.5", r"\frac{1}{2}"),
+        ("1/2", r"\dfrac12"),
+        ("-1/2", r"-\frac{1}{2}"),
+        ("50%", r"\frac{1}{2}"),
+        (r"50\%", "0.50"),
+        ("1,234", "1234.0"),
+        (".5", "0.5"),
+        ("+3", "3."),
+        (r"$120^\circ$", "120"),
+        (r"\text{blue}", "Blue"),
+        (r"5 \sqrt { 3 }", r"5\sqrt{3}"),
+        ("(C)", "c"),
+    ],
+)
+def test_equal_answers(left: str, right: str) -> None:
+    assert boxed.is_equal(left, right) and boxed.is_equal(right, left)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("1", "10"),
+        ("1,2", "12"),
+        ("1/0", "0"),
+        ("x/2", "0.5"),
+        ("1/2/3", "6"),
+        ("", ""),
+        ("(c)", "(d)"),
+        ("-1", "1"),
+    ],
+)
+def test_different_answers(left: str, right: str) -> None:
+    assert not boxed.is_equal(left, right) and not boxed.is_equal(right, left)
+
+
+HOSTILE = {
+    "megabyte": "'1' * 1_000_000",
+    "power": "r'\\boxed{9**9**9}'",
+    "exponent": "r'\\boxed{1e999999999}'",
+    "open boxes": "r'\\boxed{' * 200_000",
+    "open answers": "'Answer:' * 200_000",
+    "wide box": "r'\\boxed{' + '{' * 500_000 + '}' * 500_001",
+    "spaces": "r'\\boxed' + ' ' * 1_000_000",
+    "slashes": "r'\\boxed{' + '/' * 400 + '}'",
+    "fractions": "r'\\boxed{' + r'\\frac{' * 80 + '}' * 81",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_text_is_wrong_and_cheap(name: str) -> None:
+    # In a process of its own, limited in CPU time: a hang is a failure, not a hung test run.
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (5, 5))\n"
+        "from megavlm.rewards import boxed\n"
+        f"assert not boxed.score({HOSTILE[name]}, '80').correct"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_registry_knows_its_rewards_and_lists_them_for_an_unknown_name() -> None:
+    assert registry.get("exact_match")("3", "3").reward == 1.0
+    assert registry.get("boxed") is boxed.score
+    with pytest.raises(ValueError, match=r"reward.name='exact'.*boxed, exact_match"):
+        registry.get("exact")
