@@ -1,0 +1,115 @@
+"""Gradient buffers, the distributed optimizer and the learning-rate schedule, all megatron-core's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from megavlm.models.common.model import VisionLanguageModel
+from megavlm.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Updater:
+    """What an update needs: the model with its gradient buffers, the optimizer, the schedule."""
+
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    def zero_gradients(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def gradients_are_finite(self, mesh: Mesh) -> bool:
+        """One answer for all ranks."""
+        buffers = self.model.buffers + self.model.expert_parallel_buffers
+        bad = torch.stack([~buffer.grad_data.isfinite().all() for buffer in buffers]).any().float()
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return bad.item() == 0
+
+    def step(self) -> float:
+        """Clips, updates, moves the schedule on. Returns the gradient's norm before clipping."""
+        updated, norm, _ = self.optimizer.step()
+        assert updated, "finite gradients were refused"
+        self.scheduler.step(increment=1)
+        return float(norm)
+
+    @property
+    def learning_rate(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+
+def build_updater(model: VisionLanguageModel, mesh: Mesh, settings: Any, *, num_updates: int) -> Updater:
+    """`settings`: the `optimizer` section; `num_updates`: optimizer steps in the whole run, for the schedule's decay."""
+    wrapped = wrap(model, mesh)
+    half = model.config.params_dtype == torch.bfloat16
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=half,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=True)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(num_updates, settings.warmup_steps + 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    if settings.warmup_steps:
+        scheduler.step(increment=1)  # megatron's schedule starts at 0: the first update would change nothing
+    return Updater(wrapped, optimizer, scheduler)
+
+
+def wrap(model: VisionLanguageModel, mesh: Mesh) -> DistributedDataParallel:
+    """Contiguous fp32 gradient buffers, reduced over the data axis after the last microbatch."""
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, ddp_config, model)
+    model.config.finalize_model_grads_func = finalize_gradients
+    return wrapped
+
+
+def finalize_gradients(
+    chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **_: Any
+) -> None:
+    """Sums gradients over the data axis, and what the tensor axis holds in parts.
+
+    Losses come divided by their global number of tokens, so megatron's own count is left aside.
+    """
+    finalize_model_grads(chunks, None)
+    for chunk in chunks:
+        sum_tower_gradients(chunk.module)
+
+
+def sum_tower_gradients(model: VisionLanguageModel) -> None:
+    """Each rank of the tensor axis encoded a share of the pictures, so it holds a part of the tower's gradient."""
+    group = model.language_model.pg_collection.tp
+    gradients = [p.main_grad for p in model.visual.parameters() if p.requires_grad]
+    if group.size() == 1 or not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
