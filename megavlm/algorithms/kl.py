@@ -1,8 +1,9 @@
 """Estimators of KL(policy || reference) per token, from tokens that the policy sampled.
 
-Source: John Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html). k1 is unbiased
-with high variance and can be negative; k2 is biased and small; k3 is unbiased and never negative. As
-a term of a loss, k2 has the unbiased gradient on the policy's own samples; k3 is what GRPO uses.
+Source: John Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html). k1 is
+unbiased with high variance and can be negative; k2 is biased and small; k3 is unbiased and never
+negative. As a term of a loss, k2 has the unbiased gradient on the policy's own samples; k3 is what
+GRPO uses.
 All arguments and results are [N] log-probs in nats.
 """
 
