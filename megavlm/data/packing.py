@@ -1,0 +1,190 @@
+"""Packs of trees: the integer layout of everything that one forward pass computes.
+
+A tree holds a prompt once and what continues it, at any depth: n responses, or turns and their
+branches. One response is the plain case. A pack holds several trees in one row of tokens. A token
+attends to the segments that its own segment continues (`Pack.ancestors`) and to its own past.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megavlm.data.positions import text_positions
+
+if TYPE_CHECKING:
+    from megavlm.data.processor import Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """S consecutive tokens, S > 0, that continue the end of segment `parent` (-1: none)."""
+
+    token_ids: Tensor  # [S] int64
+    positions: Tensor  # [3, S] int64
+    parent: int
+    is_target: bool  # its tokens are predicted (a response)
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # [S] float32 each; targets only
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Segments, parents before children, and the keys of the pictures that they show, in order."""
+
+    segments: tuple[Segment, ...]
+    pictures: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for index, segment in enumerate(self.segments):
+            assert -1 <= segment.parent < index, "parents come before children"
+            assert len(segment.token_ids) > 0, "a segment has tokens"
+            assert segment.parent >= 0 or not segment.is_target, "nothing predicts a root"
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """T tokens in S segments with N targets and M image tokens."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [3, T] int64
+    segment_ids: Tensor  # [T] int64, 0 to S - 1 over the whole pack
+    ancestors: Tensor  # [S, S] bool: the row's tokens may attend the column's, itself included
+    tree_bounds: tuple[int, ...]  # first token of each tree, then T
+    source_index: Tensor  # [N] int64: the token whose hidden state predicts the target
+    target_ids: Tensor  # [N] int64
+    values: dict[str, Tensor]  # [N] float32 each
+    vision_index: Tensor  # [M] int64: the tokens that image features replace, in order
+    pictures: tuple[str, ...]  # keys whose features, concatenated, fill vision_index
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.target_ids)
+
+    def to(self, device: torch.device | str) -> "Pack":
+        """The same pack with its tensors on `device`."""
+        moved: dict[str, Any] = {
+            name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
+        return replace(self, values={k: x.to(device) for k, x in self.values.items()}, **moved)
+
+
+def prompt_tree(
+    prompt: "Prompt",
+    responses: Sequence[Sequence[int]],
+    values: Sequence[Mapping[str, Tensor]] | None = None,
+) -> Tree:
+    """The prompt once, and each response as its child; values: per response, [S] each."""
+    start = prompt.next_position
+    root = Segment(prompt.token_ids, prompt.positions, parent=-1, is_target=False)
+    children = (
+        Segment(
+            torch.tensor(response),
+            text_positions(len(response), start),
+            parent=0,
+            is_target=True,
+            values=response_values,
+        )
+        for response, response_values in zip(
+            responses, values if values is not None else [{}] * len(responses), strict=True
+        )
+    )
+    return Tree((root, *children), tuple(picture.key for picture in prompt.pictures))
+
+
+def make_pack(trees: Sequence[Tree], *, image_token_id: int, multiple: int = 1) -> Pack:
+    """Lay trees out in one row, padded to a multiple of tokens by a tree that has no targets.
+
+    Targets, and the values that belong to them, come in the order of their segments and tokens.
+    Every target segment has the same names in `values`.
+    """
+    trees = [*trees, *_padding(sum(tree.num_tokens for tree in trees), multiple)]
+    segments = [segment for tree in trees for segment in tree.segments]
+    sizes = torch.tensor([len(segment.token_ids) for segment in segments])
+    starts = sizes.cumsum(0) - sizes
+    tree_sizes = torch.tensor([tree.num_tokens for tree in trees])
+    # A tree's segments count their parents from its own first segment.
+    num_segments = torch.tensor([len(tree.segments) for tree in trees])
+    first_segment = (num_segments.cumsum(0) - num_segments).repeat_interleave(num_segments)
+    parents = torch.tensor([segment.parent for segment in segments])
+    parents = torch.where(parents < 0, parents, parents + first_segment)
+    is_target = torch.tensor([segment.is_target for segment in segments])
+
+    token_ids = torch.cat([segment.token_ids for segment in segments])
+    segment_ids = torch.arange(len(segments)).repeat_interleave(sizes)
+    # A target is predicted by the token before it; a response's first token by its parent's last.
+    source = torch.arange(len(token_ids)) - 1
+    source[starts[is_target]] = (starts + sizes - 1)[parents[is_target]]
+    target = is_target[segment_ids]
+    return Pack(
+        token_ids=token_ids,
+        positions=torch.cat([segment.positions for segment in segments], dim=1),
+        segment_ids=segment_ids,
+        ancestors=_ancestors(parents.tolist()),
+        tree_bounds=(0, *tree_sizes.cumsum(0).tolist()),
+        source_index=source[target],
+        target_ids=token_ids[target],
+        values=_values([segment for segment in segments if segment.is_target]),
+        # An image token that a response holds is text: no picture belongs to it.
+        vision_index=((token_ids == image_token_id) & ~target).nonzero().flatten(),
+        pictures=tuple(key for tree in trees for key in tree.pictures),
+    )
+
+
+def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[list[Tree]]:
+    """Distribute trees over few packs of at most max_tokens each (best fit, largest first).
+
+    Raises ValueError for a tree that is larger than a pack.
+    """
+    packs: list[list[Tree]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, pack), ascending
+    for tree in sorted(trees, key=lambda tree: -tree.num_tokens):
+        size = tree.num_tokens
+        if size > max_tokens:
+            raise ValueError(
+                f"data.pack_tokens: {max_tokens} is too small for a prompt with its responses, "
+                f"{size} tokens; raise it, or lower data.max_prompt_tokens, "
+                "rollout.max_new_tokens or algorithm.responses_per_prompt"
+            )
+        fit = bisect_left(room, (size, -1))
+        if fit == len(room):
+            left, pack = max_tokens, len(packs)
+            packs.append([])
+        else:
+            left, pack = room.pop(fit)
+        packs[pack].append(tree)
+        insort(room, (left - size, pack))
+    return packs
+
+
+def _padding(num_tokens: int, multiple: int) -> list[Tree]:
+    size = -num_tokens % multiple
+    if size == 0:
+        return []
+    tokens = torch.zeros(size, dtype=torch.long)
+    return [Tree((Segment(tokens, text_positions(size, 0), parent=-1, is_target=False),), ())]
+
+
+def _ancestors(parents: list[int]) -> Tensor:
+    ancestors = torch.eye(len(parents), dtype=torch.bool)
+    for index, parent in enumerate(parents):
+        if parent >= 0:
+            ancestors[index] |= ancestors[parent]
+    return ancestors
+
+
+def _values(targets: list[Segment]) -> dict[str, Tensor]:
+    names = targets[0].values.keys() if targets else ()
+    for segment in targets:
+        assert segment.values.keys() == names, "every response has the same values"
+        for name, value in segment.values.items():
+            assert value.shape == segment.token_ids.shape, f"{name}: one value per token"
+    return {
+        name: torch.cat([segment.values[name].float() for segment in targets]) for name in names
+    }

@@ -1,0 +1,174 @@
+"""Packs equal a literal token-by-token reference, for random trees of any depth."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megavlm.data.packing import Pack, Segment, Tree, make_pack, pack_trees, prompt_tree
+
+IMAGE = 99
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    segments: list[Segment] = []
+    for index in range(draw(st.integers(1, 6))):
+        size = draw(st.integers(1, 4))
+        is_target = index > 0 and draw(st.booleans())
+        values = {}
+        if is_target:
+            values = {name: torch.tensor(draw(numbers(size))) for name in ("advantage", "logprob")}
+        segments.append(
+            Segment(
+                token_ids=torch.tensor(
+                    draw(st.lists(st.sampled_from([1, 2, IMAGE]), min_size=size, max_size=size))
+                ),
+                positions=torch.randint(0, 50, (3, size)),
+                parent=draw(st.integers(0, index - 1)) if index else -1,
+                is_target=is_target,
+                values=values,
+            )
+        )
+    return Tree(tuple(segments), tuple(draw(st.lists(st.sampled_from("abc"), max_size=3))))
+
+
+def numbers(size: int) -> st.SearchStrategy[list[float]]:
+    return st.lists(st.floats(-3, 3, width=32), min_size=size, max_size=size)
+
+
+def chain(tree: Tree, index: int) -> list[int]:
+    """A segment and what it continues, from the root."""
+    parent = tree.segments[index].parent
+    return [*(chain(tree, parent) if parent >= 0 else []), index]
+
+
+@settings(deadline=None)
+@given(st.lists(trees(), min_size=1, max_size=4), st.integers(1, 8))
+def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
+    pack = make_pack(forest, image_token_id=IMAGE, multiple=multiple)
+    tokens: list[int] = []
+    owner: list[tuple[int, int]] = []  # (tree, segment) of each token
+    last: dict[tuple[int, int], int] = {}
+    sources: list[int] = []
+    targets: list[int] = []
+    vision: list[int] = []
+    values: dict[str, list[float]] = {"advantage": [], "logprob": []}
+    bounds = [0]
+    for t, tree in enumerate(forest):
+        for s, segment in enumerate(tree.segments):
+            for j, token in enumerate(segment.token_ids.tolist()):
+                here = len(tokens)
+                assert pack.positions[:, here].tolist() == segment.positions[:, j].tolist()
+                if segment.is_target:
+                    sources.append(last[t, segment.parent] if j == 0 else here - 1)
+                    targets.append(token)
+                    for name in values:
+                        values[name].append(float(segment.values[name][j]))
+                elif token == IMAGE:
+                    vision.append(here)
+                tokens.append(token)
+                owner.append((t, s))
+                last[t, s] = here
+        bounds.append(len(tokens))
+
+    size = len(tokens)
+    assert pack.token_ids[:size].tolist() == tokens
+    assert pack.source_index.tolist() == sources
+    assert pack.target_ids.tolist() == targets and pack.num_targets == len(targets)
+    assert pack.vision_index.tolist() == vision
+    assert pack.tree_bounds[: len(forest) + 1] == tuple(bounds)
+    assert pack.pictures == tuple(key for tree in forest for key in tree.pictures)
+    assert {name: x.tolist() for name, x in pack.values.items()} == (values if targets else {})
+
+    # The padding is one more tree that nobody attends to and that has no targets.
+    assert len(pack.token_ids) % multiple == 0 and len(pack.token_ids) - size < multiple
+    owner += [(len(forest), 0)] * (len(pack.token_ids) - size)
+    assert pack.tree_bounds[-1] == len(owner) and pack.positions.shape == (3, len(owner))
+    for i, (t, s) in enumerate(owner):
+        for j, (u, v) in enumerate(owner):
+            expected = t == u and (t == len(forest) or v in chain(forest[t], s))
+            assert bool(pack.ancestors[pack.segment_ids[i], pack.segment_ids[j]]) == expected
+
+
+def test_prompt_tree_is_the_prompt_once_and_a_child_per_response() -> None:
+    prompt = SimpleNamespace(
+        token_ids=torch.tensor([5, IMAGE, 6]),
+        positions=torch.tensor([[0, 1, 2]] * 3),
+        next_position=3,
+        pictures=(SimpleNamespace(key="k"),),
+    )
+    values = [{"advantage": torch.tensor([1.0])}, {"advantage": torch.tensor([2.0, 3.0])}]
+    tree = prompt_tree(prompt, [[11], [12, 13]], values)
+    assert tree.num_tokens == 6 and tree.pictures == ("k",)
+    pack = make_pack([tree], image_token_id=IMAGE)
+    assert pack.token_ids.tolist() == [5, IMAGE, 6, 11, 12, 13]
+    assert pack.positions[0].tolist() == [0, 1, 2, 3, 3, 4]
+    assert pack.source_index.tolist() == [2, 2, 4]  # both responses follow the prompt's last token
+    assert pack.values["advantage"].tolist() == [1.0, 2.0, 3.0]
+    plain = make_pack([prompt_tree(prompt, [[12, 13]])], image_token_id=IMAGE)
+    assert plain.target_ids.tolist() == [12, 13] and plain.values == {}
+
+
+def leaf(size: int) -> Tree:
+    tokens = torch.ones(size, dtype=torch.long)
+    return Tree((Segment(tokens, tokens.expand(3, -1), parent=-1, is_target=False),), ())
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), max_size=30), st.integers(20, 40))
+def test_pack_trees_keeps_every_tree_once_within_the_bound(sizes: list[int], bound: int) -> None:
+    forest = [leaf(size) for size in sizes]
+    packs = pack_trees(forest, bound)
+    assert sorted(map(id, forest)) == sorted(id(tree) for pack in packs for tree in pack)
+    totals = [sum(tree.num_tokens for tree in pack) for pack in packs]
+    assert all(0 < total <= bound for total in totals)
+    # Best fit leaves no two packs that would fit into one.
+    assert all(a + b > bound for i, a in enumerate(totals) for b in totals[:i])
+
+
+def test_pack_trees_fills_packs() -> None:
+    rng = random.Random(0)
+    sizes = [rng.randint(50, 600) for _ in range(200)]
+    packs = pack_trees([leaf(size) for size in sizes], 4096)
+    assert len(packs) == math.ceil(sum(sizes) / 4096)
+    assert all(sum(tree.num_tokens for tree in pack) > 0.97 * 4096 for pack in packs[:-1])
+
+
+def test_tree_larger_than_a_pack_names_the_key() -> None:
+    with pytest.raises(ValueError, match=r"data\.pack_tokens: 8 is too small.*9 tokens"):
+        pack_trees([leaf(9)], 8)
+
+
+@pytest.mark.parametrize(
+    ("parents", "targets"), [((-1, 1), (False, False)), ((-1,), (True,)), ((-2,), (False,))]
+)
+def test_malformed_trees_are_bugs(parents: tuple[int, ...], targets: tuple[bool, ...]) -> None:
+    one = torch.ones(1, dtype=torch.long)
+    with pytest.raises(AssertionError):
+        Tree(
+            tuple(
+                Segment(one, one.expand(3, -1), parent, is_target)
+                for parent, is_target in zip(parents, targets, strict=True)
+            ),
+            (),
+        )
+
+
+def test_values_must_have_the_same_names_everywhere() -> None:
+    one = torch.ones(1, dtype=torch.long)
+    root = Segment(one, one.expand(3, -1), -1, False)
+    first = Segment(one, one.expand(3, -1), 0, True, {"advantage": torch.ones(1)})
+    second = Segment(one, one.expand(3, -1), 0, True)
+    with pytest.raises(AssertionError, match="same values"):
+        make_pack([Tree((root, first, second), ())], image_token_id=IMAGE)
+
+
+def test_to_moves_every_tensor() -> None:
+    pack = make_pack([leaf(3)], image_token_id=IMAGE).to("meta")
+    assert isinstance(pack, Pack) and pack.tree_bounds == (0, 3)
+    assert all(x.device.type == "meta" for x in vars(pack).values() if isinstance(x, torch.Tensor))
