@@ -1,0 +1,45 @@
+"""Import-only stand-in for `sgl_kernel`, of which PyPI has no CPU build.
+
+SGLang imports names from it unconditionally. On a CPU without AMX every layer of the Qwen-VL models
+then takes its plain torch path, so any name may be imported here and calling one raises.
+`torch.ops.sgl_kernel` gets exactly the names that SGLang's modules look up when they are imported,
+and none of those whose presence it reads as "the real kernels are there"
+(`convert_weight_packed`, `fused_qk_norm_cpu`, `fused_qk_norm_rope_cpu`).
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+LOOKED_UP_AT_IMPORT = (
+    "fused_dual_residual_rmsnorm_cpu",
+    "fused_gdn_gating_cpu",
+    "fused_moe_router_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_sigmoid_mul_cpu",
+    "rmsnorm_cpu",
+)
+
+
+def missing(name: str) -> Callable[..., NoReturn]:
+    """A function that raises NotImplementedError naming `name`."""
+
+    def call(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU; this is the CPU stand-in")
+
+    return call
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return missing(name)
+
+
+for _name in LOOKED_UP_AT_IMPORT:
+    if not hasattr(torch.ops.sgl_kernel, _name):
+        torch.library.define(f"sgl_kernel::{_name}", "(Tensor x) -> Tensor")

@@ -1,0 +1,13 @@
+"""What goes wrong with rollout servers, for callers to tell apart."""
+
+
+class RolloutServerError(RuntimeError):
+    """A server did not start, died, or cannot be reached; the message holds its log's last lines."""
+
+
+class RolloutRequestError(RuntimeError):
+    """A request failed for good: refused, malformed, or out of retries."""
+
+
+class WeightSyncError(RuntimeError):
+    """A weight push failed; the servers' version did not advance."""

@@ -1,0 +1,70 @@
+"""The server's first process: stock SGLang, with secrets off its command line and no orphans.
+
+    python -P serve.py PARENT_PID [sglang arguments]   with {"api_key": ..., "admin_api_key": ...} on stdin
+
+Standard library only until SGLang starts. The keys come over standard input, so they are in no
+argument list, environment or file, and are struck out of log records. When the parent dies, however
+it dies, the kernel kills this process, and a reaper forked before anything else kills what is left
+of the process group: SGLang's workers, at whatever point of their start they are.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+from typing import Any
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with(parent: int, by: signal.Signals) -> None:
+    """Have the kernel send `by` to this process when its parent, process `parent`, dies."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(by)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), by)
+
+
+def fork_reaper() -> None:
+    """Fork a child that kills the whole process group once this process is gone."""
+    main = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    if os.fork() == 0:
+        die_with(main, by=signal.SIGTERM)
+        signal.sigwait({signal.SIGTERM})
+        os.killpg(0, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def strike_out(secrets: list[str]) -> None:
+    """Keep `secrets` out of every log record of this process: SGLang logs all its arguments."""
+    make = logging.getLogRecordFactory()
+
+    def factory(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        text = record.getMessage()
+        if any(secret in text for secret in secrets):
+            for secret in secrets:
+                text = text.replace(secret, "***")
+            record.msg, record.args = text, None
+        return record
+
+    logging.setLogRecordFactory(factory)
+
+
+def main() -> None:
+    die_with(int(sys.argv[1]), by=signal.SIGKILL)
+    fork_reaper()
+    keys = json.loads(sys.stdin.readline())
+    strike_out(list(keys.values()))
+    # This list is not the process's argument list: nobody sees it from outside.
+    sys.argv = ["sglang.launch_server", *sys.argv[2:]]
+    sys.argv += ["--api-key", keys["api_key"], "--admin-api-key", keys["admin_api_key"]]
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

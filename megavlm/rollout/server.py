@@ -1,0 +1,243 @@
+"""One SGLang server as a context manager: started, watched, and never left behind."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from megavlm.rollout.errors import RolloutServerError
+
+HOST = "127.0.0.1"
+HERE = Path(__file__).resolve().parent
+STOP_TIMEOUT = 10.0  # seconds that a server has to obey SIGTERM
+TAIL_LINES = 30
+# Set by ManagedServer itself, or unsafe: they run code that comes with a model or with a request.
+RESERVED = frozenset(
+    "model_path host port device dtype tp_size tensor_parallel_size api_key admin_api_key config "
+    "trust_remote_code enable_custom_logit_processor".split()
+)
+
+ServerArgs = Mapping[str, str | int | float | bool | None]
+
+
+class ManagedServer:
+    """SGLang serving `model_folder` on this machine, with random keys, for as long as the context.
+
+    Entering returns once the server answers. Leaving stops every process of it: SIGTERM, a
+    deadline, then SIGKILL to its process group. If this process dies in any other way, the kernel
+    ends the server (see serve.py); enter the context on a thread that lives as long as it, since
+    for the kernel the parent is that thread.
+
+    dtype: "float32", "bfloat16", ... device: "cpu" or "cuda".
+    port: None takes a free one. log_path: output of the server; an existing file is overwritten.
+    start_timeout: seconds to become healthy. cache_pictures: keep the tower's features of pictures
+    across requests; False where training changes the tower, because SGLang never drops them when
+    weights change. server_args: further SGLang arguments, by their names in Python; None drops
+    a default of ours.
+
+    Raises ValueError for arguments that are not allowed, RolloutServerError when the port is in use
+    or the server does not become healthy.
+    """
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        *,
+        dtype: str,
+        device: str,
+        tensor_parallel: int = 1,
+        port: int | None = None,
+        log_path: str | Path,
+        start_timeout: float = 300.0,
+        cache_pictures: bool = True,
+        server_args: ServerArgs | None = None,
+    ) -> None:
+        for name in server_args or {}:
+            if name.lstrip("-").replace("-", "_") in RESERVED:
+                raise ValueError(
+                    f"rollout.server_args.{name} is not allowed: megavlm sets it itself or it lets "
+                    "a model or a request run code; remove it."
+                )
+        self.port = free_port() if port is None else port
+        self.url = f"http://{HOST}:{self.port}"
+        self.api_key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self.log_path = Path(log_path)
+        self.start_timeout = start_timeout
+        self._environment = environment(device, tensor_parallel, cache_pictures)
+        self._arguments = arguments(
+            {
+                "model_path": str(model_folder),
+                "host": HOST,
+                "port": self.port,
+                "device": device,
+                "dtype": dtype,
+                "tp_size": tensor_parallel,
+                **(CPU_ARGS if device == "cpu" else {}),
+                "log_level": "warning",
+                **(server_args or {}),
+            }
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "ManagedServer":
+        require_free(self.port)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-P", str(HERE / "serve.py"), str(os.getpid())]
+        with open(self.log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                command + self._arguments,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,  # its own process group, out of Ctrl-C's reach
+            )
+        try:
+            self._send_keys(self._process)
+            self._wait_until_healthy(time.monotonic() + self.start_timeout)
+        except BaseException:  # KeyboardInterrupt too: nothing may stay behind
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def check(self) -> None:
+        """RolloutServerError with the log's tail if the server has died."""
+        assert self._process is not None, "the server was not started"
+        if (code := self._process.poll()) is not None:
+            raise self._error(f"the SGLang server on port {self.port} ended with exit code {code}")
+
+    def stop(self) -> None:
+        """Ends the server and all its workers. Does nothing when it is stopped already."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.terminate()
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            pass  # it may ignore SIGTERM while a request hangs
+        finally:  # a second Ctrl-C comes here too
+            _kill_group(process.pid)
+            process.wait()
+
+    def _send_keys(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        keys = {"api_key": self.api_key, "admin_api_key": self.admin_key}
+        try:
+            with process.stdin as pipe:
+                pipe.write(json.dumps(keys).encode() + b"\n")
+        except BrokenPipeError:
+            pass  # it is dead already, and the wait says so with the log's tail
+
+    def _wait_until_healthy(self, deadline: float) -> None:
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        with httpx.Client(base_url=self.url, headers=headers, timeout=5.0) as client:
+            while time.monotonic() < deadline:
+                self.check()
+                try:
+                    # /health is open to all: /model_info proves that it is our server that answers.
+                    if all(client.get(path).is_success for path in ("/health", "/model_info")):
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(0.2)
+        raise self._error(
+            f"the SGLang server on port {self.port} was not healthy after {self.start_timeout:g} s "
+            "(rollout.start_timeout)"
+        )
+
+    def _error(self, message: str) -> RolloutServerError:
+        lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        tail = "\n".join(f"  {line[:500]}" for line in lines)
+        return RolloutServerError(f"{message}; the end of {self.log_path}:\n{tail}")
+
+
+# Measured on two cores: one thread, and sleeping when idle, are ten times faster than the defaults.
+CPU_ARGS: ServerArgs = {
+    "attention_backend": "torch_native",
+    "mem_fraction_static": 0.2,
+    "max_total_tokens": 20000,
+    "sleep_on_idle": True,
+    "skip_server_warmup": True,
+}
+
+
+def arguments(values: ServerArgs) -> list[str]:
+    """SGLang's command line: a flag for True, nothing for False and None."""
+    words: list[str] = []
+    for name, value in values.items():
+        if value is not None and value is not False:
+            words.append("--" + name.replace("_", "-"))
+            words += [] if value is True else [str(value)]
+    return words
+
+
+def environment(device: str, tensor_parallel: int, cache_pictures: bool) -> dict[str, str]:
+    """This process's environment without what torchrun put there, and with SGLang's settings."""
+    torchrun = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC")
+    variables = {name: value for name, value in os.environ.items() if not _any_in(torchrun, name)}
+    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not cache_pictures:
+        variables["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+    if device == "cpu":
+        paths = [str(HERE / "cpu_support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        cores = sorted(os.sched_getaffinity(0))
+        variables |= {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles C++ for 20 s
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        if tensor_parallel > 1:  # the cores of each rank
+            bound = (str(cores[rank % len(cores)]) for rank in range(tensor_parallel))
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+    return variables
+
+
+def _any_in(words: tuple[str, ...], name: str) -> bool:
+    return any(word in name for word in words)
+
+
+def free_port() -> int:
+    """A TCP port that nothing on this machine listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def require_free(port: int) -> None:
+    """RolloutServerError if something listens on `port`."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no listener
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise RolloutServerError(
+                f"rollout.port {port} is in use on this machine ({error.strerror}); stop what "
+                "listens there, or leave rollout.port null to take a free one."
+            ) from error
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # all gone
