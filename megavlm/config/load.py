@@ -1,0 +1,141 @@
+"""From a recipe and overrides to a complete, typed and checked configuration."""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megavlm.config import rules, schema
+from megavlm.config.recipe import one_line, parse_override, read_recipe
+
+SECTIONS: dict[str, Any] = get_type_hints(schema.Config)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> schema.Config:
+    """The recipe at `path` with its bases and `key=value` overrides, complete and checked.
+
+    Raises ValueError with one sentence: an unreadable file, an unknown key (with the nearest
+    known one), a value of the wrong type, or a broken rule.
+    """
+    raw = OmegaConf.merge(read_recipe(Path(path)), *(parse_override(item) for item in overrides))
+    assert isinstance(raw, DictConfig)
+    return build(raw)
+
+
+def build(raw: DictConfig | Mapping[str, Any]) -> schema.Config:
+    """The configuration from a tree of sections; ValueErrors as in `load`."""
+    raw = OmegaConf.create(dict(raw)) if not isinstance(raw, DictConfig) else raw
+    given = _plain(raw, resolve=False)
+    classes = {**SECTIONS, "algorithm": _algorithm(given.get("algorithm"))}
+    _check_known("", given, classes)
+    for name, values in given.items():
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{name}={_shown(values)} is not a section: write its keys below it, "
+                f"for example {name}.{_keys(classes[name])[0]}=VALUE"
+            )
+        _check_known(name, values, classes)
+    tree = {name: {**_defaults(cls), **given.get(name, {})} for name, cls in classes.items()}
+    values = _plain(OmegaConf.create(tree), resolve=True)
+    sections = {name: _section(name, cls, values[name]) for name, cls in classes.items()}
+    config = schema.Config(**sections)
+    rules.check(config)
+    return config
+
+
+def _algorithm(values: Any) -> type[schema.GRPO] | type[schema.SFT]:
+    name = str(values.get("name", "grpo")) if isinstance(values, dict) else "grpo"
+    if name not in schema.ALGORITHMS:
+        raise ValueError(
+            f"algorithm.name={name!r} is unknown: choose one of {', '.join(schema.ALGORITHMS)}"
+        )
+    return schema.ALGORITHMS[name]
+
+
+def _check_known(section: str, given: Iterable[Any], classes: Mapping[str, Any]) -> None:
+    """`section` "" is the top level; the nearest key is looked for there, then everywhere."""
+    known = _keys(classes[section]) if section else tuple(classes)
+    prefix = f"{section}." if section else ""
+    elsewhere = {key: f"{name}.{key}" for name, cls in classes.items() for key in _keys(cls)}
+    for key in map(str, given):
+        if key in known:
+            continue
+        near = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
+        near = near or [elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, n=1)]
+        hint = f"did you mean {near[0]}? " if near else ""
+        owner = f"the keys of {section}" if section else "the sections"
+        raise ValueError(f"unknown key {prefix}{key}: {hint}{owner} are {', '.join(known)}")
+
+
+def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
+    """An instance of the section; one key is merged at a time, so that an error names its key."""
+    types = get_type_hints(cls)
+    merged = OmegaConf.structured(cls)
+    for key, value in values.items():
+        if value == schema.MISSING:
+            raise ValueError(
+                f"{name}.{key} is not set: give it in the recipe, or add {name}.{key}=VALUE"
+            )
+        expected = _words(types[key])
+        mistyped = f"{name}.{key}={_shown(value)} has the wrong type: it must be {expected}"
+        # OmegaConf would read 8 as true.
+        if types[key] is bool and not isinstance(value, bool | str):
+            raise ValueError(mistyped)
+        try:
+            merged = OmegaConf.merge(merged, {key: value})
+        except (OmegaConfBaseException, TypeError) as error:  # TypeError: keys, not a list
+            raise ValueError(mistyped) from error
+    return OmegaConf.to_object(merged)
+
+
+def _words(kind: Any) -> str:
+    """A type in words: `int | None` is "a whole number or null"."""
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if kind in plain or kind is NoneType:
+        return plain.get(kind, "null")
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments)) if arguments[1:] else str(arguments[0])
+    if origin is tuple:
+        many = "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
+        return f"{many}, each {_words(arguments[0])}"
+    if origin is dict:
+        return "keys with values"
+    return " or ".join(_words(argument) for argument in arguments)
+
+
+def _keys(cls: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(cls))
+
+
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Tuples as lists: that is what a YAML list replaces."""
+    values = {}
+    for item in fields(cls):
+        if item.default_factory is MISSING:
+            value = item.default
+        else:
+            value = item.default_factory()
+        values[item.name] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def _shown(value: Any) -> str:
+    """As YAML would have it, on one line."""
+    return json.dumps(value, default=str)
+
+
+def _plain(tree: Any, *, resolve: bool) -> dict[str, Any]:
+    """Dictionaries and lists; `${...}` is replaced if `resolve`."""
+    try:
+        container = OmegaConf.to_container(tree, resolve=resolve)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"a ${{...}} of the recipe has no value: {one_line(error)}") from error
+    assert isinstance(container, dict)
+    return container

@@ -1,0 +1,53 @@
+"""Recipe files: YAML with a list of bases, and dotted overrides, as untyped trees.
+
+    base: [common.yaml]          # relative to this file; later bases win, this file wins over them
+    optimizer: {lr: 1e-6}        # a section for each dataclass of schema.py
+
+Not covered: lists are replaced, never appended to.
+"""
+
+import re
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+def read_recipe(path: Path, inside: tuple[Path, ...] = ()) -> DictConfig:
+    """The file merged over its bases, untyped. `inside` are the files that name it as a base."""
+    path = path.resolve()
+    if path in inside:
+        raise ValueError(f"{path} is a base of itself (through {inside[-1]}): remove one of them")
+    named = f" (a base of {inside[-1]})" if inside else ""
+    try:
+        content = OmegaConf.create(path.read_text(encoding="utf-8") or "{}")
+    except OSError as error:
+        raise ValueError(f"the recipe {path}{named} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ValueError(f"the recipe {path}{named} is not YAML: {one_line(error)}") from error
+    if not isinstance(content, DictConfig):
+        raise ValueError(f"the recipe {path}{named} must be sections of keys, not a list or text")
+    bases = content.pop("base", [])
+    if isinstance(bases, str) or any(not isinstance(base, str) for base in bases or ()):
+        raise ValueError(f"base={bases} in {path} must be a list of files: base: [common.yaml]")
+    parents = [read_recipe(path.parent / base, (*inside, path)) for base in bases or ()]
+    merged = OmegaConf.merge(*parents, content)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def parse_override(text: str) -> DictConfig:
+    """`section.key=value` as a tree; the value is read as YAML: null, [a, b], 1e-6."""
+    key, equals, _ = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
+        raise ValueError(f"{text!r} is not an override: write section.key=value")
+    try:
+        return OmegaConf.from_dotlist([text])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"the value of {text!r} is not YAML: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Without the lines in which OmegaConf names its own objects."""
+    return " ".join(str(error).split("full_key:")[0].split())

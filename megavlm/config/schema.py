@@ -1,0 +1,171 @@
+"""The configuration: one dataclass per section, with each key's type, default and range."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from megavlm.config.bounds import bounded
+
+MISSING: Any = "???"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    dir: str = MISSING
+    seed: int = bounded(0, least=0)
+    resume: Literal["auto", "never"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """`folder` is a HuggingFace folder: architecture, tokenizer, processor and, unless
+    `checkpoint` names a Megatron checkpoint to start from, weights."""
+
+    folder: str = MISSING
+    checkpoint: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    freeze_tower: bool = True
+    freeze_merger: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """`data` null: what the world size leaves; `megavlm train` then starts `tensor` ranks."""
+
+    tensor: int = bounded(1, least=1)
+    sequence: bool = False
+    data: int | None = bounded(None, least=1)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * (self.data or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Parquet files and their columns. Pixels are of one picture after resizing; `pack_tokens`
+    is the longest packed row of one forward."""
+
+    train_files: tuple[str, ...] = ()
+    test_files: tuple[str, ...] = ()
+    prompt_key: str = "problem"
+    answer_key: str = "answer"
+    image_key: str = "images"
+    category_key: str | None = "task"
+    system_prompt: str | None = None
+    min_pixels: int | None = bounded(None, least=1)
+    max_pixels: int | None = bounded(None, least=1)
+    max_prompt_tokens: int = bounded(1024, least=1)
+    pack_tokens: int = bounded(4096, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO:
+    """Group-relative policy optimisation: `prompts_per_step` x `responses_per_prompt` rollouts a
+    step, trained on in `minibatches` updates."""
+
+    name: Literal["grpo"] = "grpo"
+    steps: int = bounded(40, least=1)
+    prompts_per_step: int = bounded(16, least=1)
+    responses_per_prompt: int = bounded(8, least=2)
+    minibatches: int = bounded(1, least=1)
+    normalize_by_std: bool = True
+    clip_low: float = bounded(0.2, above=0, below=1)
+    clip_high: float = bounded(0.2, above=0)
+    kl_coefficient: float = bounded(0.005, least=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    importance_cap: float = bounded(2.0, least=1)
+    entropy_coefficient: float = bounded(0.0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT:
+    """Supervised fine-tuning on the answers, `batch_size` rows a step."""
+
+    name: Literal["sft"] = "sft"
+    steps: int = bounded(300, least=1)
+    batch_size: int = bounded(32, least=1)
+
+
+Algorithm = GRPO | SFT
+ALGORITHMS: dict[str, type[GRPO] | type[SFT]] = {"grpo": GRPO, "sft": SFT}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    name: str = "exact_match"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """`managed`: megavlm starts and stops an SGLang server; `external`: `urls` of running ones.
+    Timeouts in seconds; `concurrency` is requests in flight; `server_args` are further options
+    of `sglang.launch_server`, by their long names."""
+
+    mode: Literal["managed", "external"] = "managed"
+    urls: tuple[str, ...] = ()
+    port: int | None = bounded(None, least=1, most=65535)
+    tensor_parallel: int = bounded(1, least=1)
+    temperature: float = bounded(1.0, above=0)
+    top_p: float = bounded(1.0, above=0, most=1)
+    max_new_tokens: int = bounded(4, least=1)
+    suppress_special_tokens: bool = True
+    start_timeout: float = bounded(300, above=0)
+    request_timeout: float = bounded(300, above=0)
+    concurrency: int = bounded(64, least=1)
+    sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    server_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW. `clip_grad` is the largest gradient norm; 0 turns clipping off."""
+
+    lr: float = bounded(1e-6, above=0)
+    min_lr: float = bounded(0.0, least=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = bounded(0, least=0)
+    betas: tuple[float, float] = bounded((0.9, 0.95), least=0, below=1)
+    eps: float = bounded(1e-8, above=0)
+    weight_decay: float = bounded(0.01, least=0)
+    clip_grad: float = bounded(1.0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """On the test files every `every` steps (0: never), before the first and after the last;
+    `limit` rows at most. `sampled` and `shuffled` add accuracy when sampling, and with pictures
+    shuffled between questions."""
+
+    every: int = bounded(0, least=0)
+    before: bool = False
+    after: bool = False
+    limit: int | None = bounded(None, least=1)
+    sampled: bool = True
+    shuffled: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Every `every` steps (0: after the last one only); `export_hf` also writes a HuggingFace
+    folder at the end."""
+
+    every: int = bounded(0, least=0)
+    export_hf: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run: Run
+    model: Model
+    parallel: Parallel
+    data: Data
+    algorithm: Algorithm
+    reward: Reward
+    rollout: Rollout
+    optimizer: Optimizer
+    evaluation: Evaluation
+    checkpoint: Checkpoint
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, sections in the order above, tuples as tuples."""
+        return asdict(self)
