@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import runpy
+import shutil
 import signal
 import sys
 from typing import Any
@@ -29,12 +30,13 @@ def die_with(parent: int, by: signal.Signals) -> None:
 
 
 def fork_reaper() -> None:
-    """Fork a child that kills the whole process group once this process is gone."""
+    """Fork a child that ends what is left once this process is gone: TMPDIR and the whole group."""
     main = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if os.fork() == 0:
         die_with(main, by=signal.SIGTERM)
         signal.sigwait({signal.SIGTERM})
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,9 @@ from megavlm.rollout.errors import RolloutServerError
 
 HOST = "127.0.0.1"
 HERE = Path(__file__).resolve().parent
-STOP_TIMEOUT = 10.0  # seconds that a server has to obey SIGTERM
+# Seconds to obey SIGTERM. A GPU's memory may stay taken when a server is killed while it releases
+# it; on a CPU there is nothing to release, and SGLang would take 9 s.
+STOP_TIMEOUT = {"cuda": 30.0, "cpu": 0.0}
 TAIL_LINES = 30
 # Set by ManagedServer itself, or unsafe: they run code that comes with a model or with a request.
 RESERVED = frozenset(
@@ -72,6 +75,7 @@ class ManagedServer:
         self.api_key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.log_path = Path(log_path)
         self.start_timeout = start_timeout
+        self._stop_timeout = STOP_TIMEOUT[device]
         self._environment = environment(device, tensor_parallel, cache_pictures)
         self._arguments = arguments(
             {
@@ -87,10 +91,12 @@ class ManagedServer:
             }
         )
         self._process: subprocess.Popen[bytes] | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "ManagedServer":
         require_free(self.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = tempfile.TemporaryDirectory(prefix="megavlm-rollout-")
         command = [sys.executable, "-P", str(HERE / "serve.py"), str(os.getpid())]
         with open(self.log_path, "wb") as log:
             self._process = subprocess.Popen(
@@ -98,7 +104,7 @@ class ManagedServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env=self._environment | {"TMPDIR": self._temporary.name},  # SGLang leaves sockets
                 start_new_session=True,  # its own process group, out of Ctrl-C's reach
             )
         try:
@@ -130,12 +136,14 @@ class ManagedServer:
             return
         try:
             process.terminate()
-            process.wait(STOP_TIMEOUT)
+            process.wait(self._stop_timeout)
         except subprocess.TimeoutExpired:
             pass  # it may ignore SIGTERM while a request hangs
         finally:  # a second Ctrl-C comes here too
             _kill_group(process.pid)
             process.wait()
+            assert self._temporary is not None
+            self._temporary.cleanup()
 
     def _send_keys(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
