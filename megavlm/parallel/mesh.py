@@ -20,6 +20,7 @@ class Mesh:
     tensor_rank: int
     data_size: int
     data_rank: int
+    data_ranks: tuple[int, ...]  # of every rank in the world
     groups: ProcessGroupCollection
     objects: dist.ProcessGroup
 
@@ -60,13 +61,18 @@ def build_mesh(*, tensor: int = 1, seed: int = 0) -> Mesh:
     # gloo groups: the optimizer's checkpoint form gathers over them, on GPU machines too
     parallel_state.initialize_model_parallel(tensor, create_gloo_process_groups=True)
     model_parallel_cuda_manual_seed(seed)
+    objects = dist.new_group(backend="gloo")
+    data_rank = parallel_state.get_data_parallel_rank()
+    data_ranks: list[int] = [0] * world_size
+    dist.all_gather_object(data_ranks, data_rank, group=objects)
     return Mesh(
         tensor_size=tensor,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
-        data_rank=parallel_state.get_data_parallel_rank(),
+        data_rank=data_rank,
+        data_ranks=tuple(data_ranks),
         groups=ProcessGroupCollection.use_mpu_process_groups(),
-        objects=dist.new_group(backend="gloo"),
+        objects=objects,
     )
 
 

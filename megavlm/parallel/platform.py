@@ -38,6 +38,12 @@ def start(local_rank: int) -> None:
         torch.set_num_threads(1)
 
 
+def synchronize() -> None:
+    """Waits for the device's queued work."""
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
 def peak_memory_bytes() -> int:
     """The most memory that this process has held: allocated on the GPU, or resident on a CPU."""
     if has_gpu():
@@ -127,6 +133,8 @@ def _replace_waiting() -> None:
 
 
 def _replace_allocation() -> None:
+    with torch.device("cpu"):
+        torch.empty(0)  # torch lists the factories that obey `with torch.device(...)` at first use: the real ones
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     for name in ("tensor", "zeros", "ones", "empty", "empty_like"):  # megatron writes device="cuda" in these
         setattr(torch, name, _on_cpu(getattr(torch, name)))

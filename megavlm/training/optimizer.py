@@ -47,7 +47,7 @@ class Updater:
 
 def build_updater(model: VisionLanguageModel, mesh: Mesh, settings: Any, *, num_updates: int) -> Updater:
     """`settings`: the `optimizer` section; `num_updates`: optimizer steps in the whole run, for the schedule's decay."""
-    wrapped = wrap(model, mesh)
+    wrapped = wrap(model)
     half = model.config.params_dtype == torch.bfloat16
     config = OptimizerConfig(
         optimizer="adam",
@@ -83,9 +83,13 @@ def build_updater(model: VisionLanguageModel, mesh: Mesh, settings: Any, *, num_
     return Updater(wrapped, optimizer, scheduler)
 
 
-def wrap(model: VisionLanguageModel, mesh: Mesh) -> DistributedDataParallel:
-    """Contiguous fp32 gradient buffers, reduced over the data axis after the last microbatch."""
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+def wrap(model: VisionLanguageModel, *, shard_optimizer: bool = True) -> DistributedDataParallel:
+    """Contiguous fp32 gradient buffers, reduced over the data axis after the last microbatch.
+
+    With `shard_optimizer` a data rank ends with its share of the reduced gradient, without it with all of it."""
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=shard_optimizer, grad_reduce_in_fp32=True
+    )
     wrapped = DistributedDataParallel(model.config, ddp_config, model)
     model.config.finalize_model_grads_func = finalize_gradients
     return wrapped

@@ -14,7 +14,7 @@ from megavlm.data.processor import Picture
 from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.models.common.model import Features
 
-# Of a pack's scores: the loss, already divided by its global denominator, and sums to report.
+# Of a pack's scores: the loss, already divided by its global denominator, and measures (`reduce_measures`).
 LossFunction = Callable[[Pack, TokenScores], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -59,8 +59,8 @@ def forward_backward(
     features: VisionFeatures,
     scoring: Scoring,
     loss_function: LossFunction,
-) -> dict[str, Tensor]:
-    """Accumulates and reduces gradients of the packs' losses. Returns this rank's sums over its packs."""
+) -> list[dict[str, Tensor]]:
+    """Accumulates and reduces gradients of the packs' losses. Returns each pack's measures."""
 
     def loss_of(pack: Pack, scores: TokenScores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss, sums = loss_function(pack, scores)
@@ -71,8 +71,7 @@ def forward_backward(
         pack = next(iterator)
         return model(pack, features.of(pack), scoring), partial(loss_of, pack)
 
-    reports = _run(model, packs, forward_step, forward_only=False)
-    return {name: torch.stack([report[name] for report in reports]).sum(0) for name in reports[0]}
+    return _run(model, packs, forward_step, forward_only=False)
 
 
 def _run(model: DistributedDataParallel, packs: Sequence[Pack], forward_step: Any, **options: Any) -> list[Any]:

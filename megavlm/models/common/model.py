@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -23,6 +24,8 @@ Features = Mapping[str, Tensor]  # picture key -> [tokens, H]
 
 
 class VisionLanguageModel(MegatronModule):
+    model_type = ModelType.encoder_or_decoder  # asked for by megatron-core's schedules
+
     def __init__(self, config: TransformerConfig, visual: nn.Module, language_model: LanguageModel) -> None:
         super().__init__(config=config)
         self.visual = visual

@@ -1,0 +1,45 @@
+"""Collectives over Python objects and over measures, on the groups of a mesh."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megavlm.parallel import platform
+from megavlm.parallel.mesh import Mesh
+
+T = TypeVar("T")
+
+
+def scatter_by_data_rank(parts: Sequence[T] | None, mesh: Mesh) -> T:
+    """The driver gives one part per data rank; every rank gets its own. The other ranks pass None."""
+    received: list[Any] = [None]
+    given = None if parts is None else [parts[data_rank] for data_rank in mesh.data_ranks]
+    dist.scatter_object_list(received, given, src=0, group=mesh.objects)
+    return received[0]
+
+
+def broadcast_object(value: T | None, mesh: Mesh) -> T:
+    """The driver's value on every rank."""
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0, group=mesh.objects)
+    return box[0]
+
+
+def any_rank(flag: bool) -> bool:
+    """True on all ranks if true on one."""
+    vote = torch.tensor(float(flag), device=platform.device())
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+    return vote.item() > 0
+
+
+def reduce_measures(reports: Sequence[dict[str, torch.Tensor]], mesh: Mesh) -> dict[str, float]:
+    """Sums over packs and data ranks; a measure whose name starts with `largest` is a maximum instead."""
+    names = list(reports[0])
+    table = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
+    largest = torch.tensor([name.startswith("largest") for name in names], device=table.device)
+    sums, maxima = table.sum(0), table.amax(0)
+    dist.all_reduce(sums, group=mesh.groups.dp)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.groups.dp)
+    return dict(zip(names, maxima.where(largest, sums).tolist(), strict=True))

@@ -1,0 +1,46 @@
+"""The plan of a step: which rank trains on which packs of which minibatch, and the pictures it needs for them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megavlm.data.balance import assign
+from megavlm.data.packing import Pack, Tree, make_pack
+from megavlm.data.processor import Picture
+from megavlm.training.cost import TreeCost
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One update: this rank's packs, and the number of targets that all ranks have together."""
+
+    packs: list[Pack]
+    num_targets: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """One rank's share of a step."""
+
+    minibatches: list[Minibatch]
+    pictures: dict[str, Picture]
+
+
+def plan_step(
+    minibatches: Sequence[Sequence[Tree]],
+    pictures: Mapping[str, Picture],
+    *,
+    num_ranks: int,
+    pack_tokens: int,
+    image_token_id: int,
+    multiple: int,
+    cost: TreeCost,
+) -> list[Work]:
+    """Work by data rank. Trees are packed and balanced by modelled cost; a picture goes only where it is needed."""
+    works = [Work([], {}) for _ in range(num_ranks)]
+    for trees in minibatches:
+        num_targets = sum(len(s.token_ids) for tree in trees for s in tree.segments if s.is_target)
+        for work, parts in zip(works, assign(trees, num_ranks, pack_tokens, cost), strict=True):
+            packs = [make_pack(part, image_token_id=image_token_id, multiple=multiple) for part in parts]
+            work.minibatches.append(Minibatch(packs, num_targets))
+            work.pictures.update({key: pictures[key] for pack in packs for key in pack.pictures})
+    return works
