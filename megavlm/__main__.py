@@ -1,0 +1,3 @@
+from megavlm.cli import main
+
+main()

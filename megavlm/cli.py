@@ -1,0 +1,104 @@
+"""The `megavlm` command. Everything heavy is imported by the command that needs it."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning for vision-language models on megatron-core and SGLang.",
+)
+
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to change: run.seed=1"),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Check everything, print the resolved configuration, start nothing."
+    ),
+]
+
+
+@app.command()
+def train(recipe: Recipe, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Train as RECIPE says. Under torchrun this is one rank; otherwise it starts all of them."""
+    _run("train", recipe, overrides or [], dry_run)
+
+
+@app.command()
+def evaluate(recipe: Recipe, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Evaluate the model of RECIPE on its test files."""
+    _run("evaluate", recipe, overrides or [], dry_run)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's directory.")],
+) -> None:
+    """Rebuild the reward curve and report.html of a run."""
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise ValueError(f"{run_dir} is no run directory: it has no metrics.jsonl")
+    from megavlm.observability.plots import reward_curve
+    from megavlm.observability.report import write_report
+
+    reward_curve(run_dir)
+    write_report(run_dir)
+    typer.echo(run_dir / "report.html")
+
+
+@app.command()
+def demo(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with Parquet files to learn; without it, pictures are drawn."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of pictures, model and training.")] = 0,
+    run_dir: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
+) -> None:
+    """Draw pictures, make a tiny model, warm it up, train it with GRPO, and report."""
+    if data is not None and not data.is_dir():
+        raise ValueError(f"--data {data} is no folder: give one that holds Parquet files")
+    from megavlm.demo import pipeline
+
+    pipeline.run_demo(run_dir, seed=seed, data=data)
+
+
+def _run(
+    phase: Literal["train", "evaluate"], recipe: Path, overrides: list[str], dry_run: bool
+) -> None:
+    from megavlm.config.load import load
+
+    config = load(recipe, overrides)
+    if "RANK" in os.environ and not dry_run:
+        from megavlm import worker
+
+        return worker.run(phase, config)
+    from megavlm.training import preflight
+
+    world_size = int(os.environ.get("WORLD_SIZE", config.parallel.num_ranks))
+    preflight.check(config, world_size=world_size, phase=phase)
+    if dry_run:
+        from megavlm.config.dump import to_yaml
+
+        typer.echo(to_yaml(config), nl=False)
+        return None
+    from megavlm.launcher import run_workers
+
+    raise typer.Exit(run_workers([phase, str(recipe), *overrides], config.parallel.num_ranks))
+
+
+def main() -> None:
+    """The console script: a user's mistake is one sentence on stderr and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        print(f"megavlm: {error}", file=sys.stderr)
+        sys.exit(2)
