@@ -1,0 +1,1 @@
+"""Checkpoints between HuggingFace folders and megatron-core."""

@@ -43,6 +43,11 @@ class HFFolder(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Read from the header alone."""
+        empty: Tensor = self._files[self._places[name]].get_slice(name)[:0]
+        return empty.dtype
+
     def file(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self._places[name]
@@ -79,6 +84,18 @@ class HubTensors:
                 )
             tensors.append(tensor)
         return entry.to_megatron(tensors)
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """The dtype of an entry's tensors; ValueError where they differ."""
+        dtypes = {self._dtype(self._names[_short(name)]) for name in entry.hf}
+        if len(dtypes) > 1:
+            raise ValueError(f"{', '.join(entry.hf)} make one tensor, but have different dtypes.")
+        return dtypes.pop()
+
+    def _dtype(self, name: str) -> torch.dtype:
+        if isinstance(self._source, HFFolder):
+            return self._source.dtype(name)
+        return self._source[name].dtype
 
     def _check_names(self, entries: Sequence[Entry]) -> None:
         expected = {_short(name): name for entry in entries for name in entry.hf}
@@ -184,10 +201,11 @@ def _index(folder: Path) -> dict[str, str]:
         return {}
     try:
         places = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        names = {name: Path(file_name).name for name, file_name in places.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a safetensors index: {error!r}.") from error
     for name, file_name in places.items():
-        if Path(file_name).name != file_name:
+        if names[name] != file_name:
             raise ValueError(
                 f"{path} places {name} in {file_name!r}, which is not a file of this folder."
             )

@@ -1,0 +1,118 @@
+"""Checkpoint folder -> HuggingFace folder."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from checkpoint_tools.family import read_mapping
+from checkpoint_tools.output import output_folder
+from megavlm.checkpointing import folder
+from megavlm.checkpointing.checksums import first_difference
+from megavlm.checkpointing.reader import StepReader
+from megavlm.models.common.loading import INDEX, SINGLE
+from megavlm.models.common.mapping import Entry
+
+
+@dataclass(frozen=True)
+class Export:
+    step: int
+    num_tensors: int
+    num_files: int
+
+
+def export_hf(
+    checkpoint_dir: Path,
+    hf_dir: Path,
+    *,
+    step: int | None = None,
+    force: bool = False,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Export:
+    """Writes a step's weights (default: the latest) under hub names, and the model's other files.
+
+    Reads any layout, one tensor at a time, and holds one output file in memory. ValueError where
+    the step is missing or damaged, or does not hold the tensors of its config.json.
+    """
+    step = folder.latest(checkpoint_dir) if step is None else step
+    if step is None:
+        raise ValueError(f"{checkpoint_dir} holds no complete checkpoint.")
+    path = folder.step_folder(checkpoint_dir, step)
+    manifest = folder.Manifest.read(path)
+    if problem := first_difference(path, manifest.files, manifest.files):
+        raise ValueError(problem)
+    hf_files = checkpoint_dir / folder.HF
+    entries = read_mapping(hf_files)
+    reader = StepReader(path)
+    _check(entries, reader, path)
+
+    files = _plan(entries, reader, max_shard_bytes)
+    with output_folder(hf_dir, force=force, mark="config.json") as output:
+        folder.copy_hf_files(hf_files, output)
+        _set_dtype(output / "config.json", reader.dtype(entries[-1].megatron))
+        places: dict[str, str] = {}
+        total = 0
+        for number, part in enumerate(files, start=1):
+            name = (
+                f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
+            )
+            tensors = {}
+            for entry in part:
+                for hf_name, tensor in zip(
+                    entry.hf, entry.to_hf(reader.read(entry.megatron)), strict=True
+                ):
+                    # Own storage: safetensors refuses tensors that share one.
+                    tensors[hf_name] = tensor.clone(memory_format=torch.contiguous_format)
+            save_file(tensors, output / name, metadata={"format": "pt"})
+            # safetensors writes for the owner alone; other people serve these files.
+            shutil.copymode(output / "config.json", output / name)
+            places |= dict.fromkeys(tensors, name)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            (output / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return Export(step=step, num_tensors=len(places), num_files=len(files))
+
+
+def _check(entries: Sequence[Entry], reader: StepReader, path: Path) -> None:
+    table = {entry.megatron: entry for entry in entries}
+    for key, entry in table.items():
+        if key not in reader.tensors:
+            raise ValueError(f"{path} has no tensor {key}, which the model's config.json asks for.")
+        if reader.shape(key) != entry.megatron_shape:
+            raise ValueError(
+                f"{key} in {path} has shape {reader.shape(key)}; "
+                f"the model's config.json makes it {entry.megatron_shape}."
+            )
+    parts = {key.split(".")[0] for key in table}
+    for key in reader.tensors:
+        if key.split(".")[0] in parts and key not in table:
+            raise ValueError(f"{key} in {path} is no tensor of the model in its config.json.")
+
+
+def _plan(entries: Sequence[Entry], reader: StepReader, max_shard_bytes: int) -> list[list[Entry]]:
+    """Entries by output file, in order. A file is above `max_shard_bytes` for one entry only."""
+    files: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        metadata = reader.tensors[entry.megatron]
+        nbytes = metadata.size.numel() * metadata.properties.dtype.itemsize
+        if files[-1] and size + nbytes > max_shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(entry)
+        size += nbytes
+    return files
+
+
+def _set_dtype(path: Path, dtype: torch.dtype) -> None:
+    """config.json names the dtype of the weights beside it: training may have changed it."""
+    config = json.loads(path.read_bytes())
+    name = str(dtype).removeprefix("torch.")
+    changed = [key for key in ("dtype", "torch_dtype") if config.get(key, name) != name]
+    if changed:
+        path.write_text(json.dumps(config | dict.fromkeys(changed, name), indent=2) + "\n")

@@ -1,0 +1,111 @@
+"""The form of a checkpoint folder. Imported and trained checkpoints have the same one.
+
+    CHECKPOINT_DIR/
+      latest               name of the newest step
+      hf/                  config, tokenizer and processor files of the model
+      step_00000040/
+        manifest.json      step, contents, and every other file's size and checksum
+        .metadata, metadata.json, common.pt, *.distcp    megatron-core dist_checkpointing
+        extra.json         the trainer's own state: loader, curriculum
+        random_00000.pt    random states of rank 0
+
+A step is written under another name and renamed when all of it is on the disk, so a folder called
+`step_*` is complete. `latest` is replaced after that.
+"""
+
+import json
+import logging
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megavlm.checkpointing import atomic
+
+FORMAT = 1
+HF = "hf"
+LATEST = "latest"
+MANIFEST = "manifest.json"
+# Names, not contents, of an HF folder's files that hold no weights and no code.
+_HF_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`layout`: ranks per axis of the run that saved; `files`: name -> {bytes, crc32}."""
+
+    step: int
+    has_optimizer: bool
+    layout: dict[str, int]
+    files: dict[str, dict[str, int]]
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1))
+
+    @staticmethod
+    def read(folder: Path) -> "Manifest":
+        path = folder / MANIFEST
+        try:
+            values: dict[str, Any] = json.loads(path.read_bytes())
+            if values["format"] != FORMAT:
+                raise ValueError(f"format {values['format']} is not {FORMAT}")
+            return Manifest(**values)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} cannot be read as a checkpoint's manifest: {error}."
+            ) from error
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}"
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The steps that can be loaded, oldest first."""
+    matches = (
+        re.fullmatch(r"step_(\d{8,})", path.parent.name) for path in folder.glob(f"*/{MANIFEST}")
+    )
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def latest(folder: str | Path) -> int | None:
+    """The step to resume from; None where nothing is complete.
+
+    The tracker file decides. Where it is missing, garbage, or names a step that is not there, the
+    newest complete step is taken, with a warning.
+    """
+    folder = Path(folder)
+    steps = complete_steps(folder)
+    tracker = folder / LATEST
+    text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    for step in steps:
+        if text == step_folder(folder, step).name:
+            return step
+    if not steps:
+        return None
+    logger.warning(
+        "%s does not name a complete step (%r): taking the newest one, %d.",
+        tracker,
+        text[:40],
+        steps[-1],
+    )
+    return steps[-1]
+
+
+def publish(folder: Path, step: int) -> None:
+    """The partial step becomes the latest one."""
+    atomic.replace_folder(step_folder(folder, step))
+    atomic.write_text(folder / LATEST, f"{step_folder(folder, step).name}\n")
+
+
+def copy_hf_files(source: Path, target: Path) -> None:
+    """Copies what belongs to an HF model folder besides its weights. Code (*.py) stays behind."""
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in _HF_PATTERNS:
+        for path in sorted(source.glob(pattern)):
+            if path.is_file() and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, target / path.name)

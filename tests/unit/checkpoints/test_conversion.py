@@ -1,0 +1,328 @@
+"""HF -> checkpoint -> HF: every tensor equal, nothing half-written, clear errors."""
+
+import filecmp
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_tools.cli import main
+from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.import_hf import import_hf
+from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.models.common.loading import HFFolder
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+
+NORM = "model.norm.weight"
+
+
+def make_folder(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+    make_tiny_model(
+        folder,
+        ["red blue"] * 10,
+        seed=0,
+        num_layers=2,
+        vision_depth=2,
+        full_attention_blocks=[1],
+        tied_embeddings=tied,
+        randomise_norms_and_biases=True,
+    )
+    if dtype != torch.float32:
+        path = folder / "model.safetensors"
+        save_file({k: x.to(dtype) for k, x in load_file(path).items()}, path, {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=2))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("original") / "hf")
+
+
+@pytest.fixture(scope="module")
+def imported(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("imported") / "checkpoint"
+    import_hf(original, folder)
+    return folder
+
+
+@pytest.fixture
+def hf(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "hf"))
+
+
+@pytest.fixture
+def checkpoint(imported: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(imported, tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_and_back_is_bit_exact(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+    hf = make_folder(tmp_path / "hf", tied=tied, dtype=dtype)
+    import_hf(hf, tmp_path / "checkpoint")
+    done = export_hf(tmp_path / "checkpoint", tmp_path / "out")
+
+    before, after = load_file(hf / "model.safetensors"), HFFolder(tmp_path / "out")
+    assert set(after) == set(before) and done.num_tensors == len(before)
+    for name, tensor in before.items():
+        assert after[name].dtype == dtype and torch.equal(after[name], tensor), name
+    # Everything else in the folder is the same, byte by byte.
+    names = sorted(path.name for path in hf.iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    names.remove("model.safetensors")
+    assert filecmp.cmpfiles(hf, tmp_path / "out", names, shallow=False) == (names, [], [])
+
+
+def test_the_export_loads_in_transformers(imported: Path, original: Path, tmp_path: Path) -> None:
+    define_torchvision_operators()
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    export_hf(imported, tmp_path / "out", max_shard_bytes=10**6)
+    weights = sorted(tmp_path.glob("out/*.safetensors"))
+    assert len(weights) > 1
+    assert all(path.stat().st_size < 10**6 + 10**4 for path in weights)
+    assert all(path.stat().st_mode & 0o777 == 0o666 & ~current_umask() for path in weights)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    expected = load_file(original / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in expected.values())
+
+    model, report = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(model.lm_head.weight, expected["lm_head.weight"])
+    AutoProcessor.from_pretrained(tmp_path / "out")
+
+
+def test_weights_in_several_files_and_the_other_naming_import_alike(
+    hf: Path, imported: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(hf / "model.safetensors")
+    (hf / "model.safetensors").unlink()
+    renamed = {
+        f"model.{name}"
+        if name.startswith("visual.")
+        else name.replace("model.", "model.language_model."): x
+        for name, x in tensors.items()
+    }
+    places = {name: f"part-{i % 3}.safetensors" for i, name in enumerate(renamed)}
+    for file_name in set(places.values()):
+        save_file({k: x for k, x in renamed.items() if places[k] == file_name}, hf / file_name)
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+    import_hf(hf, tmp_path / "checkpoint")
+    export_hf(tmp_path / "checkpoint", tmp_path / "out")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == tensors.keys()
+    assert all(torch.equal(after[name], x) for name, x in tensors.items())
+
+
+def test_nothing_is_replaced_without_force(hf: Path, checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("text")
+    for convert, source, target in (
+        (import_hf, hf, checkpoint),
+        (export_hf, checkpoint, hf),
+        (import_hf, hf, other),
+    ):
+        before = sorted(target.rglob("*"))
+        with pytest.raises(
+            ValueError, match=r"is not empty: choose another folder, or add --force"
+        ):
+            convert(source, target)
+        assert sorted(target.rglob("*")) == before
+
+    with pytest.raises(ValueError, match="--force does not replace such a folder"):
+        import_hf(hf, other, force=True)
+    assert (other / "thesis.txt").exists()
+    (hf / "stale.txt").write_text("")
+    export_hf(checkpoint, hf, force=True)
+    assert not (hf / "stale.txt").exists()
+    import_hf(hf, checkpoint, force=True)
+    assert_nothing_partial(tmp_path)
+
+
+def test_an_export_keeps_the_old_folder_when_it_fails(
+    checkpoint: Path, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr("checkpoint_tools.export_hf.save_file", full_disk)
+    before = (hf / "model.safetensors").read_bytes()
+    with pytest.raises(OSError, match="No space left"):
+        export_hf(checkpoint, hf, force=True)
+    assert (hf / "model.safetensors").read_bytes() == before
+    assert_nothing_partial(tmp_path)
+
+
+def test_the_dtype_in_the_configuration_follows_the_weights(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    path = checkpoint / "hf" / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": "bfloat16"}
+    path.write_text(json.dumps(config))
+    export_hf(checkpoint, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == config | {"dtype": "float32"}
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda step: damage(step / "__0_0.distcp"), r"__0_0\.distcp is damaged"),
+        (lambda step: os.truncate(step / "__0_0.distcp", 99), r"__0_0\.distcp has 99 bytes"),
+        (lambda step: (step / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing"),
+        (lambda step: (step / "manifest.json").write_text("{"), r"manifest\.json cannot be read"),
+        (lambda step: (step / "manifest.json").unlink(), "holds no complete checkpoint"),
+        (lambda step: shutil.rmtree(step.parent / "hf"), "is no HuggingFace model folder"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(
+    checkpoint: Path, tmp_path: Path, spoil: object, message: str
+) -> None:
+    spoil(checkpoint / "step_00000000")  # type: ignore[operator]  # a function of one path
+    with pytest.raises(ValueError, match=message):
+        export_hf(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_another_size_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    path = checkpoint / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["num_hidden_layers"] = 1
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json: .*number of `layer_types`"):
+        export_hf(checkpoint, tmp_path / "out")
+    config["text_config"]["layer_types"] = None
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"decoder\.layers\.1\..* is no tensor of the model"):
+        export_hf(checkpoint, tmp_path / "out")
+    config["text_config"] |= {"num_hidden_layers": 3}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"has no tensor .*decoder\.layers\.2\."):
+        export_hf(checkpoint, tmp_path / "out")
+    config["text_config"] |= {"num_hidden_layers": 2, "intermediate_size": 512}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"linear_fc1\.weight .*\(512, 128\).*\(1024, 128\)"):
+        export_hf(checkpoint, tmp_path / "out")
+
+
+def test_contents_that_would_run_code_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+
+    class Malicious:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {canary}",)
+
+    step = checkpoint / "step_00000000"
+    (step / ".metadata").write_bytes(pickle.dumps(Malicious()))
+    manifest = json.loads((step / "manifest.json").read_text())
+    del manifest["files"][".metadata"]
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read .*posix\.system"):
+        export_hf(checkpoint, tmp_path / "out")
+    assert not canary.exists()
+
+
+def without(folder: Path, name: str) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path)
+
+
+def other_family(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "llava"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda hf: without(hf, NORM), rf"has no tensor {re.escape(NORM)}"),
+        (lambda hf: os.truncate(hf / "model.safetensors", 999), r"not a complete safetensors file"),
+        (lambda hf: (hf / "model.safetensors").rename(hf / "pytorch_model.bin"), "pickled weights"),
+        (other_family, r"config\.json: model_type 'llava' is not supported: use one of qwen2_5_vl"),
+        (lambda hf: (hf / "config.json").unlink(), "is no HuggingFace model folder: No such file"),
+        (lambda hf: (hf / "config.json").write_text("x"), "is not a model's configuration"),
+    ],
+)
+def test_a_wrong_model_folder_is_one_sentence_and_exit_code_2(
+    hf: Path, tmp_path: Path, spoil: object, message: str
+) -> None:
+    spoil(hf)  # type: ignore[operator]  # a function of one path
+    with pytest.raises(ValueError, match=message):
+        import_hf(hf, tmp_path / "checkpoint")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_the_command_line(hf: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "checkpoint_tools", "import", hf, tmp_path / "checkpoint"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search(r"\d+ tensors imported into", done.stdout)
+    assert not done.stderr
+
+    arguments = ["export", f"{tmp_path}/checkpoint", f"{tmp_path}/out", "--max-shard-size", "0.5MB"]
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert not exit_.value.code
+    assert len(list(tmp_path.glob("out/*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("import {hf} {checkpoint}", "/checkpoint is not empty: choose another folder, or add"),
+        ("import nowhere {new}", "nowhere is no HuggingFace model folder: No such file"),
+        ("export {checkpoint} {new} --step 7", "step_00000007"),
+        ("export {hf} {new}", "holds no complete checkpoint"),
+        ("export {checkpoint} {new} --max-shard-size many", "is not a size: write it as 5GB"),
+        ("export {checkpoint} {hf}/config.json/x", "Not a directory"),
+    ],
+)
+def test_a_command_line_error_is_one_sentence_and_exit_code_2(
+    hf: Path,
+    checkpoint: Path,
+    tmp_path: Path,
+    arguments: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"hf": hf, "checkpoint": checkpoint, "new": tmp_path / "new"}
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments.format(**places).split())
+    assert exit_.value.code == 2
+    out, error = capsys.readouterr()
+    assert error.startswith("error: ") and message in error and error.endswith(".\n"), error
+    assert error.count("\n") == 1 and not out
+    assert_nothing_partial(tmp_path)
+
+
+def current_umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def assert_nothing_partial(folder: Path) -> None:
+    assert not [
+        path for path in folder.rglob("*") if path.name.startswith(".") and path.name != ".metadata"
+    ]
