@@ -1,0 +1,59 @@
+"""Pictures from bytes that nobody vouches for."""
+
+import struct
+import warnings
+import zlib
+from io import BytesIO
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+# What training data holds. Pillow's other formats are rarer than the flaws in their decoders.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_PIXELS = 2**26  # 64 megapixels: 192 MiB as RGB
+
+# What Pillow raises for broken content, beside its own errors (all of them OSErrors).
+_DECODE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error, zlib.error)
+
+
+def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The picture as RGB, turned upright as its EXIF orientation says; an animation's first frame.
+
+    Transparency is dropped, as transformers' image processors drop it; 16-bit greys are scaled to
+    8 bits, where Pillow alone would clip nearly all of them to white.
+
+    Raises ValueError, with the reason, for bytes that are no picture in one of FORMATS, are cut
+    short, or declare more than max_pixels; a size is refused before its pixels are decoded.
+    """
+    with _open(data, max_pixels) as image:
+        try:
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):
+                upright = upright.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
+            return upright.convert("RGB")
+        except _DECODE_ERRORS as error:
+            raise ValueError(f"the {image.format} picture is broken ({error})") from error
+
+
+def image_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """(width, height) as stored, read from the header alone; raises ValueError as `decode`."""
+    with _open(data, max_pixels) as image:
+        return image.size
+
+
+def _open(data: bytes, max_pixels: int) -> Image.Image:
+    try:
+        with warnings.catch_warnings():
+            # Our limit is lower than the one that Pillow warns at.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"not a picture in one of {', '.join(FORMATS)}") from None
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"larger than the limit of {max_pixels} pixels ({error})") from error
+    except _DECODE_ERRORS as error:
+        raise ValueError(f"the picture is broken ({error})") from error
+    if image.width * image.height > max_pixels:
+        raise ValueError(
+            f"{image.width} x {image.height} is larger than the limit of {max_pixels} pixels"
+        )
+    return image

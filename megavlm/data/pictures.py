@@ -1,0 +1,127 @@
+"""Pictures in the two forms that are needed: a PNG for the server, patches for the tower."""
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from megavlm.data.images import decode, image_size
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A resized picture, in the server's form and in the tower's."""
+
+    key: str  # SHA-256 over size and RGB pixels: the content
+    png: bytes  # lossless RGB; the server's own resize leaves it as it is
+    patches: Tensor  # [P, patch_dim] float32, equal to AutoProcessor's pixel_values
+    grid: tuple[int, int, int]  # (t, h, w) in patches
+
+
+class PictureProcessor:
+    """A model folder's image processor, with tighter bounds and a memory of recent pictures."""
+
+    def __init__(
+        self,
+        image_processor: Any,  # transformers' Qwen2VLImageProcessor
+        *,
+        min_pixels: int | None,
+        max_pixels: int | None,
+        cache_bytes: int,
+    ) -> None:
+        """min_pixels, max_pixels: bounds on a resized picture (None: the folder's own).
+
+        cache_bytes: bound on the patches of recent pictures that are kept.
+
+        Raises ValueError for bounds wider than the folder's: the rollout server applies those, and
+        would resize our pictures once more.
+        """
+        smallest = image_processor.size["shortest_edge"]
+        largest = image_processor.size["longest_edge"]
+        low = smallest if min_pixels is None else min_pixels
+        high = largest if max_pixels is None else max_pixels
+        if not smallest <= low <= high <= largest:
+            raise ValueError(
+                f"data.min_pixels={low}, data.max_pixels={high}: they must lie in this order "
+                f"within {smallest} to {largest}, the bounds of the model folder's image "
+                "processor, which the rollout server applies again"
+            )
+        self.merge_size: int = image_processor.merge_size
+        self._processor = image_processor
+        self._low, self._high = low, high
+        self._cache = _Cache(cache_bytes)
+
+    def picture(self, data: bytes) -> Picture:
+        """The picture in an encoded file; the same bytes are processed once while they are kept.
+
+        Raises ValueError, with the reason, for bytes that are no picture, and for one so narrow
+        that it has no stable size.
+        """
+        digest = hashlib.sha256(data).digest()
+        picture = self._cache.get(digest)
+        if picture is None:
+            picture = self._process(decode(data))
+            self._cache.put(digest, picture)
+        return picture
+
+    def num_tokens(self, data: bytes) -> int:
+        """Image tokens of the picture, from its header alone; raises ValueError as `picture`."""
+        width, height = image_size(data)
+        bounds = {"min_pixels": self._low, "max_pixels": self._high}
+        patches = self._processor.get_number_of_image_patches(height, width, bounds)
+        return patches // self.merge_size**2
+
+    def _process(self, image: Image.Image) -> Picture:
+        from transformers.image_utils import SizeDict
+
+        processor = self._processor
+        resized = processor.resize(
+            processor.process_image(image)[None],
+            size=SizeDict(shortest_edge=self._low, longest_edge=self._high),
+            resample=processor.resample,
+            factor=processor.patch_size * processor.merge_size,
+        )[0]
+        height, width = resized.shape[-2:]
+        features = processor(images=[resized], do_resize=False, return_tensors="pt")
+        t, h, w = features["image_grid_thw"][0].tolist()
+        # Rounding to whole patches can push a narrow picture out of the bounds again.
+        if processor.get_number_of_image_patches(height, width) != t * h * w:
+            raise ValueError(
+                f"a picture of {image.width} x {image.height} pixels becomes {width} x {height}, "
+                "which the rollout server would resize again; crop it"
+            )
+        pixels = resized.permute(1, 2, 0).contiguous().numpy()
+        png = BytesIO()
+        Image.fromarray(pixels).save(png, "PNG", compress_level=1)
+        return Picture(
+            key=hashlib.sha256(f"{width}x{height}:".encode() + pixels.tobytes()).hexdigest(),
+            png=png.getvalue(),
+            patches=features["pixel_values"],
+            grid=(t, h, w),
+        )
+
+
+class _Cache:
+    """Least recently used pictures, bounded by the bytes of their patches."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._pictures: OrderedDict[bytes, Picture] = OrderedDict()
+
+    def get(self, digest: bytes) -> Picture | None:
+        if digest not in self._pictures:
+            return None
+        self._pictures.move_to_end(digest)
+        return self._pictures[digest]
+
+    def put(self, digest: bytes, picture: Picture) -> None:
+        self._pictures[digest] = picture
+        self._bytes += picture.patches.nbytes
+        while self._bytes > self._max_bytes:
+            _, oldest = self._pictures.popitem(last=False)
+            self._bytes -= oldest.patches.nbytes

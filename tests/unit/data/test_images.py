@@ -1,0 +1,134 @@
+"""Hostile and odd pictures: converted, or refused with a reason; never a crash."""
+
+import io
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from megavlm.data.images import FORMATS, decode, image_size
+
+NOISE = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
+
+
+def encode(image: Image.Image, format_: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format_, **options)
+    return file.getvalue()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A valid PNG of few bytes that declares a huge 1-bit picture."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    pixels = zlib.compress(bytes((width // 8 + 1) * min(height, 1000)), 9)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA", "LA", "CMYK"])
+def test_modes_become_rgb_as_pillow_converts_them(mode: str) -> None:
+    image = Image.fromarray(NOISE).convert(mode)
+    data = encode(image, "JPEG" if mode == "CMYK" else "PNG")
+    expected = Image.open(io.BytesIO(data)).convert("RGB")
+    assert decode(data).mode == "RGB"
+    assert np.array_equal(np.asarray(decode(data)), np.asarray(expected))
+
+
+def test_palette_with_transparency() -> None:
+    image = Image.fromarray(NOISE).convert("P")
+    assert decode(encode(image, "GIF", transparency=3)).mode == "RGB"
+    assert decode(encode(image, "PNG", transparency=3)).mode == "RGB"
+
+
+def test_16_bit_greys_are_scaled_not_clipped() -> None:
+    greys = np.arange(600, dtype=np.uint16).reshape(20, 30) * 109
+    decoded = np.asarray(decode(encode(Image.fromarray(greys))))[..., 0]
+    assert np.abs(decoded - greys / 257).max() <= 1
+
+
+@pytest.mark.parametrize(("orientation", "turn"), [(3, 2), (6, 3), (8, 1)])
+def test_exif_orientation_is_applied(orientation: int, turn: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    decoded = decode(encode(Image.fromarray(NOISE), exif=exif))
+    assert np.array_equal(np.asarray(decoded), np.rot90(NOISE, turn))
+
+
+def test_animation_gives_its_first_frame() -> None:
+    frames = [Image.new("RGB", (30, 20), (index, 0, 0)) for index in range(200)]
+    data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert np.asarray(decode(data)).max() == 0
+
+
+@pytest.mark.parametrize("size", [(50_000, 50_000), (9_000, 9_000), (20_000, 5_000)])
+def test_bombs_are_refused_from_their_header(size: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"larger than the limit of 67108864 pixels"):
+        decode(bomb(*size))
+    with pytest.raises(ValueError, match="larger than the limit"):
+        image_size(bomb(*size))
+
+
+def test_a_bomb_costs_no_memory() -> None:
+    script = (
+        "import resource, sys; from megavlm.data.images import decode\n"
+        "data = sys.stdin.buffer.read()\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "try: decode(data)\n"
+        "except ValueError: print(peak() - before)\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=bomb(50_000, 50_000), capture_output=True, cwd=root
+    )
+    assert int(done.stdout) < 50 * 1024  # KiB
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"<svg xmlns='http://www.w3.org/2000/svg'></svg>",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n",
+        encode(Image.fromarray(NOISE), "TIFF"),
+        encode(Image.fromarray(NOISE), "JPEG")[:200],
+        encode(Image.fromarray(NOISE), "PNG")[:500],
+    ],
+)
+def test_what_is_no_picture_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"not a picture|broken"):
+        decode(data)
+
+
+SAMPLES = [encode(Image.fromarray(NOISE), name) for name in FORMATS]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from(SAMPLES),
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=8),
+    st.integers(0, 2000),
+)
+def test_damage_is_decoded_or_refused(
+    data: bytes, changes: list[tuple[int, int]], length: int
+) -> None:
+    damaged = bytearray(data[: max(length, 1)])
+    for index, value in changes:
+        damaged[index % len(damaged)] = value
+    try:
+        assert decode(bytes(damaged)).mode == "RGB"
+    except ValueError as error:
+        assert str(error)

@@ -1,0 +1,228 @@
+"""Prompts equal AutoProcessor's, and the server's own processing of our PNG changes nothing."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoTokenizer
+
+from megavlm.data.images import decode
+from megavlm.data.pictures import PictureProcessor
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Row, read_rows
+from megavlm.demo.tiny_model import SPECIAL_TOKENS, make_tiny_model
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
+SIZES = [(56, 56), (28, 28), (1, 1), (17, 90), (333, 200), (640, 480), (2000, 60)]
+MODES = ["RGB", "L", "P", "RGBA", "CMYK"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny_model(folder, ["What color is it?", "red"] * 50, seed=0, max_pixels=28 * 28 * 256)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> Processor:
+    return Processor(folder, min_pixels=None, max_pixels=None)
+
+
+@pytest.fixture(scope="module")
+def hf(folder: Path) -> Any:
+    define_torchvision_operators()
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(folder)
+
+
+def picture(size: tuple[int, int], mode: str = "RGB", seed: int = 0) -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).convert(mode).save(file, "JPEG" if mode == "CMYK" else "PNG")
+    return file.getvalue()
+
+
+def row(problem: str, *images: bytes) -> Row:
+    return Row(3, problem, "red", images, "colour", "train.parquet:3")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", SIZES)
+def test_patches_equal_autoprocessor_on_the_source_and_on_the_png(
+    processor: Processor, hf: Any, size: tuple[int, int], mode: str
+) -> None:
+    data = picture(size, mode)
+    ours = processor.prompt(row("<image>?", data)).pictures[0]
+    for image in (decode(data), Image.open(io.BytesIO(data)), Image.open(io.BytesIO(ours.png))):
+        theirs = hf.image_processor(images=[image], return_tensors="pt")
+        assert torch.equal(ours.patches, theirs["pixel_values"])
+        assert list(ours.grid) == theirs["image_grid_thw"][0].tolist()
+    png = Image.open(io.BytesIO(ours.png))
+    assert png.mode == "RGB" and png.size == (ours.grid[2] * 14, ours.grid[1] * 14)
+
+
+def conversation(problem: str, images: list[Image.Image], system: str | None) -> list[Any]:
+    content: list[dict[str, Any]] = []
+    for number, text in enumerate(problem.split("<image>")):
+        if number > 0:
+            content.append({"type": "image", "image": images[number - 1]})
+        if text:
+            content.append({"type": "text", "text": text})
+    user = [{"role": "user", "content": content}]
+    if system is None:
+        return user
+    return [{"role": "system", "content": [{"type": "text", "text": system}]}, *user]
+
+
+@pytest.mark.parametrize("system", [None, "Answer with one word."])
+@pytest.mark.parametrize(
+    ("problem", "num_images"),
+    [
+        ("<image>What color is it?", 1),
+        ("<image>\nWhat color is it?  ", 1),
+        ("First <image> then <image>: which é 漢 \\frac{1}{2}?", 2),
+        ("<image><image><image>", 3),
+        ("No picture at all.", 0),
+    ],
+)
+def test_prompt_equals_autoprocessor(
+    folder: Path, hf: Any, problem: str, num_images: int, system: str | None
+) -> None:
+    processor = Processor(folder, min_pixels=None, max_pixels=None, system_prompt=system)
+    data = [picture(SIZES[index + 3], seed=index) for index in range(num_images)]
+    prompt = processor.prompt(row(problem, *data))
+    messages = conversation(problem, [decode(image) for image in data], system)
+    theirs = hf.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    assert torch.equal(prompt.token_ids, theirs["input_ids"][0])
+    if data:
+        patches = torch.cat([image.patches for image in prompt.pictures])
+        assert torch.equal(patches, theirs["pixel_values"])
+    text = hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert list(prompt.request_ids) == hf.tokenizer(text)["input_ids"]
+    assert prompt.request_ids.count(processor.image_token_id) == num_images
+    assert prompt.positions.shape == (3, len(prompt.token_ids))
+    # A row knows its length before its pictures are decoded.
+    assert processor.num_tokens(row(problem, *data)) == len(prompt.token_ids)
+
+
+def test_without_placeholders_pictures_come_first(processor: Processor) -> None:
+    data = picture((56, 56))
+    plain = processor.prompt(row("What?", data, data))
+    marked = processor.prompt(row("<image><image>What?", data, data))
+    assert torch.equal(plain.token_ids, marked.token_ids)
+
+
+def test_bounds_shrink_pictures_and_stay_within_the_folders(folder: Path, hf: Any) -> None:
+    processor = Processor(folder, min_pixels=28 * 28 * 8, max_pixels=28 * 28 * 20)
+    for size in SIZES[:-1]:
+        (ours,) = processor.prompt(row("<image>?", picture(size))).pictures
+        assert 8 <= len(ours.patches) // 4 <= 20
+        theirs = hf.image_processor(images=[Image.open(io.BytesIO(ours.png))])
+        assert torch.equal(ours.patches, torch.as_tensor(theirs["pixel_values"]))
+    for wrong in (
+        {"min_pixels": 784, "max_pixels": None},
+        {"min_pixels": None, "max_pixels": 10**9},
+    ):
+        with pytest.raises(ValueError, match=r"data\.min_pixels.*data\.max_pixels.*3136 to 200704"):
+            Processor(folder, **wrong)
+
+
+def test_a_picture_that_the_server_would_resize_again_is_refused(hf: Any) -> None:
+    image_processor = type(hf.image_processor)(min_pixels=56 * 56, max_pixels=28 * 28 * 16)
+    pictures = PictureProcessor(image_processor, min_pixels=None, max_pixels=None, cache_bytes=0)
+    assert len(pictures.picture(picture((900, 60))).patches) == 15 * 4
+    with pytest.raises(ValueError, match=r"2000 x 60 pixels becomes 644 x 28, .* crop it"):
+        pictures.picture(picture((2000, 60)))
+
+
+def test_same_content_has_one_key_and_same_bytes_are_processed_once(processor: Processor) -> None:
+    png, other = picture((60, 60)), picture((60, 60), seed=1)
+    file = io.BytesIO()
+    Image.open(io.BytesIO(png)).save(file, "PNG", compress_level=0)
+    first, again, copy, different = processor.prompt(
+        row("?", png, png, file.getvalue(), other)
+    ).pictures
+    assert first is again and first is not copy
+    assert first.key == copy.key != different.key
+
+
+def test_cache_forgets_the_least_recently_used(folder: Path) -> None:
+    size = 16 * 1176 * 4  # bytes of the patches of one 56 x 56 picture
+    processor = Processor(folder, min_pixels=None, max_pixels=None, cache_bytes=2 * size)
+    data = [picture((56, 56), seed=seed) for seed in range(3)]
+
+    def one(index: int) -> int:
+        return id(processor.prompt(row("?", data[index])).pictures[0])
+
+    kept = [processor.prompt(row("?", image)).pictures[0] for image in data[:2]]
+    assert one(0) == id(kept[0])
+    one(2)  # pushes out 1, not 0
+    assert one(0) == id(kept[0])
+    assert one(1) != id(kept[1])
+
+
+def test_errors_name_the_row(folder: Path, processor: Processor) -> None:
+    with pytest.raises(ValueError, match=r"train\.parquet:3: not a picture"):
+        processor.prompt(row("<image>?", b"nonsense"))
+    with pytest.raises(ValueError, match=r"train\.parquet:3: not a picture"):
+        processor.num_tokens(row("<image>?", b"nonsense"))
+    with pytest.raises(ValueError, match=r"train\.parquet:3: the text holds the model's own image"):
+        processor.prompt(row("<image>? <|image_pad|>", picture((56, 56))))
+    with pytest.raises(ValueError, match=r"train\.parquet:3: .*aspect ratio"):
+        processor.prompt(row("<image>?", picture((6000, 20))))
+    short = Processor(folder, min_pixels=None, max_pixels=None, max_prompt_tokens=10)
+    with pytest.raises(ValueError, match=r"train\.parquet:3: .*data\.max_prompt_tokens=10"):
+        short.prompt(row("<image>What color is it?", picture((56, 56))))
+
+
+def test_bad_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.folder: .* has no config\.json"):
+        Processor(tmp_path, min_pixels=None, max_pixels=None)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match=r"model\.folder: .* does not load as a Qwen-VL model"):
+        Processor(tmp_path, min_pixels=None, max_pixels=None)
+
+
+def test_answers_and_suppressed_ids(folder: Path, processor: Processor) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert processor.eos_id == end
+    assert processor.encode_answer("red") == [*tokenizer.encode("red"), end]
+    assert processor.decode([*processor.encode_answer(" red "), 0]) != ""
+    assert processor.decode(processor.encode_answer(" red ")) == "red"
+    vocab_size = config.text_config.vocab_size
+    assert processor.vocab_size == vocab_size
+    expected = {tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS} - {end}
+    expected |= set(range(len(tokenizer), vocab_size))
+    assert set(processor.suppressed_ids) == expected
+    assert processor.image_token_id in expected
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="real pictures (../shared/data) are not here")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "coco_mini_captions",
+        "coco_mini_vqa_derived",
+        "easy_vqa",
+        "geometry3k_examples",
+        "math_vision_subset",
+        "osv5m_street",
+    ],
+)
+def test_real_pictures_equal_autoprocessor(processor: Processor, hf: Any, name: str) -> None:
+    for item in read_rows([str(SHARED / name / "train.parquet")])[:25]:
+        (ours,) = processor.prompt(item).pictures
+        for image in (decode(item.images[0]), Image.open(io.BytesIO(ours.png))):
+            theirs = hf.image_processor(images=[image], return_tensors="pt")
+            assert torch.equal(ours.patches, theirs["pixel_values"])

@@ -1,0 +1,133 @@
+"""Reading Parquet: every form of the image column, and every mistake named by file and row."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megavlm.data.rows import Row, read_rows
+
+PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
+
+
+def write(path: Path, images: list[Any], type_: pa.DataType, **columns: list[Any]) -> str:
+    size = len(images)
+    table = {"problem": ["<image>q"] * size, "answer": ["a"] * size, "task": ["t"] * size}
+    table["images"] = pa.array(images, type=type_)
+    pq.write_table(pa.table(table | columns), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("images", "type_"),
+    [
+        ([[{"bytes": b"one", "path": None}]], pa.list_(PICTURE)),
+        ([{"bytes": b"one", "path": "ignored.png"}], PICTURE),
+        ([[b"one"]], pa.list_(pa.binary())),
+        ([b"one"], pa.binary()),
+        ([["pictures/one.png"]], pa.list_(pa.string())),
+        (["pictures/one.png"], pa.string()),
+        ([[{"bytes": None, "path": "pictures/one.png"}]], pa.list_(PICTURE)),
+    ],
+)
+def test_forms_of_the_image_column(tmp_path: Path, images: list[Any], type_: pa.DataType) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "one.png").write_bytes(b"one")
+    file = write(tmp_path / "x.parquet", images, type_)
+    assert read_rows([file]) == [Row(0, "<image>q", "a", (b"one",), "t", f"{file}:0")]
+
+
+def test_rows_of_several_files_are_numbered_through(tmp_path: Path) -> None:
+    files = [
+        write(tmp_path / f"{name}.parquet", [[b"1"], [b"2"]], pa.list_(pa.binary()))
+        for name in "ab"
+    ]
+    rows = read_rows(files)
+    assert [row.index for row in rows] == [0, 1, 2, 3]
+    assert [row.source for row in rows] == [f"{file}:{i}" for file in files for i in range(2)]
+
+
+def test_keys_numbers_and_missing_categories(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "x.parquet",
+        [[b"1"], [b"2"]],
+        pa.list_(pa.binary()),
+        question=["x", "y"],
+        value=[3, 4],
+        task=[None, "t"],
+    )
+    rows = read_rows([file], prompt_key="question", answer_key="value")
+    assert [(row.problem, row.answer, row.category) for row in rows] == [
+        ("x", "3", ""),
+        ("y", "4", "t"),
+    ]
+    assert {row.category for row in read_rows([file], category_key=None)} == {""}
+
+
+def test_text_only_rows(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.parquet", [None, []], pa.list_(pa.binary()), problem=["a", "b"])
+    assert [row.images for row in read_rows([file])] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("images", "columns", "message"),
+    [
+        ([[b"1", b"2"]], {}, r"x\.parquet:0: 1 <image> placeholders in 'problem' but 2 pictures"),
+        ([[b"1"]], {"problem": ["<image><image>"]}, r":0: 2 <image> placeholders .* 1 pictures"),
+        ([None], {}, r":0: 1 <image> placeholders .* 0 pictures"),
+        ([[b"1"], [b"2"]], {"answer": ["a", None]}, r":1: 'answer' is None; it must be text"),
+        ([[b"1"]], {"problem": [["a"]]}, r":0: 'problem' is \['a'\]; it must be text"),
+        ([[None]], {}, r":0: a picture has neither bytes nor a path"),
+    ],
+)
+def test_bad_rows_are_named(
+    tmp_path: Path, images: list[Any], columns: dict[str, Any], message: str
+) -> None:
+    file = write(tmp_path / "x.parquet", images, pa.list_(pa.binary()), **columns)
+    with pytest.raises(ValueError, match=message):
+        read_rows([file])
+
+
+def test_bad_files_and_columns_are_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.parquet", [[b"1"]], pa.list_(pa.binary()))
+    with pytest.raises(ValueError, match=r"missing\.parquet: no such data file"):
+        read_rows([str(tmp_path / "missing.parquet")])
+    with pytest.raises(ValueError, match=r"no column 'q' \(data\.prompt_key\); it has problem, "):
+        read_rows([file], prompt_key="q")
+    with pytest.raises(ValueError, match=r"no column 'kind' .*null means no categories"):
+        read_rows([file], category_key="kind")
+    (tmp_path / "y.parquet").write_text("not parquet")
+    with pytest.raises(ValueError, match=r"y\.parquet: not a readable Parquet file"):
+        read_rows([str(tmp_path / "y.parquet")])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("../secret.png", "leaves the data file's folder"),
+        ("/etc/hostname", "leaves the data file's folder"),
+        ("link.png", "leaves the data file's folder"),
+        ("http://169.254.169.254/x.png", "no picture at"),
+        ("file:///etc/hostname", "no picture at"),
+        ("absent.png", "no picture at"),
+    ],
+)
+def test_picture_paths_stay_in_the_folder(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link.png").symlink_to(tmp_path / "secret.png")
+    file = write(tmp_path / "data" / "x.parquet", [name], pa.string())
+    with pytest.raises(ValueError, match=message):
+        read_rows([file])
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="real pictures (../shared/data) are not here")
+def test_reads_every_real_set() -> None:
+    files = sorted(SHARED.glob("*/*.parquet"))
+    assert files
+    for file in files:
+        rows = read_rows([str(file)])
+        assert rows and all(row.images and row.answer and row.category for row in rows)
