@@ -2,7 +2,7 @@
 
 
 class RolloutServerError(RuntimeError):
-    """A server did not start, died, or cannot be reached; the message holds its log's last lines."""
+    """A server did not start, died, or cannot be reached."""
 
 
 class RolloutRequestError(RuntimeError):

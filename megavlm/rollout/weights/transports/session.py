@@ -1,0 +1,27 @@
+"""The update session that SGLang wants around tensor and distributed updates."""
+
+from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.weights.servers import Servers
+
+
+class Session:
+    """begin, commit and abort for transports that hand over tensor by tensor."""
+
+    def __init__(self, servers: Servers) -> None:
+        self.servers = servers
+
+    def begin(self) -> None:
+        self.servers.post("/begin_weight_update", {})
+
+    def commit(self) -> None:
+        self.servers.post("/end_weight_update", {})
+        self.servers.post("/flush_cache", {})  # keys and values of the old weights
+
+    def abort(self) -> None:
+        try:
+            self.servers.post("/end_weight_update", {})
+        except WeightSyncError:
+            pass  # no session was open, or the server is gone; the push has failed already
+
+    def close(self) -> None:
+        pass
