@@ -113,6 +113,14 @@ def test_what_is_no_picture_is_refused(data: bytes) -> None:
         decode(data)
 
 
+def test_a_png_with_a_wrong_chunk_length_is_refused() -> None:
+    data = bytearray(encode(Image.fromarray(NOISE)))
+    length = data.index(b"IDAT") - 4
+    data[length : length + 4] = struct.pack(">I", 100)
+    with pytest.raises(ValueError, match="the PNG picture is broken"):
+        decode(bytes(data))
+
+
 SAMPLES = [encode(Image.fromarray(NOISE), name) for name in FORMATS]
 
 
