@@ -49,14 +49,27 @@ class RolloutClient:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def generate(
-        self, prompts: Sequence["Prompt"], *, n: int, sampling: Sampling
+        self,
+        prompts: Sequence["Prompt"],
+        *,
+        n: int,
+        sampling: Sampling,
+        weight_version: int | None = None,
     ) -> list[list[Response]]:
         """n responses to each prompt, in the order of the prompts.
 
         Raises RolloutRequestError when a server refuses a request, RolloutServerError when no
-        attempt came through, RuntimeError when a server counts other prompt tokens than we do.
+        attempt came through or a response is not of `weight_version` (None: of any), RuntimeError
+        when a server counts other prompt tokens than we do.
         """
-        return asyncio.run(self._generate(prompts, n, sampling))
+        groups = asyncio.run(self._generate(prompts, n, sampling))
+        versions = {response.weight_version for group in groups for response in group}
+        if weight_version is not None and versions - {str(weight_version)}:
+            raise RolloutServerError(
+                f"responses come from weight versions {sorted(versions)} instead of "
+                f"{weight_version}; a server was restarted or changed behind the trainer's back"
+            )
+        return groups
 
     async def _generate(
         self, prompts: Sequence["Prompt"], n: int, sampling: Sampling

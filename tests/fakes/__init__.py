@@ -1,0 +1,1 @@
+"""Stand-ins for tests of faults only; everything else runs against the real server."""
