@@ -1,0 +1,193 @@
+"""Small labelled pictures of coloured shapes, with questions that need the picture.
+
+A picture is 56 x 56 pixels on a 2 x 2 grid: a cell (28 x 28) is one token of Qwen2.5-VL's tower.
+Three files are written, in the form of hiyouga/geometry3k with a category:
+
+train.parquet, test.parquet: questions with their true answers; disjoint random streams.
+warm_start.parquet: what a random model learns first, on the training pictures: true captions, so
+    that the tower learns to see, and the questions with answers that teach their form only. Colour
+    is true (it names what captions name); a count or a comparison is a random valid answer. What
+    those questions mean is left to reinforcement.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
+
+from megavlm.data.rows import IMAGE_PLACEHOLDER
+
+SIZE = 56
+GRID = 2
+COLOURS = {
+    "red": (220, 20, 20),
+    "green": (20, 180, 40),
+    "blue": (30, 60, 230),
+    "yellow": (235, 215, 20),
+    "black": (10, 10, 10),
+    "purple": (150, 30, 180),
+}
+KINDS = ("circle", "square", "triangle")
+MAX_SHAPES = GRID * GRID
+# How many of each of two colours a comparison shows: never equal.
+UNEQUAL = ((1, 0), (1, 2), (1, 3), (0, 1), (2, 1), (3, 1), (0, 2), (2, 0))
+
+T = TypeVar("T")
+
+_SCHEMA = pa.schema(
+    [
+        ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
+        ("problem", pa.string()),
+        ("answer", pa.string()),
+        ("task", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question about a picture. `candidates`: the answers that its form allows."""
+
+    png: bytes
+    question: str
+    answer: str
+    candidates: tuple[str, ...]
+    caption: str
+    task: str
+
+
+def write_dataset(folder: str | Path, *, seed: int, num_train: int, num_test: int) -> None:
+    """Write the three files to `folder`; the same seed gives the same bytes."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    train = examples(np.random.default_rng([seed, 0]), num_train)
+    test = examples(np.random.default_rng([seed, 1]), num_test)
+    _write(folder / "train.parquet", ((e.png, e.question, e.answer, e.task) for e in train))
+    _write(folder / "test.parquet", ((e.png, e.question, e.answer, e.task) for e in test))
+    rng = np.random.default_rng([seed, 2])
+    captions = [(e.png, "Describe the image.", e.caption, "caption") for e in train]
+    questions = [(e.png, e.question, _warm_answer(rng, e), e.task) for e in train]
+    _write(folder / "warm_start.parquet", captions + questions)
+
+
+def examples(rng: np.random.Generator, count: int) -> list[Example]:
+    """`count` examples, the tasks in turn."""
+    tasks = list(TASKS.values())
+    return [tasks[index % len(tasks)](rng) for index in range(count)]
+
+
+def _colour(rng: np.random.Generator) -> Example:
+    colour = _pick(rng, list(COLOURS))
+    question = _pick(
+        rng,
+        ["What color is the shape?", "What is the color of the shape?", "Which color is shown?"],
+    )
+    return _example(rng, [colour], question, colour, tuple(COLOURS), "colour")
+
+
+def _count(rng: np.random.Generator) -> Example:
+    number = int(rng.integers(1, MAX_SHAPES + 1))
+    colour = _pick(rng, list(COLOURS))
+    question = _pick(
+        rng,
+        ["How many shapes are there?", "How many shapes are in the image?", "Count the shapes."],
+    )
+    candidates = tuple(str(n) for n in range(1, MAX_SHAPES + 1))
+    return _example(rng, [colour] * number, question, str(number), candidates, "count")
+
+
+def _compare(rng: np.random.Generator) -> Example:
+    first, second = (list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[:2])
+    num_first, num_second = _pick(rng, UNEQUAL)
+    question = _pick(
+        rng,
+        [
+            f"Are there more {first} or more {second} shapes?",
+            f"Which is more frequent, {first} or {second}?",
+        ],
+    )
+    colours = [first] * num_first + [second] * num_second
+    answer = first if num_first > num_second else second
+    return _example(rng, colours, question, answer, (first, second), "compare")
+
+
+TASKS: dict[str, Callable[[np.random.Generator], Example]] = {
+    "colour": _colour,
+    "count": _count,
+    "compare": _compare,
+}
+
+
+def _example(
+    rng: np.random.Generator,
+    colours: list[str],
+    question: str,
+    answer: str,
+    candidates: tuple[str, ...],
+    task: str,
+) -> Example:
+    """A picture with one shape of random kind per colour given, and its caption."""
+    kinds = [_pick(rng, KINDS) for _ in colours]
+    image = Image.new("RGB", (SIZE, SIZE), tuple(rng.integers(225, 256, 3).tolist()))
+    pen = ImageDraw.Draw(image)
+    cell = SIZE / GRID
+    places = rng.permutation(GRID * GRID)
+    for kind, colour, place in zip(kinds, colours, places, strict=False):
+        radius = rng.uniform(0.28, 0.46) * cell
+        play = cell / 2 - radius
+        x = (place % GRID + 0.5) * cell + rng.uniform(-play, play)
+        y = (place // GRID + 0.5) * cell + rng.uniform(-play, play)
+        _draw(pen, kind, COLOURS[colour], x, y, radius)
+    file = BytesIO()
+    image.save(file, "PNG")
+    counts = sorted(Counter(colours).items())
+    caption = " ".join(f"{number} {colour}" for colour, number in counts)
+    if len(kinds) == 1:
+        caption += f" {kinds[0]}"
+    return Example(file.getvalue(), question, answer, candidates, caption, task)
+
+
+def _draw(
+    pen: ImageDraw.ImageDraw,
+    kind: str,
+    colour: tuple[int, int, int],
+    x: float,
+    y: float,
+    radius: float,
+) -> None:
+    box = (x - radius, y - radius, x + radius, y + radius)
+    if kind == "circle":
+        pen.ellipse(box, fill=colour)
+    elif kind == "square":
+        pen.rectangle(box, fill=colour)
+    else:
+        corners = [(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)]
+        pen.polygon(corners, fill=colour)
+
+
+def _warm_answer(rng: np.random.Generator, example: Example) -> str:
+    return example.answer if example.task == "colour" else _pick(rng, example.candidates)
+
+
+def _pick(rng: np.random.Generator, items: Sequence[T]) -> T:
+    return items[int(rng.integers(len(items)))]
+
+
+def _write(path: Path, rows: Iterable[tuple[bytes, str, str, str]]) -> None:
+    records = [
+        {
+            "images": [{"bytes": png, "path": None}],
+            "problem": IMAGE_PLACEHOLDER + question,
+            "answer": answer,
+            "task": task,
+        }
+        for png, question, answer, task in rows
+    ]
+    pq.write_table(pa.Table.from_pylist(records, schema=_SCHEMA), path)

@@ -1,0 +1,124 @@
+"""The generated pictures show what their answers and captions say."""
+
+import io
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from megavlm.data.rows import Row, read_rows
+from megavlm.demo.shapes import COLOURS, KINDS, SIZE, TASKS, write_dataset
+
+WORDS = {"colour": set(COLOURS), "count": {"1", "2", "3", "4"}, "compare": set(COLOURS)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shapes")
+    write_dataset(folder, seed=0, num_train=300, num_test=90)
+    return folder
+
+
+def load(folder: Path, name: str) -> list[Row]:
+    return read_rows([str(folder / f"{name}.parquet")])
+
+
+def seen(row: Row) -> Counter[str]:
+    """Shapes of each colour, read off the pixels: in each cell, the colour that covers most."""
+    (png,) = row.images
+    pixels = np.asarray(Image.open(io.BytesIO(png)), dtype=int)
+    assert pixels.shape == (SIZE, SIZE, 3)
+    counts: Counter[str] = Counter()
+    half = SIZE // 2
+    for cell in (pixels[y : y + half, x : x + half] for y in (0, half) for x in (0, half)):
+        areas = {name: int((cell == colour).all(-1).sum()) for name, colour in COLOURS.items()}
+        name = max(areas, key=lambda name: areas[name])
+        if areas[name] > 40:
+            counts[name] += 1
+    return counts
+
+
+def right_answer(row: Row) -> str:
+    counts = seen(row)
+    if row.category == "colour":
+        assert counts.total() == 1
+        return next(iter(counts))
+    if row.category == "count":
+        assert len(counts) == 1
+        return str(counts.total())
+    first, second = sorted(
+        (row.problem.find(name), name) for name in COLOURS if name in row.problem
+    )
+    assert set(counts) <= {first[1], second[1]} and counts[first[1]] != counts[second[1]]
+    return max(first[1], second[1], key=lambda name: counts[name])
+
+
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_answers_are_what_the_pixels_show(folder: Path, name: str) -> None:
+    rows = load(folder, name)
+    for row in rows:
+        assert row.answer == right_answer(row), row.problem
+    assert Counter(row.category for row in rows) == dict.fromkeys(TASKS, len(rows) // len(TASKS))
+    assert {
+        row.category: {r.answer for r in rows if r.category == row.category} for row in rows
+    } == WORDS
+
+
+def test_warm_start_captions_are_true_and_answers_withheld(folder: Path) -> None:
+    train, warm = load(folder, "train"), load(folder, "warm_start")
+    captions, questions = warm[: len(train)], warm[len(train) :]
+    for row, caption in zip(train, captions, strict=True):
+        counts = seen(row)
+        expected = " ".join(f"{counts[name]} {name}" for name in sorted(counts))
+        assert (caption.images, caption.category) == (row.images, "caption")
+        assert caption.answer.removesuffix(f" {caption.answer.split()[-1]}") == expected or (
+            caption.answer == expected
+        )
+        assert (caption.answer.split()[-1] in KINDS) == (counts.total() == 1)
+    wrong: Counter[str] = Counter()
+    for row, question in zip(train, questions, strict=True):
+        assert (question.images, question.problem) == (row.images, row.problem)
+        assert question.answer in WORDS[row.category]
+        if row.category == "compare":
+            assert question.answer in question.problem
+        wrong[row.category] += question.answer != row.answer
+    assert wrong["colour"] == 0
+    assert 60 < wrong["count"] < 90 and 30 < wrong["compare"] < 70  # of 100: 75 and 50
+
+
+def test_caption_names_the_kind_that_is_drawn(folder: Path) -> None:
+    """Its area tells a kind: a square fills its box, a circle pi / 4 of it, a triangle half."""
+    for row in load(folder, "warm_start"):
+        kind = row.answer.split()[-1]
+        if row.category != "caption" or kind not in KINDS:
+            continue
+        pixels = np.asarray(Image.open(io.BytesIO(row.images[0])))
+        inside = (pixels == COLOURS[row.answer.split()[1]]).all(-1)
+        ys, xs = inside.nonzero()
+        fill = inside.sum() / ((np.ptp(ys) + 1) * (np.ptp(xs) + 1))
+        assert kind == ("square" if fill > 0.95 else "circle" if fill > 0.65 else "triangle")
+
+
+def test_seed_decides_everything_and_splits_share_no_picture(folder: Path, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "same", seed=0, num_train=300, num_test=90)
+    write_dataset(tmp_path / "other", seed=1, num_train=300, num_test=90)
+    for name in ("train", "test", "warm_start"):
+        assert (tmp_path / "same" / f"{name}.parquet").read_bytes() == (
+            folder / f"{name}.parquet"
+        ).read_bytes()
+    pictures = [
+        {row.images for row in load(path, name)}
+        for path in (folder, tmp_path / "other")
+        for name in ("train", "test")
+    ]
+    assert sum(map(len, pictures)) == 2 * 390 == len(set.union(*pictures))
+
+
+def test_form_is_geometry3ks(folder: Path) -> None:
+    schema = pq.read_schema(folder / "train.parquet")
+    assert schema.names == ["images", "problem", "answer", "task"]
+    assert str(schema.field("images").type) == "list<element: struct<bytes: binary, path: string>>"
+    assert all(row.problem.count("<image>") == 1 for row in load(folder, "warm_start"))
