@@ -1,0 +1,61 @@
+"""Trees shared out over data-parallel ranks, so that every rank computes for about as long."""
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from megavlm.data.packing import Tree, pack_trees
+
+
+def assign(
+    trees: Sequence[Tree],
+    num_ranks: int,
+    max_tokens: int,
+    cost: Callable[[Tree], float],
+) -> list[list[list[Tree]]]:
+    """Packs of trees by rank: [rank][pack][tree], each pack of at most max_tokens.
+
+    cost: modelled FLOPs of a tree. The ranks' sums are balanced; every rank has a tree where there
+    are as many trees as ranks. The same input gives the same plan.
+
+    Raises ValueError for a tree that is larger than a pack.
+    """
+    shares = partition([cost(tree) for tree in trees], num_ranks)
+    return [pack_trees([trees[index] for index in share], max_tokens) for share in shares]
+
+
+def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Indices of `costs` in num_parts lists whose sums are close.
+
+    The largest differencing method of Karmarkar and Karp: the two partitions whose parts differ
+    most become one, the heaviest part of each joined to the lightest of the other.
+    """
+    # (-difference, first index to break ties, parts as (sum, indices), heaviest first)
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = [
+        (-cost, index, [(cost, [index]), *((0.0, []) for _ in range(num_parts - 1))])
+        for index, cost in enumerate(costs)
+    ]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, first, heavy), (_, second, light) = heapq.heappop(heap), heapq.heappop(heap)
+        parts = sorted(
+            (
+                (a + b, indices + others)
+                for (a, indices), (b, others) in zip(heavy, reversed(light), strict=True)
+            ),
+            key=lambda part: -part[0],
+        )
+        heapq.heappush(heap, (parts[-1][0] - parts[0][0], min(first, second), parts))
+    shares = (
+        [sorted(indices) for _, indices in heap[0][2]] if heap else [[] for _ in range(num_parts)]
+    )
+    _fill_empty(shares, costs)
+    return shares
+
+
+def _fill_empty(shares: list[list[int]], costs: Sequence[float]) -> None:
+    """Give every part an index, where there are enough: few and uneven costs can leave some out."""
+    while not all(shares) and any(len(share) > 1 for share in shares):
+        donor = max((share for share in shares if len(share) > 1), key=len)
+        moved = min(donor, key=lambda index: costs[index])
+        donor.remove(moved)
+        next(share for share in shares if not share).append(moved)
