@@ -14,7 +14,7 @@ def assign(
 ) -> list[list[list[Tree]]]:
     """Packs of trees by rank: [rank][pack][tree], each pack of at most max_tokens.
 
-    cost: modelled FLOPs of a tree. The ranks' sums are balanced; every rank has a tree where there
+    cost: modelled FLOPs of a tree, above 0. The ranks' sums are balanced; every rank has a tree where there
     are as many trees as ranks. The same input gives the same plan.
 
     Raises ValueError for a tree that is larger than a pack.
@@ -24,10 +24,11 @@ def assign(
 
 
 def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices of `costs` in num_parts lists whose sums are close.
+    """Indices of `costs`, all above 0, in num_parts lists whose sums are close.
 
     The largest differencing method of Karmarkar and Karp: the two partitions whose parts differ
     most become one, the heaviest part of each joined to the lightest of the other.
+    An empty part is a lightest one, so none stays empty where there are enough costs.
     """
     # (-difference, first index to break ties, parts as (sum, indices), heaviest first)
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = [
@@ -45,17 +46,6 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
             key=lambda part: -part[0],
         )
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], min(first, second), parts))
-    shares = (
-        [sorted(indices) for _, indices in heap[0][2]] if heap else [[] for _ in range(num_parts)]
-    )
-    _fill_empty(shares, costs)
-    return shares
-
-
-def _fill_empty(shares: list[list[int]], costs: Sequence[float]) -> None:
-    """Give every part an index, where there are enough: few and uneven costs can leave some out."""
-    while not all(shares) and any(len(share) > 1 for share in shares):
-        donor = max((share for share in shares if len(share) > 1), key=len)
-        moved = min(donor, key=lambda index: costs[index])
-        donor.remove(moved)
-        next(share for share in shares if not share).append(moved)
+    if not heap:
+        return [[] for _ in range(num_parts)]
+    return [sorted(indices) for _, indices in heap[0][2]]
