@@ -14,8 +14,8 @@ def assign(
 ) -> list[list[list[Tree]]]:
     """Packs of trees by rank: [rank][pack][tree], each pack of at most max_tokens.
 
-    cost: modelled FLOPs of a tree, above 0. The ranks' sums are balanced; every rank has a tree where there
-    are as many trees as ranks. The same input gives the same plan.
+    cost: modelled FLOPs of a tree, above 0. The ranks' sums are balanced; every rank has a tree
+    where there are as many trees as ranks. The same input gives the same plan.
 
     Raises ValueError for a tree that is larger than a pack.
     """
