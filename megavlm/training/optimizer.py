@@ -11,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.parallel.mesh import Mesh
+from megavlm.parallel.collectives import any_rank
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,10 @@ class Updater:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def gradients_are_finite(self, mesh: Mesh) -> bool:
+    def gradients_are_finite(self) -> bool:
         """One answer for all ranks."""
         buffers = self.model.buffers + self.model.expert_parallel_buffers
-        bad = torch.stack([~buffer.grad_data.isfinite().all() for buffer in buffers]).any().float()
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return bad.item() == 0
+        return not any_rank(any(not buffer.grad_data.isfinite().all() for buffer in buffers))
 
     def step(self) -> float:
         """Clips, updates, moves the schedule on. Returns the gradient's norm before clipping."""
@@ -45,7 +43,7 @@ class Updater:
         return self.optimizer.param_groups[0]["lr"]
 
 
-def build_updater(model: VisionLanguageModel, mesh: Mesh, settings: Any, *, num_updates: int) -> Updater:
+def build_updater(model: VisionLanguageModel, settings: Any, *, num_updates: int) -> Updater:
     """`settings`: the `optimizer` section; `num_updates`: optimizer steps in the whole run, for the schedule's decay."""
     wrapped = wrap(model)
     half = model.config.params_dtype == torch.bfloat16

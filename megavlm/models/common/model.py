@@ -83,7 +83,9 @@ class VisionLanguageModel(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         language = self.language_model.sharded_state_dict(f"{prefix}language_model.", sharded_offsets, metadata)
-        visual = make_sharded_tensors_for_checkpoint(self.visual.state_dict(), "", {}, sharded_offsets)
+        visual = make_sharded_tensors_for_checkpoint(
+            self.visual.state_dict(keep_vars=True), "", {}, sharded_offsets
+        )
         add_prefix_for_sharding(visual, f"{prefix}visual.")
         return {**{f"{prefix}visual.{name}": tensor for name, tensor in visual.items()}, **language}
 

@@ -1,0 +1,126 @@
+"""`megavlm demo`: the main job from nothing, on a machine without a GPU.
+
+Data, a tiny random model, import to a Megatron checkpoint, a supervised warm start, GRPO against a real SGLang server,
+evaluation, export. Training runs are the recipes of recipes/debug, started as a user starts them.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megavlm.config.schema import Config
+from megavlm.demo.data import DemoData, draw, take
+
+MARK = ".megavlm-demo"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "debug"
+RESPONSE_TOKENS = 16  # at most, for the answers of a set that we did not draw
+
+
+def run_demo(run_dir: Path, *, seed: int, data: Path | None, overrides: list[str]) -> None:
+    """Everything is written to `run_dir`. `overrides` are of the GRPO recipe. SystemExit where a run failed."""
+    _clear(run_dir)
+    seconds: dict[str, float] = {}
+    with _phase("data", seconds):
+        if data is None:
+            sets = draw(run_dir / "data", seed=seed)
+        else:
+            sets = take(data, run_dir / "data", seed=seed)
+    model, imported = run_dir / "model", run_dir / "imported"
+    with _phase("model", seconds):
+        from megavlm.demo.tiny_model import make_tiny_model
+
+        make_tiny_model(model, sets.texts(), seed=seed)
+    with _phase("import", seconds):
+        from checkpoint_tools.import_hf import import_hf
+
+        import_hf(model, imported)
+    common = [f"model.folder={model}", f"run.seed={seed}", f"data.category_key={_yaml(sets.category_key)}"]
+    warm_start = run_dir / "warm_start"
+    with _phase("warm start", seconds):
+        _train(
+            "sft_shapes.yaml" if data is None else "sft_any.yaml",
+            [
+                *common,
+                f"run.dir={warm_start}",
+                f"model.checkpoint={imported}",
+                f"data.train_files=[{sets.warm_start}]",
+                "run.summary=false",
+            ],
+        )
+    _train(
+        "grpo_shapes.yaml" if data is None else "grpo_any.yaml",
+        [
+            *common,
+            f"run.dir={run_dir}",
+            f"model.checkpoint={warm_start / 'checkpoints'}",
+            f"data.train_files=[{sets.train}]",
+            f"data.test_files=[{sets.test}]",
+            "run.summary=false",
+            *([] if data is None else [f"rollout.max_new_tokens={_longest_answer(model, sets)}"]),
+            *overrides,
+        ],
+    )
+    _close(run_dir, seconds, {"data": run_dir / "data", "model": model, "warm start": warm_start})
+
+
+def _train(recipe: str, overrides: list[str]) -> None:
+    """One run of a recipe, as `megavlm train` makes it."""
+    from megavlm.config.load import load
+    from megavlm.launcher import run_workers
+    from megavlm.training import preflight
+
+    path = RECIPES / recipe
+    config: Config = load(path, overrides)
+    preflight.check(config, world_size=config.parallel.num_ranks, phase="train")
+    print(f"\n{config.algorithm.name}: megavlm train {path} {' '.join(overrides)}", flush=True)
+    code = run_workers(["train", str(path), *overrides], config.parallel.num_ranks)
+    if code:
+        raise SystemExit(code)
+
+
+def _close(run_dir: Path, seconds: dict[str, float], paths: dict[str, Path]) -> None:
+    """Adds what came before GRPO to the result, and shows it."""
+    from megavlm.observability.console import print_closing
+    from megavlm.observability.report import write_report
+    from megavlm.observability.result import RESULT_FILE, write_result
+
+    result = json.loads((run_dir / RESULT_FILE).read_text())
+    result["seconds_by_phase"] = {k: round(v, 3) for k, v in seconds.items()} | result["seconds_by_phase"]
+    result["paths"] |= {name: str(path) for name, path in paths.items()}
+    write_result(run_dir, result)
+    write_report(run_dir)
+    print_closing(result)
+
+
+def _clear(run_dir: Path) -> None:
+    """An earlier demo's folder makes way; any other folder with something in it stays."""
+    if run_dir.is_dir() and any(run_dir.iterdir()):
+        if not (run_dir / MARK).is_file():
+            raise ValueError(f"--run-dir {run_dir} holds something that is no earlier demo: give another folder")
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / MARK).touch()
+
+
+def _longest_answer(model: Path, sets: DemoData) -> int:
+    """Tokens of the longest answer with its end of turn, at most RESPONSE_TOKENS."""
+    from megavlm.data.processor import Processor
+
+    processor = Processor(model, min_pixels=None, max_pixels=None)
+    answers = {row.answer for row in sets.rows()}
+    return min(max(len(processor.encode_answer(answer)) for answer in answers), RESPONSE_TOKENS)
+
+
+@contextmanager
+def _phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    start = time.perf_counter()
+    print(f"{name} ...", flush=True)
+    yield
+    seconds[name] = time.perf_counter() - start
+
+
+def _yaml(value: str | None) -> str:
+    return "null" if value is None else value

@@ -1,0 +1,94 @@
+"""The trained model as a HuggingFace folder, and the proof that transformers computes with it what the trainer does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint_tools.export_hf import export_hf
+from megavlm.data.packing import Pack, make_pack, prompt_tree
+from megavlm.data.pictures import Picture
+from megavlm.data.processor import Prompt
+from megavlm.parallel import platform
+from megavlm.parallel.collectives import broadcast_object
+from megavlm.training.driver import Driver
+from megavlm.training.passes import VisionFeatures
+from megavlm.training.session import Session
+
+FOLDER = "hf"
+NUM_PROBES = 8
+# fp32 logits, relative to the largest; DESIGN's bound for every family and layout.
+TOLERANCE = 1e-5
+
+
+def export(session: Session, driver: Driver | None) -> Path:
+    """Writes the latest checkpoint as RUN_DIR/hf, on the driver."""
+    folder = Path(session.config.run.dir) / FOLDER
+    if driver is not None:
+        with session.phases("export"):
+            export_hf(session.folder, folder, force=True)
+    return folder
+
+
+def verify(session: Session, driver: Driver | None, folder: Path) -> float | None:
+    """Largest difference between the trainer's logits and transformers' on the exported folder, on the driver.
+
+    Collective. Relative to the largest logit, over the answers of a few test rows. RuntimeError if fp32 differs by more
+    than TOLERANCE.
+    """
+    probes, parcel = [], None
+    if driver is not None:
+        probes = _probes(driver)
+        parcel = _pack(driver, probes)
+    pack, pictures = broadcast_object(parcel, session.mesh)
+    device = platform.device()
+    session.model.eval()
+    ours = session.model.logits(pack.to(device), VisionFeatures(session.updater.model, pictures).of(pack))
+    session.model.train()
+    if driver is None:
+        return None
+    theirs = _transformers_logits(folder, probes, session.config.model.dtype, device)
+    difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    if session.config.model.dtype == "float32" and not difference <= TOLERANCE:
+        raise RuntimeError(
+            f"{folder}: transformers' logits differ from the trainer's by {difference:.1e} of the largest; "
+            f"at most {TOLERANCE:.0e} is expected. The exported folder is not the trained model."
+        )
+    return difference
+
+
+def _probes(driver: Driver) -> list[tuple[Prompt, list[int]]]:
+    """A few rows with their answers, from the test files where there are any."""
+    rows = (driver.test_rows or driver.rows)[:NUM_PROBES]
+    return [(driver.processor.prompt(row), driver.processor.encode_answer(row.answer)) for row in rows]
+
+
+def _pack(driver: Driver, probes: Sequence[tuple[Prompt, list[int]]]) -> tuple[Pack, dict[str, Picture]]:
+    trees = [prompt_tree(prompt, [answer]) for prompt, answer in probes]
+    pack = make_pack(
+        trees, image_token_id=driver.processor.image_token_id, multiple=driver.mesh.tensor_size
+    )
+    return pack, {picture.key: picture for prompt, _ in probes for picture in prompt.pictures}
+
+
+@torch.no_grad()
+def _transformers_logits(
+    folder: Path, probes: Sequence[tuple[Prompt, list[int]]], dtype: str, device: torch.device
+) -> Tensor:
+    """Logits that predict each answer token, one plain sequence at a time."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    logits = []
+    for prompt, answer in probes:
+        ids = torch.cat([prompt.token_ids, torch.tensor(answer)])[None].to(device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if prompt.pictures:
+            inputs |= {
+                "pixel_values": torch.cat([picture.patches for picture in prompt.pictures]).to(device),
+                "image_grid_thw": torch.tensor([picture.grid for picture in prompt.pictures]).to(device),
+                "mm_token_type_ids": (ids == model.config.image_token_id).long(),
+            }
+        logits.append(model(**inputs, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1])
+    return torch.cat(logits)

@@ -1,0 +1,51 @@
+"""The end of a run: export, plot, report, result and the closing table."""
+
+from pathlib import Path
+
+from megavlm.observability.console import print_closing
+from megavlm.observability.plots import reward_curve
+from megavlm.observability.report import REPORT_FILE, write_report
+from megavlm.observability.result import build_result, write_result
+from megavlm.training.driver import Driver
+from megavlm.training.export import export, verify
+from megavlm.training.session import Session
+
+
+def finish(session: Session, driver: Driver | None, complete: bool) -> None:
+    """Collective. A run that was asked to stop before its last step leaves its checkpoint and says how to go on."""
+    run_dir = Path(session.config.run.dir)
+    if not complete:
+        if driver is not None:
+            print(f"Stopped after step {session.step}; the same command resumes from {session.folder}.")
+            driver.close()
+        return
+    paths = {"run": run_dir, "checkpoints": session.folder}
+    difference = None
+    if session.config.checkpoint.export_hf:
+        paths["HuggingFace folder"] = folder = export(session, driver)
+        if session.config.checkpoint.verify_export:
+            difference = verify(session, driver, folder)
+    if driver is None:
+        return
+    driver.close()
+    paths["reward curve"] = reward_curve(run_dir)
+    paths["report"] = run_dir / REPORT_FILE
+    seconds = {
+        name.removeprefix("seconds/"): value
+        for name, value in session.phases.take().items()
+        if name != "seconds/total"
+    }
+    result = build_result(
+        run_dir,
+        steps=session.step,
+        seed=session.config.run.seed,
+        extra_seconds=seconds,
+        paths={name: str(path) for name, path in paths.items()},
+    )
+    result["export_logit_difference"] = difference
+    write_result(run_dir, result)
+    write_report(run_dir)  # it shows the result
+    if session.config.run.summary:
+        print_closing(result)
+    if difference is not None:
+        print(f"transformers on the exported folder gives the trainer's logits to {difference:.1e}.")

@@ -1,0 +1,82 @@
+"""The loop around training steps: evaluation, checkpoints, records, and how a run ends."""
+
+from collections.abc import Sequence
+
+from megavlm.observability.samples import SampledGroup
+from megavlm.parallel import platform
+from megavlm.parallel.collectives import broadcast_object
+from megavlm.rollout.weights.sync import WeightSync
+from megavlm.training.driver import Driver
+from megavlm.training.guards import StopRequest
+from megavlm.training.session import Session
+
+
+class Loop:
+    """A trainer is a Loop with a `train_step`, which makes one step and counts it in `session.step`."""
+
+    def __init__(self, session: Session, driver: Driver | None, sync: WeightSync | None) -> None:
+        """`driver`: on rank 0; `sync`: where the run generates, with frozen tensors sent once at its start."""
+        self.session, self.driver, self.sync = session, driver, sync
+        state = session.resume()
+        if driver is not None:
+            driver.start(session.step, state)
+        if sync is not None:
+            with session.phases("sync"):
+                sync.push(session.step, full=True)
+        self._published = session.step
+
+    def train_step(self) -> None:
+        raise AssertionError("a trainer defines its step")
+
+    def run(self) -> bool:
+        """Trains up to the configured step. False if the run was asked to stop before; both leave a checkpoint."""
+        session, evaluation = self.session, self.session.config.evaluation
+        last, save_every = session.config.algorithm.steps, session.config.checkpoint.every
+        stop = StopRequest()
+        saved = session.step
+        if evaluation.before and session.step == 0:
+            self.evaluate()
+        while session.step < last:
+            self.train_step()
+            step = session.step
+            if (evaluation.every and step % evaluation.every == 0) or (step == last and evaluation.after):
+                self.evaluate()
+            stopping = stop.agreed()
+            if stopping or step == last or (save_every and step % save_every == 0):
+                self.save()
+                saved = step
+            if stopping and step < last:
+                return False
+        if saved == 0:
+            self.save()
+        return True
+
+    def publish(self) -> None:
+        """The rollout servers get the present weights. Collective."""
+        assert self.sync is not None, "this run has no rollout servers"
+        if self._published != self.session.step:
+            self.sync.push(self.session.step)
+            self._published = self.session.step
+
+    def evaluate(self) -> None:
+        self.publish()
+        if self.driver is not None:
+            self.driver.evaluate(self.session.step)
+
+    def save(self) -> None:
+        state = None if self.driver is None else self.driver.state_dict()
+        self.session.save(broadcast_object(state, self.session.mesh))
+
+    def record(
+        self, metrics: dict[str, float], *, num_tokens: int, samples: Sequence[SampledGroup] = ()
+    ) -> None:
+        """The step just made, on the driver."""
+        seconds = self.session.phases.take()
+        if self.driver is None:
+            return
+        metrics |= {
+            "learning_rate": self.session.updater.learning_rate,
+            "tokens_per_second": num_tokens / seconds["seconds/total"],
+            "memory_gib": platform.peak_memory_bytes() / 2**30,
+        }
+        self.driver.record(self.session.step, metrics | seconds, samples)

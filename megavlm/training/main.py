@@ -1,0 +1,30 @@
+"""Entry points of a rank: `train` and `evaluate`."""
+
+import warnings
+
+from megavlm.config.schema import Config
+from megavlm.parallel import platform
+
+
+def train(config: Config) -> None:
+    """Trains as the configuration says; called on every rank that torchrun started."""
+    _prepare()
+    from megavlm.training.run import train as run
+
+    run(config)
+
+
+def evaluate(config: Config) -> None:
+    """Evaluates the model that the configuration starts from; called on every rank."""
+    _prepare()
+    from megavlm.training.run import evaluate as run
+
+    run(config)
+
+
+def _prepare() -> None:
+    """Before the first import of megatron-core."""
+    # What megatron-core says of optional kernels, and of torch names that it still uses, at each step and rank.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed|torch\.nn)\.")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    platform.install()

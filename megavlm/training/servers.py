@@ -1,0 +1,84 @@
+"""The rollout servers of a run, as the driver sees them: started here, or started elsewhere and given by address."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megavlm.config.schema import Config
+from megavlm.parallel import platform
+from megavlm.rollout.client import RolloutClient
+from megavlm.rollout.server import HOST, ManagedServer, free_port
+from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.weights.transports.base import Transport
+from megavlm.rollout.weights.transports.disk import DiskTransport
+from megavlm.rollout.weights.transports.distributed import DistributedTransport
+from megavlm.rollout.weights.transports.tensor import TensorTransport
+
+# Keys of servers that were started elsewhere; never in a recipe, which is written to the run directory.
+API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
+
+
+@dataclass(frozen=True)
+class Connection:
+    client: RolloutClient
+    servers: Servers
+    transport: Transport
+
+
+@contextmanager
+def connect(config: Config, model_folder: str | Path) -> Iterator[Connection]:
+    """Connects to `rollout.urls`, or runs a server of `model_folder` for as long as the context."""
+    rollout = config.rollout
+    if rollout.mode == "external":
+        keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
+        with _connection(config, list(rollout.urls), *keys, address=socket.gethostname()) as connection:
+            yield connection
+        return
+    server = ManagedServer(
+        model_folder,
+        dtype=config.model.dtype,
+        device=platform.device().type,
+        tensor_parallel=rollout.tensor_parallel,
+        port=rollout.port,
+        log_path=Path(config.run.dir) / "rollout_server.log",
+        start_timeout=rollout.start_timeout,
+        cache_pictures=config.model.freeze_tower and config.model.freeze_merger,
+        server_args=rollout.server_args,
+    )
+    with server:
+        keys = server.api_key, server.admin_key
+        with _connection(config, [server.url], *keys, address=HOST) as connection:
+            yield connection
+
+
+@contextmanager
+def _connection(
+    config: Config, urls: list[str], api_key: str | None, admin_key: str | None, *, address: str
+) -> Iterator[Connection]:
+    rollout = config.rollout
+    client = RolloutClient(
+        urls, api_key=api_key, timeout=rollout.request_timeout, concurrency=rollout.concurrency
+    )
+    servers = Servers(urls, api_key=api_key, admin_key=admin_key, timeout=rollout.request_timeout)
+    transport = _transport(config, servers, address)
+    try:
+        yield Connection(client, servers, transport)
+    finally:
+        transport.close()
+
+
+def _transport(config: Config, servers: Servers, address: str) -> Transport:
+    if config.rollout.sync == "disk":
+        return DiskTransport(servers, Path(config.run.dir) / "sync")
+    if config.rollout.sync == "distributed":
+        return DistributedTransport(
+            servers,
+            backend=platform.backend(),
+            address=address,
+            port=free_port(),
+            timeout=config.rollout.request_timeout,
+        )
+    return TensorTransport(servers)

@@ -1,0 +1,100 @@
+"""What every rank of a training run holds: the mesh, the model, the updater, and the step it is at."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from megavlm import checkpointing
+from megavlm.config.schema import Config
+from megavlm.data.packing import Pack
+from megavlm.models.common.loading import HFFolder, load_hf
+from megavlm.models.common.logprobs import Scoring
+from megavlm.models.registry import build_model, family
+from megavlm.observability.phases import Phases
+from megavlm.parallel import platform
+from megavlm.parallel.collectives import reduce_measures
+from megavlm.parallel.mesh import Mesh
+from megavlm.training.guards import SkipCounter
+from megavlm.training.optimizer import build_updater
+from megavlm.training.passes import LossFunction, VisionFeatures, forward_backward
+
+CHECKPOINTS = "checkpoints"
+
+
+class Session:
+    """`step` counts finished training steps."""
+
+    def __init__(self, config: Config, mesh: Mesh, *, updates_per_step: int) -> None:
+        """Builds this rank's part of the model with the weights that the run starts from."""
+        self.config, self.mesh = config, mesh
+        self.step = 0
+        self.phases = Phases(platform.synchronize)
+        self.folder = Path(config.run.dir) / CHECKPOINTS
+        self.hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+        self.entries = family(self.hf_config.model_type).mapping(self.hf_config)
+        self.model = build_model(
+            self.hf_config,
+            mesh,
+            dtype=getattr(torch, config.model.dtype),
+            sequence=config.parallel.sequence,
+            freeze_tower=config.model.freeze_tower,
+            freeze_merger=config.model.freeze_merger,
+        )
+        self._load_start()
+        self.updater = build_updater(
+            self.model, config.optimizer, num_updates=config.algorithm.steps * updates_per_step
+        )
+        self._skips = SkipCounter()
+
+    def _load_start(self) -> None:
+        model = self.config.model
+        if model.checkpoint is not None:
+            checkpointing.load(model.checkpoint, model=self.model)
+        else:
+            load_hf(self.model, self.entries, HFFolder(model.folder), self.mesh.tensor_rank, self.mesh.tensor_size)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Goes on from the run's latest checkpoint; None if there is none, else the driver's state in it."""
+        if self.config.run.resume == "never" or checkpointing.latest(self.folder) is None:
+            return None
+        extra = checkpointing.load(
+            self.folder,
+            model=self.model,
+            optimizer=self.updater.optimizer,
+            scheduler=self.updater.scheduler,
+        )
+        self.step = extra["step"]
+        return extra["driver"]
+
+    def save(self, driver_state: dict[str, Any] | None) -> None:
+        """Collective. `driver_state`: what the driver needs to go on, on every rank."""
+        with self.phases("checkpoint"):
+            checkpointing.save(
+                self.folder,
+                self.step,
+                model=self.model,
+                optimizer=self.updater.optimizer,
+                scheduler=self.updater.scheduler,
+                extra={"step": self.step, "driver": driver_state},
+                hf_folder=Path(self.config.model.folder),
+            )
+
+    def update(
+        self,
+        packs: Sequence[Pack],
+        features: VisionFeatures,
+        scoring: Scoring,
+        loss_function: LossFunction,
+    ) -> dict[str, float]:
+        """One optimizer step, or none if a gradient is not finite. Returns measures summed over all ranks."""
+        self.updater.zero_gradients()
+        reports = forward_backward(self.updater.model, packs, features, scoring, loss_function)
+        measures = reduce_measures(reports, self.mesh)
+        skipped = not self.updater.gradients_are_finite()
+        self._skips.record(skipped, self.step + 1)
+        measures["skipped_updates"] = float(skipped)
+        measures["gradient_norm"] = float("nan") if skipped else self.updater.step()
+        return measures
