@@ -72,7 +72,8 @@ class ManagedServer:
                 )
         self.port = free_port() if port is None else port
         self.url = f"http://{HOST}:{self.port}"
-        self.api_key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        # hex: a key that starts with "-" would read as an option
+        self.api_key, self.admin_key = secrets.token_hex(32), secrets.token_hex(32)
         self.log_path = Path(log_path)
         self.start_timeout = start_timeout
         self._stop_timeout = STOP_TIMEOUT[device]
