@@ -119,7 +119,7 @@ def _agent(parent: str, num_ranks: str, *arguments: str) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # torchrun's own words; this process has no others
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
     try:
         run.run(run.parse_args([*options, "--module", "megavlm", *arguments]))

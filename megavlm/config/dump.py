@@ -13,9 +13,9 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(config.to_dict()))
 
 
-def save(config: Config, path: str | Path) -> None:
-    """Writes a temporary file and renames it: a reader never sees half a configuration."""
-    path = Path(path)
+def write(config: Config, folder: str | Path) -> None:
+    """config.yaml in `folder`, which is made; a reader never sees half of it."""
+    path = Path(folder, "config.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(to_yaml(config), encoding="utf-8")

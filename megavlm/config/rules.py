@@ -47,6 +47,11 @@ def check(config: Config) -> None:
     _check_rollout(config.rollout)
     _check_optimizer(config)
     _check_evaluation(config.evaluation, config)
+    if config.checkpoint.verify_export and not config.checkpoint.export_hf:
+        raise ValueError(
+            "checkpoint.verify_export=true has nothing to verify with checkpoint.export_hf=false: "
+            "set both or neither"
+        )
 
 
 def _check_parallel(config: Config) -> None:
@@ -175,6 +180,6 @@ def _check_evaluation(evaluation: Evaluation, config: Config) -> None:
     if wanted and not config.data.test_files:
         key = f"evaluation.{wanted[0]}"
         raise ValueError(
-            f"{key}={getattr(evaluation, wanted[0])} needs questions to evaluate on: "
+            f"{key}={str(getattr(evaluation, wanted[0])).lower()} needs questions to evaluate on: "
             f"set data.test_files=[FILE.parquet] or turn {key} off"
         )

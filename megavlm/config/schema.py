@@ -10,9 +10,12 @@ MISSING: Any = "???"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
+    """`resume` auto: go on from the latest checkpoint in `dir`. `summary`: tables at the end."""
+
     dir: str = MISSING
     seed: int = bounded(0, least=0)
     resume: Literal["auto", "never"] = "auto"
+    summary: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +149,12 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Every `every` steps (0: after the last one only); `export_hf` also writes a HuggingFace
-    folder at the end."""
+    """Every `every` steps (0: after the last one only). `export_hf` also writes a HuggingFace
+    folder at the end; `verify_export` compares transformers' logits on it with the trainer's."""
 
     every: int = bounded(0, least=0)
     export_hf: bool = False
+    verify_export: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from megavlm.rollout.errors import RolloutServerError
 from megavlm.rollout.server import require_free
 
 SUPPORTED = ("qwen2_5_vl",)  # models.registry's families, without importing megatron-core
+MANIFEST = "manifest.json"  # checkpointing.folder's, without importing megatron-core
 SAMPLE = 2000  # rows of a data set whose pictures are decoded
 
 
@@ -142,12 +143,11 @@ def check_weights(folder: Path) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """A checkpoint of megatron-core, or a folder of them, one for each step."""
-    if not any(folder.glob("metadata.json")) and not any(folder.glob("*/metadata.json")):
+    """A checkpoint folder with a complete step, or a step's own folder."""
+    if not any(folder.glob(MANIFEST)) and not any(folder.glob(f"step_*/{MANIFEST}")):
         raise ValueError(
-            f"model.checkpoint={folder} is no Megatron checkpoint (no metadata.json): make one "
-            "with megavlm-convert import, or set model.checkpoint=null to take model.folder's "
-            "weights"
+            f"model.checkpoint={folder} holds no complete checkpoint (no {MANIFEST}): make one with "
+            "megavlm-convert import, or set model.checkpoint=null to take model.folder's weights"
         )
 
 

@@ -1,0 +1,73 @@
+"""Inputs that tests of several folders share: small, real, and made in milliseconds."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from safetensors.numpy import save_file
+
+TINY_CONFIG = {
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "vocab_size": 384,
+}
+
+
+def write_model_folder(folder: Path, **values: Any) -> Path:
+    """A folder that looks complete from outside: right files, empty tokenizer, one tensor."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**TINY_CONFIG, **values}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "preprocessor_config.json").write_text("{}")
+    save_file({"weight": np.zeros(1, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def png(width: int = 56, height: int = 56) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (200, 30, 30)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def row(**values: Any) -> dict[str, Any]:
+    picture = {"bytes": png(), "path": None}
+    plain = {"images": [picture], "problem": "<image>Colour?", "answer": "red", "task": "colour"}
+    return {**plain, **values}
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a recipe that passes every check; keyword arguments replace keys of its sections."""
+
+    def write(**sections: dict[str, Any]) -> Path:
+        model = tmp_path / "model"
+        if not model.exists():
+            write_model_folder(model)
+            write_rows(tmp_path / "rows.parquet", [row(), row()])
+        rows = [str(tmp_path / "rows.parquet")]
+        recipe: dict[str, dict[str, Any]] = {
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {"folder": str(model)},
+            "data": {"train_files": rows, "test_files": rows},
+        }
+        for name, values in sections.items():
+            recipe[name] = {**recipe.get(name, {}), **values}
+        path = tmp_path / "recipe.yaml"
+        path.write_text(json.dumps(recipe))  # JSON is YAML
+        return path
+
+    return write

@@ -1,0 +1,148 @@
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from megavlm import cli
+from megavlm.config.dump import to_yaml
+from megavlm.config.load import load
+
+WriteRecipe = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MEGAVLM_AGENT_PID", "MEGAVLM_REASON_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def megavlm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """The command in this process: exit code, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["megavlm", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+def test_dry_run_prints_what_it_resolved_and_starts_nothing(
+    megavlm: Callable[..., tuple[int, str, str]],
+    write_recipe: WriteRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+) -> None:
+    monkeypatch.setattr("megavlm.launcher.run_workers", lambda *_: pytest.fail("started"))
+    recipe = write_recipe()
+    code, out, err = megavlm(phase, recipe, "run.seed=7", "--dry-run")
+    assert (code, err) == (0, "")
+    assert out == to_yaml(load(recipe, ["run.seed=7"]))
+    assert yaml.safe_load(out)["run"]["seed"] == 7
+    assert not (recipe.parent / "run").exists()
+
+
+def test_train_starts_a_rank_for_each_place_of_the_layout(
+    megavlm: Callable[..., tuple[int, str, str]],
+    write_recipe: WriteRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = []
+    monkeypatch.setattr("megavlm.launcher.run_workers", lambda *given: started.append(given) or 5)
+    recipe = write_recipe(parallel={"tensor": 2})
+    assert megavlm("train", recipe)[0] == 5
+    assert megavlm("evaluate", recipe, "parallel.data=3")[0] == 5
+    assert started == [
+        (["train", str(recipe)], 2),
+        (["evaluate", str(recipe), "parallel.data=3"], 6),
+    ]
+
+
+BAD = [
+    (["train", "none.yaml"], "none.yaml cannot be read"),
+    (["train", "RECIPE", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
+    (["train", "RECIPE", "model.folder=none"], "model.folder=none is no folder"),
+    (["train", "RECIPE", "--dry-run", "data.prompt_key=none"], "data.prompt_key"),
+    (["evaluate", "RECIPE", "data.test_files=[]"], "data.test_files=[] names no data"),
+    (["report", "none"], "none is no run directory: it has no metrics.jsonl"),
+    (["demo", "--data", "none"], "--data none is no folder"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input_is_one_sentence_on_stderr_and_exit_code_2(
+    megavlm: Callable[..., tuple[int, str, str]],
+    write_recipe: WriteRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("megavlm.launcher.run_workers", lambda *_: pytest.fail("started"))
+    recipe = str(write_recipe())
+    given = [recipe if word == "RECIPE" else word for word in arguments]
+    code, out, err = megavlm(*given)
+    assert (code, out) == (2, "")
+    assert err.startswith("megavlm: ") and message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["rain", "x"], ["demo", "--seed", "x"]])
+def test_wrong_usage_is_exit_code_2(
+    megavlm: Callable[..., tuple[int, str, str]], arguments: list[str]
+) -> None:
+    code, out, err = megavlm(*arguments)
+    assert (code, out) == (2, "")
+    assert "Usage" in err and "Traceback" not in err
+
+
+def test_report_rebuilds_curve_and_page(
+    megavlm: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    monkeypatch.setattr("megavlm.observability.plots.reward_curve", built.append)
+    monkeypatch.setattr("megavlm.observability.report.write_report", built.append)
+    (tmp_path / "metrics.jsonl").touch()
+    code, out, _ = megavlm("report", tmp_path)
+    assert (code, out.strip()) == (0, str(tmp_path / "report.html"))
+    assert built == [tmp_path, tmp_path]
+
+
+def test_demo_passes_its_options_on(
+    megavlm: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    pipeline = ModuleType("megavlm.demo.pipeline")
+    pipeline.run_demo = lambda *given, **named: calls.append((given, named))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megavlm.demo.pipeline", pipeline)
+    monkeypatch.setattr("megavlm.demo.pipeline", pipeline, raising=False)
+    assert megavlm("demo")[0] == 0
+    assert megavlm("demo", "--data", tmp_path, "--seed", 3, "--run-dir", "r")[0] == 0
+    assert calls == [
+        ((Path("runs/demo"),), {"seed": 0, "data": None}),
+        ((Path("r"),), {"seed": 3, "data": tmp_path}),
+    ]
+
+
+@pytest.mark.parametrize("option", ["--help", "--dry-run"])
+def test_nothing_heavy_is_imported(write_recipe: WriteRecipe, option: str) -> None:
+    lines = [
+        "import sys, megavlm.cli",
+        f"sys.argv = ['megavlm', 'train', {str(write_recipe())!r}, {option!r}]",
+        "try: megavlm.cli.main()",
+        "except SystemExit as ended: code = ended.code",
+        "heavy = {'megatron', 'sglang', 'transformers', 'torch'} & set(sys.modules)",
+        "sys.exit(f'{code} {heavy}' if code or heavy else 0)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

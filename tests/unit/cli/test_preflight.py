@@ -1,0 +1,214 @@
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.config.load import load
+from megavlm.training import preflight
+from tests.conftest import png, row, write_model_folder, write_rows
+
+WriteRecipe = Callable[..., Path]
+
+
+def check(recipe: Path, *overrides: str, **arguments: Any) -> None:
+    config = load(recipe, overrides)
+    preflight.check(config, **{"world_size": config.parallel.num_ranks, **arguments})
+
+
+def refused(recipe: Path, *overrides: str, **arguments: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        check(recipe, *overrides, **arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_complete_run_passes_and_nothing_is_written(write_recipe: WriteRecipe) -> None:
+    recipe = write_recipe()
+    check(recipe)
+    check(recipe, phase="evaluate")
+    assert not (recipe.parent / "run").exists()
+
+
+def test_what_is_kept_here_to_import_little_is_still_true() -> None:
+    from megavlm.checkpointing import folder
+    from megavlm.models.registry import FAMILIES
+
+    assert set(preflight.SUPPORTED) == set(FAMILIES)
+    assert preflight.MANIFEST == folder.MANIFEST
+    assert folder.step_folder(Path(), 3).match("step_*")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "message"),
+    [
+        (["parallel.tensor=2"], 3, "parallel.tensor=2 does not divide the world size 3"),
+        (["parallel.tensor=2", "parallel.data=2"], 8, "is 4 ranks, but the world size is 8"),
+        (["algorithm.minibatches=16"], 2, "is 1, too few for 2 data-parallel ranks"),
+        (["algorithm.name=sft", "algorithm.batch_size=3"], 4, "algorithm.batch_size is 3, too few"),
+    ],
+)
+def test_layout(
+    write_recipe: WriteRecipe, overrides: list[str], world_size: int, message: str
+) -> None:
+    assert message in refused(write_recipe(), *overrides, world_size=world_size)
+    check(write_recipe(), "parallel.tensor=2", world_size=4)
+
+
+def test_reward_and_data_are_needed_by_the_recipe_alone(write_recipe: WriteRecipe) -> None:
+    recipe = write_recipe()
+    assert "reward.name='exact' is unknown" in refused(recipe, "reward.name=exact", files=False)
+    assert "data.train_files=[] names no data" in refused(recipe, "data.train_files=[]")
+    assert "data.test_files=[]" in refused(recipe, "data.test_files=[]", phase="evaluate")
+    check(recipe, "data.train_files=[]", phase="evaluate")
+    check(recipe, "model.folder=none", "data.train_files=[none]", files=False)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_tensor_parallel_divides_the_model(write_recipe: WriteRecipe, size: int) -> None:
+    message = refused(write_recipe(), f"parallel.tensor={size}")
+    name = {3: "num_attention_heads=4", 4: "num_key_value_heads=2"}[size]
+    assert f"parallel.tensor={size} does not divide the model's {name}" in message
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "intermediate_size"])
+def test_tensor_parallel_divides_vocabulary_and_ffn(
+    write_recipe: WriteRecipe, tmp_path: Path, name: str
+) -> None:
+    folder = write_model_folder(tmp_path / "odd", **{name: 257})
+    overrides = [f"model.folder={folder}", "parallel.tensor=2"]
+    assert f"the model's {name}=257" in refused(write_recipe(), *overrides)
+
+
+def test_the_server_may_repeat_heads_but_not_cut_them(write_recipe: WriteRecipe) -> None:
+    check(write_recipe(), "rollout.tensor_parallel=4")
+    assert "rollout.tensor_parallel=8 does not" in refused(
+        write_recipe(), "rollout.tensor_parallel=8"
+    )
+
+
+def test_text_config_is_read_where_it_is(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    write_recipe()
+    nested = json.loads((tmp_path / "model" / "config.json").read_text())
+    nested = {"model_type": nested.pop("model_type"), "text_config": nested}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(nested))
+    check(write_recipe())
+    nested["text_config"].pop("vocab_size")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(nested))
+    assert "config.json has no vocab_size" in refused(write_recipe())
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _cut(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-2])
+
+
+def _missing_shard(folder: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "is not a JSON object"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
+            "type 'llama', which is not supported: use one of qwen2_5_vl",
+        ),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no *.safetensors"),
+        (_pickled, "pickled weights (pytorch_model.bin), which can run any code"),
+        (_cut, "model.safetensors is damaged"),
+        (_missing_shard, "lacks more.safetensors, which its model.safetensors.index.json names"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda folder: (folder / "preprocessor_config.json").unlink(), "has no image processor"),
+    ],
+)
+def test_a_model_folder_is_complete(
+    write_recipe: WriteRecipe, tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    write_recipe()
+    damage(tmp_path / "model")
+    assert message in refused(write_recipe())
+
+
+def test_model_folder_and_checkpoint_exist(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    assert "model.folder=none is no folder" in refused(write_recipe(), "model.folder=none")
+    override = f"model.checkpoint={tmp_path / 'checkpoint'}"
+    assert "holds no complete checkpoint" in refused(write_recipe(), override)
+    (tmp_path / "checkpoint" / "step_3").mkdir(parents=True)
+    assert "holds no complete checkpoint" in refused(write_recipe(), override)
+    (tmp_path / "checkpoint" / "step_3" / "manifest.json").write_text("{}")
+    check(write_recipe(), override)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no rows"),
+        ([row(), row(problem="no placeholder"), row(problem="<image><image>")], ":2: 2 <image>"),
+        ([row(), row(images=[{"bytes": png()[:60], "path": None}])], ":1: picture 1: "),
+        ([row(), row(images=[{"bytes": b"<svg/>", "path": None}])], ":1: picture 1: not a picture"),
+    ],
+)
+def test_rows(
+    write_recipe: WriteRecipe, tmp_path: Path, rows: list[dict[str, Any]], message: str
+) -> None:
+    schema_rows = rows or [row()]
+    path = write_rows(tmp_path / "bad.parquet", schema_rows)
+    if not rows:
+        import pyarrow.parquet as pq
+
+        pq.write_table(pq.read_table(path).slice(0, 0), path)
+    for key, phase in (("train_files", "train"), ("test_files", "evaluate")):
+        text = refused(write_recipe(), f"data.{key}=[{path}]", phase=phase)
+        assert message in text and "bad.parquet" in text
+
+
+def test_only_a_sample_is_decoded(
+    write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = row(images=[{"bytes": b"no picture", "path": None}])
+    path = write_rows(tmp_path / "late.parquet", [row(), row(), bad])
+    monkeypatch.setattr(preflight, "SAMPLE", 2)
+    check(write_recipe(), f"data.train_files=[{path}]")
+    monkeypatch.setattr(preflight, "SAMPLE", 3)
+    refused(write_recipe(), f"data.train_files=[{path}]")
+
+
+def test_files_and_columns(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    assert "none.parquet" in refused(write_recipe(), "data.train_files=[none.parquet]")
+    text = refused(write_recipe(), "data.image_key=pictures")
+    assert "'pictures'" in text and "data.image_key" in text and "images" in text
+    (tmp_path / "text.parquet").write_text("no parquet")
+    assert "text.parquet" in refused(
+        write_recipe(), f"data.train_files=[{tmp_path / 'text.parquet'}]"
+    )
+
+
+def test_port_in_use(write_recipe: WriteRecipe) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        text = refused(write_recipe(), f"rollout.port={port}")
+    assert str(port) in text and "in use" in text
+    check(write_recipe(), f"rollout.port={port}")
+
+
+def test_run_dir(
+    write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    text = refused(write_recipe(), f"run.dir={tmp_path / 'file' / 'run'}")
+    assert f"because {tmp_path / 'file'} is a file" in text
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    assert f"because {tmp_path} is not writable" in refused(write_recipe())

@@ -1,0 +1,151 @@
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.config import schema
+from megavlm.config.dump import to_yaml, write
+from megavlm.config.load import load
+
+REQUIRED = "run: {dir: runs/x}\nmodel: {folder: m}\n"
+
+
+def recipe(folder: Path, text: str = "", name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_the_dataclasses(tmp_path: Path) -> None:
+    config = load(recipe(tmp_path, REQUIRED))
+    assert config.algorithm == schema.GRPO()
+    assert config.optimizer == schema.Optimizer()
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.run == schema.Run(dir="runs/x")
+    assert config.parallel.num_ranks == 1
+
+
+def test_later_wins_over_earlier_base_over_base_and_override_over_all(tmp_path: Path) -> None:
+    recipe(tmp_path, REQUIRED + "optimizer: {lr: 1, eps: 1, min_lr: 0.1}", "low/first.yaml")
+    recipe(tmp_path, "base: [first.yaml]\noptimizer: {eps: 2, min_lr: 0.2}", "low/second.yaml")
+    recipe(tmp_path, "optimizer: {min_lr: 0.3, weight_decay: 3}", "third.yaml")
+    path = recipe(tmp_path, "base: [low/second.yaml, third.yaml]\noptimizer: {weight_decay: 4}")
+    optimizer = load(path, ["optimizer.clip_grad=5"]).optimizer
+    given = (optimizer.lr, optimizer.eps, optimizer.min_lr, optimizer.weight_decay)
+    assert (*given, optimizer.clip_grad) == (1, 2, 0.3, 4, 5)
+
+
+def test_lists_are_replaced(tmp_path: Path) -> None:
+    recipe(tmp_path, REQUIRED + "data: {train_files: [a, b]}", "base.yaml")
+    path = recipe(tmp_path, "base: [base.yaml]\ndata: {train_files: [c]}")
+    assert load(path).data.train_files == ("c",)
+    assert load(path, ["data.train_files=[d, e]"]).data.train_files == ("d", "e")
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("optimizer.lr=1e-5", lambda c: c.optimizer.lr == 1e-5),
+        ("data.category_key=null", lambda c: c.data.category_key is None),
+        ("model.freeze_tower=false", lambda c: c.model.freeze_tower is False),
+        ("run.dir=${model.folder}/run", lambda c: c.run.dir == "m/run"),
+        ("run.seed=${algorithm.steps}", lambda c: c.run.seed == 40),
+        ("data.system_prompt='a = b'", lambda c: c.data.system_prompt == "a = b"),
+        (
+            "rollout.server_args.mem-fraction-static=0.5",
+            lambda c: c.rollout.server_args == {"mem-fraction-static": 0.5},
+        ),
+    ],
+)
+def test_overrides_are_yaml(
+    tmp_path: Path, override: str, read: Callable[[schema.Config], bool]
+) -> None:
+    assert read(load(recipe(tmp_path, REQUIRED), [override]))
+
+
+def test_algorithm_is_chosen_by_name(tmp_path: Path) -> None:
+    path = recipe(tmp_path, REQUIRED + "algorithm: {name: sft, batch_size: 3}")
+    assert load(path).algorithm == schema.SFT(batch_size=3)
+
+
+MISTAKES = {
+    "optimiser.lr=1": "unknown key optimiser: did you mean optimizer?",
+    "optimizer.lrr=1": "unknown key optimizer.lrr: did you mean optimizer.lr?",
+    "optimizer.clip_low=1": "unknown key optimizer.clip_low: did you mean algorithm.clip_low?",
+    "lr=1": "unknown key lr: did you mean optimizer.lr?",
+    "algorithm.batch_size=1": "unknown key algorithm.batch_size",  # sft's, and this is grpo
+    "algorithm.name=ppo": "algorithm.name='ppo' is unknown: choose one of grpo, sft",
+    "optimizer.lr=fast": 'optimizer.lr="fast" has the wrong type: it must be a number',
+    "run.seed=1.5": "run.seed=1.5 has the wrong type: it must be a whole number",
+    "run.seed=null": "run.seed=null has the wrong type: it must be a whole number",
+    "parallel.data=two": "has the wrong type: it must be a whole number or null",
+    "run.resume=maybe": 'run.resume="maybe" has the wrong type: it must be one of auto, never',
+    "evaluation.before=8": "evaluation.before=8 has the wrong type: it must be true or false",
+    "data.train_files=a": 'data.train_files="a" has the wrong type: it must be a list',
+    "data.train_files={a: 1}": "has the wrong type: it must be a list",
+    "optimizer.betas=[1]": "optimizer.betas=[1] has the wrong type: it must be a list of 2",
+    "rollout.server_args=[a]": "has the wrong type: it must be keys with values",
+    "run.dir.name=x": "run.dir={",
+    "model=null": "model=null is not a section",
+    "run.dir=${nothing}": "a ${...} of the recipe has no value",
+    "run.seed=${run.seed}": "a ${...} of the recipe has no value",
+    "run.seed": "'run.seed' is not an override: write section.key=value",
+    "=1": "'=1' is not an override",
+    "run.seed=[1": "the value of 'run.seed=[1' is not YAML",
+}
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_a_mistake_is_one_sentence(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load(recipe(tmp_path, REQUIRED), [override])
+    assert MISTAKES[override] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_must_be_given_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^model.folder is not set: .* add model.folder=VALUE$"):
+        load(recipe(tmp_path, "run: {dir: x}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("- a\n- b", "must be sections of keys"),
+        ("base: common.yaml", "must be a list of files"),
+        ("base: [1]", "must be a list of files"),
+        ("base: [none.yaml]", r"none.yaml \(a base of .*recipe.yaml\) cannot be read"),
+        ("base: [recipe.yaml]", "is a base of itself"),
+    ],
+)
+def test_an_unusable_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load(recipe(tmp_path, text))
+    assert "recipe.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_recipe_is_a_recipe(tmp_path: Path) -> None:
+    assert load(recipe(tmp_path), ["run.dir=a", "model.folder=b"]).run.dir == "a"
+
+
+def test_the_dump_is_complete_and_loads_to_the_same(tmp_path: Path) -> None:
+    overrides = [
+        "data.train_files=[a]",
+        "rollout.server_args={x: [1, null]}",
+        "run.dir=${oc.env:HOME}",
+    ]
+    config = load(recipe(tmp_path, REQUIRED), overrides)
+    write(config, tmp_path / "run")
+    assert load(tmp_path / "run" / "config.yaml") == config
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    assert "$" not in to_yaml(config)
+    dumped: dict[str, Any] = config.to_dict()
+    for section in fields(schema.Config):
+        assert set(dumped[section.name]) == {
+            item.name for item in fields(getattr(config, section.name))
+        }

@@ -1,0 +1,108 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from megavlm.config import schema
+from megavlm.config.load import load
+
+BASE = {"run": {"dir": "x"}, "model": {"folder": "m"}}
+SFT = "algorithm.name=sft"
+FILES = "data.test_files=[t]"
+
+# Overrides that break one rule, and what its sentence says.
+BROKEN = {
+    ("optimizer.lr=0",): "optimizer.lr=0.0 is out of range: set it to a number above 0",
+    ("optimizer.lr=.nan",): "optimizer.lr=nan is out of range",
+    ("optimizer.lr=.inf",): "optimizer.lr=inf is out of range",
+    ("optimizer.betas=[0.9, 1]",): "[0.9, 1.0] is out of range: set it to numbers at least 0 and",
+    ("run.seed=-1",): "run.seed=-1 is out of range: set it to a number at least 0",
+    ("rollout.port=65536",): "out of range: set it to a number at least 1 and at most 65535",
+    ("rollout.temperature=0",): "rollout.temperature=0.0 is out of range",
+    ("algorithm.responses_per_prompt=1",): "algorithm.responses_per_prompt=1 is out of range",
+    ("algorithm.clip_low=1",): "set it to a number above 0 and below 1",
+    ("parallel.sequence=true",): "parallel.sequence=true splits",
+    ("data.min_pixels=9", "data.max_pixels=8"): "data.min_pixels=9 is above data.max_pixels=8",
+    ("data.pack_tokens=1023",): "data.pack_tokens=1023 cannot hold a prompt",
+    ("rollout.max_new_tokens=385",): "1024 + 8 x rollout.max_new_tokens=385 is 4104",
+    ("algorithm.minibatches=3",): "algorithm.minibatches=3 must divide",
+    ("algorithm.minibatches=8", "parallel.data=3"): "fewer prompts than parallel.data=3 ranks",
+    (SFT, "parallel.data=33"): "algorithm.batch_size=32 is less than a row for each",
+    ("rollout.top_p=0.9",): "rollout.top_p=0.9 cuts the distribution",
+    ("rollout.mode=external",): "rollout.mode=external needs the servers' addresses",
+    ("rollout.urls=[http://a:1]",): "would not be used with rollout.mode=managed",
+    ("rollout.server_args.port=1",): "rollout.server_args.port is set by megavlm: use rollout.port",
+    ("rollout.server_args.tp-size=2",): "use rollout.tensor_parallel",
+    ("rollout.server_args.trust-remote-code=true",): "refused, because it runs code",
+    ("rollout.server_args.api_key=secret",): "rollout.server_args.api_key is refused",
+    ("optimizer.min_lr=1",): "optimizer.min_lr=1.0 is above optimizer.lr=1e-06",
+    ("optimizer.warmup_steps=41",): "optimizer.warmup_steps=41 is above algorithm.steps=40",
+    ("evaluation.every=1",): "evaluation.every=1 needs questions to evaluate on",
+    ("checkpoint.verify_export=true",): "checkpoint.verify_export=true has nothing to verify",
+    ("evaluation.after=true",): "evaluation.after=true needs questions to evaluate on",
+}
+
+KEPT = [
+    ("parallel.sequence=true", "parallel.tensor=2"),
+    ("data.min_pixels=8", "data.max_pixels=8"),
+    ("rollout.max_new_tokens=384",),
+    ("algorithm.minibatches=8", "parallel.data=2"),
+    (SFT, "parallel.data=32", "rollout.max_new_tokens=4000", "rollout.top_p=0.9"),
+    ("rollout.mode=external", "rollout.urls=[http://a:1, https://b.c:65000/]"),
+    ("rollout.server_args.mem_fraction_static=0.5",),
+    ("evaluation.every=1", "evaluation.before=true", FILES),
+    ("optimizer.warmup_steps=40", "optimizer.min_lr=1e-6"),
+    ("optimizer.clip_grad=0",),
+    ("checkpoint.verify_export=true", "checkpoint.export_hf=true"),
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(BASE))
+    return path
+
+
+@pytest.mark.parametrize("overrides", BROKEN, ids=" ".join)
+def test_a_broken_rule_is_one_sentence(recipe: Path, overrides: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        load(recipe, overrides)
+    assert BROKEN[overrides] in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("overrides", KEPT, ids=" ".join)
+def test_what_a_rule_allows(recipe: Path, overrides: tuple[str, ...]) -> None:
+    assert isinstance(load(recipe, overrides), schema.Config)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "a:1",
+        "http://a",
+        "ftp://a:1",
+        "http://a:x",
+        "http://a:1/path",
+        "http://a:1?k=v",
+        "http://[:1",
+    ],
+)
+def test_a_url_is_scheme_host_and_port(recipe: Path, url: str) -> None:
+    with pytest.raises(ValueError, match="which is no server's address: write http://HOST:PORT"):
+        load(recipe, ["rollout.mode=external", f"rollout.urls=['{url}']"])
+
+
+def test_a_url_holds_no_password_and_the_message_does_not_either(recipe: Path) -> None:
+    with pytest.raises(ValueError, match="user name or password for host") as caught:
+        load(recipe, ["rollout.mode=external", "rollout.urls=['http://me:hunter2@host:1']"])
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("server_args", "{a: 1}"), ("port", "3")])
+def test_external_servers_are_not_configured(recipe: Path, key: str, value: str) -> None:
+    external = ["rollout.mode=external", "rollout.urls=['http://a:1']"]
+    with pytest.raises(ValueError, match=r"rollout\.mode=external starts none"):
+        load(recipe, [*external, f"rollout.{key}={value}"])
