@@ -26,7 +26,9 @@ class FakeServer:
         self.weight_version = weight_version
         self.refused: dict[str, str] = {}  # path -> reason: answered with 400
         self.closed = threading.Event()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (_Handler,), {"fake": self}))
+        self._http = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Bound", (_Handler,), {"fake": self})
+        )
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -90,7 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in ("500", "400"):
             self._reply(int(fault), b'{"error": {"message": "as told"}}')
         elif self.path in fake.refused:
-            self._reply(400, json.dumps({"success": False, "message": fake.refused[self.path]}).encode())
+            self._reply(
+                400, json.dumps({"success": False, "message": fake.refused[self.path]}).encode()
+            )
         elif fault == "reset":
             linger = struct.pack("ii", 1, 0)  # closing then sends RST
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)

@@ -14,5 +14,7 @@ def make_prompt(first_id: int = 7, num_tokens: int = 3, pngs: tuple[bytes, ...] 
         request_ids=(first_id, 1, 2),
         positions=torch.zeros(3, num_tokens, dtype=torch.int64),
         next_position=num_tokens,
-        pictures=tuple(Picture(f"key{i}", png, torch.zeros(4, 8), (1, 2, 2)) for i, png in enumerate(pngs)),
+        pictures=tuple(
+            Picture(f"key{i}", png, torch.zeros(4, 8), (1, 2, 2)) for i, png in enumerate(pngs)
+        ),
     )

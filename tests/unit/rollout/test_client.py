@@ -8,7 +8,7 @@ from megavlm.rollout.client import ATTEMPTS, PROMPTS_PER_REQUEST, RolloutClient
 from megavlm.rollout.errors import RolloutRequestError, RolloutServerError
 from megavlm.rollout.messages import Sampling
 from megavlm.rollout.server import free_port
-from tests.fakes.server import Fault, FakeServer
+from tests.fakes.server import FakeServer, Fault
 from tests.unit.rollout.prompts import make_prompt
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
@@ -77,7 +77,7 @@ def test_nobody_listens() -> None:
 
 def test_other_prompt_length_stops() -> None:
     with FakeServer(prompt_tokens=4) as fake:
-        with pytest.raises(RuntimeError, match="rows.parquet:7: .* counts 4 .* the trainer 3"):
+        with pytest.raises(RuntimeError, match=r"rows.parquet:7: .* counts 4 .* the trainer 3"):
             client(fake).generate([make_prompt()], n=1, sampling=GREEDY)
         assert len(fake.requests) == 1
 

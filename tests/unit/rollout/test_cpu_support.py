@@ -1,0 +1,63 @@
+"""What the CPU support changes in a server's process, and what it leaves alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import megavlm.rollout
+
+SUPPORT = Path(megavlm.rollout.__file__).parent / "cpu_support"
+
+
+def run(program: str) -> str:
+    """Output of a program in a process with the support on its path and megavlm not importable."""
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env=os.environ | {"PYTHONPATH": str(SUPPORT)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_start_up_imports_nothing_heavy() -> None:
+    assert (
+        run("import sys; print('torch' in sys.modules, 'sgl_kernel' in sys.modules)")
+        == "False False\n"
+    )
+
+
+def test_torchvision_imports_and_keeps_its_operators() -> None:
+    program = (
+        "import gc, torchvision, torch; gc.collect();"
+        "from torchvision.transforms.v2 import functional;"
+        "print(hasattr(torch.ops.torchvision, 'nms'))"
+    )
+    assert run(program) == "True\n"
+
+
+def test_sgl_kernel_imports_any_name_and_refuses_to_run() -> None:
+    program = """
+from sgl_kernel import rmsnorm
+from sgl_kernel.mamba import causal_conv1d_fn_cpu
+import sgl_kernel, torch
+for function in (rmsnorm, causal_conv1d_fn_cpu):
+    try:
+        function(1, 2)
+    except NotImplementedError as error:
+        print(error)
+print(hasattr(sgl_kernel, "__wrapped__"))
+print(hasattr(torch.ops.sgl_kernel, "rmsnorm_cpu"))
+print(hasattr(torch.ops.sgl_kernel, "convert_weight_packed"))
+"""
+    assert run(program).splitlines() == [
+        "sgl_kernel.rmsnorm needs a GPU; this is the CPU stand-in",
+        "sgl_kernel.mamba.causal_conv1d_fn_cpu needs a GPU; this is the CPU stand-in",
+        "False",
+        "True",
+        "False",
+    ]
