@@ -1,5 +1,6 @@
 # make setup   .venv with the pinned packages; needs only Python 3.11 or newer, no GPU
 # make demo    the main job on generated pictures, or on yours: make demo DATA=DIR SEED=1
+#              keys of recipes/debug/grpo_*.yaml as OVERRIDES="algorithm.steps=3"
 # make test    the whole suite on CPU
 # make style   linter, formatter (check only) and type checker
 # make bench   tests/benchmarks
@@ -12,6 +13,7 @@ LOCK := launch/requirements-cpu.txt
 STAMP := $(VENV)/installed-$(shell cat $(LOCK) setup.py | cksum | cut -d' ' -f1)
 DATA ?=
 SEED ?=
+OVERRIDES ?=
 TESTS ?= tests
 
 .PHONY: setup demo test style bench
@@ -31,7 +33,7 @@ $(STAMP):
 	@touch $@
 
 demo: setup
-	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED))
+	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(OVERRIDES)
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)

@@ -56,6 +56,7 @@ def report(
 
 @app.command()
 def demo(
+    overrides: Overrides = None,
     data: Annotated[
         Path | None,
         typer.Option(help="Folder with Parquet files to learn; without it, pictures are drawn."),
@@ -63,12 +64,15 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of pictures, model and training.")] = 0,
     run_dir: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
 ) -> None:
-    """Draw pictures, make a tiny model, warm it up, train it with GRPO, and report."""
+    """Draw pictures, make a tiny model, warm it up, train it with GRPO, and report.
+
+    Keys that are changed are those of the GRPO recipe.
+    """
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {data} is no folder: give one that holds Parquet files")
     from megavlm.demo import pipeline
 
-    pipeline.run_demo(run_dir, seed=seed, data=data)
+    pipeline.run_demo(run_dir, seed=seed, data=data, overrides=overrides or [])
 
 
 def _run(

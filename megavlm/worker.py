@@ -32,9 +32,9 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
             from megavlm.training import preflight
 
             preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]), phase=phase)
-        from megavlm.training import main
+        from megavlm.training.main import evaluate, train
 
-        {"train": main.train, "evaluate": main.evaluate}[phase](config)
+        {"train": train, "evaluate": evaluate}[phase](config)
     except KeyboardInterrupt:
         _leave(130)
     except (ValueError, RolloutServerError) as error:

@@ -127,10 +127,11 @@ def test_demo_passes_its_options_on(
     monkeypatch.setitem(sys.modules, "megavlm.demo.pipeline", pipeline)
     monkeypatch.setattr("megavlm.demo.pipeline", pipeline, raising=False)
     assert megavlm("demo")[0] == 0
-    assert megavlm("demo", "--data", tmp_path, "--seed", 3, "--run-dir", "r")[0] == 0
+    options = ["--data", tmp_path, "--seed", 3, "--run-dir", "r"]
+    assert megavlm("demo", "algorithm.steps=3", *options)[0] == 0
     assert calls == [
-        ((Path("runs/demo"),), {"seed": 0, "data": None}),
-        ((Path("r"),), {"seed": 3, "data": tmp_path}),
+        ((Path("runs/demo"),), {"seed": 0, "data": None, "overrides": []}),
+        ((Path("r"),), {"seed": 3, "data": tmp_path, "overrides": ["algorithm.steps=3"]}),
     ]
 
 
