@@ -60,7 +60,7 @@ def compare(folder: Path, layout: Layout, cases: Sequence[Sequences], trees_per_
 
     mine = cases[mesh.data_rank :: mesh.data_size]
     parts = [mine[i : i + trees_per_pack] for i in range(0, len(mine), trees_per_pack)]
-    packs = [_pack(part, reference.config.image_token_id, 2 * layout.tensor) for part in parts]
+    packs = [pack_of(part, reference.config.image_token_id, 2 * layout.tensor) for part in parts]
     features = VisionFeatures(wrapped, distinct_pictures(cases))
     logits = max(
         _difference(model.logits(pack, features.of(pack)), _expected_logits(reference, part))
@@ -72,7 +72,7 @@ def compare(folder: Path, layout: Layout, cases: Sequence[Sequences], trees_per_
     return Differences(logits, gradient, parameter, norm)
 
 
-def _pack(part: Sequence[Sequences], image_token_id: int, multiple: int) -> Pack:
+def pack_of(part: Sequence[Sequences], image_token_id: int, multiple: int) -> Pack:
     trees = []
     for case in part:
         weights = [{"weight": token_weights(len(r), i)} for i, r in enumerate(case.responses)]

@@ -1,0 +1,81 @@
+"""Chunked, vocabulary-parallel scores against a plain softmax over the whole vocabulary."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megavlm.models.common.logprobs import Scoring, token_scores
+from tests.distributed.fork import launch
+
+N, H, V = 13, 6, 20
+SCORINGS = {
+    "plain": Scoring(),
+    "temperature": Scoring(temperature=0.7),
+    "suppressed": Scoring(suppressed_ids=(0, 3, 11, 19)),
+}
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, H, generator=generator)
+    weight = torch.randn(V, H, generator=generator)
+    allowed = torch.tensor([i for i in range(V) if i not in (0, 3, 11, 19)])
+    targets = allowed[torch.randint(0, len(allowed), (N,), generator=generator)]
+    return hidden, weight, targets, torch.randn(N, generator=generator), torch.randn(N, generator=generator)
+
+
+def plain(scoring: Scoring) -> tuple[Tensor, ...]:
+    hidden, weight, targets, logprob_weights, entropy_weights = inputs()
+    hidden.requires_grad_(), weight.requires_grad_()
+    logits = hidden @ weight.t()
+    if scoring.suppressed_ids:
+        logits = logits.index_fill(1, torch.tensor(scoring.suppressed_ids), -1e30)
+    logp = (logits / scoring.temperature).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    logprobs = logp.gather(1, targets[:, None])[:, 0]
+    ((logprobs * logprob_weights).sum() + (entropy * entropy_weights).sum()).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def parallel(scoring: Scoring, chunk_size: int) -> list[Any]:
+    """This rank's scores, its part of the hidden gradient, and its rows of the weight's."""
+    hidden, weight, targets, logprob_weights, entropy_weights = inputs()
+    group = dist.group.WORLD
+    assert group is not None
+    rows = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
+    hidden.requires_grad_()
+    scores = token_scores(hidden, rows, targets, scoring=scoring, group=group, chunk_size=chunk_size)
+    loss = (scores.logprobs * logprob_weights).sum() + (scores.entropy * entropy_weights).sum()
+    loss.backward()
+    return [scores.logprobs, scores.entropy, hidden.grad, rows.grad]
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize(("world_size", "chunk_size"), [(1, 1024), (1, 4), (2, 5), (4, 1024)])
+def test_scores_and_gradients(scoring: Scoring, world_size: int, chunk_size: int) -> None:
+    logprobs, entropy, hidden_grad, weight_grad = plain(scoring)
+    results = launch(world_size, parallel, scoring, chunk_size)
+    for result in results:
+        torch.testing.assert_close(torch.from_numpy(result[0]), logprobs)
+        torch.testing.assert_close(torch.from_numpy(result[1]), entropy)
+    torch.testing.assert_close(sum(torch.from_numpy(result[2]) for result in results), hidden_grad)
+    torch.testing.assert_close(torch.cat([torch.from_numpy(r[3]) for r in results]), weight_grad)
+
+
+def no_targets() -> list[Any]:
+    hidden, weight, *_ = inputs()
+    hidden.requires_grad_()
+    group = dist.group.WORLD
+    assert group is not None
+    scores = token_scores(hidden[:0], weight, torch.empty(0, dtype=torch.long), scoring=Scoring(), group=group)
+    scores.logprobs.sum().backward()
+    return [scores.logprobs, hidden.grad]
+
+
+def test_a_pack_without_targets_has_a_zero_gradient() -> None:
+    ((logprobs, gradient),) = launch(1, no_targets)
+    assert logprobs.shape == (0,) and not gradient.any()

@@ -1,0 +1,71 @@
+"""The CPU platform changes where things run, never what is computed."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megavlm.parallel import platform
+
+platform.install()
+
+
+def test_install_is_idempotent() -> None:
+    before = torch.empty, torch.Tensor.cuda, torch.cuda.current_device
+    platform.install()
+    assert (torch.empty, torch.Tensor.cuda, torch.cuda.current_device) == before
+
+
+@pytest.mark.skipif(platform.has_gpu(), reason="says what a machine without a GPU does")
+def test_allocations_for_cuda_land_on_the_cpu() -> None:
+    assert torch.cuda.current_device() == "cpu"
+    for tensor in (
+        torch.zeros(2, device="cuda"),
+        torch.tensor([1.0], device="cuda"),
+        torch.empty_like(torch.ones(2), device="cuda"),
+        torch.ones(2).cuda(),
+    ):
+        assert tensor.device.type == "cpu"
+    assert torch.ones(2).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(2).type(torch.float64).dtype == torch.float64
+
+
+def test_device_contexts_still_work() -> None:
+    """transformers builds models on the meta device; its rotary tables were garbage when this broke."""
+    with torch.device("meta"):
+        assert torch.empty(2).is_meta and torch.zeros(2).is_meta and torch.tensor([1.0]).is_meta
+
+
+def test_megatron_imports_in_a_fresh_process() -> None:
+    code = (
+        "from megavlm.parallel import platform; platform.install();"
+        "import megatron.core.models.gpt, megatron.core.optimizer, megatron.core.dist_checkpointing"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+@given(
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    decoupled=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_adam_equals_torch(weight_decay: float, decoupled: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(5, generator=generator)
+    ours, theirs = start.clone().requires_grad_(), start.clone().requires_grad_()
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": weight_decay}
+    optimizers = (
+        platform.Adam([ours], adam_w_mode=decoupled, **settings),
+        (torch.optim.AdamW if decoupled else torch.optim.Adam)([theirs], **settings),
+    )
+    for _ in range(3):
+        gradient = torch.randn(5, generator=generator)
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert optimizers[0].param_groups[0]["step"] == 3
+    assert set(optimizers[0].state[ours]) == {"exp_avg", "exp_avg_sq"}
