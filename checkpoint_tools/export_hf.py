@@ -38,14 +38,11 @@ def export_hf(
     Reads any layout, one tensor at a time, and holds one output file in memory. ValueError where
     the step is missing or damaged, or does not hold the tensors of its config.json.
     """
-    step = folder.latest(checkpoint_dir) if step is None else step
-    if step is None:
-        raise ValueError(f"{checkpoint_dir} holds no complete checkpoint.")
-    path = folder.step_folder(checkpoint_dir, step)
+    path = folder.locate(checkpoint_dir, step)
     manifest = folder.Manifest.read(path)
     if problem := first_difference(path, manifest.files, manifest.files):
         raise ValueError(problem)
-    hf_files = checkpoint_dir / folder.HF
+    hf_files = path.parent / folder.HF
     entries = read_mapping(hf_files)
     reader = StepReader(path)
     _check(entries, reader, path)
@@ -75,7 +72,7 @@ def export_hf(
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             (output / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return Export(step=step, num_tensors=len(places), num_files=len(files))
+    return Export(step=manifest.step, num_tensors=len(places), num_files=len(files))
 
 
 def _check(entries: Sequence[Entry], reader: StepReader, path: Path) -> None:

@@ -96,6 +96,22 @@ def latest(folder: str | Path) -> int | None:
     return steps[-1]
 
 
+def locate(folder: Path, step: int | None) -> Path:
+    """The folder of a step, the latest one by default. `folder` may be a step's own."""
+    if step is None and (folder / MANIFEST).is_file():
+        return folder
+    step = latest(folder) if step is None else step
+    if step is None:
+        raise ValueError(f"{folder} holds no complete checkpoint.")
+    path = step_folder(folder, step)
+    if not (path / MANIFEST).is_file():
+        raise ValueError(
+            f"{folder} holds no complete checkpoint of step {step}; "
+            f"it has steps {', '.join(map(str, complete_steps(folder))) or 'none'}."
+        )
+    return path
+
+
 def publish(folder: Path, step: int) -> None:
     """The partial step becomes the latest one."""
     atomic.replace_folder(step_folder(folder, step))

@@ -24,11 +24,21 @@ _SAFE = {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
         "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"Path", "PosixPath"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
+
+
+# What the pickle module says that reading a broken pickle may raise.
+_UNREADABLE = (
+    OSError, pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError,
+    TypeError, ValueError,
+)  # fmt: skip
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -44,7 +54,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
-    except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
+    except _UNREADABLE as error:
         raise ValueError(f"{path} cannot be read as a checkpoint's contents: {error}.") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path} cannot be read as a checkpoint's contents.")

@@ -292,7 +292,7 @@ def test_the_command_line(hf: Path, tmp_path: Path) -> None:
     [
         ("import {hf} {checkpoint}", "/checkpoint is not empty: choose another folder, or add"),
         ("import nowhere {new}", "nowhere is no HuggingFace model folder: No such file"),
-        ("export {checkpoint} {new} --step 7", "step_00000007"),
+        ("export {checkpoint} {new} --step 7", "no complete checkpoint of step 7; it has steps 0."),
         ("export {hf} {new}", "holds no complete checkpoint"),
         ("export {checkpoint} {new} --max-shard-size many", "is not a size: write it as 5GB"),
         ("export {checkpoint} {hf}/config.json/x", "Not a directory"),

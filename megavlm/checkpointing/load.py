@@ -1,0 +1,100 @@
+"""Loads a step into a model of any layout: all of it, or the weights alone."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+from megavlm.checkpointing import folder as form
+from megavlm.checkpointing import random_states
+from megavlm.checkpointing.checksums import first_difference
+from megavlm.checkpointing.reader import StepReader
+from megavlm.checkpointing.state import layout, replica_group, sharded_state
+from megavlm.checkpointing.together import together
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    folder: str | Path,
+    *,
+    step: int | None = None,
+    model: MegatronModule,
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: OptimizerParamScheduler | None = None,
+) -> dict[str, Any]:
+    """Loads a step (default: the latest) in place; returns its `extra`. Collective over all ranks.
+
+    Without an optimizer only the weights are loaded, in the model's dtype; then any checkpoint will
+    do, an imported one too. With it this rank's random states come back as well, if the run has the
+    layout that saved them. An optimizer that was built before its model's weights were loaded alone
+    needs `optimizer.reload_model_params()`.
+
+    ValueError, the same on every rank, where there is no such step, a file is missing or damaged,
+    or a tensor is missing or of another shape.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    (path, *_) = together("load", lambda: form.locate(Path(folder), step) if rank == 0 else Path())
+    manifest = form.Manifest.read(path)
+    if optimizer is not None and not manifest.has_optimizer:
+        raise ValueError(f"{path} holds weights alone, without the optimizer's state.")
+
+    def verify() -> None:
+        """Each rank reads its share of the files."""
+        names = sorted(manifest.files)[rank::world_size]
+        if problem := first_difference(path, manifest.files, names):
+            raise ValueError(problem)
+        _check_tensors(sharded_state(model, None, None, is_loading=True), StepReader(path), path)
+
+    together("load", verify)
+    state = dist_checkpointing.load(
+        sharded_state(model, optimizer, scheduler, is_loading=True),
+        str(path),
+        FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(path)), replica_group()
+        ),
+    )
+    missing, unexpected = unwrap_model(model).load_state_dict(state["model"], strict=False)
+    assert not unexpected and all(name.endswith("_extra_state") for name in missing), missing
+    if scheduler is not None:
+        scheduler.num_steps = 0  # megatron-core adds the saved count to what is there
+        scheduler.load_state_dict(state["scheduler"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        if manifest.layout == layout():
+            random_states.restore(random_states.path(path, rank))
+        elif rank == 0:
+            logger.warning(
+                "%s was saved by another layout (%s): random states start from the seed.",
+                path,
+                manifest.layout,
+            )
+    extra = path / "extra.json"
+    return json.loads(extra.read_text()) if extra.is_file() else {}
+
+
+def _check_tensors(state: dict[str, Any], reader: StepReader, path: Path) -> None:
+    """The step holds the model's tensors, in the model's global shapes."""
+    for value in state["model"].values():
+        parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
+        for part in parts:
+            assert isinstance(part, ShardedTensor), part
+            if part.key not in reader.tensors:
+                raise ValueError(f"{path} has no tensor {part.key}, which the model asks for.")
+            if reader.shape(part.key) != tuple(part.global_shape):
+                raise ValueError(
+                    f"{part.key} in {path} has shape {reader.shape(part.key)}; "
+                    f"the model's has {tuple(part.global_shape)}."
+                )

@@ -1,0 +1,36 @@
+"""This rank's random states: Python, numpy, torch, the device, and megatron-core's named ones."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+
+
+def path(folder: Path, rank: int) -> Path:
+    return folder / f"random_{rank:05d}.pt"
+
+
+def write(file: Path) -> None:
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = state
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        # The device's generator, as megatron-core reads it: on a CPU it is torch's own.
+        "device": megatron_random._get_cuda_rng_state(),
+        "megatron": megatron_random.get_cuda_rng_tracker().get_states(),
+    }
+    torch.save(states, file)
+
+
+def restore(file: Path) -> None:
+    states = torch.load(file, weights_only=True)
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    megatron_random._set_cuda_rng_state(states["device"])
+    torch.set_rng_state(states["torch"])
+    megatron_random.get_cuda_rng_tracker().set_states(states["megatron"])

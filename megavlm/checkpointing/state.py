@@ -1,0 +1,58 @@
+"""What a checkpoint holds, in megatron-core's sharded form: the same keys under every layout."""
+
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+# Optimizer state in the model's own shapes, so that any layout can load it; one key per layer.
+FORM = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+    "non_homogeneous_layers": True,
+}
+
+
+def sharded_state(
+    model: MegatronModule,
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    *,
+    is_loading: bool,
+) -> dict[str, Any]:
+    metadata = {**FORM, "dp_cp_group": replica_group()}
+    state: dict[str, Any] = {
+        "model": _tensors(unwrap_model(model).sharded_state_dict(metadata=metadata))
+    }
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state["model"], is_loading=is_loading, metadata=metadata
+        )
+    if scheduler is not None:
+        state["scheduler"] = scheduler.state_dict()
+    return state
+
+
+def replica_group() -> Any:
+    """The ranks that hold the same shards of the model."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def layout() -> dict[str, int]:
+    """Ranks per axis of this run."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+    }
+
+
+def _tensors(state: ShardedStateDict) -> ShardedStateDict:
+    """Without Transformer Engine's fp8 states: HF has none, and a CPU model could not load them."""
+    return {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}

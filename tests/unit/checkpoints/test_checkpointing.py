@@ -1,0 +1,258 @@
+"""Save and load of a training run, over layouts."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.import_hf import import_hf
+from megavlm import checkpointing
+from megavlm.checkpointing.folder import step_folder
+from megavlm.checkpointing.reader import StepReader
+from megavlm.models.common.loading import HFFolder
+from tests.distributed.fork import launch
+from tests.unit.checkpoints.ranks import make_hf, start
+
+LAYOUTS = {"one rank": (1, 1), "TP 2": (2, 2), "DP 2": (2, 1)}  # world size, tensor
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf(tmp_path_factory.mktemp("hf"))
+
+
+def train_and_save(hf: Path, tensor: int, folder: Path, more: int) -> list[str]:
+    run = start(hf, tensor)
+    run.train(range(3))
+    run.save(folder, 3, {"step": 3, "loader": {"epoch": 1, "seen": [1, 2]}})
+    run.train(range(3, 3 + more))
+    return run.fingerprint()
+
+
+def resume(hf: Path, tensor: int, folder: Path, more: int) -> tuple[dict[str, Any], list[str]]:
+    run = start(hf, tensor, seed=99)
+    extra = run.load(folder)
+    run.train(range(3, 3 + more))
+    return extra, run.fingerprint()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_is_bit_equal(hf: Path, tmp_path: Path, layout: str) -> None:
+    world_size, tensor = LAYOUTS[layout]
+    through = launch(world_size, train_and_save, hf, tensor, tmp_path, 3)
+    resumed = launch(world_size, resume, hf, tensor, tmp_path, 3)
+    for rank in range(world_size):
+        extra, fingerprint = resumed[rank]
+        assert fingerprint == through[rank]
+        assert extra == {"step": 3, "loader": {"epoch": 1, "seen": [1, 2]}}
+    assert launch(1, resume, hf, 1, tmp_path, 2)[0][1] != through[0]  # the comparison can fail
+
+
+def load_and_save(hf: Path, tensor: int, source: Path, target: Path) -> None:
+    """As loaded, and after two more updates."""
+    run = start(hf, tensor, seed=99)
+    run.load(source)
+    run.save(target, 3)
+    run.train(range(3, 5))
+    run.save(target, 5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("TP 2", "one rank"), ("one rank", "TP 2"), ("DP 2", "one rank"), ("TP 2", "DP 2")],
+)
+def test_another_layout_goes_on_from_equal_state(
+    hf: Path, tmp_path: Path, before: str, after: str
+) -> None:
+    """Weights and optimizer state, every tensor."""
+    saved, same, other = (tmp_path / name for name in ("saved", "same", "other"))
+    launch(*with_layout(before, train_and_save, hf), saved, 0)
+    launch(*with_layout(before, load_and_save, hf), saved, same)
+    launch(*with_layout(after, load_and_save, hf), saved, other)
+    assert_equal_tensors(saved, other, 3)
+    assert_equal_tensors(same, other, 5)
+
+
+def assert_equal_tensors(first: Path, second: Path, step: int) -> None:
+    expected, found = (StepReader(step_folder(folder, step)) for folder in (first, second))
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in found.tensors)
+    for key in found.tensors:
+        assert torch.equal(found.read(key), expected.read(key)), key
+
+
+def with_layout(layout: str, function: Any, hf: Path) -> tuple[Any, ...]:
+    world_size, tensor = LAYOUTS[layout]
+    return world_size, function, hf, tensor
+
+
+def save_weights(hf: Path, tensor: int, folder: Path) -> dict[str, torch.Tensor]:
+    run = start(hf, tensor)
+    run.train(range(1))
+    checkpointing.save(
+        folder,
+        1,
+        model=run.updater.model,  # wrapped for data parallelism
+        optimizer=run.updater.optimizer,
+        scheduler=run.updater.scheduler,
+        extra={},
+        hf_folder=hf,
+    )
+    return run.weights()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_holds_the_trained_weights(tmp_path: Path, tied: bool) -> None:
+    hf = make_hf(tmp_path / "hf", tied_embeddings=tied)
+    (expected,) = launch(1, save_weights, hf, 1, tmp_path / "one")
+    launch(2, save_weights, hf, 2, tmp_path / "two")
+    for name in ("one", "two"):
+        export_hf(tmp_path / name, tmp_path / f"{name}_hf")
+        (exported,) = launch(1, weights_of, tmp_path / f"{name}_hf")
+        assert exported.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert (exported[key] == tensor).all(), key
+    before, after = HFFolder(hf), HFFolder(tmp_path / "two_hf")
+    assert set(before) == set(after)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if not name.startswith("visual.")}
+    assert (tmp_path / "two_hf" / "tokenizer.json").is_file()
+
+
+def weights_of(hf: Path) -> dict[str, torch.Tensor]:
+    return start(hf, 1).weights()
+
+
+def load_weights(hf: Path, tensor: int, folder: Path, dtype: torch.dtype) -> bool:
+    run = start(hf, tensor, dtype=dtype)
+    expected = run.weights()
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.fill_(7)
+    assert checkpointing.load(folder, model=run.model) == {}
+    found = run.weights()
+    return all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_imported_checkpoint_loads_under_any_layout(
+    tmp_path: Path, layout: str, dtype: torch.dtype
+) -> None:
+    """bf16 weights into a model of the same dtype and into an fp32 one."""
+    hf = make_hf(tmp_path / "hf")
+    path = hf / "model.safetensors"
+    save_file({name: x.bfloat16() for name, x in load_file(path).items()}, path)
+    import_hf(hf, tmp_path / "checkpoint")
+    arguments = with_layout(layout, load_weights, hf)
+    assert all(launch(*arguments, tmp_path / "checkpoint", dtype))
+
+
+def load_error(hf: Path, tensor: int, folder: Path, step: int | None, weights: bool) -> str:
+    run = start(hf, tensor)
+    try:
+        if weights:
+            checkpointing.load(folder, step=step, model=run.model)
+        else:
+            run.load(folder, step)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_loaded_is_named_on_every_rank(hf: Path, tmp_path: Path) -> None:
+    import_hf(hf, tmp_path / "imported")
+    launch(2, train_and_save, hf, 2, tmp_path / "trained", 0)
+    wide = make_hf(tmp_path / "wide", ffn_size=512)
+    deep = make_hf(tmp_path / "deep", num_layers=3)
+
+    for source, folder, step, weights, message in (
+        (hf, tmp_path / "imported", None, False, "holds weights alone"),
+        (hf, tmp_path / "nothing", None, True, "holds no complete checkpoint."),
+        (hf, tmp_path / "trained", 2, True, "no complete checkpoint of step 2; it has steps 3."),
+        (wide, tmp_path / "imported", None, True, "(512, 128); the model's has (1024, 128)."),
+        (deep, tmp_path / "trained", None, True, "which the model asks for."),
+    ):
+        first, second = launch(2, load_error, source, 2, folder, step, weights)
+        assert first == second and message in first, first
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("file", ["__1_0.distcp", "random_00001.pt", "common.pt", ".metadata"])
+def test_a_flipped_byte_is_named_and_the_step_before_loads(
+    hf: Path, tmp_path: Path, file: str
+) -> None:
+    launch(2, two_steps, hf, tmp_path)
+    path = step_folder(tmp_path, 2) / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    first, second = launch(2, load_error, hf, 2, tmp_path, None, False)
+    assert first == second == f"{path} is damaged: its checksum differs from the manifest's."
+    assert launch(2, load_error, hf, 2, tmp_path, 1, False) == ["", ""]
+
+
+def two_steps(hf: Path, folder: Path) -> None:
+    run = start(hf, 2)
+    for step in (1, 2):
+        run.train(range(step, step + 1))
+        run.save(folder, step)
+
+
+@pytest.mark.distributed
+def test_latest_survives_a_bad_tracker(
+    hf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert checkpointing.latest(tmp_path) is None
+    launch(2, two_steps, hf, tmp_path)
+    tracker = tmp_path / "latest"
+    assert tracker.read_text() == "step_00000002\n"
+    assert checkpointing.latest(tmp_path) == 2
+    tracker.write_text("step_00000001\n")
+    assert checkpointing.latest(tmp_path) == 1
+    assert not caplog.records
+    for text in ("", "step_00000009", "\0\xff garbage", "2"):
+        tracker.write_text(text)
+        caplog.clear()
+        assert checkpointing.latest(tmp_path) == 2
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    tracker.unlink()
+    assert checkpointing.latest(tmp_path) == 2
+    (step_folder(tmp_path, 2) / "manifest.json").unlink()
+    assert checkpointing.latest(tmp_path) == 1
+
+
+def resume_elsewhere(hf: Path, folder: Path) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megavlm").addHandler(handler)
+    start(hf, 1).load(folder)
+    return messages
+
+
+@pytest.mark.distributed
+def test_random_states_of_another_layout_are_left_with_a_warning(hf: Path, tmp_path: Path) -> None:
+    launch(2, two_steps, hf, tmp_path)
+    (messages,) = launch(1, resume_elsewhere, hf, tmp_path)
+    assert len(messages) == 1 and "random states start from the seed" in messages[0]
+
+
+def test_the_manifest_covers_every_other_file(hf: Path, tmp_path: Path) -> None:
+    launch(2, two_steps, hf, tmp_path)
+    folder = step_folder(tmp_path, 2)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    names = {path.name for path in folder.iterdir()}
+    assert set(manifest["files"]) == names - {"manifest.json"}
+    assert {"random_00000.pt", "random_00001.pt", "extra.json"} < names
+    assert manifest["layout"] == {"tensor": 2, "pipeline": 1, "context": 1, "data": 1}
