@@ -106,7 +106,9 @@ def test_three_updates_equal_one_rank(folder: Path, layout: Layout) -> None:
     (expected,) = launch(1, train, folder, Layout())
     assert expected[0][0] > expected[2][0], "the loss falls"
     for history in launch(layout.world_size, train, folder, layout):
-        np.testing.assert_allclose(history, expected, rtol=2e-6)
+        np.testing.assert_allclose(history[0], expected[0], rtol=1e-6)
+        # Adam divides by a gradient's own size: rounding in entries near zero grows with each step.
+        np.testing.assert_allclose(history, expected, rtol=2e-5)
 
 
 def not_finite(folder: Path) -> bool:
