@@ -1,0 +1,81 @@
+"""What the server samples and says of it, against transformers in fp32 on the same weights."""
+
+import pytest
+import torch
+
+from megavlm.data.processor import Prompt
+from megavlm.rollout.messages import Sampling
+from tests.parity.reference import Reference
+from tests.sglang.conftest import Served
+from tests.sglang.questions import largest_difference, prompts
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(scope="module")
+def reference(started: Served) -> Reference:
+    return Reference(started.folder)
+
+
+def sampling(served: Served, temperature: float = 1.0, max_new_tokens: int = 16) -> Sampling:
+    return Sampling(
+        temperature, max_new_tokens, suppressed_ids=tuple(served.processor.suppressed_ids)
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs(served: Served, reference: Reference, temperature: float) -> None:
+    """In one batch, so that an order mixed up between prompts shows; lengths are checked inside."""
+    by_name = prompts(served.processor)
+    drawn = sampling(served, temperature)
+    groups = served.client.generate(
+        list(by_name.values()), n=3, sampling=drawn, weight_version=None
+    )
+    for (name, prompt), responses in zip(by_name.items(), groups, strict=True):
+        assert len(responses) == 3 and {r.weight_version for r in responses} == {"start"}
+        assert largest_difference(reference, prompt, responses, drawn) < 1e-4, name
+    # The responses differ: this is sampling.
+    assert len({r.token_ids for group in groups for r in group}) > 6
+
+
+def test_wrong_temperature_would_show(served: Served, reference: Reference) -> None:
+    prompt = prompts(served.processor)["one picture"]
+    (responses,) = served.client.generate([prompt], n=4, sampling=sampling(served, 0.7))
+    assert largest_difference(reference, prompt, responses, sampling(served, 1.0)) > 1e-2
+
+
+def test_temperature_zero_is_greedy(served: Served, reference: Reference) -> None:
+    by_name = prompts(served.processor)
+    greedy = sampling(served, 0.0, max_new_tokens=6)
+    groups = served.client.generate(list(by_name.values()), n=1, sampling=greedy)
+    for prompt, (response,) in zip(by_name.values(), groups, strict=True):
+        with torch.no_grad():
+            logits = reference.logits(prompt, response.token_ids)
+        logits[:, list(greedy.suppressed_ids)] = -torch.inf
+        assert tuple(logits.argmax(-1).tolist()) == response.token_ids
+        assert largest_difference(reference, prompt, [response], greedy) < 1e-4
+
+
+def test_suppressed_ids_are_never_sampled(served: Served) -> None:
+    """All ids but three are suppressed, at a high temperature; none may slip through."""
+    vocab_size, eos = served.processor.vocab_size, served.processor.eos_id
+    allowed = {5, 9, eos}
+    suppressed = tuple(token for token in range(vocab_size) if token not in allowed)
+    hot = Sampling(temperature=5.0, max_new_tokens=8, suppressed_ids=suppressed)
+    by_name: list[Prompt] = list(prompts(served.processor).values())
+    groups = served.client.generate(by_name, n=8, sampling=hot)
+    sampled = {token for group in groups for r in group for token in r.token_ids}
+    assert sampled == allowed
+
+
+def test_finish(served: Served) -> None:
+    """`stop` ends with the end-of-turn token, which is counted; `length` has all tokens."""
+    eos, other = served.processor.eos_id, 5
+    prompt = prompts(served.processor)["text"]
+    for token, finish, length in ((eos, "stop", 1), (other, "length", 4)):
+        only = tuple(i for i in range(served.processor.vocab_size) if i != token)
+        ((response,),) = served.client.generate(
+            [prompt], n=1, sampling=Sampling(1.0, 4, suppressed_ids=only)
+        )
+        assert response.finish == finish and response.token_ids == (token,) * length
+        assert response.logprobs == (0.0,) * length
