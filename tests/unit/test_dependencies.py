@@ -1,0 +1,134 @@
+"""The import rules that hold the parts together, read from the source of every module."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Lower never imports higher; packages of one level do not import each other. A module's package is
+# the part of its name after `megavlm.`.
+LEVELS = [
+    {"config", "parallel", "algorithms", "rewards", "observability"},
+    {"environments", "data"},
+    {"models"},
+    {"checkpointing", "rollout"},
+    {"checkpoint_tools", "evaluation"},
+    {"training"},
+    {"launcher"},
+    {"worker", "demo"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
+# Packages that do without these libraries, wherever in a module they would be imported.
+FORBIDDEN = {
+    "rewards": {"torch", "megatron", "sglang", "transformers"},
+    "environments": {"torch", "megatron", "sglang", "transformers"},
+    "algorithms": {"torch.distributed", "megatron", "sglang"},
+    "config": {"torch", "megatron", "sglang", "transformers"},
+    "observability": {"torch.distributed", "megatron", "sglang"},
+    "launcher": {"megatron", "sglang"},
+    "cli": {"torch", "megatron", "sglang", "transformers"},
+}
+PLATFORM = ROOT / "megavlm" / "parallel" / "platform.py"
+
+
+def package_of(name: str) -> str:
+    """`megavlm.data.rows` is of data, `checkpoint_tools.cli` of checkpoint_tools."""
+    parts = name.split(".")
+    return parts[0] if parts[0] == "checkpoint_tools" else ".".join(parts[1:2])
+
+
+def modules() -> Iterator[tuple[Path, str]]:
+    """(file, dotted name) of the source that we ship, what runs inside the server left out."""
+    for top in ("megavlm", "checkpoint_tools"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            if "cpu_support" not in path.parts:
+                yield path, name
+
+
+MODULES = list(modules())
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names; `from a import b` gives a.b, which may be a module or not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.cuda.Stream` of an attribute chain, "" of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""
+
+
+def within(name: str, library: str) -> bool:
+    return name == library or name.startswith(library + ".")
+
+
+def broken_rules(name: str, source: str) -> list[str]:
+    """What a module of this name may not import or use, of what it does."""
+    tree, package, found = ast.parse(source), package_of(name), []
+    for imported in imports(tree):
+        if within(imported, "megavlm") or within(imported, "checkpoint_tools"):
+            other = package_of(imported)
+            if other and other != package and LEVEL[other] >= LEVEL[package]:
+                found.append(f"{name} imports {imported}, which is not below it")
+        for library in FORBIDDEN.get(package, ()):
+            if within(imported, library):
+                found.append(f"{name} imports {imported}, which {package} does without")
+    if name != "megavlm.parallel.platform":
+        used = {*imports(tree), *(dotted(node) for node in ast.walk(tree))}
+        for library in ("torch.cuda", "torch.accelerator"):
+            if any(within(item, library) for item in used):
+                found.append(f"{name} uses {library}: ask megavlm.parallel.platform")
+    return found
+
+
+@pytest.mark.parametrize(("path", "name"), MODULES, ids=[name for _, name in MODULES])
+def test_a_module_keeps_the_rules(path: Path, name: str) -> None:
+    assert broken_rules(name, path.read_text(encoding="utf-8")) == []
+
+
+def test_every_package_has_a_level() -> None:
+    assert {package_of(name) for _, name in MODULES} - {""} <= set(LEVEL)
+    assert PLATFORM.is_file()
+
+
+def test_the_packages_themselves_import_nothing() -> None:
+    for name in ("megavlm", "megavlm.config", "megavlm.training", "megavlm.rollout"):
+        path = ROOT.joinpath(*name.split("."), "__init__.py")
+        assert list(imports(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("megavlm.data.rows", "from megavlm.models import registry"),
+        ("megavlm.data.rows", "def f():\n    import megavlm.training.step"),
+        ("megavlm.rewards.boxed", "import torch.nn"),
+        ("megavlm.environments.base", "from torch import nn"),
+        ("megavlm.algorithms.losses", "import torch.distributed as dist"),
+        ("megavlm.algorithms.losses", "from torch import distributed"),
+        ("megavlm.observability.plots", "from megavlm.config.schema import Config"),
+        ("megavlm.rollout.client", "from megavlm.checkpointing import latest"),
+        ("megavlm.models.registry", "import torch\ntorch.cuda.synchronize()"),
+        ("megavlm.models.registry", "from torch.cuda import Stream"),
+        ("megavlm.models.registry", "from torch import accelerator"),
+        ("megavlm.training.main", "import megavlm.cli"),
+        ("checkpoint_tools.cli", "from megavlm.training.main import train"),
+    ],
+)
+def test_a_broken_rule_is_found(name: str, source: str) -> None:
+    assert broken_rules(name, source) != []

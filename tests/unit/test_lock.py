@@ -1,0 +1,89 @@
+"""launch/requirements-cpu.txt is complete and agrees with itself: pip does not look."""
+
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "launch" / "requirements-cpu.txt"
+
+# What sglang 0.5.23 requires and a CPU does without. Each is imported only by GPU code or by a
+# feature that megavlm does not use; the rollout tests run the server without them.
+ABSENT = {
+    "CUDA kernels and compilers": """cuda-python flash-attn-4 flashinfer-python humming-kernels
+        kernels ninja numba nvidia-cutlass-dsl nvidia-mathdx nvidia-ml-py nvshmem4py-cu13
+        quack-kernels sgl-deep-ep sgl-deep-gemm sgl-flash-mla sglang-kernel tilelang
+        torch-memory-saver""",
+    "audio and video input": "torchaudio torchcodec",
+    "grammars, gRPC, profiling, renderers of other models": """outlines py-spy smg-grpc-servicer
+        tml-renderers""",
+}
+# Pinned away from what a package asks: (package, requirement) -> why.
+DIFFERENT = {
+    ("sglang", "torch"): "2.14.1 is what its CUDA kernels are built for; none of them is here",
+}
+
+
+def locked() -> dict[str, str]:
+    """name -> version, as the file pins them."""
+    pins = {}
+    for line in LOCK.read_text().splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s+]+)", line)
+            assert match, f"{line!r} is not NAME==VERSION without a local tag"
+            pins[canonicalize_name(match[1])] = match[2]
+    return pins
+
+
+PINS = locked()
+ABSENT_NAMES = {name for names in ABSENT.values() for name in names.split()}
+
+
+def requirements(name: str) -> list[Requirement]:
+    """What an installed package requires here, without its extras."""
+    lines = distribution(name).requires or []
+    given = [Requirement(line) for line in lines]
+    return [item for item in given if not item.marker or item.marker.evaluate({"extra": ""})]
+
+
+@pytest.mark.parametrize("name", PINS)
+def test_a_pin_is_installed_and_what_it_requires_is_pinned(name: str) -> None:
+    try:
+        installed = distribution(name).version.split("+")[0]
+    except PackageNotFoundError:
+        pytest.fail(f"{name} is pinned but not installed: run make setup")
+    assert installed == PINS[name]
+    for requirement in requirements(name):
+        other = canonicalize_name(requirement.name)
+        if name == "sglang" and other in ABSENT_NAMES:
+            assert other not in PINS
+        elif (name, other) not in DIFFERENT:
+            assert other in PINS, f"{name} requires {requirement}"
+            assert requirement.specifier.contains(PINS[other], prereleases=True), str(requirement)
+
+
+def test_the_exceptions_are_needed() -> None:
+    required = {canonicalize_name(item.name) for item in requirements("sglang")}
+    assert required >= ABSENT_NAMES
+    for name, other in DIFFERENT:
+        asked = {canonicalize_name(item.name): item.specifier for item in requirements(name)}
+        assert not asked[other].contains(PINS[other])
+
+
+def test_setup_py_asks_for_nothing_that_the_lock_lacks() -> None:
+    source = (ROOT / "setup.py").read_text()
+    asked = [
+        Requirement(text) for text in re.findall(r'^\s+"([a-z-]+[<>=]=[^"]+)",$', source, re.M)
+    ]
+    assert len(asked) > 15
+    for requirement in asked:
+        assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)])
+
+
+def test_no_file_names_a_package_index() -> None:
+    for path in (LOCK, ROOT / "Makefile", ROOT / "setup.py", ROOT / "pyproject.toml"):
+        assert not re.search(r"https?://|--(extra-)?index-url|--find-links", path.read_text())
