@@ -54,7 +54,7 @@ class RolloutClient:
         *,
         n: int,
         sampling: Sampling,
-        weight_version: int | None = None,
+        weight_version: int | str | None = None,
     ) -> list[list[Response]]:
         """n responses to each prompt, in the order of the prompts.
 

@@ -1,0 +1,126 @@
+"""Weights pushed by two tensor-parallel trainer ranks into a real server."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.messages import Sampling
+from megavlm.rollout.server import ManagedServer
+from megavlm.rollout.weights.verify import check_checksums, checksums
+from tests.distributed.fork import launch
+from tests.parity.reference import Reference
+from tests.sglang.conftest import Served
+from tests.sglang.pushes import Target, changed, push
+from tests.sglang.questions import largest_difference, prompts
+
+pytestmark = pytest.mark.sglang
+
+
+def target(server: ManagedServer) -> Target:
+    return Target(server.url, server.api_key, server.admin_key)
+
+
+def differences(
+    served: Served, reference: Reference, version: int | str, seed: int
+) -> dict[str, float]:
+    """Largest difference of log-probs over the kinds of prompts, by temperature."""
+    by_name = prompts(served.processor, seed)
+    suppressed = tuple(served.processor.suppressed_ids)
+    largest = {}
+    for temperature in (1.0, 0.7):
+        drawn = Sampling(temperature, 8, suppressed_ids=suppressed)
+        groups = served.client.generate(
+            list(by_name.values()), n=2, sampling=drawn, weight_version=version
+        )
+        pairs = zip(by_name.items(), groups, strict=True)
+        for (name, prompt), responses in pairs:
+            difference = largest_difference(reference, prompt, responses, drawn)
+            largest[f"{name} at {temperature}"] = difference
+    return largest
+
+
+@pytest.mark.parametrize("kind", ["tensor", "disk", "distributed"])
+def test_push(kind: str, served: Served, tmp_path: Path) -> None:
+    """Only what is trained travels, and the server then computes what transformers does with it."""
+    weights = changed(served.folder, tmp_path / "weights", tower=False, seed=11)
+    # Pictures and prefixes with the old weights are in the server's caches by now.
+    differences(served, Reference(served.folder), "start", seed=0)
+    scratch = tmp_path / "scratch"
+    report, other = launch(2, push, target(served.server), kind, weights, scratch, 7, True)
+    assert report == other
+
+    names = [name for name in load_file(weights / "model.safetensors") if "visual" not in name]
+    sizes = sum(load_file(weights / "model.safetensors")[name].nbytes for name in names)
+    assert report.tensors == len(names)
+    assert sizes <= report.bytes < 1.5 * sizes  # base64 in the `tensor` transport
+    assert report.checked == len(served_names(served))
+    assert not scratch.exists() or not list(scratch.iterdir())
+
+    (info,) = served.control.get("/model_info")
+    assert info["weight_version"] == "7"
+    after = differences(served, Reference(weights), 7, seed=0)
+    assert max(after.values()) < 1e-4, after
+
+
+def served_names(served: Served) -> list[str]:
+    """The engine's language tensors that are weights."""
+    (answer,) = served.control.post("/weights_checker", {"action": "checksum"})
+    names = answer["ranks"][0]["checksums"]
+    return [name for name in names if "visual" not in name and "rotary" not in name]
+
+
+def test_checksums_name_the_tensor_that_differs(served: Served) -> None:
+    tensors = list(load_file(served.folder / "model.safetensors").items())
+    expected = checksums(tensors)
+    check_checksums(served.control, expected)
+    assert len(expected) > 40
+    broken = [(name, t + 1 if name.endswith("0.mlp.up_proj.weight") else t) for name, t in tensors]
+    with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.gate_up_proj\.weight"):
+        check_checksums(served.control, checksums(broken))
+
+
+def test_refused_push_leaves_the_version_and_the_next_one_heals(
+    served: Served, tmp_path: Path
+) -> None:
+    """The session is taken, so the push is refused before anything is sent; ending it heals."""
+    weights = changed(served.folder, tmp_path / "weights", tower=False, seed=12)
+    served.control.post("/begin_weight_update", {})
+    arguments = (target(served.server), "tensor", weights, tmp_path, 8, True)
+    with pytest.raises(RuntimeError, match=r"weight version 8 was not pushed.*already open"):
+        launch(2, push, *arguments)
+    assert served.control.get("/model_info")[0]["weight_version"] == "start"
+    launch(2, push, *arguments)
+    assert max(differences(served, Reference(weights), 8, seed=0).values()) < 1e-4
+
+
+@pytest.mark.slow
+def test_trained_tower_and_two_server_ranks(folder: Path, started: Served, tmp_path: Path) -> None:
+    """With `cache_pictures=False` a picture seen before is right after the tower changed."""
+    weights = changed(folder, tmp_path / "weights", tower=True, seed=13)
+    with ManagedServer(
+        folder,
+        dtype="float32",
+        device="cpu",
+        tensor_parallel=2,
+        log_path=tmp_path / "server.log",
+        cache_pictures=False,
+    ) as server:
+        served = Served(folder, started.processor, server)
+        before = differences(served, Reference(folder), "default", seed=0)
+        assert max(before.values()) < 1e-4, before
+        for version, kind in enumerate(("tensor", "distributed")):
+            launch(2, push, target(server), kind, weights, tmp_path / "scratch", version, False)
+            after = differences(served, Reference(weights), version, seed=0)
+            assert max(after.values()) < 1e-4, after
+            weights = changed(folder, tmp_path / "other", tower=True, seed=14)
+
+
+def test_noise_matters(folder: Path, tmp_path: Path) -> None:
+    """The weights that these tests push are far from the old ones: a stale server would show."""
+    weights = changed(folder, tmp_path / "weights", tower=False, seed=11)
+    ids = torch.arange(1, 9)[None]
+    old, new = (Reference(path).model(input_ids=ids).logits for path in (folder, weights))
+    assert (old.log_softmax(-1) - new.log_softmax(-1)).abs().max() > 0.1
