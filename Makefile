@@ -3,7 +3,7 @@
 #              keys of recipes/debug/grpo_*.yaml as OVERRIDES="algorithm.steps=3"
 # make test    the whole suite on CPU
 # make style   linter, formatter (check only) and type checker
-# make bench   tests/benchmarks
+# make bench   measures, printed; nothing passes or fails by them
 
 PYTHON ?= python3
 VENV := .venv
@@ -44,4 +44,4 @@ style: setup
 	$(BIN)/mypy
 
 bench: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks -s
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks -q -s -o python_files="bench_*.py" -o python_functions="bench_*"
