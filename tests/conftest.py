@@ -10,8 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import settings
 from PIL import Image
 from safetensors.numpy import save_file
+
+# An example's time says what else the machine does, nothing about the code.
+settings.register_profile("megavlm", deadline=None)
+settings.load_profile("megavlm")
 
 TINY_CONFIG = {
     "model_type": "qwen2_5_vl",

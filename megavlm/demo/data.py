@@ -37,18 +37,22 @@ class DemoData:
 
 def draw(folder: Path, *, seed: int) -> DemoData:
     write_dataset(folder, seed=seed, num_train=NUM_TRAIN, num_test=NUM_TEST)
-    files = (folder / f"{name}.parquet" for name in ("train", "test", "warm_start"))
-    return DemoData(*files, category_key=CATEGORY)
+    train, test = folder / "train.parquet", folder / "test.parquet"
+    return DemoData(train, test, folder / "warm_start.parquet", CATEGORY)
 
 
 def take(source: Path, folder: Path, *, seed: int) -> DemoData:
-    """train.parquet and test.parquet of `source`; without the latter a tenth of the former is held out.
+    """train.parquet and test.parquet of `source`; without the latter a tenth of the former is held
+    out.
 
     The warm start is a short supervised run on the training answers themselves.
     """
     train, test = source / "train.parquet", source / "test.parquet"
     if not train.is_file():
-        raise ValueError(f"--data {source} has no train.parquet: give a folder with train.parquet (and test.parquet)")
+        raise ValueError(
+            f"--data {source} has no train.parquet: give a folder with train.parquet, "
+            "and test.parquet if there is one"
+        )
     table = pq.read_table(train)
     if not test.is_file():
         train, test = _hold_out(table, folder, seed)

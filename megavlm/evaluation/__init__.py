@@ -1,0 +1,1 @@
+"""How good a policy is on a test split, and whether it looks at the pictures."""

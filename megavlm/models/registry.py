@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 
 from megavlm.models.common.language import LanguageModel
 from megavlm.models.common.mapping import Entry
-from megavlm.models.common.model import VisionLanguageModel, freeze
+from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.common.rotary import MultimodalRotary
+from megavlm.models.common.tower import Tower
 from megavlm.models.qwen2_5_vl import config as qwen2_5_vl
 from megavlm.models.qwen2_5_vl.mapping import mapping as qwen2_5_vl_mapping
 from megavlm.models.qwen2_5_vl.vision import VisionTower as Qwen2_5_VLTower
@@ -24,7 +24,7 @@ class Family:
     transformer_config: Callable[..., TransformerConfig]
     rotary: Callable[[Any], MultimodalRotary]
     tied_embeddings: Callable[[Any], bool]
-    tower: Callable[[Any], nn.Module]
+    tower: Callable[[Any], Tower]
     mapping: Callable[[Any], list[Entry]]
 
 
@@ -41,7 +41,9 @@ FAMILIES = {
 
 def family(model_type: str) -> Family:
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(FAMILIES))}.")
+        raise ValueError(
+            f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(FAMILIES))}."
+        )
     return FAMILIES[model_type]
 
 
@@ -54,7 +56,9 @@ def build_model(
     freeze_tower: bool = True,
     freeze_merger: bool = True,
 ) -> VisionLanguageModel:
-    """This rank's part of the model, randomly initialised, on its device. `hf_config`: transformers' configuration."""
+    """This rank's part of the model, randomly initialised, on its device. `hf_config`:
+    transformers' configuration.
+    """
     parts = family(hf_config.model_type)
     config = parts.transformer_config(hf_config, mesh, dtype=dtype, sequence=sequence)
     language_model = LanguageModel(
@@ -66,11 +70,6 @@ def build_model(
         groups=mesh.groups,
     )
     visual = parts.tower(hf_config.vision_config).to(dtype)
-    if freeze_tower:
-        freeze(visual)
-        if not freeze_merger:
-            for parameter in visual.merger.parameters():
-                parameter.requires_grad_(True)
-    elif freeze_merger:
-        freeze(visual.merger)
+    visual.requires_grad_(not freeze_tower)
+    visual.merger.requires_grad_(not freeze_merger)
     return VisionLanguageModel(config, visual, language_model).to(platform.device())

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def scatter_by_data_rank(parts: Sequence[T] | None, mesh: Mesh) -> T:
-    """The driver gives one part per data rank; every rank gets its own. The other ranks pass None."""
+    """The driver gives one part per data rank, the others None; every rank gets its own."""
     received: list[Any] = [None]
     given = None if parts is None else [parts[data_rank] for data_rank in mesh.data_ranks]
     dist.scatter_object_list(received, given, src=0, group=mesh.objects)
@@ -35,9 +35,13 @@ def any_rank(flag: bool) -> bool:
 
 
 def reduce_measures(reports: Sequence[dict[str, torch.Tensor]], mesh: Mesh) -> dict[str, float]:
-    """Sums over packs and data ranks; a measure whose name starts with `largest` is a maximum instead."""
+    """Sums over packs and data ranks; a measure whose name starts with `largest` is a maximum
+    instead.
+    """
     names = list(reports[0])
-    table = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
+    table = torch.stack(
+        [torch.stack([report[name].double() for name in names]) for report in reports]
+    )
     largest = torch.tensor([name.startswith("largest") for name in names], device=table.device)
     sums, maxima = table.sum(0), table.amax(0)
     dist.all_reduce(sums, group=mesh.groups.dp)

@@ -1,4 +1,4 @@
-"""The mesh of ranks: how many per axis, and the process groups that megatron-core builds from them."""
+"""The mesh of ranks: how many per axis, and the process groups that megatron-core builds."""
 
 import datetime
 import os
@@ -14,7 +14,9 @@ from megavlm.parallel import platform
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place and its groups. `objects` is a gloo group over all ranks, for Python objects."""
+    """This rank's place and its groups. `objects` is a gloo group over all ranks, for Python
+    objects.
+    """
 
     tensor_size: int
     tensor_rank: int
@@ -46,15 +48,19 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(platform.backend(), timeout=timeout)
     else:
-        dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # there, but not re-exported
+        dist.init_process_group(
+            platform.backend(), store=store, rank=0, world_size=1, timeout=timeout
+        )
 
 
 def build_mesh(*, tensor: int = 1, seed: int = 0) -> Mesh:
-    """Builds megatron-core's groups for a layout; what the world size leaves over is the data axis."""
+    """megatron-core's groups for a layout; what the world size leaves over is the data axis."""
     world_size = dist.get_world_size()
     if world_size % tensor:
         raise ValueError(
-            f"parallel.tensor={tensor} does not divide the world size {world_size}: start a multiple of {tensor} ranks."
+            f"parallel.tensor={tensor} does not divide the world size {world_size}: "
+            f"start a multiple of {tensor} ranks."
         )
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

@@ -1,9 +1,9 @@
 """Where the program runs: a GPU with NCCL, or a CPU with gloo.
 
-megatron-core 0.16.1 assumes CUDA. `install` makes its training path run on a CPU; it is called once, before the first
-`import megatron`, and does nothing where a GPU is. It replaces only calls about waiting, allocation and random states,
-and two classes that Transformer Engine would provide: no model code, arithmetic or communication. Nothing else in
-megavlm asks which device it is on.
+megatron-core 0.16.1 assumes CUDA. `install` makes its training path run on a CPU; it is called
+once, before the first `import megatron`, and does nothing where a GPU is. It replaces only calls
+about waiting, allocation and random states, and two classes that Transformer Engine would provide:
+no model code, arithmetic or communication. Nothing else in megavlm asks which device it is on.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ def backend() -> str:
 
 
 def start(local_rank: int) -> None:
-    """Selects this rank's device. On a CPU the ranks of one machine share its cores: one thread each."""
+    """Selects this rank's device. On a CPU the ranks of one machine share its cores: one thread
+    each.
+    """
     if has_gpu():
         torch.cuda.set_device(local_rank)
     else:
@@ -62,9 +64,11 @@ class _Done:
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam with the arguments and the state layout of Transformer Engine's FusedAdam (`step` in the group).
+    """Adam with the arguments and the state layout of Transformer Engine's FusedAdam (`step` in the
+    group).
 
-    megatron-core's distributed optimizer saves and loads that layout; torch's own Adam cannot be loaded back.
+    megatron-core's distributed optimizer saves and loads that layout; torch's own Adam cannot be
+    loaded back.
     """
 
     def __init__(
@@ -76,12 +80,18 @@ class Adam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": True,
+        }
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -89,7 +99,9 @@ class Adam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             for p in params:
                 if not self.state[p]:
-                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    self.state[p].update(
+                        exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
+                    )
             states = [self.state[p] for p in params]
             adam(
                 params,
@@ -113,7 +125,9 @@ def install() -> None:
     """Makes megatron-core run on a CPU. Idempotent; without effect where a GPU is."""
     if has_gpu() or torch.cuda.synchronize is _nothing:
         return
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # megatron's jit_fuser compiles with C++: 15 s at the first step
+    os.environ["TORCHDYNAMO_DISABLE"] = (
+        "1"  # megatron's jit_fuser compiles with C++: 15 s at the first step
+    )
     _replace_waiting()
     _replace_allocation()
     _replace_random_states()
@@ -127,16 +141,24 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _replace_waiting() -> None:
     torch.cuda.synchronize = _nothing
-    torch.cuda.Stream = torch.cuda.Event = _Done  # type: ignore[assignment,misc]  # the point of this module
+    torch.cuda.Stream = torch.cuda.Event = _Done  # type: ignore[assignment,misc]
     torch.cuda.current_stream = torch.cuda.default_stream = _Done  # type: ignore[assignment]
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
 
 
 def _replace_allocation() -> None:
     with torch.device("cpu"):
-        torch.empty(0)  # torch lists the factories that obey `with torch.device(...)` at first use: the real ones
+        # torch lists the factories that obey `with torch.device(...)` at the first use of one: it
+        # must list the real ones.
+        torch.empty(0)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):  # megatron writes device="cuda" in these
+    for name in (
+        "tensor",
+        "zeros",
+        "ones",
+        "empty",
+        "empty_like",
+    ):  # megatron writes device="cuda" in these
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     plain_type = torch.Tensor.type
@@ -167,7 +189,9 @@ def _replace_random_states() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.get_rng_state = random._get_cuda_rng_state
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # "CPU RNG state changed": yes, on purpose
+    logging.getLogger(random.__name__).setLevel(
+        logging.ERROR
+    )  # "CPU RNG state changed": yes, on purpose
 
 
 def _replace_optimizer() -> None:
@@ -180,7 +204,9 @@ def _replace_optimizer() -> None:
 
 
 def _replace_checkpoint_queue() -> None:
-    """The checkpoint writer's result queue is forked: the spawned one imports everything again (3 s a save)."""
+    """The checkpoint writer's result queue is forked: the spawned one imports everything again (3 s
+    a save).
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     def results_queue() -> Any:

@@ -1,4 +1,4 @@
-"""Modelled forward FLOPs of a tree, language model and vision tower together, for balancing ranks."""
+"""Modelled forward FLOPs of a tree, language model and tower together, for balancing ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

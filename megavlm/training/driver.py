@@ -1,25 +1,29 @@
-"""What rank 0 does besides training: it owns the data, the plan of each step, the evaluation and the records."""
+"""What rank 0 does besides training: it owns the data, the plan of each step, the evaluation and
+the records.
+"""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megavlm.config.schema import Config
 from megavlm.data.loader import RowStream
 from megavlm.data.packing import Tree
-from megavlm.data.processor import Processor, Prompt
-from megavlm.data.rows import read_rows
-from megavlm.observability.console import step_line
+from megavlm.data.processor import Prompt
+from megavlm.observability.console import evaluation_line, step_line
 from megavlm.observability.metrics import MetricsWriter
 from megavlm.observability.samples import SampledGroup, SampleWriter
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.client import RolloutClient
 from megavlm.training.cost import tree_cost
+from megavlm.training.evaluation import evaluate
+from megavlm.training.inputs import make_processor, read
 from megavlm.training.plan import Work, plan_step
 
 
 class Driver:
-    def __init__(self, config: Config, hf_config: Any, mesh: Mesh, client: RolloutClient | None) -> None:
+    def __init__(
+        self, config: Config, hf_config: Any, mesh: Mesh, client: RolloutClient | None
+    ) -> None:
         """`client`: of the rollout servers; None where the run generates nothing."""
         self.config, self.hf_config, self.mesh, self._client = config, hf_config, mesh, client
         self.processor = make_processor(config)
@@ -28,7 +32,7 @@ class Driver:
         self.stream = RowStream(self.rows, config.run.seed)
 
     def start(self, step: int, state: dict[str, Any] | None) -> None:
-        """Opens the records at `step`; `state` is what `state_dict` gave when that step was saved."""
+        """Opens the records at `step`; `state` is what `state_dict` gave when it was saved."""
         if state is not None:
             self.stream.load_state_dict(state)
         run_dir, num_steps = self.config.run.dir, self.config.algorithm.steps
@@ -42,6 +46,12 @@ class Driver:
         self.metrics.write(step, metrics)
         self.samples.write(step, samples)
         print(step_line(step, self.config.algorithm.steps, metrics), flush=True)
+
+    def evaluate(self, step: int) -> None:
+        """Evaluates the weights of `step`, which the servers must hold, on the test rows."""
+        result = evaluate(self.config, self.client, self.processor, self.test_rows, self.rows, step)
+        self.metrics.write_evaluation(step, result.to_dict())
+        print(evaluation_line(step, result.to_dict()), flush=True)
 
     def close(self) -> None:
         self.metrics.close()
@@ -66,25 +76,3 @@ class Driver:
             multiple=self.mesh.tensor_size if self.config.parallel.sequence else 1,
             cost=tree_cost(self.hf_config, pictures),
         )
-
-
-def make_processor(config: Config) -> Processor:
-    data = config.data
-    return Processor(
-        Path(config.model.folder),
-        min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels,
-        system_prompt=data.system_prompt,
-        max_prompt_tokens=data.max_prompt_tokens,
-    )
-
-
-def read(config: Config, files: Sequence[str]) -> list[Any]:
-    data = config.data
-    return read_rows(
-        files,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        image_key=data.image_key,
-        category_key=data.category_key,
-    )

@@ -12,11 +12,13 @@ from megavlm.training.session import Session
 
 
 def finish(session: Session, driver: Driver | None, complete: bool) -> None:
-    """Collective. A run that was asked to stop before its last step leaves its checkpoint and says how to go on."""
+    """Collective. A run that was asked to stop before its last step leaves its checkpoint and says
+    how to go on.
+    """
     run_dir = Path(session.config.run.dir)
     if not complete:
         if driver is not None:
-            print(f"Stopped after step {session.step}; the same command resumes from {session.folder}.")
+            print(f"Stopped after step {session.step}; the same command goes on from there.")
             driver.close()
         return
     paths = {"run": run_dir, "checkpoints": session.folder}
@@ -48,4 +50,6 @@ def finish(session: Session, driver: Driver | None, complete: bool) -> None:
     if session.config.run.summary:
         print_closing(result)
     if difference is not None:
-        print(f"transformers on the exported folder gives the trainer's logits to {difference:.1e}.")
+        print(
+            f"transformers on the exported folder gives the trainer's logits to {difference:.1e}."
+        )

@@ -1,4 +1,6 @@
-"""Groups: a prompt, its n responses and their scores; how they are made, and the trees and measures made of them."""
+"""Groups: a prompt, its n responses and their scores; how they are made, and the trees and measures
+made of them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,6 @@ from megavlm.observability.samples import SampledGroup, SampledResponse
 from megavlm.rewards.base import Score
 from megavlm.rollout.messages import Response
 
-
 Reward = Callable[[str, str], Score]  # (response, answer)
 
 
@@ -27,7 +28,10 @@ class Group:
 
 
 def judge(
-    processor: Processor, reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence[Response]]
+    processor: Processor,
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[Response]],
 ) -> list[Group]:
     groups = []
     for prompt, responses in zip(prompts, answers, strict=True):
@@ -73,7 +77,9 @@ def samples(groups: Sequence[Group]) -> list[SampledGroup]:
             pictures=[(picture.key, picture.png) for picture in group.prompt.pictures],
             responses=[
                 SampledResponse(text, score.reward, score.correct, response.finish)
-                for text, score, response in zip(group.texts, group.scores, group.responses, strict=True)
+                for text, score, response in zip(
+                    group.texts, group.scores, group.responses, strict=True
+                )
             ],
         )
         for group in groups

@@ -24,7 +24,9 @@ class SkipCounter:
 
 
 class StopRequest:
-    """SIGUSR1 (Slurm's warning before the time limit) on any rank: all ranks finish the step, save and stop."""
+    """SIGUSR1 (Slurm's warning before the time limit) on any rank: all ranks finish the step, save
+    and stop.
+    """
 
     def __init__(self) -> None:
         self._requested = False

@@ -12,10 +12,14 @@ from megavlm.training.session import Session
 
 
 class Loop:
-    """A trainer is a Loop with a `train_step`, which makes one step and counts it in `session.step`."""
+    """A trainer is a Loop with a `train_step`, which makes one step and counts it in
+    `session.step`.
+    """
 
     def __init__(self, session: Session, driver: Driver | None, sync: WeightSync | None) -> None:
-        """`driver`: on rank 0; `sync`: where the run generates, with frozen tensors sent once at its start."""
+        """`driver`: on rank 0; `sync`: where the run generates, with frozen tensors sent once at
+        its start.
+        """
         self.session, self.driver, self.sync = session, driver, sync
         state = session.resume()
         if driver is not None:
@@ -29,7 +33,9 @@ class Loop:
         raise AssertionError("a trainer defines its step")
 
     def run(self) -> bool:
-        """Trains up to the configured step. False if the run was asked to stop before; both leave a checkpoint."""
+        """Trains up to the configured step. False if the run was asked to stop before; both leave a
+        checkpoint.
+        """
         session, evaluation = self.session, self.session.config.evaluation
         last, save_every = session.config.algorithm.steps, session.config.checkpoint.every
         stop = StopRequest()
@@ -39,7 +45,9 @@ class Loop:
         while session.step < last:
             self.train_step()
             step = session.step
-            if (evaluation.every and step % evaluation.every == 0) or (step == last and evaluation.after):
+            if (evaluation.every and step % evaluation.every == 0) or (
+                step == last and evaluation.after
+            ):
                 self.evaluate()
             stopping = stop.agreed()
             if stopping or step == last or (save_every and step % save_every == 0):
@@ -75,7 +83,6 @@ class Loop:
         if self.driver is None:
             return
         metrics |= {
-            "learning_rate": self.session.updater.learning_rate,
             "tokens_per_second": num_tokens / seconds["seconds/total"],
             "memory_gib": platform.peak_memory_bytes() / 2**30,
         }

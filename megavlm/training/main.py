@@ -1,5 +1,6 @@
 """Entry points of a rank: `train` and `evaluate`."""
 
+import os
 import warnings
 
 from megavlm.config.schema import Config
@@ -15,16 +16,18 @@ def train(config: Config) -> None:
 
 
 def evaluate(config: Config) -> None:
-    """Evaluates the model that the configuration starts from; called on every rank."""
-    _prepare()
-    from megavlm.training.run import evaluate as run
+    """Evaluates the model that the configuration starts from; one rank does."""
+    if os.environ.get("RANK", "0") == "0":
+        _prepare()
+        from megavlm.training.evaluation import evaluate_model
 
-    run(config)
+        evaluate_model(config)
 
 
 def _prepare() -> None:
     """Before the first import of megatron-core."""
-    # What megatron-core says of optional kernels, and of torch names that it still uses, at each step and rank.
+    # What megatron-core says of optional kernels, and of torch names that it still uses, at each
+    # step and rank.
     warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed|torch\.nn)\.")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     platform.install()

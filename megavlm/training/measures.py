@@ -30,4 +30,8 @@ def _per_token(reports: Sequence[Report], name: str) -> float:
 def _update(reports: Sequence[Report]) -> dict[str, float]:
     norms = [report["gradient_norm"] for report in reports]
     skipped = sum(report["skipped_updates"] for report in reports)
-    return {"gradient_norm": sum(norms) / len(norms), "skipped_updates": skipped}
+    return {
+        "gradient_norm": sum(norms) / len(norms),
+        "learning_rate": reports[-1]["learning_rate"],
+        "skipped_updates": skipped,
+    }

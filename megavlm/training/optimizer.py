@@ -1,11 +1,15 @@
-"""Gradient buffers, the distributed optimizer and the learning-rate schedule, all megatron-core's."""
+"""Gradient buffers, distributed optimizer and learning-rate schedule, all megatron-core's."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -43,8 +47,13 @@ class Updater:
         return self.optimizer.param_groups[0]["lr"]
 
 
-def build_updater(model: VisionLanguageModel, settings: Any, *, num_updates: int) -> Updater:
-    """`settings`: the `optimizer` section; `num_updates`: optimizer steps in the whole run, for the schedule's decay."""
+def build_updater(
+    model: VisionLanguageModel, settings: Any, *, num_steps: int, updates_per_step: int = 1
+) -> Updater:
+    """`settings`: the `optimizer` section. Its schedule counts training steps, of which the run has
+    `num_steps`.
+    """
+    warmup = settings.warmup_steps * updates_per_step
     wrapped = wrap(model)
     half = model.config.params_dtype == torch.bfloat16
     config = OptimizerConfig(
@@ -66,8 +75,8 @@ def build_updater(model: VisionLanguageModel, settings: Any, *, num_updates: int
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(num_updates, settings.warmup_steps + 1),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(num_steps * updates_per_step, warmup + 1),
         lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
@@ -76,15 +85,19 @@ def build_updater(model: VisionLanguageModel, settings: Any, *, num_updates: int
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    if settings.warmup_steps:
-        scheduler.step(increment=1)  # megatron's schedule starts at 0: the first update would change nothing
+    if warmup:
+        scheduler.step(
+            increment=1
+        )  # megatron's schedule starts at 0: the first update would change nothing
     return Updater(wrapped, optimizer, scheduler)
 
 
 def wrap(model: VisionLanguageModel, *, shard_optimizer: bool = True) -> DistributedDataParallel:
     """Contiguous fp32 gradient buffers, reduced over the data axis after the last microbatch.
 
-    With `shard_optimizer` a data rank ends with its share of the reduced gradient, without it with all of it."""
+    With `shard_optimizer` a data rank ends with its share of the reduced gradient, without it with
+    all of it.
+    """
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=shard_optimizer, grad_reduce_in_fp32=True
     )
@@ -106,9 +119,12 @@ def finalize_gradients(
 
 
 def sum_tower_gradients(model: VisionLanguageModel) -> None:
-    """Each rank of the tensor axis encoded a share of the pictures, so it holds a part of the tower's gradient."""
+    """Each rank of the tensor axis encoded a share of the pictures, so it holds a part of the
+    tower's gradient.
+    """
     group = model.language_model.pg_collection.tp
-    gradients = [p.main_grad for p in model.visual.parameters() if p.requires_grad]
+    trained = [p for p in model.visual.parameters() if p.requires_grad]
+    gradients: list[Tensor] = [getattr(p, "main_grad") for p in trained]  # noqa: B009
     if group.size() == 1 or not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])

@@ -1,4 +1,6 @@
-"""Passes over a rank's packs through megatron-core's schedule: scoring without a graph, and forward with backward."""
+"""Passes over a rank's packs through megatron-core's schedule: scoring without a graph, and forward
+with backward.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,12 +16,15 @@ from megavlm.data.processor import Picture
 from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.models.common.model import Features
 
-# Of a pack's scores: the loss, already divided by its global denominator, and measures (`reduce_measures`).
+# Of a pack's scores: the loss, already divided by its global denominator, and measures
+# (`reduce_measures`).
 LossFunction = Callable[[Pack, TokenScores], tuple[Tensor, dict[str, Tensor]]]
 
 
 class VisionFeatures:
-    """Features of the pictures of one step: encoded once if the tower is frozen, in each forward if it learns."""
+    """Features of the pictures of one step: encoded once if the tower is frozen, in each forward if
+    it learns.
+    """
 
     def __init__(self, model: DistributedDataParallel, pictures: Mapping[str, Picture]) -> None:
         self._model = model.module
@@ -37,7 +42,10 @@ class VisionFeatures:
 
 
 def score(
-    model: DistributedDataParallel, packs: Sequence[Pack], features: VisionFeatures, scoring: Scoring
+    model: DistributedDataParallel,
+    packs: Sequence[Pack],
+    features: VisionFeatures,
+    scoring: Scoring,
 ) -> list[TokenScores]:
     """Scores of each pack's targets, without a graph."""
 
@@ -64,7 +72,9 @@ def forward_backward(
 
     def loss_of(pack: Pack, scores: TokenScores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss, sums = loss_function(pack, scores)
-        num_tokens = torch.zeros([], dtype=torch.int, device=loss.device)  # the loss is normalised already
+        num_tokens = torch.zeros(
+            [], dtype=torch.int, device=loss.device
+        )  # the loss is normalised already
         return loss, num_tokens, sums
 
     def forward_step(iterator: Iterator[Pack], _: Any) -> tuple[TokenScores, Any]:
@@ -74,7 +84,9 @@ def forward_backward(
     return _run(model, packs, forward_step, forward_only=False)
 
 
-def _run(model: DistributedDataParallel, packs: Sequence[Pack], forward_step: Any, **options: Any) -> list[Any]:
+def _run(
+    model: DistributedDataParallel, packs: Sequence[Pack], forward_step: Any, **options: Any
+) -> list[Any]:
     assert packs, "every rank needs a pack: the reductions are collective"
     return get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -1,4 +1,6 @@
-"""The plan of a step: which rank trains on which packs of which minibatch, and the pictures it needs for them."""
+"""The plan of a step: which rank trains on which packs of which minibatch, and the pictures it
+needs for them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,15 +45,21 @@ def plan_step(
     multiple: int,
     cost: TreeCost,
 ) -> list[Work]:
-    """Work by data rank. Trees are packed and balanced by modelled cost; a picture goes only where it is needed."""
+    """Work by data rank. Trees are packed and balanced by modelled cost; a picture goes only where
+    it is needed.
+    """
     num_tokens = sum(tree.num_tokens for trees in minibatches for tree in trees)
     works = [Work([], {}, num_tokens) for _ in range(num_ranks)]
     for trees in minibatches:
         num_targets = sum(len(s.token_ids) for tree in trees for s in tree.segments if s.is_target)
         for work, parts in zip(works, assign(trees, num_ranks, pack_tokens, cost), strict=True):
-            packs = [make_pack(part, image_token_id=image_token_id, multiple=multiple) for part in parts]
+            packs = [
+                make_pack(part, image_token_id=image_token_id, multiple=multiple) for part in parts
+            ]
             work.minibatches.append(Minibatch(packs, num_targets))
-            work.pictures.update({key: _unsent(pictures[key]) for pack in packs for key in pack.pictures})
+            work.pictures.update(
+                {key: _unsent(pictures[key]) for pack in packs for key in pack.pictures}
+            )
     return works
 
 

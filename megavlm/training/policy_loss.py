@@ -13,10 +13,12 @@ from megavlm.training.passes import LossFunction
 
 
 def policy_loss(settings: Any, num_targets: int) -> LossFunction:
-    """GRPO's loss per token, averaged over the minibatch's `num_targets`. `settings`: the `algorithm` section.
+    """GRPO's loss per token, averaged over the minibatch's `num_targets`. `settings`: the
+    `algorithm` section.
 
-    A pack's values: advantages, rollout_logprobs; old_logprobs unless this is the first update on its rollout, where the
-    present log-probs are the old ones; reference_logprobs where the KL coefficient is not zero. Each [N].
+    A pack's values: advantages, rollout_logprobs; old_logprobs unless this is the first update on
+    its rollout, where the present log-probs are the old ones; reference_logprobs where the KL
+    coefficient is not zero. Each [N].
     """
     kl = estimator(settings.kl_estimator)
 

@@ -1,4 +1,6 @@
-"""The reference policy: the weights that the run started from, put in place of the current ones for a pass."""
+"""The reference policy: the weights that the run started from, put in place of the current ones for
+a pass.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +13,9 @@ class ReferenceWeights:
     """A copy of the trainable parameters in host memory; frozen ones are shared with the policy."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._pairs = [(p, p.detach().to("cpu", copy=True)) for p in model.parameters() if p.requires_grad]
+        self._pairs = [
+            (p, p.detach().to("cpu", copy=True)) for p in model.parameters() if p.requires_grad
+        ]
 
     @contextmanager
     @torch.no_grad()

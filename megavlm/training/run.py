@@ -1,4 +1,4 @@
-"""A whole run: ranks and servers up, the trainer that the recipe names, and what is left behind at the end."""
+"""A whole run: ranks and servers up, the trainer that the recipe names, and what is left behind."""
 
 from contextlib import ExitStack
 
@@ -11,13 +11,14 @@ from megavlm.rollout.weights.sync import WeightSync
 from megavlm.training.driver import Driver
 from megavlm.training.finish import finish
 from megavlm.training.loop import Loop
-from megavlm.training.servers import connect
+from megavlm.training.servers import Connection, connect
 from megavlm.training.session import Session
 from megavlm.training.sft import SupervisedTrainer
 from megavlm.training.trainer import GRPOTrainer
 
 
 def train(config: Config) -> None:
+    """Called on every rank; rank 0 is the driver too, and starts the rollout servers."""
     init_distributed()
     mesh = build_mesh(tensor=config.parallel.tensor, seed=config.run.seed)
     with ExitStack() as stack:
@@ -26,26 +27,12 @@ def train(config: Config) -> None:
             write(config, config.run.dir)
             if generates(config):
                 connection = stack.enter_context(connect(config, config.model.folder))
-        algorithm = config.algorithm
-        is_grpo = isinstance(algorithm, GRPO)
-        session = Session(config, mesh, updates_per_step=algorithm.minibatches if is_grpo else 1)
+        session = Session(config, mesh)
         driver = None
         if mesh.is_driver:
             client = None if connection is None else connection.client
             driver = Driver(config, session.hf_config, mesh, client)
-        sync = None
-        if generates(config):
-            sync = WeightSync(
-                session.entries,
-                session.model,
-                tp_group=mesh.groups.tp,
-                servers=None if connection is None else connection.servers,
-                transport=None if connection is None else connection.transport,
-                dtype=getattr(torch, config.model.dtype),
-                objects=mesh.objects,
-            )
-        trainer: Loop = GRPOTrainer(session, driver, sync) if is_grpo else SupervisedTrainer(session, driver, sync)
-        complete = trainer.run()
+        complete = _trainer(session, driver, connection).run()
         finish(session, driver, complete)
     shutdown()
 
@@ -53,4 +40,25 @@ def train(config: Config) -> None:
 def generates(config: Config) -> bool:
     """Whether the run needs rollout servers: to learn from, or to evaluate with."""
     evaluation = config.evaluation
-    return isinstance(config.algorithm, GRPO) or bool(evaluation.before or evaluation.after or evaluation.every)
+    evaluates = evaluation.before or evaluation.after or evaluation.every > 0
+    return isinstance(config.algorithm, GRPO) or evaluates
+
+
+def _trainer(session: Session, driver: Driver | None, connection: Connection | None) -> Loop:
+    sync = _sync(session, connection) if generates(session.config) else None
+    if isinstance(session.config.algorithm, GRPO):
+        assert sync is not None
+        return GRPOTrainer(session, driver, sync)
+    return SupervisedTrainer(session, driver, sync)
+
+
+def _sync(session: Session, connection: Connection | None) -> WeightSync:
+    return WeightSync(
+        session.entries,
+        session.model,
+        tp_group=session.mesh.groups.tp,
+        servers=None if connection is None else connection.servers,
+        transport=None if connection is None else connection.transport,
+        dtype=getattr(torch, session.config.model.dtype),
+        objects=session.mesh.objects,
+    )

@@ -1,4 +1,6 @@
-"""The rollout servers of a run, as the driver sees them: started here, or started elsewhere and given by address."""
+"""The rollout servers of a run, as the driver sees them: started here, or started elsewhere and
+given by address.
+"""
 
 import os
 import socket
@@ -17,7 +19,8 @@ from megavlm.rollout.weights.transports.disk import DiskTransport
 from megavlm.rollout.weights.transports.distributed import DistributedTransport
 from megavlm.rollout.weights.transports.tensor import TensorTransport
 
-# Keys of servers that were started elsewhere; never in a recipe, which is written to the run directory.
+# Keys of servers that were started elsewhere; never in a recipe, which is written to the run
+# directory.
 API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
 
 
@@ -34,7 +37,9 @@ def connect(config: Config, model_folder: str | Path) -> Iterator[Connection]:
     rollout = config.rollout
     if rollout.mode == "external":
         keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
-        with _connection(config, list(rollout.urls), *keys, address=socket.gethostname()) as connection:
+        with _connection(
+            config, list(rollout.urls), *keys, address=socket.gethostname()
+        ) as connection:
             yield connection
         return
     server = ManagedServer(

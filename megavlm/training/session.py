@@ -1,4 +1,4 @@
-"""What every rank of a training run holds: the mesh, the model, the updater, and the step it is at."""
+"""What every rank of a training run holds: mesh, model, updater, and the step it is at."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from megavlm import checkpointing
-from megavlm.config.schema import Config
+from megavlm.config.schema import GRPO, Config
 from megavlm.data.packing import Pack
 from megavlm.models.common.loading import HFFolder, load_hf
 from megavlm.models.common.logprobs import Scoring
@@ -27,7 +27,7 @@ CHECKPOINTS = "checkpoints"
 class Session:
     """`step` counts finished training steps."""
 
-    def __init__(self, config: Config, mesh: Mesh, *, updates_per_step: int) -> None:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
         """Builds this rank's part of the model with the weights that the run starts from."""
         self.config, self.mesh = config, mesh
         self.step = 0
@@ -44,8 +44,12 @@ class Session:
             freeze_merger=config.model.freeze_merger,
         )
         self._load_start()
+        algorithm = config.algorithm
         self.updater = build_updater(
-            self.model, config.optimizer, num_updates=config.algorithm.steps * updates_per_step
+            self.model,
+            config.optimizer,
+            num_steps=algorithm.steps,
+            updates_per_step=algorithm.minibatches if isinstance(algorithm, GRPO) else 1,
         )
         self._skips = SkipCounter()
 
@@ -54,10 +58,18 @@ class Session:
         if model.checkpoint is not None:
             checkpointing.load(model.checkpoint, model=self.model)
         else:
-            load_hf(self.model, self.entries, HFFolder(model.folder), self.mesh.tensor_rank, self.mesh.tensor_size)
+            load_hf(
+                self.model,
+                self.entries,
+                HFFolder(model.folder),
+                self.mesh.tensor_rank,
+                self.mesh.tensor_size,
+            )
 
     def resume(self) -> dict[str, Any] | None:
-        """Goes on from the run's latest checkpoint; None if there is none, else the driver's state in it."""
+        """Goes on from the run's latest checkpoint; None if there is none, else the driver's state
+        in it.
+        """
         if self.config.run.resume == "never" or checkpointing.latest(self.folder) is None:
             return None
         extra = checkpointing.load(
@@ -89,12 +101,15 @@ class Session:
         scoring: Scoring,
         loss_function: LossFunction,
     ) -> dict[str, float]:
-        """One optimizer step, or none if a gradient is not finite. Returns measures summed over all ranks."""
+        """One optimizer step, or none if a gradient is not finite. Returns measures summed over all
+        ranks.
+        """
         self.updater.zero_gradients()
         reports = forward_backward(self.updater.model, packs, features, scoring, loss_function)
         measures = reduce_measures(reports, self.mesh)
         skipped = not self.updater.gradients_are_finite()
         self._skips.record(skipped, self.step + 1)
         measures["skipped_updates"] = float(skipped)
+        measures["learning_rate"] = self.updater.learning_rate
         measures["gradient_norm"] = float("nan") if skipped else self.updater.step()
         return measures

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: the answers of the rows are the responses, on the same data and packs as GRPO."""
+"""Supervised fine-tuning: the answers of the rows are the responses, on the same data and packs as
+GRPO.
+"""
 
 from megavlm.config.schema import SFT
 from megavlm.data.packing import prompt_tree
@@ -23,7 +25,9 @@ class SupervisedTrainer(Loop):
             features = VisionFeatures(session.updater.model, work.pictures)
         (batch,) = work.minibatches
         with phases("update"):
-            report = session.update(batch.packs, features, Scoring(), supervised_loss(batch.num_targets))
+            report = session.update(
+                batch.packs, features, Scoring(), supervised_loss(batch.num_targets)
+            )
         session.step += 1
         self.record(supervised_metrics(report), num_tokens=work.num_tokens_everywhere)
 
@@ -33,5 +37,7 @@ class SupervisedTrainer(Loop):
         assert isinstance(self.session.config.algorithm, SFT)
         prompts = driver.draw(self.session.config.algorithm.batch_size)
         answers = [driver.processor.encode_answer(prompt.row.answer) for prompt in prompts]
-        trees = [prompt_tree(prompt, [answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+        trees = [
+            prompt_tree(prompt, [answer]) for prompt, answer in zip(prompts, answers, strict=True)
+        ]
         return driver.plan([trees], prompts)

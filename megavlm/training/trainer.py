@@ -1,4 +1,6 @@
-"""Group-relative policy optimisation. One step is `train_step`, top to bottom; rank 0 is also the driver."""
+"""Group-relative policy optimisation. One step is `train_step`, top to bottom; rank 0 is also the
+driver.
+"""
 
 from megavlm.config.schema import GRPO
 from megavlm.models.common.logprobs import Scoring
@@ -9,6 +11,7 @@ from megavlm.rollout.messages import Sampling
 from megavlm.rollout.weights.sync import WeightSync
 from megavlm.training import groups as grouping
 from megavlm.training.driver import Driver
+from megavlm.training.evaluation import sampling
 from megavlm.training.groups import Group
 from megavlm.training.loop import Loop
 from megavlm.training.measures import policy_metrics
@@ -25,15 +28,10 @@ class GRPOTrainer(Loop):
         self.settings = session.config.algorithm
         self.reference = ReferenceWeights(session.model) if self.settings.kl_coefficient else None
         super().__init__(session, driver, sync)
-        rollout = session.config.rollout
-        suppressed = driver.processor.suppressed_ids if driver and rollout.suppress_special_tokens else ()
-        self.scoring = Scoring(rollout.temperature, broadcast_object(suppressed, session.mesh))
-        self.sampling = Sampling(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            max_new_tokens=rollout.max_new_tokens,
-            suppressed_ids=self.scoring.suppressed_ids,
-        )
+        how = None if driver is None else sampling(session.config, driver.processor)
+        self.sampling: Sampling = broadcast_object(how, session.mesh)
+        # Log-probs of the distribution that the servers sample from.
+        self.scoring = Scoring(self.sampling.temperature, self.sampling.suppressed_ids)
         self.reward = get(session.config.reward.name)
 
     def train_step(self) -> None:
@@ -50,7 +48,10 @@ class GRPOTrainer(Loop):
         with phases("update"):
             reports = [
                 session.update(
-                    minibatch.packs, features, self.scoring, policy_loss(self.settings, minibatch.num_targets)
+                    minibatch.packs,
+                    features,
+                    self.scoring,
+                    policy_loss(self.settings, minibatch.num_targets),
                 )
                 for minibatch in work.minibatches
             ]
@@ -59,7 +60,9 @@ class GRPOTrainer(Loop):
             self.publish()
         if groups is not None:
             metrics = grouping.metrics(groups) | policy_metrics(reports)
-            self.record(metrics, num_tokens=work.num_tokens_everywhere, samples=grouping.samples(groups))
+            self.record(
+                metrics, num_tokens=work.num_tokens_everywhere, samples=grouping.samples(groups)
+            )
 
     def roll_out(self) -> list[Group] | None:
         """Prompts, their responses and the responses' scores; None but on the driver."""

@@ -1,4 +1,6 @@
-"""Runs a function on N gloo ranks by fork: torch and megatron are imported once, so a test pays 0.3 s, not torchrun's 6."""
+"""Runs a function on N gloo ranks by fork: torch and megatron are imported once, so a test pays 0.3
+s, not torchrun's 6.
+"""
 
 import multiprocessing
 import os
@@ -15,13 +17,20 @@ from megavlm.parallel import platform
 platform.install()
 
 
-def launch(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
-    """Results of `function(*args)` by rank. They travel by pickle: return plain values or small tensors."""
+def launch(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240
+) -> list[Any]:
+    """Results of `function(*args)` by rank. They travel by pickle: return plain values or small
+    tensors.
+    """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         workers = [
-            context.Process(target=_work, args=(rank, world_size, f"{folder}/store", pipes[rank][1], function, args))
+            context.Process(
+                target=_work,
+                args=(rank, world_size, f"{folder}/store", pipes[rank][1], function, args),
+            )
             for rank in range(world_size)
         ]
         for worker in workers:
@@ -46,11 +55,15 @@ def launch(world_size: int, function: Callable[..., Any], *args: Any, timeout: f
                 worker.join()
 
 
-def _work(rank: int, world_size: int, store: str, sender: Any, function: Callable[..., Any], args: Any) -> None:
+def _work(
+    rank: int, world_size: int, store: str, sender: Any, function: Callable[..., Any], args: Any
+) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+        )
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()

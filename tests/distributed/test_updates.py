@@ -1,4 +1,6 @@
-"""Optimizer steps: the same under every layout, nothing kept of a frozen tower, the reference put back bit for bit."""
+"""Optimizer steps: the same under every layout, nothing kept of a frozen tower, the reference put
+back bit for bit.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,18 +65,32 @@ def start(folder: Path, layout: Layout, *, frozen: bool) -> Run:
         freeze_tower=frozen,
         freeze_merger=frozen,
     )
-    load_hf(model, family(config.model_type).mapping(config), HFFolder(folder), mesh.tensor_rank, mesh.tensor_size)
-    updater = build_updater(model, Optimizer(lr=1e-3, clip_grad=0.5), num_updates=3)
+    load_hf(
+        model,
+        family(config.model_type).mapping(config),
+        HFFolder(folder),
+        mesh.tensor_rank,
+        mesh.tensor_size,
+    )
+    updater = build_updater(model, Optimizer(lr=1e-3, clip_grad=0.5), num_steps=3)
     processor = Processor(folder, min_pixels=None, max_pixels=None)
     generator = np.random.default_rng(0)
     cases = []
     for index in range(8):
-        row = Row(index, "<image>" + QUESTION[: 10 + index], "", (picture(56, 56 + 28 * (index % 3), index % 6),), "", "")
+        row = Row(
+            index,
+            "<image>" + QUESTION[: 10 + index],
+            "",
+            (picture(56, 56 + 28 * (index % 3), index % 6),),
+            "",
+            "",
+        )
         responses = [generator.integers(0, 200, 2 + index % 4).tolist() for _ in range(2)]
         cases.append(Sequences(processor.prompt(row), responses))
     mine = cases[mesh.data_rank :: mesh.data_size]
     packs = [
-        pack_of(mine[i : i + 2], config.image_token_id, 2 * layout.tensor) for i in range(0, len(mine), 2)
+        pack_of(mine[i : i + 2], config.image_token_id, 2 * layout.tensor)
+        for i in range(0, len(mine), 2)
     ]
     return Run(mesh, updater, cases, packs)
 
@@ -124,7 +140,9 @@ def test_nan_on_one_rank_is_known_on_all(folder: Path) -> None:
 
 
 def frozen_step(folder: Path) -> list[Any]:
-    """Pictures encoded on this rank in a step of three passes, trainable tower parameters, their gradient buffers."""
+    """Pictures encoded on this rank in a step of three passes, trainable tower parameters, their
+    gradient buffers.
+    """
     run = start(folder, Layout(tensor=2), frozen=True)
     visual = run.updater.model.module.visual
     encoded: list[int] = []

@@ -1,4 +1,6 @@
-"""Runs one layout of our model on the sequences of a parity case, and compares it with transformers."""
+"""Runs one layout of our model on the sequences of a parity case, and compares it with
+transformers.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +34,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Differences:
-    """Largest differences on one rank, relative to the largest entry of the tensor; and which parameter it is."""
+    """Largest differences on one rank, relative to the largest entry of the tensor; and which
+    parameter it is.
+    """
 
     logits: float
     gradients: float
@@ -40,8 +44,12 @@ class Differences:
     norm: float
 
 
-def compare(folder: Path, layout: Layout, cases: Sequence[Sequences], trees_per_pack: int = 2) -> Differences:
-    """On each rank: forward logits and every parameter's gradient against transformers, fp32, the tower trained too."""
+def compare(
+    folder: Path, layout: Layout, cases: Sequence[Sequences], trees_per_pack: int = 2
+) -> Differences:
+    """On each rank: forward logits and every parameter's gradient against transformers, fp32, the
+    tower trained too.
+    """
     reference = Reference(folder)
     mesh = build_mesh(tensor=layout.tensor)
     assert mesh.data_size == layout.data
@@ -68,7 +76,9 @@ def compare(folder: Path, layout: Layout, cases: Sequence[Sequences], trees_per_
     )
     forward_backward(wrapped, packs, features, Scoring(), _weighted_loss)
     expected = reference.gradients(cases)
-    gradient, parameter, norm = _gradient_differences(model, entries, expected, layout, mesh.tensor_rank)
+    gradient, parameter, norm = _gradient_differences(
+        model, entries, expected, layout, mesh.tensor_rank
+    )
     return Differences(logits, gradient, parameter, norm)
 
 
@@ -86,7 +96,9 @@ def _weighted_loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, T
 
 def _expected_logits(reference: Reference, part: Sequence[Sequences]) -> Tensor:
     with torch.no_grad():
-        return torch.cat([reference.logits(case.prompt, r) for case in part for r in case.responses])
+        return torch.cat(
+            [reference.logits(case.prompt, r) for case in part for r in case.responses]
+        )
 
 
 def _gradient_differences(
@@ -96,7 +108,9 @@ def _gradient_differences(
     layout: Layout,
     tensor_rank: int,
 ) -> tuple[float, str, float]:
-    """The largest relative difference over this rank's parameters, its name, and that of the total norm."""
+    """The largest relative difference over this rank's parameters, its name, and that of the total
+    norm.
+    """
     hf = HubTensors(entries, expected)
     table = {entry.megatron: entry for entry in entries}
     parameters = {parameter.data_ptr(): parameter for parameter in model.parameters()}

@@ -1,4 +1,6 @@
-"""Qwen2.5-VL against transformers in fp32: logits at every response token, and every parameter's gradient."""
+"""Qwen2.5-VL against transformers in fp32: logits at every response token, and every parameter's
+gradient.
+"""
 
 import io
 from pathlib import Path
@@ -28,7 +30,9 @@ QUESTION = "Find x in the triangle. How many blue circles?"
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Windowed and full vision blocks, norms and biases drawn at random, weights large enough to matter."""
+    """Windowed and full vision blocks, norms and biases drawn at random, weights large enough to
+    matter.
+    """
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model(
         folder,
@@ -45,14 +49,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def picture(width: int, height: int, seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height // 7, width // 7, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 255, (height // 7, width // 7, 3), dtype=np.uint8
+    )
     buffer = io.BytesIO()
     Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def sequences(folder: Path) -> list[Sequences]:
-    """One picture, several of different sizes (with more than one window a side), text alone; one to three responses."""
+    """One picture, several of different sizes (with more than one window a side), text alone; one
+    to three responses.
+    """
     processor = Processor(folder, min_pixels=None, max_pixels=None)
     pictures = [
         (picture(56, 56, 1),),
@@ -63,7 +71,9 @@ def sequences(folder: Path) -> list[Sequences]:
     generator = np.random.default_rng(5)
     cases = []
     for index, images in enumerate(pictures):
-        row = Row(index, "<image>" * len(images) + QUESTION[: 12 * index + 8], "", images, "", "test")
+        row = Row(
+            index, "<image>" * len(images) + QUESTION[: 12 * index + 8], "", images, "", "test"
+        )
         responses = [generator.integers(0, 255, 3 + 2 * i).tolist() for i in range(1 + index % 3)]
         cases.append(Sequences(processor.prompt(row), responses))
     return cases

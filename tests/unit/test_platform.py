@@ -34,7 +34,9 @@ def test_allocations_for_cuda_land_on_the_cpu() -> None:
 
 
 def test_device_contexts_still_work() -> None:
-    """transformers builds models on the meta device; its rotary tables were garbage when this broke."""
+    """transformers builds models on the meta device; its rotary tables were garbage when this
+    broke.
+    """
     with torch.device("meta"):
         assert torch.empty(2).is_meta and torch.zeros(2).is_meta and torch.tensor([1.0]).is_meta
 

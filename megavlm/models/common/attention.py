@@ -1,7 +1,9 @@
-"""Core attention over packs of trees: a token attends its own past and that of the segments it descends from.
+"""Core attention over packs of trees: a token attends its own past and that of the segments it
+descends from.
 
-`PackLayout` travels through megatron-core as its packed-sequence parameters. Its `qkv_format` is "sbhd", since positions are
-given per token and megatron's "thd" rotary code would count them anew for each sequence.
+`PackLayout` travels through megatron-core as its packed-sequence parameters. Its `qkv_format` is
+"sbhd", since positions are given per token and megatron's "thd" rotary code would count them anew
+for each sequence.
 """
 
 from collections.abc import Callable
@@ -22,7 +24,8 @@ from torch import Tensor
 class PackLayout(PackedSeqParams):
     """Who attends whom in a pack of T tokens.
 
-    segment_ids [T]; ancestors [S, S], row attends column; tree_bounds: first token of each tree, then T.
+    segment_ids [T]; ancestors [S, S], row attends column; tree_bounds: first token of each tree,
+    then T.
     """
 
     qkv_format: str = "sbhd"
@@ -32,11 +35,15 @@ class PackLayout(PackedSeqParams):
 
     @cached_property
     def tree_masks(self) -> list[Tensor | None]:
-        """Per tree [L, L], true where the row attends the column; None for a plain causal sequence. All layers share it."""
+        """Per tree [L, L], true where the row attends the column; None for a plain causal sequence.
+        All layers share it.
+        """
         masks: list[Tensor | None] = []
         for start, end in self.trees:
             ids_L = self.segment_ids[start:end]
-            causal_LL = torch.ones(end - start, end - start, dtype=torch.bool, device=ids_L.device).tril()
+            causal_LL = torch.ones(
+                end - start, end - start, dtype=torch.bool, device=ids_L.device
+            ).tril()
             masks.append(self.ancestors[ids_L[:, None], ids_L[None, :]] & causal_LL)
         return masks
 
@@ -46,12 +53,16 @@ class PackLayout(PackedSeqParams):
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """PyTorch's scaled dot product attention, tree by tree. [T, heads, D] with [T, kv heads, D] gives [T, heads, D]."""
+    """PyTorch's scaled dot product attention, tree by tree. [T, heads, D] with [T, kv heads, D]
+    gives [T, heads, D].
+    """
     outputs = []
     for (start, end), mask in zip(layout.trees, layout.tree_masks, strict=True):
         q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         gqa = q.size(1) != k.size(1)
-        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+        output = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa
+        )
         outputs.append(output.squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
 

@@ -1,4 +1,6 @@
-"""The language model: megatron-core's GPTModel over packs, with positions given per token and scores only at targets."""
+"""The language model: megatron-core's GPTModel over packs, with positions given per token and
+scores only at targets.
+"""
 
 from typing import Any
 
@@ -25,15 +27,21 @@ from megavlm.parallel import platform
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm with megatron-core's constructor, and the mark by which its gradients are summed under sequence parallelism."""
+    """RMSNorm with megatron-core's constructor, and the mark by which its gradients are summed
+    under sequence parallelism.
+    """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def layer_specs(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Transformer Engine layers on a GPU, megatron-core's own on a CPU; TreeAttention and one checkpoint form in both."""
+    """Transformer Engine layers on a GPU, megatron-core's own on a CPU; TreeAttention and one
+    checkpoint form in both.
+    """
     qk_layernorm = config.qk_layernorm
     if platform.has_gpu():
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
@@ -42,7 +50,9 @@ def layer_specs(config: TransformerConfig) -> TransformerBlockSubmodules:
         layer = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm")
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = final_norm = RMSNorm
     layer.submodules.self_attention.submodules.core_attention = TreeAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=final_norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * config.num_layers, layer_norm=final_norm
+    )
 
 
 def _transformer_engine_norm() -> type | ModuleSpec:
@@ -81,7 +91,9 @@ class LanguageModel(GPTModel):
         return self.embedding(input_ids=token_ids[None], position_ids=None)
 
     def forward(self, embeddings: Tensor, positions: Tensor, layout: PackLayout) -> Tensor:
-        """Final hidden states [T, H] on every rank; their gradient is summed over the tensor axis in backward."""
+        """Final hidden states [T, H] on every rank; their gradient is summed over the tensor axis
+        in backward.
+        """
         tensor_group = self.pg_collection.tp
         if self.config.sequence_parallel:
             embeddings = scatter_to_sequence_parallel_region(embeddings, group=tensor_group)

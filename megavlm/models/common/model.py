@@ -1,4 +1,4 @@
-"""A vision-language model: a vision tower and a megatron-core language model over packs of trees."""
+"""A vision tower and a megatron-core language model as one, over packs of trees."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +11,14 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 
 from megavlm.data.packing import Pack
 from megavlm.data.processor import Picture
 from megavlm.models.common.attention import PackLayout
 from megavlm.models.common.language import LanguageModel
 from megavlm.models.common.logprobs import Scoring, TokenScores, token_scores
+from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_merge import encode_pictures, put_features
 
 Features = Mapping[str, Tensor]  # picture key -> [tokens, H]
@@ -26,7 +27,9 @@ Features = Mapping[str, Tensor]  # picture key -> [tokens, H]
 class VisionLanguageModel(MegatronModule):
     model_type = ModelType.encoder_or_decoder  # asked for by megatron-core's schedules
 
-    def __init__(self, config: TransformerConfig, visual: nn.Module, language_model: LanguageModel) -> None:
+    def __init__(
+        self, config: TransformerConfig, visual: Tower, language_model: LanguageModel
+    ) -> None:
         super().__init__(config=config)
         self.visual = visual
         self.language_model = language_model
@@ -35,7 +38,7 @@ class VisionLanguageModel(MegatronModule):
         self.language_model.set_input_tensor(input_tensor)
 
     def encode(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-        """Features of distinct pictures, the work spread over the tensor axis. Collective over it."""
+        """Features of distinct pictures, encoded by the ranks of the tensor axis together."""
         if not pictures:
             return {}
         weight = next(self.visual.parameters())
@@ -71,7 +74,9 @@ class VisionLanguageModel(MegatronModule):
         )
 
     def logits(self, pack: Pack, features: Features) -> Tensor:
-        """Whole logits at the pack's targets [N, V], without a graph: for inspection and proofs, never for training."""
+        """Whole logits at the pack's targets [N, V], without a graph: for inspection and proofs,
+        never for training.
+        """
         with torch.no_grad():
             local = self.hidden(pack, features) @ self.language_model.output_weight().t()
             group = self.language_model.pg_collection.tp
@@ -82,15 +87,11 @@ class VisionLanguageModel(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        language = self.language_model.sharded_state_dict(f"{prefix}language_model.", sharded_offsets, metadata)
+        language = self.language_model.sharded_state_dict(
+            f"{prefix}language_model.", sharded_offsets, metadata
+        )
         visual = make_sharded_tensors_for_checkpoint(
             self.visual.state_dict(keep_vars=True), "", {}, sharded_offsets
         )
         add_prefix_for_sharding(visual, f"{prefix}visual.")
         return {**{f"{prefix}visual.{name}": tensor for name, tensor in visual.items()}, **language}
-
-
-def freeze(module: nn.Module) -> None:
-    """No graph, no gradient buffer, no optimizer state for this module's parameters."""
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 
 def chunked_axes(section: Sequence[int]) -> list[int]:
-    """Which position axis (0 time, 1 height, 2 width) drives each rotary frequency, in Qwen2-VL and Qwen2.5-VL.
+    """Which position axis (0 time, 1 height, 2 width) drives each rotary frequency, in Qwen2-VL and
+    Qwen2.5-VL.
 
     Source: `mrope_section` of the released configurations, consecutive runs of frequencies.
     """
@@ -15,7 +16,9 @@ def chunked_axes(section: Sequence[int]) -> list[int]:
 
 
 class MultimodalRotary(nn.Module):
-    """Angles of each token: positions [3, T] to [T, 1, 1, head_dim], the form that megatron-core's attention applies."""
+    """Angles of each token: positions [3, T] to [T, 1, 1, head_dim], the form that megatron-core's
+    attention applies.
+    """
 
     inverse_frequencies: Tensor
     axes: Tensor

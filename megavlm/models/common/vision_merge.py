@@ -1,4 +1,6 @@
-"""Image features: each distinct picture encoded once, the work spread over the tensor axis, then put among the tokens."""
+"""Image features: each distinct picture encoded once, the work spread over the tensor axis, then
+put among the tokens.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,11 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
-Encode = Callable[[Tensor, Sequence[Grid]], Tensor]  # patches [P, patch], grids -> features [P / merge^2, H]
+Encode = Callable[
+    [Tensor, Sequence[Grid]], Tensor
+]  # patches [P, patch], grids -> features [P / merge^2, H]
 
 
 def split_by_cost(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices of each part: the costliest first, always to the part that has least (deterministic on every rank)."""
+    """Indices of each part: the costliest first, always to the part that has least (deterministic
+    on every rank).
+    """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0.0] * num_parts
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -31,10 +37,12 @@ def encode_pictures(
     feature_size: int,
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Features of each picture [tokens, H], whole on every rank of `group`, whose ranks encode a share each.
+    """Features of each picture [tokens, H], whole on every rank of `group`, whose ranks encode a
+    share each.
 
-    Differentiable: backward takes this rank's share of the gradient, which must be equal on all ranks of the group, so
-    the tower's parameter gradients are parts of a sum over the group (`sum_tower_gradients`).
+    Differentiable: backward takes this rank's share of the gradient, which must be equal on all
+    ranks of the group, so the tower's parameter gradients are parts of a sum over the group
+    (`sum_tower_gradients`).
     """
     num_tokens = [t * h * w // merge_size**2 for t, h, w in grids]
     # A picture's cost grows with its patches and, by attention within a frame, with their square.
@@ -77,5 +85,7 @@ class _GatherShares(torch.autograd.Function):
 
 
 def put_features(embeddings: Tensor, vision_index: Tensor, features: Tensor) -> Tensor:
-    """Replaces rows `vision_index` [M] of embeddings [T, 1, H] by features [M, H]; gradients reach both."""
+    """Replaces rows `vision_index` [M] of embeddings [T, 1, H] by features [M, H]; gradients reach
+    both.
+    """
     return embeddings.index_copy(0, vision_index, features.unsqueeze(1).to(embeddings.dtype))

@@ -10,8 +10,12 @@ from megavlm.models.common.rotary import MultimodalRotary, chunked_axes
 from megavlm.parallel.mesh import Mesh
 
 
-def transformer_config(hf_config: Any, mesh: Mesh, *, dtype: torch.dtype, sequence: bool) -> TransformerConfig:
-    """`hf_config`: transformers' Qwen2_5_VLConfig. `sequence`: sequence parallelism over the tensor axis."""
+def transformer_config(
+    hf_config: Any, mesh: Mesh, *, dtype: torch.dtype, sequence: bool
+) -> TransformerConfig:
+    """`hf_config`: transformers' Qwen2_5_VLConfig. `sequence`: sequence parallelism over the tensor
+    axis.
+    """
     text = hf_config.text_config
     return TransformerConfig(
         num_layers=text.num_hidden_layers,

@@ -1,7 +1,9 @@
-"""Qwen2.5-VL's vision tower: plain modules with HF's parameter names, all pictures packed in one batch.
+"""Qwen2.5-VL's vision tower: plain modules with HF's parameter names, all pictures packed in one
+batch.
 
-Source: transformers `models/qwen2_5_vl/modeling_qwen2_5_vl.py`. The patch embedding is a linear layer (a Conv3d of kernel
-equal to its stride is the same arithmetic). Shapes: P patches of all pictures, D vision hidden size, H language hidden size.
+Source: transformers `models/qwen2_5_vl/modeling_qwen2_5_vl.py`. The patch embedding is a linear
+layer (a Conv3d of kernel equal to its stride is the same arithmetic). Shapes: P patches of all
+pictures, D vision hidden size, H language hidden size.
 """
 
 import functools
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_merge import Grid
 
 
@@ -32,7 +35,9 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class Segments:
-    """Attention segments of one batch, grouped by length: each [count, length] of patch indices; `inverse` [P] undoes it."""
+    """Attention segments of one batch, grouped by length: each [count, length] of patch indices;
+    `inverse` [P] undoes it.
+    """
 
     groups: tuple[Tensor, ...]
     inverse: Tensor
@@ -44,7 +49,9 @@ class Segments:
         for length in lengths:
             starts.setdefault(length, []).append(start)
             start += length
-        groups = tuple(torch.tensor(s)[:, None] + torch.arange(length) for length, s in starts.items())
+        groups = tuple(
+            torch.tensor(s)[:, None] + torch.arange(length) for length, s in starts.items()
+        )
         inverse = torch.cat([g.flatten() for g in groups]).argsort()
         return cls(tuple(g.to(device) for g in groups), inverse.to(device))
 
@@ -106,7 +113,9 @@ class Merger(nn.Module):
     def __init__(self, size: int, merged_size: int, out_size: int) -> None:
         super().__init__()
         self.ln_q = RMSNorm(size)
-        self.mlp = nn.Sequential(nn.Linear(merged_size, merged_size), nn.GELU(), nn.Linear(merged_size, out_size))
+        self.mlp = nn.Sequential(
+            nn.Linear(merged_size, merged_size), nn.GELU(), nn.Linear(merged_size, out_size)
+        )
         self.merged_size = merged_size
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,24 +132,35 @@ class PatchEmbed(nn.Module):
 
 
 @functools.lru_cache(maxsize=1024)
-def _geometry(grid: Grid, merge: int, window: int) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Of one picture: (h, w) of each patch in merge order [P, 2]; window order of merged cells; window and frame lengths."""
+def _geometry(
+    grid: Grid, merge: int, window: int
+) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Of one picture: (h, w) of each patch in merge order [P, 2]; window order of merged cells;
+    window and frame lengths.
+    """
     frames, height, width = grid
     rows = torch.arange(height)[:, None].expand(height, width)
     columns = torch.arange(width)[None, :].expand(height, width)
     cells = torch.stack([rows, columns], -1).view(height // merge, merge, width // merge, merge, 2)
     positions = cells.transpose(1, 2).reshape(-1, 2).repeat(frames, 1)
-    merged = torch.arange(frames * height * width // merge**2).view(frames, height // merge, width // merge)
+    merged = torch.arange(frames * height * width // merge**2).view(
+        frames, height // merge, width // merge
+    )
     windows = [
         frame[i : i + window, j : j + window].flatten()
         for frame in merged
         for i in range(0, height // merge, window)
         for j in range(0, width // merge, window)
     ]
-    return positions, torch.cat(windows), tuple(w.numel() * merge**2 for w in windows), (height * width,) * frames
+    return (
+        positions,
+        torch.cat(windows),
+        tuple(w.numel() * merge**2 for w in windows),
+        (height * width,) * frames,
+    )
 
 
-class VisionTower(nn.Module):
+class VisionTower(Tower):
     """patches [P, C*T*P*P] in merge-block order and their grids to features [P / merge^2, H]."""
 
     def __init__(self, config: Any) -> None:
@@ -148,15 +168,20 @@ class VisionTower(nn.Module):
         super().__init__()
         self.merge_size = config.spatial_merge_size
         self.feature_size = config.out_hidden_size
-        self.window = config.window_size // self.merge_size // config.patch_size  # in merged cells a side
+        self.window = (
+            config.window_size // self.merge_size // config.patch_size
+        )  # in merged cells a side
         self.head_dim = config.hidden_size // config.num_heads
         self.full_attention = frozenset(config.fullatt_block_indexes)
         patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.patch_embed = PatchEmbed(patch, config.hidden_size)
         self.blocks = nn.ModuleList(
-            Block(config.hidden_size, config.num_heads, config.intermediate_size) for _ in range(config.depth)
+            Block(config.hidden_size, config.num_heads, config.intermediate_size)
+            for _ in range(config.depth)
         )
-        self.merger = Merger(config.hidden_size, config.hidden_size * self.merge_size**2, config.out_hidden_size)
+        self.merger = Merger(
+            config.hidden_size, config.hidden_size * self.merge_size**2, config.out_hidden_size
+        )
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         device = patches.device
@@ -171,7 +196,9 @@ class VisionTower(nn.Module):
         x = self.patch_embed(patches)[by_window]
         cos, sin = cos[by_window], sin[by_window]
         for index, block in enumerate(self.blocks):
-            x = block(x, cos, sin, frame_segments if index in self.full_attention else window_segments)
+            x = block(
+                x, cos, sin, frame_segments if index in self.full_attention else window_segments
+            )
         return self.merger(x)[window_order.argsort()]
 
     @staticmethod
@@ -182,7 +209,9 @@ class VisionTower(nn.Module):
         return torch.cat([order + offset for order, offset in zip(orders, offsets, strict=False)])
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [P, 2] to cos and sin [P, 1, head_dim]; theta 10,000 over a quarter of the head for each direction."""
+        """positions [P, 2] to cos and sin [P, 1, head_dim]; theta 10,000 over a quarter of the head
+        for each direction.
+        """
         half = self.head_dim // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=positions.device) / half
         angles = (positions[:, :, None].float() / 10_000.0**exponents).flatten(1)

@@ -24,7 +24,13 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     weight = torch.randn(V, H, generator=generator)
     allowed = torch.tensor([i for i in range(V) if i not in (0, 3, 11, 19)])
     targets = allowed[torch.randint(0, len(allowed), (N,), generator=generator)]
-    return hidden, weight, targets, torch.randn(N, generator=generator), torch.randn(N, generator=generator)
+    return (
+        hidden,
+        weight,
+        targets,
+        torch.randn(N, generator=generator),
+        torch.randn(N, generator=generator),
+    )
 
 
 def plain(scoring: Scoring) -> tuple[Tensor, ...]:
@@ -48,7 +54,9 @@ def parallel(scoring: Scoring, chunk_size: int) -> list[Any]:
     assert group is not None
     rows = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
     hidden.requires_grad_()
-    scores = token_scores(hidden, rows, targets, scoring=scoring, group=group, chunk_size=chunk_size)
+    scores = token_scores(
+        hidden, rows, targets, scoring=scoring, group=group, chunk_size=chunk_size
+    )
     loss = (scores.logprobs * logprob_weights).sum() + (scores.entropy * entropy_weights).sum()
     loss.backward()
     return [scores.logprobs, scores.entropy, hidden.grad, rows.grad]
@@ -71,7 +79,9 @@ def no_targets() -> list[Any]:
     hidden.requires_grad_()
     group = dist.group.WORLD
     assert group is not None
-    scores = token_scores(hidden[:0], weight, torch.empty(0, dtype=torch.long), scoring=Scoring(), group=group)
+    scores = token_scores(
+        hidden[:0], weight, torch.empty(0, dtype=torch.long), scoring=Scoring(), group=group
+    )
     scores.logprobs.sum().backward()
     return [scores.logprobs, hidden.grad]
 

@@ -1,4 +1,6 @@
-"""Spreading pictures over ranks: the same features and gradients as one rank, each picture encoded once."""
+"""Spreading pictures over ranks: the same features and gradients as one rank, each picture encoded
+once.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +32,9 @@ def test_split_keeps_every_picture_and_balances(costs: list[float], num_parts: i
 
 def encode() -> list[Any]:
     """Features, the encoder's gradient on this rank, and the pictures that this rank encoded."""
-    weight = torch.arange(PATCH * FEATURE, dtype=torch.float32).view(PATCH, FEATURE).requires_grad_()
+    weight = (
+        torch.arange(PATCH * FEATURE, dtype=torch.float32).view(PATCH, FEATURE).requires_grad_()
+    )
     generator = torch.Generator().manual_seed(1)
     patches = [torch.randn(t * h * w, PATCH, generator=generator) for t, h, w in GRIDS]
     seen: list[Grid] = []
@@ -58,6 +62,8 @@ def test_features_and_gradients_equal_one_rank() -> None:
         results = launch(world_size, encode)
         for result in results:
             np.testing.assert_allclose(result[0], features, rtol=1e-6)
-        np.testing.assert_allclose(sum(result[1] for result in results), gradient, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            sum(result[1] for result in results), gradient, rtol=1e-4, atol=1e-4
+        )
         encoded = np.concatenate([result[2] for result in results])
         assert sorted(map(tuple, encoded.tolist())) == sorted(GRIDS)

@@ -1,0 +1,129 @@
+"""Evaluation with a policy of known behaviour behind a client that needs no server."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megavlm.data.rows import Row
+from megavlm.evaluation.baselines import blind_answers, exchange_pictures
+from megavlm.evaluation.result import measure, wilson_interval
+from megavlm.evaluation.runner import evaluate
+from megavlm.rewards.exact_match import score
+from megavlm.rollout.messages import Response, Sampling
+
+
+def row(index: int, problem: str, answer: str, category: str, image: bytes = b"") -> Row:
+    return Row(index, problem, answer, (image or bytes([index]),), category, f"rows:{index}")
+
+
+# The picture's byte is the number of shapes: a policy that looks answers it.
+TRAIN = [row(i, "How many?", str(i % 3), "count", bytes([i % 3])) for i in range(9)] + [
+    row(9, "Colour?", "red", "colour"),
+    row(10, "Colour?", "red", "colour"),
+    row(11, "Colour?", "blue", "colour"),
+]
+TEST = [row(i, "How many?", str(i % 3), "count", bytes([i % 3])) for i in range(6)] + [
+    row(6, "Colour?", "blue", "colour", b"\x07")
+]
+
+
+@dataclass
+class LookingPolicy:
+    """Counts right when it sees the picture, says "a lot" when sampling, and "red" to colours."""
+
+    asked: list[tuple[int, Sampling]]
+
+    def generate(self, prompts: Sequence[Row], *, n: int, sampling: Sampling, **_: Any) -> Any:
+        assert n == 1
+        self.asked.append((len(prompts), sampling))
+        return [[self.respond(prompt, sampling)] for prompt in prompts]
+
+    def respond(self, prompt: Row, sampling: Sampling) -> Response:
+        if prompt.category == "colour":
+            text = "red"
+        elif sampling.temperature > 0:
+            text = "a lot"
+        else:
+            text = str(prompt.images[0][0])
+        return Response(tuple(text.encode()), (0.0,) * len(text), "stop", "0")
+
+
+class Bytes:
+    def prompt(self, row: Row) -> Row:
+        return row
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode()
+
+
+def run(policy: LookingPolicy, **options: Any) -> Any:
+    options = {"sampled": True, "shuffled": True, "seed": 0} | options
+    return evaluate(
+        policy,  # type: ignore[arg-type]
+        Bytes(),  # type: ignore[arg-type]
+        TEST,
+        train_rows=TRAIN,
+        reward=score,
+        sampling=Sampling(temperature=1.0, max_new_tokens=4),
+        **options,
+    )
+
+
+def test_every_measure() -> None:
+    policy = LookingPolicy([])
+    result = run(policy)
+    assert result.greedy.overall.share == pytest.approx(6 / 7)
+    assert result.greedy.by_category["count"].share == 1
+    assert result.greedy.by_category["colour"].share == 0
+    assert result.sampled.by_category["count"].share == 0
+    assert result.valid.overall.share == 1, "red is an answer of the colour rows"
+    assert result.blind.by_category["count"].share == pytest.approx(2 / 6)
+    assert result.blind.by_category["colour"].share == 0
+    assert result.shuffled.by_category["count"].share < 1, "it looked, so other pictures hurt it"
+    temperatures = [sampling.temperature for _, sampling in policy.asked]
+    assert temperatures == [0.0, 1.0, 0.0] and all(count == len(TEST) for count, _ in policy.asked)
+
+
+def test_what_is_not_asked_for_costs_nothing() -> None:
+    policy = LookingPolicy([])
+    result = run(policy, sampled=False, shuffled=False)
+    assert result.sampled is None and result.shuffled is None and len(policy.asked) == 1
+
+
+def test_blind_answers_fall_back_to_the_category_and_then_to_all() -> None:
+    questions = [row(0, "New?", "", "colour"), row(1, "New?", "", "new")]
+    assert blind_answers(TRAIN, questions) == ["red", "0"]
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.integers(0, 100))
+def test_nobody_keeps_their_own_pictures(numbers: list[int], seed: int) -> None:
+    rows = [
+        Row(i, "", str(i), tuple(bytes([i, j]) for j in range(number)), "", "")
+        for i, number in enumerate(numbers)
+    ]
+    exchanged = exchange_pictures(rows, seed)
+    assert sorted(r.images for r in exchanged) == sorted(r.images for r in rows)
+    for before, after in zip(rows, exchanged, strict=True):
+        assert len(after.images) == len(before.images) and after.answer == before.answer
+        if before.images and numbers.count(len(before.images)) > 1:
+            assert after.images != before.images
+
+
+@given(st.integers(1, 200), st.data())
+def test_interval_holds_the_share(count: int, data: st.DataObject) -> None:
+    successes = data.draw(st.integers(0, count))
+    low, high = wilson_interval(successes, count)
+    assert 0 <= low <= successes / count + 1e-12 and successes / count - 1e-12 <= high <= 1
+
+
+def test_interval_of_a_textbook_case() -> None:
+    assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+
+
+def test_measure_sorts_categories() -> None:
+    result = measure([True, False, True], ["b", "a", "b"])
+    assert list(result.by_category) == ["a", "b"] and result.by_category["b"].count == 2
