@@ -27,7 +27,7 @@ $(STAMP):
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
 	@# Where the package index serves torch for CUDA only, its libraries come as dependencies.
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LOCK) $$(grep '^torch==' $(LOCK))
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $(LOCK))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/installed-*
 	@touch $@
