@@ -24,7 +24,8 @@ class FakeServer:
         self.requests: list[tuple[str, Any, str | None]] = []
         self.prompt_tokens = prompt_tokens
         self.weight_version = weight_version
-        self.refused: dict[str, str] = {}  # path -> reason: answered with 400
+        self.refused: dict[str, set[int]] = {}  # path -> which of its calls, from 1, get 400
+        self.deaf = False  # says that it took a new weight version, and did not
         self.closed = threading.Event()
         self._http = ThreadingHTTPServer(
             ("127.0.0.1", 0), type("Bound", (_Handler,), {"fake": self})
@@ -46,7 +47,7 @@ class FakeServer:
     def answer(self, path: str, body: Any) -> Any:
         if path == "/generate":
             return self._generate(body)
-        if path == "/update_weight_version":
+        if path == "/update_weight_version" and not self.deaf:
             self.weight_version = body["new_version"]
         if path == "/model_info":
             return {"weight_version": self.weight_version}
@@ -88,13 +89,12 @@ class _Handler(BaseHTTPRequestHandler):
         fake = self.fake
         fake.requests.append((self.path, body, self.headers["Authorization"]))
         fault = fake.script.popleft() if fake.script else None
+        if sum(p == self.path for p, *_ in fake.requests) in fake.refused.get(self.path, ()):
+            self._reply(400, b'{"success": false, "message": "refused as told"}')
+            return
         content = json.dumps(fake.answer(self.path, body)).encode()
         if fault in ("500", "400"):
             self._reply(int(fault), b'{"error": {"message": "as told"}}')
-        elif self.path in fake.refused:
-            self._reply(
-                400, json.dumps({"success": False, "message": fake.refused[self.path]}).encode()
-            )
         elif fault == "reset":
             linger = struct.pack("ii", 1, 0)  # closing then sends RST
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)

@@ -96,10 +96,19 @@ def test_refused_push_leaves_the_version_and_the_next_one_heals(
     assert max(differences(served, Reference(weights), 8, seed=0).values()) < 1e-4
 
 
+def test_kept_pictures_go_stale(served: Served, tmp_path: Path) -> None:
+    """Why `cache_pictures` is there: SGLang keeps a seen picture's features over any update."""
+    differences(served, Reference(served.folder), "start", seed=100)
+    weights = changed(served.folder, tmp_path / "weights", tower=True, seed=15)
+    launch(2, push, target(served.server), "tensor", weights, tmp_path, 9, False)
+    after = differences(served, Reference(weights), 9, seed=100)
+    assert after.pop("text at 1.0") < 1e-4 and after.pop("text at 0.7") < 1e-4
+    assert min(after.values()) > 1e-3, after
+
+
 @pytest.mark.slow
 def test_trained_tower_and_two_server_ranks(folder: Path, started: Served, tmp_path: Path) -> None:
     """With `cache_pictures=False` a picture seen before is right after the tower changed."""
-    weights = changed(folder, tmp_path / "weights", tower=True, seed=13)
     with ManagedServer(
         folder,
         dtype="float32",
@@ -112,10 +121,10 @@ def test_trained_tower_and_two_server_ranks(folder: Path, started: Served, tmp_p
         before = differences(served, Reference(folder), "default", seed=0)
         assert max(before.values()) < 1e-4, before
         for version, kind in enumerate(("tensor", "distributed")):
+            weights = changed(folder, tmp_path / kind, tower=True, seed=13 + version)
             launch(2, push, target(server), kind, weights, tmp_path / "scratch", version, False)
             after = differences(served, Reference(weights), version, seed=0)
             assert max(after.values()) < 1e-4, after
-            weights = changed(folder, tmp_path / "other", tower=True, seed=14)
 
 
 def test_noise_matters(folder: Path, tmp_path: Path) -> None:
