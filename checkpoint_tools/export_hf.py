@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from checkpoint_tools.family import read_mapping
 from checkpoint_tools.output import output_folder
@@ -62,8 +63,7 @@ def export_hf(
                 for hf_name, tensor in zip(
                     entry.hf, entry.to_hf(reader.read(entry.megatron)), strict=True
                 ):
-                    # Own storage: safetensors refuses tensors that share one.
-                    tensors[hf_name] = tensor.clone(memory_format=torch.contiguous_format)
+                    tensors[hf_name] = _own(tensor)
             save_file(tensors, output / name, metadata={"format": "pt"})
             # safetensors writes for the owner alone; other people serve these files.
             shutil.copymode(output / "config.json", output / name)
@@ -104,6 +104,13 @@ def _plan(entries: Sequence[Entry], reader: StepReader, max_shard_bytes: int) ->
         files[-1].append(entry)
         size += nbytes
     return files
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Contiguous, and alone in its storage: safetensors refuses tensors that share one."""
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:

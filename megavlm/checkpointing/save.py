@@ -73,10 +73,13 @@ def save(
         together(what, prepare)
         files = {name: sums for part in together(what, write) for name, sums in part.items()}
         together(what, lambda: publish(files))
-    except CheckpointError:
+    except CheckpointError as error:
         if rank == 0:
             shutil.rmtree(path, ignore_errors=True)
-        raise
+        free = shutil.disk_usage(folder).free / 1e9
+        raise CheckpointError(
+            f"{error}. Older steps are intact; {free:.1f} GB are free there."
+        ) from error
 
 
 def _written_by(path: Path, rank: int) -> list[str]:

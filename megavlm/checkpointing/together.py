@@ -17,19 +17,25 @@ class CheckpointError(RuntimeError):
 def together(what: str, action: Callable[[], T]) -> list[T]:
     """Runs `action` on every rank and returns the results by rank. A barrier.
 
-    A ValueError on one rank becomes a ValueError on all; another failure a CheckpointError.
+    If it fails on one rank, all raise: a ValueError stays one, another failure is a CheckpointError
+    that names `what` and the rank. The rank's own traceback is kept as the cause.
     """
-    rank = dist.get_rank()
-    answer: tuple[T | None, str | None, bool] = (None, None, False)
+    result: T | None = None
+    problem: ValueError | CheckpointError | None = None
+    cause: BaseException | None = None
     try:
-        answer = (action(), None, False)
+        result = action()
     except ValueError as error:
-        answer = (None, str(error), True)
+        problem, cause = ValueError(str(error)), error
     except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
-        answer = (None, f"{what} failed on rank {rank}: {error}", False)
-    answers = [answer] * dist.get_world_size()
-    dist.all_gather_object(answers, answer)
-    for _, problem, is_users in answers:
-        if problem is not None:
-            raise ValueError(problem) if is_users else CheckpointError(problem)
-    return [result for result, _, _ in answers]  # type: ignore[misc]  # no problem: results
+        # torch puts the tracebacks of all ranks into its message; the reason is at its end.
+        reason = str(error).strip().splitlines()[-1]
+        problem = CheckpointError(f"{what} failed on rank {dist.get_rank()}: {reason}")
+        cause = error
+    answers: list[tuple[T | None, ValueError | CheckpointError | None]]
+    answers = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(answers, (result, problem))
+    first = next((problem for _, problem in answers if problem is not None), None)
+    if first is not None:
+        raise first from cause
+    return [result for result, _ in answers]  # type: ignore[misc]  # no problem: all are results

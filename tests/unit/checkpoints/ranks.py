@@ -106,7 +106,7 @@ def start(hf: Path, tensor: int, seed: int = 0, dtype: torch.dtype = torch.float
     model = build_model(config, mesh, dtype=dtype)
     entries = family(config.model_type).mapping(config)
     load_hf(model, entries, HFFolder(hf), mesh.tensor_rank, mesh.tensor_size)
-    updater = build_updater(model, SETTINGS, num_updates=10)
+    updater = build_updater(model, SETTINGS, num_steps=10)
     return Run(mesh, model, updater, {entry.megatron: entry for entry in entries})
 
 

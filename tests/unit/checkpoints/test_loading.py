@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.models.common.loading import HFFolder, HubTensors
-from megavlm.models.common.mapping import Entry
+from megavlm.models.common.loading import HFFolder, HubTensors, load_hf
+from megavlm.models.common.mapping import Entry, unshard
 from megavlm.models.qwen2_5_vl.mapping import mapping
+from tests.distributed.fork import launch
+from tests.unit.checkpoints.ranks import make_hf, start
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -164,3 +166,44 @@ def test_a_tied_head_written_twice_must_agree(tmp_path: Path) -> None:
     rewrite(tmp_path, **{"lm_head.weight": embedding + 1})
     with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
         HubTensors(entries_of(tmp_path), HFFolder(tmp_path))
+
+
+def loaded_weights(folder: Path, tensor: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    weights = start(folder, tensor, dtype=dtype).weights()
+    assert {weight.dtype for weight in weights.values()} == {dtype}
+    return {key: weight.float() for key, weight in weights.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_ranks_hold_every_tensor_in_shards(
+    tmp_path: Path, tied: bool, dtype: torch.dtype
+) -> None:
+    """Nothing of the model is left as it was initialised, and nothing of the folder is left out."""
+    folder = make_hf(tmp_path / "hf", tied_embeddings=tied)
+    table = {entry.megatron: entry for entry in entries_of(folder)}
+    tensors = HubTensors(list(table.values()), HFFolder(folder))
+    for tensor in (1, 2):
+        ranks = launch(tensor, loaded_weights, folder, tensor, dtype)
+        assert all(weights.keys() == table.keys() for weights in ranks)
+        for key, entry in table.items():
+            full = unshard(entry, [torch.as_tensor(weights[key]) for weights in ranks])
+            assert torch.equal(full, tensors.read(entry).to(dtype).float()), key
+
+
+def too_small(folder: Path, source: Path) -> str:
+    run = start(folder, 1)
+    try:
+        load_hf(run.model, list(run.table.values()), HFFolder(source), 0, 1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_weights_of_another_size_are_refused_by_name(tmp_path: Path) -> None:
+    narrow, wide = make_hf(tmp_path / "narrow"), make_hf(tmp_path / "wide", hidden_size=256)
+    (message,) = launch(1, too_small, narrow, wide)
+    assert "visual.merger.mlp.2.weight" in message or "embed_tokens" in message
+    assert "model.safetensors has shape" in message
