@@ -5,9 +5,8 @@ Three files are written, in the form of hiyouga/geometry3k with a category:
 
 train.parquet, test.parquet: questions with their true answers; disjoint random streams.
 warm_start.parquet: what a random model learns first, on the training pictures: true captions, so
-    that the tower learns to see, and the questions with answers that teach their form only. Colour
-    is true (it names what captions name); a count or a comparison is a random valid answer. What
-    those questions mean is left to reinforcement.
+    that the tower learns to see, and the questions with random valid answers, which teach the form
+    of an answer only. What the questions mean is left to reinforcement.
 """
 
 from collections import Counter
@@ -73,7 +72,7 @@ def write_dataset(folder: str | Path, *, seed: int, num_train: int, num_test: in
     _write(folder / "test.parquet", ((e.png, e.question, e.answer, e.task) for e in test))
     rng = np.random.default_rng([seed, 2])
     captions = [(e.png, "Describe the image.", e.caption, "caption") for e in train]
-    questions = [(e.png, e.question, _warm_answer(rng, e), e.task) for e in train]
+    questions = [(e.png, e.question, _pick(rng, e.candidates), e.task) for e in train]
     _write(folder / "warm_start.parquet", captions + questions)
 
 
@@ -170,10 +169,6 @@ def _draw(
     else:
         corners = [(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)]
         pen.polygon(corners, fill=colour)
-
-
-def _warm_answer(rng: np.random.Generator, example: Example) -> str:
-    return example.answer if example.task == "colour" else _pick(rng, example.candidates)
 
 
 def _pick(rng: np.random.Generator, items: Sequence[T]) -> T:

@@ -85,8 +85,8 @@ def test_warm_start_captions_are_true_and_answers_withheld(folder: Path) -> None
         if row.category == "compare":
             assert question.answer in question.problem
         wrong[row.category] += question.answer != row.answer
-    assert wrong["colour"] == 0
-    assert 60 < wrong["count"] < 90 and 30 < wrong["compare"] < 70  # of 100: 75 and 50
+    # Of 100 each, a random answer misses 5 in 6, 3 in 4 and 1 in 2.
+    assert 70 < wrong["colour"] < 95 and 60 < wrong["count"] < 90 and 30 < wrong["compare"] < 70
 
 
 def test_caption_names_the_kind_that_is_drawn(folder: Path) -> None:
