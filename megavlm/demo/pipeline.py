@@ -1,7 +1,8 @@
 """`megavlm demo`: the main job from nothing, on a machine without a GPU.
 
-Data, a tiny random model, import to a Megatron checkpoint, a supervised warm start, GRPO against a real SGLang server,
-evaluation, export. Training runs are the recipes of recipes/debug, started as a user starts them.
+Data, a tiny random model, import to a Megatron checkpoint, a supervised warm start, GRPO against a
+real SGLang server, evaluation, export. Training runs are the recipes of recipes/debug, started as a
+user starts them.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from megavlm.config.schema import Config
 from megavlm.demo.data import DemoData, draw, take
+from megavlm.parallel import platform
 
 MARK = ".megavlm-demo"
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "debug"
@@ -20,7 +22,9 @@ RESPONSE_TOKENS = 16  # at most, for the answers of a set that we did not draw
 
 
 def run_demo(run_dir: Path, *, seed: int, data: Path | None, overrides: list[str]) -> None:
-    """Everything is written to `run_dir`. `overrides` are of the GRPO recipe. SystemExit where a run failed."""
+    """Everything is written to `run_dir`. `overrides` are of the GRPO recipe. SystemExit where a
+    run failed.
+    """
     _clear(run_dir)
     seconds: dict[str, float] = {}
     with _phase("data", seconds):
@@ -30,14 +34,23 @@ def run_demo(run_dir: Path, *, seed: int, data: Path | None, overrides: list[str
             sets = take(data, run_dir / "data", seed=seed)
     model, imported = run_dir / "model", run_dir / "imported"
     with _phase("model", seconds):
+        from transformers.utils.logging import disable_progress_bar
+
         from megavlm.demo.tiny_model import make_tiny_model
 
+        disable_progress_bar()
         make_tiny_model(model, sets.texts(), seed=seed)
+    platform.install()  # before the first import of megatron-core
     with _phase("import", seconds):
         from checkpoint_tools.import_hf import import_hf
 
         import_hf(model, imported)
-    common = [f"model.folder={model}", f"run.seed={seed}", f"data.category_key={_yaml(sets.category_key)}"]
+    common = [
+        f"model.folder={model}",
+        f"run.seed={seed}",
+        f"data.category_key={_yaml(sets.category_key)}",
+        f"data.test_files=[{sets.test}]",
+    ]
     warm_start = run_dir / "warm_start"
     with _phase("warm start", seconds):
         _train(
@@ -57,7 +70,6 @@ def run_demo(run_dir: Path, *, seed: int, data: Path | None, overrides: list[str
             f"run.dir={run_dir}",
             f"model.checkpoint={warm_start / 'checkpoints'}",
             f"data.train_files=[{sets.train}]",
-            f"data.test_files=[{sets.test}]",
             "run.summary=false",
             *([] if data is None else [f"rollout.max_new_tokens={_longest_answer(model, sets)}"]),
             *overrides,
@@ -88,7 +100,9 @@ def _close(run_dir: Path, seconds: dict[str, float], paths: dict[str, Path]) -> 
     from megavlm.observability.result import RESULT_FILE, write_result
 
     result = json.loads((run_dir / RESULT_FILE).read_text())
-    result["seconds_by_phase"] = {k: round(v, 3) for k, v in seconds.items()} | result["seconds_by_phase"]
+    result["seconds_by_phase"] = {k: round(v, 3) for k, v in seconds.items()} | result[
+        "seconds_by_phase"
+    ]
     result["paths"] |= {name: str(path) for name, path in paths.items()}
     write_result(run_dir, result)
     write_report(run_dir)
@@ -99,7 +113,9 @@ def _clear(run_dir: Path) -> None:
     """An earlier demo's folder makes way; any other folder with something in it stays."""
     if run_dir.is_dir() and any(run_dir.iterdir()):
         if not (run_dir / MARK).is_file():
-            raise ValueError(f"--run-dir {run_dir} holds something that is no earlier demo: give another folder")
+            raise ValueError(
+                f"--run-dir {run_dir} holds something that is no earlier demo: give another folder"
+            )
         shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / MARK).touch()

@@ -43,6 +43,16 @@ class EvaluationResult:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def line(self, when: str = "") -> str:
+        """The overall shares as one line to print."""
+        shares = "  ".join(
+            f"{name} {100 * found.overall.share:.1f} %"
+            for name in ("greedy", "sampled", "valid", "blind", "shuffled")
+            if (found := getattr(self, name)) is not None
+        )
+        count = self.greedy.overall.count
+        return f"evaluation{when}, {count} questions:  {shares}  ({self.seconds:.0f} s)"
+
 
 def measure(hits: Sequence[bool], categories: Sequence[str]) -> Measure:
     """Shares of `hits`, one per row, whose categories are given beside them."""

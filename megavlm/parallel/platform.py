@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import resource
+import warnings
 from typing import Any
 
 import torch
@@ -125,6 +126,8 @@ def install() -> None:
     """Makes megatron-core run on a CPU. Idempotent; without effect where a GPU is."""
     if has_gpu() or torch.cuda.synchronize is _nothing:
         return
+    # Each of its modules says that Transformer Engine and Apex are missing: on a CPU they are.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", module="megatron")
     os.environ["TORCHDYNAMO_DISABLE"] = (
         "1"  # megatron's jit_fuser compiles with C++: 15 s at the first step
     )

@@ -9,7 +9,7 @@ from megavlm.config.schema import Config
 from megavlm.data.loader import RowStream
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Prompt
-from megavlm.observability.console import evaluation_line, step_line
+from megavlm.observability.console import step_line
 from megavlm.observability.metrics import MetricsWriter
 from megavlm.observability.samples import SampledGroup, SampleWriter
 from megavlm.parallel.mesh import Mesh
@@ -51,7 +51,7 @@ class Driver:
         """Evaluates the weights of `step`, which the servers must hold, on the test rows."""
         result = evaluate(self.config, self.client, self.processor, self.test_rows, self.rows, step)
         self.metrics.write_evaluation(step, result.to_dict())
-        print(evaluation_line(step, result.to_dict()), flush=True)
+        print(result.line(f" after {step} steps"), flush=True)
 
     def close(self) -> None:
         self.metrics.close()

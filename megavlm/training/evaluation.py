@@ -13,7 +13,6 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.evaluation.result import EvaluationResult
 from megavlm.evaluation.runner import evaluate as run_evaluation
-from megavlm.observability.console import evaluation_line
 from megavlm.rewards.registry import get
 from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.messages import Sampling
@@ -68,7 +67,7 @@ def evaluate_model(config: Config) -> None:
         result = evaluate(config, connection.client, processor, rows, train_rows or rows, None)
     path = Path(config.run.dir) / RESULT_FILE
     path.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
-    print(evaluation_line(None, result.to_dict()))
+    print(result.line())
     print(f"evaluation  {path}")
 
 

@@ -87,7 +87,9 @@ def _transformers_logits(
 ) -> Tensor:
     """Logits that predict each answer token, one plain sequence at a time."""
     from transformers import AutoModelForImageTextToText
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     with device:
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype))
     model.eval()

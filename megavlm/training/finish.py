@@ -30,18 +30,14 @@ def finish(session: Session, driver: Driver | None, complete: bool) -> None:
     if driver is None:
         return
     driver.close()
+    session.start_step_clock()
     paths["reward curve"] = reward_curve(run_dir)
     paths["report"] = run_dir / REPORT_FILE
-    seconds = {
-        name.removeprefix("seconds/"): value
-        for name, value in session.phases.take().items()
-        if name != "seconds/total"
-    }
     result = build_result(
         run_dir,
         steps=session.step,
         seed=session.config.run.seed,
-        extra_seconds=seconds,
+        extra_seconds=session.seconds_between_steps,
         paths={name: str(path) for name, path in paths.items()},
     )
     result["export_logit_difference"] = difference

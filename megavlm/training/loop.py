@@ -43,6 +43,7 @@ class Loop:
         if evaluation.before and session.step == 0:
             self.evaluate()
         while session.step < last:
+            session.start_step_clock()
             self.train_step()
             step = session.step
             if (evaluation.every and step % evaluation.every == 0) or (

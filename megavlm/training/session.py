@@ -32,6 +32,7 @@ class Session:
         self.config, self.mesh = config, mesh
         self.step = 0
         self.phases = Phases(platform.synchronize)
+        self.seconds_between_steps: dict[str, float] = {}
         self.folder = Path(config.run.dir) / CHECKPOINTS
         self.hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
         self.entries = family(self.hf_config.model_type).mapping(self.hf_config)
@@ -93,6 +94,14 @@ class Session:
                 extra={"step": self.step, "driver": driver_state},
                 hf_folder=Path(self.config.model.folder),
             )
+
+    def start_step_clock(self) -> None:
+        """What has been timed since the last step belongs to none."""
+        for name, seconds in self.phases.take().items():
+            phase = name.removeprefix("seconds/")
+            if phase != "total":
+                before = self.seconds_between_steps.get(phase, 0.0)
+                self.seconds_between_steps[phase] = before + seconds
 
     def update(
         self,

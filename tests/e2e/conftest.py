@@ -1,0 +1,73 @@
+"""A small world for whole runs: pictures, a tiny model, and the command line as a user has it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megavlm.demo.data import DemoData
+from megavlm.demo.shapes import write_dataset
+from megavlm.demo.tiny_model import make_tiny_model
+
+
+@dataclass(frozen=True)
+class World:
+    root: Path
+
+    def recipe(self, name: str, **sections: dict[str, Any]) -> Path:
+        """A recipe of this world's model and data, which `sections` complete or change."""
+        data = {
+            "train_files": [str(self.root / "data/train.parquet")],
+            "test_files": [str(self.root / "data/test.parquet")],
+            "pack_tokens": 512,
+        }
+        recipe: dict[str, Any] = {
+            "run": {"dir": str(self.root / name)},
+            "model": {"folder": str(self.root / "model")},
+            "data": data,
+        }
+        for section, values in sections.items():
+            recipe[section] = recipe.get(section, {}) | values
+        path = self.root / f"{name}.yaml"
+        path.write_text(json.dumps(recipe))  # JSON is YAML
+        return path
+
+    def megavlm(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        """Runs the command; what it starts must be gone when it returns."""
+        done = subprocess.run(
+            [sys.executable, "-m", "megavlm", *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        left = [p.cmdline() for p in psutil.process_iter() if str(self.root) in " ".join(_words(p))]
+        assert not left, left
+        return done
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.root / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # ended meanwhile, or not ours to look at
+        return []
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    root = tmp_path_factory.mktemp("world")
+    write_dataset(root / "data", seed=0, num_train=48, num_test=12)
+    files = (root / "data" / f"{name}.parquet" for name in ("train", "test", "warm_start"))
+    train, test, warm_start = files
+    make_tiny_model(root / "model", DemoData(train, test, warm_start, "task").texts(), seed=0)
+    return World(root)

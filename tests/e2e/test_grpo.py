@@ -1,0 +1,87 @@
+"""GRPO through the command line: two trainer ranks, the real SGLang server, resharded weights."""
+
+import json
+
+import pytest
+from safetensors import safe_open
+
+from tests.e2e.conftest import World
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+GRPO = {
+    "name": "grpo",
+    "steps": 3,
+    "prompts_per_step": 4,
+    "responses_per_prompt": 4,
+    "minibatches": 2,
+}
+METRICS = """reward reward/colour accuracy response_length truncated_share groups_without_signal
+kl_reference entropy clip_share rollout_kl rollout_max_difference gradient_norm learning_rate
+tokens_per_second memory_gib seconds/rollout seconds/vision seconds/reference seconds/old_logprobs
+seconds/update seconds/sync seconds/total""".split()
+
+
+def test_three_steps_then_one_more(world: World) -> None:
+    recipe = world.recipe(
+        "grpo",
+        parallel={"tensor": 2, "sequence": True},
+        algorithm=GRPO,
+        optimizer={"lr": 1e-3},
+        evaluation={"before": True, "after": True},
+        checkpoint={"export_hf": True, "verify_export": True},
+    )
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 0, done.stderr
+    run = world.root / "grpo"
+
+    steps = world.metrics("grpo")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert set(METRICS) <= set(step), set(METRICS) - set(step)
+        # The server sampled with the weights that the trainer scores with, after each sync too.
+        assert step["rollout_max_difference"] < 1e-4
+        assert step["skipped_updates"] == 0
+    assert steps[0]["kl_reference"] < 1e-3 < steps[2]["kl_reference"], "it moved from the start"
+
+    result = json.loads((run / "result.json").read_text())
+    assert result["steps"] == 3 and result["seed"] == 0
+    assert set(result["accuracy_after_by_category"]) >= {"colour", "count", "compare"}
+    assert 0 <= result["accuracy_before"] <= 1 and 0 <= result["accuracy_after"] <= 1
+    assert result["seconds_by_phase"]["rollout"] > 0
+    assert result["export_logit_difference"] < 1e-5
+    for name in (
+        "config.yaml",
+        "report.html",
+        "reward.png",
+        "samples/rollouts.jsonl",
+        "tensorboard",
+    ):
+        assert (run / name).exists(), name
+    with safe_open(run / "hf/model.safetensors", "pt") as exported:
+        with safe_open(world.root / "model/model.safetensors", "pt") as start:
+            assert set(exported.keys()) == set(start.keys())
+            tower = [name for name in start.keys() if name.startswith("visual.")]
+            moved = [
+                name
+                for name in start.keys()
+                if not exported.get_tensor(name).equal(start.get_tensor(name))
+            ]
+    assert tower and not set(moved) & set(tower), "the tower is frozen"
+    assert len(moved) > 20
+    key = (run / "rollout_server.log").read_text() + (run / "config.yaml").read_text()
+    assert "api_key" not in key
+
+    resumed = world.megavlm("train", recipe, "algorithm.steps=4", "checkpoint.verify_export=false")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [step["step"] for step in world.metrics("grpo")] == [1, 2, 3, 4]
+    assert world.metrics("grpo")[:3] == steps
+
+
+def test_a_server_that_does_not_start_is_one_sentence(world: World) -> None:
+    recipe = world.recipe(
+        "broken_server", parallel={"tensor": 1}, algorithm=GRPO, rollout={"start_timeout": 0.5}
+    )
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 2
+    assert "rollout.start_timeout" in done.stderr and "Traceback" not in done.stderr
