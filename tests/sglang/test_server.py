@@ -1,0 +1,82 @@
+"""The real server's processes, where the stub of the unit tests cannot speak for SGLang."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megavlm.rollout.errors import RolloutServerError, WeightSyncError
+from megavlm.rollout.server import ManagedServer
+from megavlm.rollout.weights.servers import Servers
+from tests.sglang.conftest import Served
+
+pytestmark = pytest.mark.sglang
+
+ROOT = Path(__file__).resolve().parents[2]
+PARENT = """
+import sys
+from megavlm.rollout.server import ManagedServer
+with ManagedServer(sys.argv[1], dtype="float32", device="cpu", log_path=sys.argv[2]):
+    pass
+"""
+
+
+def group(server: ManagedServer) -> list[psutil.Process]:
+    assert server._process is not None
+    leader = psutil.Process(server._process.pid)
+    return [leader, *leader.children(recursive=True)]
+
+
+def test_keys_are_in_no_list_and_no_log(started: Served) -> None:
+    server = started.server
+    processes = group(server)
+    assert len(processes) >= 4  # SGLang itself, its reaper, a scheduler, a detokenizer
+    for process in processes:
+        seen = " ".join([*process.cmdline(), *process.environ().values()])
+        assert server.api_key not in seen and server.admin_key not in seen
+    assert all(os.getpgid(process.pid) == processes[0].pid for process in processes)
+    log = server.log_path.read_text()
+    assert server.api_key not in log and server.admin_key not in log
+
+
+def test_a_request_without_a_key_is_refused(started: Served) -> None:
+    server = started.server
+    nobody = Servers([server.url], api_key=None, admin_key=None)
+    reader = Servers([server.url], api_key=server.api_key, admin_key=server.api_key)
+    with pytest.raises(WeightSyncError, match=r"/model_info \(401\)"):
+        nobody.get("/model_info")
+    with pytest.raises(WeightSyncError, match=r"/flush_cache \(401\)"):
+        reader.post("/flush_cache", {})
+
+
+def test_folder_that_sglang_cannot_serve(folder: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = "many"
+    (broken / "config.json").write_text(json.dumps(config))
+    server = ManagedServer(broken, dtype="float32", device="cpu", log_path=tmp_path / "server.log")
+    with pytest.raises(RolloutServerError, match=r"ended with exit code(.|\n)*num_hidden_layers"):
+        server.__enter__()
+
+
+@pytest.mark.slow
+def test_parent_killed_while_workers_start(folder: Path, tmp_path: Path) -> None:
+    """The worst moment: a worker is still importing, and has not asked to die with its parent."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(folder), str(tmp_path / "server.log")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    started: list[psutil.Process] = []
+    while not any("spawn_main" in " ".join(p.cmdline()) for p in started):
+        with pytest.raises(subprocess.TimeoutExpired):
+            parent.wait(0.1)
+        started = psutil.Process(parent.pid).children(recursive=True)
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
