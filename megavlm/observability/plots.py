@@ -1,0 +1,88 @@
+"""The reward curve of a run as a PNG."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
+from megavlm.observability.records import read_records
+
+REWARD_FILE = "reward.png"
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and up to window - 1 before it."""
+    means = []
+    for end in range(1, len(values) + 1):
+        part = values[max(0, end - window) : end]
+        means.append(sum(part) / len(part))
+    return means
+
+
+def window_of(num_values: int) -> int:
+    """Steps to average over: a tenth of the run, at least 3, at most 50."""
+    return min(50, max(3, num_values // 10))
+
+
+def reward_curve(run_dir: Path | str) -> Path:
+    """Draws reward per step, its moving mean, and greedy test accuracy where it was evaluated."""
+    run_dir = Path(run_dir)
+    points = [
+        (record["step"], record["reward"])
+        for record in read_records(run_dir / METRICS_FILE)
+        if record.get("reward") is not None
+    ]
+    steps, rewards = [step for step, _ in points], [reward for _, reward in points]
+    evaluations = read_records(run_dir / EVALUATIONS_FILE)
+    # A figure of its own: pyplot would keep global state and ask for a display.
+    figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if points:
+        window = window_of(len(rewards))
+        axes.plot(steps, rewards, color="#9db4d6", linewidth=1, label="reward per step")
+        label = f"mean of {window} steps"
+        axes.plot(steps, moving_mean(rewards, window), color="#1f5fbf", linewidth=2, label=label)
+    if evaluations:
+        shares = [record["greedy"]["overall"]["share"] for record in evaluations]
+        errors = [
+            [
+                share - record["greedy"]["overall"]["interval"][0],
+                record["greedy"]["overall"]["interval"][1] - share,
+            ]
+            for share, record in zip(shares, evaluations, strict=True)
+        ]
+        axes.errorbar(
+            [record["step"] for record in evaluations],
+            shares,
+            yerr=list(zip(*errors, strict=True)),
+            fmt="o",
+            color="#c2410c",
+            capsize=3,
+            label="greedy test accuracy (95 % interval)",
+            zorder=3,
+        )
+        for record, share in zip(evaluations, shares, strict=True):
+            axes.annotate(
+                f"{100 * share:.1f} %",
+                (record["step"], share),
+                xytext=(0, 10),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+                color="#c2410c",
+            )
+        blind = evaluations[-1]["blind"]["overall"]["share"]
+        axes.axhline(blind, color="#666666", linewidth=1, linestyle=":", label="blind baseline")
+    axes.set_xlabel("step")
+    axes.set_ylabel("reward, accuracy")
+    axes.margins(x=0.04, y=0.12)
+    axes.grid(color="#e5e5e5")
+    axes.spines[["top", "right"]].set_visible(False)
+    if points or evaluations:
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    path = run_dir / REWARD_FILE
+    figure.savefig(path)
+    return path

@@ -1,0 +1,170 @@
+"""result.json: what a run came to, put together from the files that it wrote.
+
+Everything is read from metrics.jsonl and evaluations.jsonl, so a resumed run counts whole.
+Accuracies are shares in 0..1, times are seconds.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
+from megavlm.observability.records import finite, read_records, write_whole
+from megavlm.observability.text import percent, points
+
+RESULT_FILE = "result.json"
+
+# With shuffled pictures a model that looks can at best guess the most frequent answer. Five points
+# more are left to chance.
+SHUFFLED_TOLERANCE = 0.05
+
+
+def build_result(
+    run_dir: Path | str,
+    *,
+    steps: int,
+    seed: int,
+    extra_seconds: Mapping[str, float] | None = None,
+    paths: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The result of a run of `steps` updates.
+
+    "Before" is the evaluation at step 0, "after" the one at the last step, None without one.
+    extra_seconds: phases outside of the steps (server start, export). paths: what lies where.
+    """
+    run_dir = Path(run_dir)
+    evaluations = {record["step"]: record for record in read_records(run_dir / EVALUATIONS_FILE)}
+    before, after = evaluations.get(0), evaluations.get(steps) if steps else None
+    seconds: dict[str, float] = defaultdict(float)
+    for record in read_records(run_dir / METRICS_FILE):
+        for name, value in record.items():
+            section, _, phase = name.partition("/")
+            if section == "seconds" and phase != "total" and value is not None:
+                seconds[phase] += value
+    for record in evaluations.values():
+        seconds["evaluation"] += record["seconds"]
+    for phase, value in (extra_seconds or {}).items():
+        seconds[phase] += value
+    is_visual, conclusion = conclude(before, after)
+    return {
+        "accuracy_before": _share(before),
+        "accuracy_after": _share(after),
+        "accuracy_before_by_category": _shares(before),
+        "accuracy_after_by_category": _shares(after),
+        "seconds_by_phase": {phase: round(value, 3) for phase, value in seconds.items()},
+        "steps": steps,
+        "seed": seed,
+        "gain_is_visual": is_visual,
+        "conclusion": conclusion,
+        "evaluation_before": before,
+        "evaluation_after": after,
+        "paths": dict(paths or {}),
+    }
+
+
+def write_result(run_dir: Path | str, result: Mapping[str, Any]) -> Path:
+    """Writes result.json, whole."""
+    path = Path(run_dir) / RESULT_FILE
+    write_whole(path, (json.dumps(finite(result), indent=2, ensure_ascii=False) + "\n").encode())
+    return path
+
+
+def conclude(
+    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> tuple[bool | None, str]:
+    """Whether the gain is visual (None if not measured), and the sentence that says so."""
+    if after is None:
+        return None, ""
+    accuracy, blind = _share(after), after["blind"]["overall"]["share"]
+    if before is None:
+        gain = f"Greedy accuracy is {percent(accuracy)}, with no evaluation at the start"
+    elif accuracy <= _share(before):
+        change = f"from {percent(_share(before))} to {percent(accuracy)}"
+        return False, f"There is no gain: greedy accuracy went {change}."
+    else:
+        difference = points(accuracy - _share(before)).removeprefix("+")
+        gain = f"Greedy accuracy rose by {difference} points to {percent(accuracy)}"
+    if after["shuffled"] is None:
+        return None, f"{gain}; whether it is visual was not measured."
+    shuffled = after["shuffled"]["overall"]["share"]
+    is_visual = shuffled <= blind + SHUFFLED_TOLERANCE
+    verdict = "this is visual" if is_visual else "this is NOT shown to be visual"
+    limit = f"{100 * SHUFFLED_TOLERANCE:.0f} points"
+    excess = "" if is_visual else f", more than {limit} above"
+    return is_visual, (
+        f"{gain}; {verdict}: with pictures shuffled between questions it is {percent(shuffled)}"
+        f"{excess} (blind baseline {percent(blind)})."
+    )
+
+
+@dataclass(frozen=True)
+class CategoryRow:
+    """One row of the closing table; None where something was not measured."""
+
+    category: str
+    count: int
+    before: float | None
+    after: float | None
+    interval: tuple[float, float] | None
+    sampled: float | None
+    valid: float | None
+    blind: float | None
+    shuffled: float | None
+
+
+def category_rows(result: Mapping[str, Any]) -> list[CategoryRow]:
+    """One row per category and a last one for all; all but `before` is the last evaluation's."""
+    before, after = result["evaluation_before"], result["evaluation_after"]
+    last = after or before
+    if last is None:
+        return []
+    rows = []
+    for category in [*last["greedy"]["by_category"], None]:
+        counted = _cell(last, "greedy", category)
+        assert counted is not None
+        rows.append(
+            CategoryRow(
+                category="all" if category is None else category,
+                count=counted["count"],
+                before=_value(before, "greedy", category),
+                after=_value(after, "greedy", category),
+                interval=(counted["interval"][0], counted["interval"][1]),
+                sampled=_value(last, "sampled", category),
+                valid=_value(last, "valid", category),
+                blind=_value(last, "blind", category),
+                shuffled=_value(last, "shuffled", category),
+            )
+        )
+    return rows
+
+
+def _cell(
+    evaluation: Mapping[str, Any] | None, measure: str, category: str | None
+) -> Mapping[str, Any] | None:
+    if evaluation is None or evaluation[measure] is None:
+        return None
+    if category is None:
+        return evaluation[measure]["overall"]
+    return evaluation[measure]["by_category"].get(category)
+
+
+def _value(
+    evaluation: Mapping[str, Any] | None, measure: str, category: str | None
+) -> float | None:
+    cell = _cell(evaluation, measure, category)
+    return None if cell is None else cell["share"]
+
+
+def _share(evaluation: Mapping[str, Any] | None) -> Any:
+    return _value(evaluation, "greedy", None)
+
+
+def _shares(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
+    if evaluation is None:
+        return {}
+    return {
+        category: share["share"] for category, share in evaluation["greedy"]["by_category"].items()
+    }

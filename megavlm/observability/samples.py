@@ -1,0 +1,94 @@
+"""Sampled rollouts of a run: samples/rollouts.jsonl, and each picture once under its content key.
+
+Not every response is kept: a few groups of up to a hundred steps, spread over the run, so that the
+folder's size does not grow with the length of the run.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from megavlm.observability.records import append_record, keep_records, write_whole
+
+FOLDER = "samples"
+FILE = "rollouts.jsonl"
+
+
+@dataclass(frozen=True)
+class SampledResponse:
+    """finish: "stop" or "length"."""
+
+    text: str
+    reward: float
+    correct: bool
+    finish: str
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """One prompt and its responses. pictures: (content key, PNG) in the order of the prompt."""
+
+    prompt: str
+    answer: str
+    category: str
+    source: str
+    pictures: Sequence[tuple[str, bytes]]
+    responses: Sequence[SampledResponse]
+
+
+class SampleWriter:
+    """Writes sampled groups; used by one process, the driver."""
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        start_step: int = 0,
+        *,
+        num_steps: int,
+        max_steps: int = 100,
+        groups_per_step: int = 4,
+    ) -> None:
+        """start_step: as in MetricsWriter. num_steps: the length of the whole run."""
+        self.folder = Path(run_dir) / FOLDER
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._num_steps = num_steps
+        self._every = -(-num_steps // max_steps)
+        self._groups_per_step = groups_per_step
+        keep_records(self.folder / FILE, lambda record: record["step"] <= start_step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is one of those kept: the first, every few steps, the last."""
+        return step in (1, self._num_steps) or step % self._every == 0
+
+    def write(self, step: int, groups: Sequence[SampledGroup]) -> None:
+        """Keeps a few of the groups, of as many categories as there are, if the step is due."""
+        if not self.is_due(step):
+            return
+        for group in _spread(groups)[: self._groups_per_step]:
+            for key, png in group.pictures:
+                if not (path := self.picture_path(key)).exists():
+                    write_whole(path, png)
+            record = {
+                "step": step,
+                "prompt": group.prompt,
+                "answer": group.answer,
+                "category": group.category,
+                "source": group.source,
+                "pictures": [self.picture_path(key).name for key, _ in group.pictures],
+                "responses": [vars(response) for response in group.responses],
+            }
+            append_record(self.folder / FILE, record)
+
+    def picture_path(self, key: str) -> Path:
+        return self.folder / f"{key}.png"
+
+
+def _spread(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
+    """The groups, one of each category in turn."""
+    by_category: dict[str, list[SampledGroup]] = defaultdict(list)
+    for group in groups:
+        by_category[group.category].append(group)
+    turns = zip_longest(*by_category.values())
+    return [group for turn in turns for group in turn if group is not None]

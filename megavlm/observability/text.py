@@ -1,0 +1,38 @@
+"""Numbers as people read them."""
+
+import math
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """At most seven characters: `digits` significant ones, thousands as k, or an exponent."""
+    if value is None or not math.isfinite(value):
+        return "nan" if value is None or math.isnan(value) else str(value)
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e6 or size < 1e-3:
+        mantissa, exponent = f"{value:.0e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    if round(size) >= 1000:
+        return f"{value / 1e3:.{0 if size >= 9950 else 1}f}k"
+    return f"{value:.0f}" if round(size) >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share of 0..1 in percent; a dash for None."""
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def points(difference: float) -> str:
+    """A difference of two shares in percentage points, with its sign."""
+    return f"{100 * difference:+.1f}"
+
+
+def duration(seconds: float) -> str:
+    """12.3 s, 4 min 05 s, 3 h 12 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,118 @@
+"""What a run prints fits its width and says what it found."""
+
+import math
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megavlm.observability.console import LEGEND, WIDTH, print_closing, step_line
+from megavlm.observability.result import build_result
+from megavlm.observability.text import duration, number, percent, points
+
+from .runs import evaluation, measure, metrics, write_run
+
+
+def printed(result: dict[str, Any], width: int = WIDTH) -> str:
+    console = Console(file=StringIO(), width=width)
+    print_closing(result, console)
+    file = console.file
+    assert isinstance(file, StringIO)
+    return file.getvalue()
+
+
+def test_a_step_of_reinforcement_learning() -> None:
+    assert step_line(7, 40, metrics(7) | {"truncated_share": 0.03}) == (
+        "step  7/40  reward 0.700 acc 70%  len 2.0 cut 3% flat 25%  kl 0.0070 ent 0.50 gap 1e-6"
+        "  grad 0.80  2.0s 6.0k tok/s"
+    )
+
+
+def test_a_supervised_step() -> None:
+    names = ("loss", "gradient_norm", "learning_rate", "seconds/total", "tokens_per_second")
+    line = step_line(7, 300, {name: metrics(7)[name] for name in names})
+    assert line == "step   7/300  loss 0.0100  grad 0.80 lr 5e-4  2.0s 6.0k tok/s"
+
+
+@given(st.lists(st.floats(), min_size=len(metrics(1)), max_size=len(metrics(1))))
+def test_a_line_fits_whatever_it_shows(values: list[float]) -> None:
+    shares = ("reward", "accuracy", "truncated_share", "groups_without_signal")
+    shown = dict(zip(metrics(1), values, strict=True)) | dict.fromkeys(shares, -0.123)
+    line = step_line(99_999, 100_000, shown)
+    assert len(line) <= WIDTH and "\n" not in line and line.endswith("tok/s")
+
+
+def test_the_legend_fits_and_explains_the_labels() -> None:
+    assert max(map(len, LEGEND.splitlines())) <= WIDTH
+    for label in ("acc", "len", "cut", "flat", "kl", "ent", "gap", "grad"):
+        assert f"{label}: " in LEGEND
+
+
+@given(st.floats())
+def test_a_number_takes_at_most_seven_characters(value: float) -> None:
+    assert len(number(value)) <= 7 or math.isinf(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1e-6, "1e-6"),
+        (0.00123, "0.00123"),
+        (0.5, "0.500"),
+        (12.34, "12.3"),
+        (999.9, "1.0k"),
+        (6400.0, "6.4k"),
+        (12_345.0, "12k"),
+        (2e9, "2e9"),
+        (-0.5, "-0.500"),
+        (None, "nan"),
+    ],
+)
+def test_numbers_as_people_read_them(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_shares_points_and_durations() -> None:
+    assert (percent(0.954), percent(None), points(0.288), points(-0.01)) == (
+        "95.4 %",
+        "-",
+        "+28.8",
+        "-1.0",
+    )
+    assert [duration(s) for s in (1.26, 59.99, 245, 11_520)] == [
+        "1.3 s",
+        "60.0 s",
+        "4 min 05 s",
+        "3 h 12 min",
+    ]
+
+
+def test_the_closing_tables_hold_every_measure(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    long_path = "/" + "long/" * 40 + "end"
+    result = build_result(tmp_path, steps=5, seed=3, paths={"report": long_path})
+    text = printed(result)
+    for expected in ("seed 3", "colour", "count", "50.0 %", "90.0 %", "+40.0", "77.0 %", "98.0 %"):
+        assert expected in text
+    for expected in ("31.0 %", "30.0 %", "rollout", "update", "evaluation", "this is visual"):
+        assert expected in text
+    assert "80.0 % to 100.0 %" in text, "the interval of the last accuracy"
+    assert max(map(len, text.splitlines())) <= WIDTH
+    # A path is there to be copied: all of it, whatever the width.
+    assert long_path in "".join(line.strip() for line in text.splitlines())
+
+
+def test_markup_in_a_category_is_text(tmp_path: Path) -> None:
+    after = evaluation(0.9) | {"greedy": measure(**{"[red]x[/red]": 0.9})}
+    write_run(tmp_path, after=after)
+    assert "[red]x[/red]" in printed(build_result(tmp_path, steps=5, seed=0))
+
+
+def test_a_run_without_evaluation_still_closes(tmp_path: Path) -> None:
+    result = build_result(tmp_path, steps=5, seed=0, extra_seconds={"server start": 3.0})
+    assert "server start" in printed(result)
