@@ -34,21 +34,26 @@ def answers_by_category(rows: Sequence[Row]) -> dict[str, set[str]]:
 
 
 def exchange_pictures(rows: Sequence[Row], seed: int) -> list[Row]:
-    """The rows with pictures of other rows, among those that show equally many.
+    """The rows with pictures of other rows, among those that show equally many; in their order.
 
-    A row alone with its number of pictures keeps its own.
+    Rows that cannot get other pictures than their own are left out: those without pictures, alone
+    with their number of pictures, or of a set in which most rows show the same ones.
     """
     rng = np.random.default_rng(seed)
-    exchanged = list(rows)
-    by_number: dict[int, list[int]] = {}
+    groups: dict[int, dict[tuple[bytes, ...], list[int]]] = {}
     for index, row in enumerate(rows):
-        by_number.setdefault(len(row.images), []).append(index)
-    for indices in by_number.values():
-        # A random cycle: nobody keeps their own.
-        order = rng.permutation(indices)
-        for receiver, giver in zip(order, np.roll(order, 1), strict=True):
-            exchanged[receiver] = replace(rows[receiver], images=rows[giver].images)
-    return exchanged
+        groups.setdefault(len(row.images), {}).setdefault(row.images, []).append(index)
+    exchanged: dict[int, Row] = {}
+    for same in groups.values():
+        # Rows of the same pictures stand side by side: a shift by the most frequent ones' number
+        # takes everybody to other pictures.
+        blocks = list(same.values())
+        order = [index for block in rng.permutation(len(blocks)) for index in blocks[block]]
+        givers = np.roll(order, max(map(len, blocks)))
+        for receiver, giver in zip(order, givers, strict=True):
+            if rows[giver].images != rows[receiver].images:
+                exchanged[receiver] = replace(rows[receiver], images=rows[giver].images)
+    return [exchanged[index] for index in sorted(exchanged)]
 
 
 def _most_frequent(counts: "Counter[str]") -> str:

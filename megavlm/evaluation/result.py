@@ -30,7 +30,8 @@ class EvaluationResult:
     greedy: correct at temperature 0. sampled: correct at the rollout temperature, None if not
     asked for. valid: greedy responses that are an answer of the training rows of their category.
     blind: what the most frequent training answer to the same question would score, picture unseen.
-    shuffled: greedy, with pictures exchanged between rows; None if not asked for.
+    shuffled: greedy, with pictures exchanged between rows, over the rows where that can be done;
+    None if not asked for or nowhere possible.
     """
 
     greedy: Measure

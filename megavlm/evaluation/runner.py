@@ -7,7 +7,7 @@ from dataclasses import replace
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.evaluation.baselines import answers_by_category, blind_answers, exchange_pictures
-from megavlm.evaluation.result import EvaluationResult, measure
+from megavlm.evaluation.result import EvaluationResult, Measure, measure
 from megavlm.rewards.base import Score
 from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.messages import Sampling
@@ -46,20 +46,37 @@ def evaluate(
             texts += [processor.decode(response.token_ids) for (response,) in groups]
         return texts
 
-    def correct(answers: Sequence[str]) -> list[bool]:
-        return [reward(text, row.answer).correct for text, row in zip(answers, rows, strict=True)]
+    def correct(questions: Sequence[Row], how: Sampling) -> Measure:
+        return judge(answer(questions, how), questions)
+
+    def judge(answers: Sequence[str], questions: Sequence[Row]) -> Measure:
+        pairs = zip(answers, questions, strict=True)
+        hits = [reward(text, row.answer).correct for text, row in pairs]
+        return measure(hits, [row.category for row in questions])
 
     greedy_texts = answer(rows, greedy)
     known = answers_by_category(train_rows)
     valid = [
         text in known.get(row.category, ()) for text, row in zip(greedy_texts, rows, strict=True)
     ]
-    exchanged = exchange_pictures(rows, seed) if shuffled else []
+    # Compared as text: a reward may ask for a form, \boxed{}, that an answer by itself lacks.
+    blind = [
+        text == row.answer for text, row in zip(blind_answers(train_rows, rows), rows, strict=True)
+    ]
+    exchanged = _exchange(processor, rows, seed) if shuffled else []
     return EvaluationResult(
-        greedy=measure(correct(greedy_texts), categories),
-        sampled=measure(correct(answer(rows, sampling)), categories) if sampled else None,
+        greedy=judge(greedy_texts, rows),
+        sampled=correct(rows, sampling) if sampled else None,
         valid=measure(valid, categories),
-        blind=measure(correct(blind_answers(train_rows, rows)), categories),
-        shuffled=measure(correct(answer(exchanged, greedy)), categories) if shuffled else None,
+        blind=measure(blind, categories),
+        shuffled=correct(exchanged, greedy) if exchanged else None,
         seconds=time.perf_counter() - started,
     )
+
+
+def _exchange(processor: Processor, rows: Sequence[Row], seed: int) -> list[Row]:
+    """Rows with other rows' pictures, without prompts that grow longer than any of the rows' own:
+    nothing says that the processor and the server take those.
+    """
+    longest = max(processor.num_tokens(row) for row in rows)
+    return [row for row in exchange_pictures(rows, seed) if processor.num_tokens(row) <= longest]

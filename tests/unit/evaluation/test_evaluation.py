@@ -12,6 +12,7 @@ from megavlm.data.rows import Row
 from megavlm.evaluation.baselines import blind_answers, exchange_pictures
 from megavlm.evaluation.result import measure, wilson_interval
 from megavlm.evaluation.runner import evaluate
+from megavlm.rewards import boxed
 from megavlm.rewards.exact_match import score
 from megavlm.rollout.messages import Response, Sampling
 
@@ -56,18 +57,20 @@ class Bytes:
     def prompt(self, row: Row) -> Row:
         return row
 
+    def num_tokens(self, row: Row) -> int:
+        return len(row.problem) + sum(map(len, row.images))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode()
 
 
 def run(policy: LookingPolicy, **options: Any) -> Any:
-    options = {"sampled": True, "shuffled": True, "seed": 0} | options
+    options = {"sampled": True, "shuffled": True, "seed": 0, "reward": score} | options
     return evaluate(
         policy,  # type: ignore[arg-type]
         Bytes(),  # type: ignore[arg-type]
-        TEST,
+        options.pop("rows", TEST),
         train_rows=TRAIN,
-        reward=score,
         sampling=Sampling(temperature=1.0, max_new_tokens=4),
         **options,
     )
@@ -99,18 +102,46 @@ def test_blind_answers_fall_back_to_the_category_and_then_to_all() -> None:
     assert blind_answers(TRAIN, questions) == ["red", "0"]
 
 
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.integers(0, 100))
-def test_nobody_keeps_their_own_pictures(numbers: list[int], seed: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=30),
+    st.integers(0, 100),
+)
+def test_nobody_keeps_their_own_pictures(shown: list[tuple[int, int]], seed: int) -> None:
+    """`shown`: how many pictures a row has, and which ones; some rows share theirs."""
     rows = [
-        Row(i, "", str(i), tuple(bytes([i, j]) for j in range(number)), "", "")
-        for i, number in enumerate(numbers)
+        Row(i, "", str(i), tuple(bytes([which, j]) for j in range(number)), "", "")
+        for i, (number, which) in enumerate(shown)
     ]
-    exchanged = exchange_pictures(rows, seed)
-    assert sorted(r.images for r in exchanged) == sorted(r.images for r in rows)
-    for before, after in zip(rows, exchanged, strict=True):
-        assert len(after.images) == len(before.images) and after.answer == before.answer
-        if before.images and numbers.count(len(before.images)) > 1:
-            assert after.images != before.images
+    exchanged = {row.index: row for row in exchange_pictures(rows, seed)}
+    assert list(exchanged) == sorted(exchanged)
+    for row in rows:
+        others = [other for other in rows if len(other.images) == len(row.images)]
+        most = max(sum(other.images == some.images for other in others) for some in others)
+        if row.index in exchanged:
+            after = exchanged[row.index]
+            assert after.answer == row.answer and after.images != row.images
+            assert after.images in [other.images for other in others]
+        else:
+            assert not row.images or 2 * most > len(others), "it could have got other pictures"
+
+
+def test_a_prompt_that_would_outgrow_all_others_is_left_out() -> None:
+    long = row(0, "How many shapes are there?", "0", "count", b"\x00")
+    short = row(1, "How many?", "1", "count", b"\x01" * 20)
+    result = run(LookingPolicy([]), rows=[long, short])
+    assert result.shuffled.overall.count == 1 and result.greedy.overall.count == 2
+
+
+def test_rows_without_pictures_cannot_be_shuffled() -> None:
+    text_only = [Row(i, "Colour?", "red", (), "colour", "") for i in range(3)]
+    result = run(LookingPolicy([]), rows=text_only)
+    assert result.shuffled is None and result.greedy.overall.share == 1
+
+
+def test_the_blind_baseline_needs_no_form() -> None:
+    result = run(LookingPolicy([]), reward=boxed.score)
+    assert result.greedy.overall.share == 0
+    assert result.blind.by_category["count"].share == pytest.approx(2 / 6)
 
 
 @given(st.integers(1, 200), st.data())
