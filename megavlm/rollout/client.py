@@ -77,7 +77,7 @@ class RolloutClient:
         size = min(PROMPTS_PER_REQUEST, self.concurrency, -(-len(prompts) // len(self.urls)) or 1)
         slots = asyncio.Semaphore(self.concurrency // size)
         limits = httpx.Limits(max_connections=None)
-        # trust_env: no proxy between a trainer and its servers. verify: no certificates to load.
+        # trust_env: no proxy between a trainer and its servers.
         async with httpx.AsyncClient(
             headers=self._headers,
             timeout=httpx.Timeout(self.timeout, connect=CONNECT_TIMEOUT),
