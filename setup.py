@@ -30,7 +30,7 @@ setup(
         "typer>=0.15",
     ],
     extras_require={
-        # The range that megatron-core 0.16.1 names; its torch extension is compiled at install time.
+        # The range that megatron-core 0.16.1 names; its torch extension is compiled on install.
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],
         "sglang": ["sglang==0.5.23"],
         "dev": [

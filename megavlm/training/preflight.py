@@ -146,7 +146,7 @@ def check_checkpoint(folder: Path) -> None:
     """A checkpoint folder with a complete step, or a step's own folder."""
     if not any(folder.glob(MANIFEST)) and not any(folder.glob(f"step_*/{MANIFEST}")):
         raise ValueError(
-            f"model.checkpoint={folder} holds no complete checkpoint (no {MANIFEST}): make one with "
+            f"model.checkpoint={folder} holds no complete checkpoint (no {MANIFEST}): make one by "
             "megavlm-convert import, or set model.checkpoint=null to take model.folder's weights"
         )
 
