@@ -25,6 +25,7 @@ class World:
         data = {
             "train_files": [str(self.root / "data/train.parquet")],
             "test_files": [str(self.root / "data/test.parquet")],
+            "max_prompt_tokens": 64,
             "pack_tokens": 512,
         }
         recipe: dict[str, Any] = {
