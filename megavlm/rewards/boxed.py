@@ -12,8 +12,6 @@ from fractions import Fraction
 from megavlm.rewards.base import Score
 
 FORMAT_REWARD = 0.1
-# Longer than any answer; it bounds the work on text that a model made up.
-_MAX_ANSWER_CHARS = 512
 _BOX = "\\boxed"
 _ANSWER = re.compile(r"\banswer\s?:", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})")
@@ -49,8 +47,6 @@ def score(response: str, answer: str) -> Score:
 
 def is_equal(left: str, right: str) -> bool:
     """Whether two answers are the same number or the same text after normalisation."""
-    if max(len(left), len(right)) > _MAX_ANSWER_CHARS:
-        return False
     left, right = _normalize(left), _normalize(right)
     if left == right:
         return bool(left)

@@ -86,7 +86,9 @@ HOSTILE = {
     "open answers": "'Answer:' * 200_000",
     "wide box": "r'\\boxed{' + '{' * 500_000 + '}' * 500_001",
     "spaces": "r'\\boxed' + ' ' * 1_000_000",
-    "slashes": "r'\\boxed{' + '/' * 400 + '}'",
+    "long number": "r'\\boxed{' + '9' * 1_000_000 + '}'",
+    "long text": "r'\\boxed{' + r'\\text' * 200_000 + '}'",
+    "slashes": "r'\\boxed{' + '/' * 400_000 + '}'",
     "fractions": "r'\\boxed{' + r'\\frac{' * 80 + '}' * 81",
 }
 
