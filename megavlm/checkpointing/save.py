@@ -1,6 +1,7 @@
 """Saves a training step: all ranks write, rank 0 makes it appear."""
 
 import json
+import queue
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
@@ -58,6 +60,9 @@ def save(
         strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy("torch_dist"), replica_group()
         )
+        # The writers' results come back within this process. megatron-core's own queue is another
+        # process, started by importing everything again, and left behind when this one is killed.
+        filesystem_async._results_queue = queue.Queue()
         dist_checkpointing.save(state, str(path), strategy, content_metadata=dict(FORM))
         random_states.write(random_states.path(path, rank))
         if rank == 0:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from megatron.core import dist_checkpointing
 
@@ -91,6 +92,16 @@ def test_a_killed_save_leaves_the_step_before(hf: Path, tmp_path: Path, point: i
     assert (resumed == fingerprint) == (step == 1)
     assert checkpointing.latest(tmp_path) == step + 1
     assert not [path.name for path in tmp_path.iterdir() if path.name.endswith("partial")]
+
+
+def processes_after_a_save(hf: Path, folder: Path) -> int:
+    save_first(hf, folder)
+    return len(psutil.Process().children(recursive=True))
+
+
+@pytest.mark.distributed
+def test_a_save_leaves_no_process_that_would_outlive_a_kill(hf: Path, tmp_path: Path) -> None:
+    assert launch(1, processes_after_a_save, hf, tmp_path) == [0]
 
 
 def save_on_a_full_disk(hf: Path, folder: Path, limit: int) -> str:
