@@ -96,14 +96,20 @@ class Run:
         return [digest.hexdigest(), *map(str, (self.updater.learning_rate, *numbers))]
 
 
-def start(hf: Path, tensor: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Run:
+def start(
+    hf: Path,
+    tensor: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    freeze: bool = True,
+) -> Run:
     """A run at step 0 with the folder's weights."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     mesh = build_mesh(tensor=tensor, seed=seed)
     config = AutoConfig.from_pretrained(hf)
-    model = build_model(config, mesh, dtype=dtype)
+    model = build_model(config, mesh, dtype=dtype, freeze_tower=freeze, freeze_merger=freeze)
     entries = family(config.model_type).mapping(config)
     load_hf(model, entries, HFFolder(hf), mesh.tensor_rank, mesh.tensor_size)
     updater = build_updater(model, SETTINGS, num_steps=10)

@@ -26,32 +26,47 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hf(tmp_path_factory.mktemp("hf"))
 
 
-def train_and_save(hf: Path, tensor: int, folder: Path, more: int) -> list[str]:
-    run = start(hf, tensor)
+def train_and_save(
+    hf: Path, tensor: int, folder: Path, more: int, options: dict[str, Any] | None = None
+) -> list[str]:
+    run = start(hf, tensor, **options or {})
     run.train(range(3))
     run.save(folder, 3, {"step": 3, "loader": {"epoch": 1, "seen": [1, 2]}})
     run.train(range(3, 3 + more))
     return run.fingerprint()
 
 
-def resume(hf: Path, tensor: int, folder: Path, more: int) -> tuple[dict[str, Any], list[str]]:
-    run = start(hf, tensor, seed=99)
+def resume(
+    hf: Path, tensor: int, folder: Path, more: int, options: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    run = start(hf, tensor, seed=99, **options)
     extra = run.load(folder)
     run.train(range(3, 3 + more))
     return extra, run.fingerprint()
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_run_is_bit_equal(hf: Path, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        *((layout, {}) for layout in LAYOUTS),
+        ("TP 2", {"freeze": False}),
+        ("DP 2", {"dtype": torch.bfloat16}),  # with fp32 weights in the optimizer
+    ],
+)
+def test_a_resumed_run_is_bit_equal(
+    hf: Path, tmp_path: Path, layout: str, options: dict[str, Any]
+) -> None:
     world_size, tensor = LAYOUTS[layout]
-    through = launch(world_size, train_and_save, hf, tensor, tmp_path, 3)
-    resumed = launch(world_size, resume, hf, tensor, tmp_path, 3)
+    through = launch(world_size, train_and_save, hf, tensor, tmp_path, 3, options)
+    resumed = launch(world_size, resume, hf, tensor, tmp_path, 3, options)
     for rank in range(world_size):
         extra, fingerprint = resumed[rank]
         assert fingerprint == through[rank]
         assert extra == {"step": 3, "loader": {"epoch": 1, "seen": [1, 2]}}
-    assert launch(1, resume, hf, 1, tmp_path, 2)[0][1] != through[0]  # the comparison can fail
+    assert (
+        launch(1, resume, hf, 1, tmp_path, 2, options)[0][1] != through[0]
+    )  # the comparison can fail
 
 
 def load_and_save(hf: Path, tensor: int, source: Path, target: Path) -> None:
