@@ -8,7 +8,6 @@ no model code, arithmetic or communication. Nothing else in megavlm asks which d
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import resource
 import warnings
@@ -135,7 +134,6 @@ def install() -> None:
     _replace_allocation()
     _replace_random_states()
     _replace_optimizer()
-    _replace_checkpoint_queue()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -204,17 +202,3 @@ def _replace_optimizer() -> None:
     optimizer.Adam = distrib_optimizer.Adam = Adam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
-
-
-def _replace_checkpoint_queue() -> None:
-    """The checkpoint writer's result queue is forked: the spawned one imports everything again (3 s
-    a save).
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    def results_queue() -> Any:
-        if filesystem_async._results_queue is None:
-            filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-        return filesystem_async._results_queue
-
-    filesystem_async._get_write_results_queue = results_queue
