@@ -1,18 +1,24 @@
 """The demo's data: pictures that it draws, or any Parquet set in the form of hiyouga/geometry3k."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megavlm.data.rows import Row, read_rows
-from megavlm.demo.shapes import write_dataset
+from megavlm.data.rows import IMAGE_PLACEHOLDER, Row, read_rows
+from megavlm.demo.shapes import SCHEMA, write_dataset
 
 NUM_TRAIN, NUM_TEST = 8000, 800
 CATEGORY = "task"
+CAPTION = IMAGE_PLACEHOLDER + "Describe the image."
+
+
+Example = dict[str, Any]  # a line of a Parquet file
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,7 @@ class DemoData:
 
     def rows(self) -> list[Row]:
         """All that the tokenizer learns from."""
-        files = [str(path) for path in dict.fromkeys([self.warm_start, self.train])]
-        return read_rows(files, category_key=self.category_key)
+        return read_rows([str(self.warm_start), str(self.train)], category_key=self.category_key)
 
     def texts(self) -> Iterator[str]:
         for row in self.rows():
@@ -45,7 +50,9 @@ def take(source: Path, folder: Path, *, seed: int) -> DemoData:
     """train.parquet and test.parquet of `source`; without the latter a tenth of the former is held
     out.
 
-    The warm start is a short supervised run on the training answers themselves.
+    The warm start is that of the drawn pictures, as far as the set allows it: what rows say of a
+    picture is its caption, and a question that has several answers gets one of them at random, so
+    that its form is taught and its meaning is left to reinforcement.
     """
     train, test = source / "train.parquet", source / "test.parquet"
     if not train.is_file():
@@ -57,7 +64,45 @@ def take(source: Path, folder: Path, *, seed: int) -> DemoData:
     if not test.is_file():
         train, test = _hold_out(table, folder, seed)
     category_key = CATEGORY if CATEGORY in table.column_names else None
-    return DemoData(train, test, train, category_key)
+    warm_start = folder / "warm_start.parquet"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = pq.read_table(train, columns=["images", "problem", "answer"]).to_pylist()
+    captions = list(_captions(rows))
+    questions = _withheld(rows, len(captions) or len(rows), np.random.default_rng([seed, 1]))
+    pq.write_table(pa.Table.from_pylist(captions + questions, schema=SCHEMA), warm_start)
+    return DemoData(train, test, warm_start, category_key)
+
+
+def _captions(rows: Sequence[Example]) -> Iterator[Example]:
+    """Of each picture the answers that its rows give, the rarest first; yes and no tell nothing."""
+    known = _answers(rows)
+    told: dict[bytes, list[Example]] = {}
+    for row in rows:
+        if len(row["images"]) == 1 and len(known[row["problem"]]) != 2:
+            told.setdefault(row["images"][0]["bytes"], []).append(row)
+    counts = Counter(row["answer"] for row in rows)
+    for about in told.values():
+        answers = sorted(
+            {row["answer"] for row in about}, key=lambda answer: (counts[answer], answer)
+        )
+        yield about[0] | {"problem": CAPTION, "answer": " ".join(answers), CATEGORY: "caption"}
+
+
+def _withheld(rows: Sequence[Example], count: int, rng: np.random.Generator) -> list[Example]:
+    """`count` of the questions, each with one of the answers that it has anywhere."""
+    known = {problem: sorted(answers) for problem, answers in _answers(rows).items()}
+    some = [rows[index] for index in rng.permutation(len(rows))[:count]]
+    return [
+        row | {"answer": str(rng.choice(known[row["problem"]])), CATEGORY: "question"}
+        for row in some
+    ]
+
+
+def _answers(rows: Sequence[Example]) -> dict[str, set[str]]:
+    known: dict[str, set[str]] = {}
+    for row in rows:
+        known.setdefault(row["problem"], set()).add(row["answer"])
+    return known
 
 
 def _hold_out(table: pa.Table, folder: Path, seed: int) -> tuple[Path, Path]:

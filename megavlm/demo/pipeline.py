@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megavlm.config.schema import Config
+from megavlm.data.rows import read_rows
 from megavlm.demo.data import DemoData, draw, take
 from megavlm.parallel import platform
 
 MARK = ".megavlm-demo"
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "debug"
-RESPONSE_TOKENS = 16  # at most, for the answers of a set that we did not draw
+# For a set that we did not draw.
+RESPONSE_TOKENS = 16  # at most
+WARM_EPOCHS, WARM_BATCH = 8, 64
 
 
 def run_demo(run_dir: Path, *, seed: int, data: Path | None, overrides: list[str]) -> None:
@@ -54,9 +57,12 @@ def run_demo(run_dir: Path, *, seed: int, data: Path | None, overrides: list[str
         f"data.test_files=[{sets.test}]",
     ]
     if data is None:
-        pictures, longest = "shapes", []
+        pictures, steps, longest = "shapes", [], []
     else:
-        pictures, longest = "any", [f"rollout.max_new_tokens={_longest_answer(model, sets)}"]
+        pictures = "any"
+        num_rows = len(read_rows([str(sets.warm_start)], category_key=sets.category_key))
+        steps = [f"algorithm.steps={max(WARM_EPOCHS * num_rows // WARM_BATCH, 1)}"]
+        longest = [f"rollout.max_new_tokens={_longest_answer(model, sets)}"]
     warm_start = run_dir / "warm_start"
     with _phase("warm start", seconds):
         _train(
@@ -67,6 +73,7 @@ def run_demo(run_dir: Path, *, seed: int, data: Path | None, overrides: list[str
                 f"model.checkpoint={imported}",
                 f"data.train_files=[{sets.warm_start}]",
                 "run.summary=false",
+                *steps,
             ],
         )
     with _phase("grpo", seconds):

@@ -40,7 +40,7 @@ UNEQUAL = ((1, 0), (1, 2), (1, 3), (0, 1), (2, 1), (3, 1), (0, 2), (2, 0))
 
 T = TypeVar("T")
 
-_SCHEMA = pa.schema(
+SCHEMA = pa.schema(
     [
         ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
         ("problem", pa.string()),
@@ -185,4 +185,4 @@ def _write(path: Path, rows: Iterable[tuple[bytes, str, str, str]]) -> None:
         }
         for png, question, answer, task in rows
     ]
-    pq.write_table(pa.Table.from_pylist(records, schema=_SCHEMA), path)
+    pq.write_table(pa.Table.from_pylist(records, schema=SCHEMA), path)
