@@ -62,9 +62,8 @@ def metrics(groups: Sequence[Group]) -> dict[str, float]:
     by_category: dict[str, list[float]] = {}
     for group in groups:
         by_category.setdefault(group.prompt.row.category, []).extend(s.reward for s in group.scores)
-    if len(by_category) > 1:
-        measures |= {f"reward/{name}": sum(x) / len(x) for name, x in sorted(by_category.items())}
-    return measures
+    named = {name: rewards for name, rewards in sorted(by_category.items()) if name}
+    return measures | {f"reward/{name}": sum(x) / len(x) for name, x in named.items()}
 
 
 def samples(groups: Sequence[Group]) -> list[SampledGroup]:
