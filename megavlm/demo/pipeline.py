@@ -61,7 +61,9 @@ def run_demo(run_dir: Path, *, seed: int, data: Path | None, overrides: list[str
     else:
         pictures = "any"
         num_rows = len(read_rows([str(sets.warm_start)], category_key=sets.category_key))
-        steps = [f"algorithm.steps={max(WARM_EPOCHS * num_rows // WARM_BATCH, 1)}"]
+        num_steps = max(WARM_EPOCHS * num_rows // WARM_BATCH, 1)
+        warm_up = min(20, num_steps)
+        steps = [f"algorithm.steps={num_steps}", f"optimizer.warmup_steps={warm_up}"]
         longest = [f"rollout.max_new_tokens={_longest_answer(model, sets)}"]
     warm_start = run_dir / "warm_start"
     with _phase("warm start", seconds):

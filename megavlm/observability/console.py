@@ -95,19 +95,19 @@ def closing(result: Mapping[str, Any]) -> RenderableType:
 
 
 def _accuracy_table(result: Mapping[str, Any]) -> Table:
-    title = f"Accuracy on the test split, seed {result['seed']}, {result['steps']} steps"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.add_column("category")
-    for name in (
-        "questions",
-        "before",
-        "after",
-        "gain",
-        "sampled",
-        "valid form",
-        "blind",
-        "shuffled",
-    ):
+    steps, seed = result["steps"], result["seed"]
+    title = f"Accuracy on the test split in percent, seed {seed}, {steps} steps"
+    table = Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    # Narrow enough for 80 columns, or for a log.
+    table.add_column("category", overflow="fold")
+    for name in ("rows", "before", "after", "gain", "sampled", "valid", "blind", "shuffled"):
         table.add_column(name, justify="right", no_wrap=True)
     rows = category_rows(result)
     for row in rows:
@@ -116,13 +116,10 @@ def _accuracy_table(result: Mapping[str, Any]) -> Table:
         table.add_row(
             escape(row.category),
             str(row.count),
-            percent(row.before),
-            percent(row.after),
+            _points(row.before),
+            _points(row.after),
             "-" if gain is None else points(gain),
-            percent(row.sampled),
-            percent(row.valid),
-            percent(row.blind),
-            percent(row.shuffled),
+            *map(_points, (row.sampled, row.valid, row.blind, row.shuffled)),
             style="bold" if is_last else None,
             end_section=len(rows) > 1 and row is rows[-2],
         )
@@ -132,6 +129,10 @@ def _accuracy_table(result: Mapping[str, Any]) -> Table:
         table.caption = f"95 % interval of the last accuracy: {percent(low)} to {percent(high)}"
         table.caption_justify = "left"
     return table
+
+
+def _points(share: float | None) -> str:
+    return percent(share).removesuffix(" %")
 
 
 def _phase_table(seconds: Mapping[str, float]) -> Table:
