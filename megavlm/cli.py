@@ -63,6 +63,10 @@ def demo(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of pictures, model and training.")] = 0,
     run_dir: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
+    warm_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of the warm start, if not as many as it needs to see."),
+    ] = None,
 ) -> None:
     """Draw pictures, make a tiny model, warm it up, train it with GRPO, and report.
 
@@ -72,7 +76,9 @@ def demo(
         raise ValueError(f"--data {data} is no folder: give one that holds Parquet files")
     from megavlm.demo import pipeline
 
-    pipeline.run_demo(run_dir, seed=seed, data=data, overrides=overrides or [])
+    pipeline.run_demo(
+        run_dir, seed=seed, data=data, warm_steps=warm_steps, overrides=overrides or []
+    )
 
 
 def _run(

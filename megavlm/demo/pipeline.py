@@ -26,9 +26,16 @@ RESPONSE_TOKENS = 16  # at most
 WARM_EPOCHS, WARM_BATCH = 8, 64
 
 
-def run_demo(run_dir: Path, *, seed: int, data: Path | None, overrides: list[str]) -> None:
-    """Everything is written to `run_dir`. `overrides` are of the GRPO recipe. SystemExit where a
-    run failed.
+def run_demo(
+    run_dir: Path,
+    *,
+    seed: int,
+    data: Path | None,
+    warm_steps: int | None,
+    overrides: list[str],
+) -> None:
+    """Everything is written to `run_dir`. `data` None: pictures are drawn. `warm_steps` None: as
+    many as the pictures need. `overrides` are of the GRPO recipe. SystemExit where a run failed.
     """
     _clear(run_dir)
     seconds: dict[str, float] = {}
@@ -57,14 +64,17 @@ def run_demo(run_dir: Path, *, seed: int, data: Path | None, overrides: list[str
         f"data.test_files=[{sets.test}]",
     ]
     if data is None:
-        pictures, steps, longest = "shapes", [], []
+        pictures, longest = "shapes", []
     else:
         pictures = "any"
-        num_rows = len(read_rows([str(sets.warm_start)], category_key=sets.category_key))
-        num_steps = max(WARM_EPOCHS * num_rows // WARM_BATCH, 1)
-        warm_up = min(20, num_steps)
-        steps = [f"algorithm.steps={num_steps}", f"optimizer.warmup_steps={warm_up}"]
         longest = [f"rollout.max_new_tokens={_longest_answer(model, sets)}"]
+        if warm_steps is None:
+            num_rows = len(read_rows([str(sets.warm_start)], category_key=sets.category_key))
+            warm_steps = max(WARM_EPOCHS * num_rows // WARM_BATCH, 1)
+    steps = []
+    if warm_steps is not None:
+        warm_up = min(20, warm_steps)
+        steps = [f"algorithm.steps={warm_steps}", f"optimizer.warmup_steps={warm_up}"]
     warm_start = run_dir / "warm_start"
     with _phase("warm start", seconds):
         _train(

@@ -4,7 +4,7 @@ import math
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """At most seven characters: `digits` significant ones, thousands as k, or an exponent."""
+    """At most seven characters and a sign: `digits` significant ones, k, or an exponent."""
     if value is None or not math.isfinite(value):
         return "nan" if value is None or math.isnan(value) else str(value)
     if value == 0:
