@@ -68,7 +68,8 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
     share, square = successes / count, _Z**2 / count
     middle = (share + square / 2) / (1 + square)
     half = _Z / (1 + square) * sqrt(share * (1 - share) / count + square / (4 * count))
-    return max(middle - half, 0.0), min(middle + half, 1.0)
+    # It holds the share itself, which rounding may leave outside at 0 and at 1.
+    return min(max(middle - half, 0.0), share), max(min(middle + half, 1.0), share)
 
 
 def _share(hits: Sequence[bool]) -> Share:
