@@ -117,7 +117,6 @@ def test_what_is_sent(full: bool) -> None:
     assert sequence == [
         "/begin_weight_update",
         "/end_weight_update",
-        "/flush_cache",
         VERSION,
         "/model_info",
     ]
@@ -133,7 +132,6 @@ def test_what_is_sent(full: bool) -> None:
         (UPDATE, 1),
         (UPDATE, 2),
         ("/end_weight_update", 1),
-        ("/flush_cache", 1),
         (VERSION, 1),
     ],
 )

@@ -52,7 +52,7 @@ class DistributedTransport(Session):
             "shapes": [list(place.shape) for place in places],
             "group_name": GROUP,
             "load_format": "flattened_bucket",
-            "flush_cache": False,
+            "flush_cache": True,
         }
 
         def broadcast() -> None:

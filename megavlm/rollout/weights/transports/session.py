@@ -5,7 +5,11 @@ from megavlm.rollout.weights.servers import Servers
 
 
 class Session:
-    """begin, commit and abort for transports that hand over tensor by tensor."""
+    """begin, commit and abort for transports that hand over tensor by tensor.
+
+    Each update drops the keys and values of the old weights itself (`flush_cache`): /flush_cache
+    would also empty the allocator's cache, which takes 0.4 s on a CPU.
+    """
 
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
@@ -15,7 +19,6 @@ class Session:
 
     def commit(self) -> None:
         self.servers.post("/end_weight_update", {})
-        self.servers.post("/flush_cache", {})  # keys and values of the old weights
 
     def abort(self) -> None:
         try:

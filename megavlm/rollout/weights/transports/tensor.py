@@ -30,7 +30,7 @@ class TensorTransport(Session):
                 {
                     "serialized_named_tensors": [payload] * ranks,
                     "load_format": "flattened_bucket",
-                    "flush_cache": False,
+                    "flush_cache": True,
                 }
                 for ranks in self._ranks
             ],
