@@ -74,6 +74,12 @@ def test_three_steps_then_one_more(world: World) -> None:
     key = (run / "rollout_server.log").read_text() + (run / "config.yaml").read_text()
     assert "api_key" not in key
 
+    elsewhere = (f"run.dir={world.root / 'evaluated'}", f"model.checkpoint={run / 'checkpoints'}")
+    evaluated = world.megavlm("evaluate", recipe, *elsewhere, "checkpoint.verify_export=false")
+    assert evaluated.returncode == 0, evaluated.stderr
+    again = json.loads((world.root / "evaluated/evaluation.json").read_text())
+    assert again["greedy"] == result["evaluation_after"]["greedy"], "the checkpoint is what trained"
+
     changed = ("algorithm.steps=4", "rollout.temperature=1.0", "checkpoint.verify_export=false")
     resumed = world.megavlm("train", recipe, *changed)
     assert resumed.returncode == 0, resumed.stderr
