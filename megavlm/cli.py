@@ -63,6 +63,10 @@ def demo(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of pictures, model and training.")] = 0,
     run_dir: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="What to ask: colour,count,compare (the default), kind, length."),
+    ] = None,
     warm_steps: Annotated[
         int | None,
         typer.Option(min=1, help="Steps of the warm start, if not as many as it needs to see."),
@@ -77,7 +81,12 @@ def demo(
     from megavlm.demo import pipeline
 
     pipeline.run_demo(
-        run_dir, seed=seed, data=data, warm_steps=warm_steps, overrides=overrides or []
+        run_dir,
+        seed=seed,
+        data=data,
+        tasks=None if tasks is None else tasks.split(","),
+        warm_steps=warm_steps,
+        overrides=overrides or [],
     )
 
 

@@ -40,8 +40,9 @@ class DemoData:
             yield row.answer
 
 
-def draw(folder: Path, *, seed: int) -> DemoData:
-    write_dataset(folder, seed=seed, num_train=NUM_TRAIN, num_test=NUM_TEST)
+def draw(folder: Path, *, seed: int, tasks: Sequence[str] | None = None) -> DemoData:
+    """`tasks`: of shapes.TASKS; None takes those that the demo teaches."""
+    write_dataset(folder, seed=seed, num_train=NUM_TRAIN, num_test=NUM_TEST, tasks=tasks)
     train, test = folder / "train.parquet", folder / "test.parquet"
     return DemoData(train, test, folder / "warm_start.parquet", CATEGORY)
 

@@ -31,17 +31,21 @@ def run_demo(
     *,
     seed: int,
     data: Path | None,
+    tasks: list[str] | None,
     warm_steps: int | None,
     overrides: list[str],
 ) -> None:
-    """Everything is written to `run_dir`. `data` None: pictures are drawn. `warm_steps` None: as
-    many as the pictures need. `overrides` are of the GRPO recipe. SystemExit where a run failed.
+    """Everything is written to `run_dir`. `data` None: pictures are drawn, with questions of
+    `tasks` (None: those that the demo teaches). `warm_steps` None: as many as the pictures need.
+    `overrides` are of the GRPO recipe. SystemExit where a run failed.
     """
+    if data is not None and tasks is not None:
+        raise ValueError("--tasks is for drawn pictures: leave it out with --data")
     _clear(run_dir)
     seconds: dict[str, float] = {}
     with _phase("data", seconds):
         if data is None:
-            sets = draw(run_dir / "data", seed=seed)
+            sets = draw(run_dir / "data", seed=seed, tasks=tasks)
         else:
             sets = take(data, run_dir / "data", seed=seed)
     model, imported = run_dir / "model", run_dir / "imported"

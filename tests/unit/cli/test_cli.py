@@ -128,9 +128,16 @@ def test_demo_passes_its_options_on(
     monkeypatch.setattr("megavlm.demo.pipeline", pipeline, raising=False)
     assert megavlm("demo")[0] == 0
     options = ["--data", tmp_path, "--seed", 3, "--run-dir", "r", "--warm-steps", 5]
+    options += ["--tasks", "kind,length"]
     assert megavlm("demo", "algorithm.steps=3", *options)[0] == 0
-    plain = {"seed": 0, "data": None, "warm_steps": None, "overrides": []}
-    given = {"seed": 3, "data": tmp_path, "warm_steps": 5, "overrides": ["algorithm.steps=3"]}
+    plain = {"seed": 0, "data": None, "tasks": None, "warm_steps": None, "overrides": []}
+    given = {
+        "seed": 3,
+        "data": tmp_path,
+        "tasks": ["kind", "length"],
+        "warm_steps": 5,
+        "overrides": ["algorithm.steps=3"],
+    }
     assert calls == [((Path("runs/demo"),), plain), ((Path("r"),), given)]
 
 

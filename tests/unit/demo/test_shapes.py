@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from megavlm.data.rows import Row, read_rows
-from megavlm.demo.shapes import COLOURS, KINDS, SIZE, TASKS, write_dataset
+from megavlm.demo.shapes import COLOURS, KINDS, LEARNT, SIZE, write_dataset
 
 WORDS = {"colour": set(COLOURS), "count": {"1", "2", "3", "4"}, "compare": set(COLOURS)}
 
@@ -61,7 +61,7 @@ def test_answers_are_what_the_pixels_show(folder: Path, name: str) -> None:
     rows = load(folder, name)
     for row in rows:
         assert row.answer == right_answer(row), row.problem
-    assert Counter(row.category for row in rows) == dict.fromkeys(TASKS, len(rows) // len(TASKS))
+    assert Counter(row.category for row in rows) == dict.fromkeys(LEARNT, len(rows) // len(LEARNT))
     assert {
         row.category: {r.answer for r in rows if r.category == row.category} for row in rows
     } == WORDS
@@ -89,17 +89,47 @@ def test_warm_start_captions_are_true_and_answers_withheld(folder: Path) -> None
     assert 70 < wrong["colour"] < 95 and 60 < wrong["count"] < 90 and 30 < wrong["compare"] < 70
 
 
-def test_caption_names_the_kind_that_is_drawn(folder: Path) -> None:
+def drawn_kind(png: bytes, colour: str) -> str:
     """Its area tells a kind: a square fills its box, a circle pi / 4 of it, a triangle half."""
+    inside = (np.asarray(Image.open(io.BytesIO(png))) == COLOURS[colour]).all(-1)
+    ys, xs = inside.nonzero()
+    fill = inside.sum() / ((np.ptp(ys) + 1) * (np.ptp(xs) + 1))
+    return "square" if fill > 0.95 else "circle" if fill > 0.65 else "triangle"
+
+
+def test_caption_names_the_kind_that_is_drawn(folder: Path) -> None:
     for row in load(folder, "warm_start"):
-        kind = row.answer.split()[-1]
-        if row.category != "caption" or kind not in KINDS:
+        _, colour, *kind = row.answer.split() if row.category == "caption" else ("", "")
+        if kind and kind[0] in KINDS:
+            assert kind[0] == drawn_kind(row.images[0], colour)
+
+
+def test_kinds_and_lengths_are_what_the_pixels_show(tmp_path: Path) -> None:
+    tasks = ["kind", "length"]
+    write_dataset(tmp_path, seed=0, num_train=120, num_test=10, tasks=tasks)
+    rows = load(tmp_path, "train")
+    captions = load(tmp_path, "warm_start")[: len(rows)]
+    assert Counter(row.category for row in rows) == {"kind": 60, "length": 60}
+    for row, caption in zip(rows, captions, strict=True):
+        if row.category == "kind":
+            assert row.answer == drawn_kind(row.images[0], caption.answer.split()[1])
             continue
         pixels = np.asarray(Image.open(io.BytesIO(row.images[0])))
-        inside = (pixels == COLOURS[row.answer.split()[1]]).all(-1)
-        ys, xs = inside.nonzero()
-        fill = inside.sum() / ((np.ptp(ys) + 1) * (np.ptp(xs) + 1))
-        assert kind == ("square" if fill > 0.95 else "circle" if fill > 0.65 else "triangle")
+        widths = {
+            name: np.ptp((pixels == colour).all(-1).any(0).nonzero()[0])
+            for name, colour in COLOURS.items()
+            if (pixels == colour).all(-1).any()
+        }
+        longer, shorter = sorted(widths, key=lambda name: -widths[name])
+        assert widths[longer] >= widths[shorter] + 9
+        assert (row.answer, caption.answer) == (longer, f"long {longer} short {shorter}")
+        assert longer in row.problem and shorter in row.problem
+    assert {row.answer for row in rows if row.category == "kind"} == set(KINDS)
+
+
+def test_unknown_task_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'area' is no task; choose from colour, .*, length"):
+        write_dataset(tmp_path, seed=0, num_train=1, num_test=1, tasks=["area"])
 
 
 def test_seed_decides_everything_and_splits_share_no_picture(folder: Path, tmp_path: Path) -> None:
