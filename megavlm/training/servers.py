@@ -12,6 +12,7 @@ from pathlib import Path
 from megavlm.config.schema import Config
 from megavlm.parallel import platform
 from megavlm.rollout.client import RolloutClient
+from megavlm.rollout.errors import RolloutServerError, WeightSyncError
 from megavlm.rollout.server import HOST, ManagedServer, free_port
 from megavlm.rollout.weights.servers import Servers
 from megavlm.rollout.weights.transports.base import Transport
@@ -56,7 +57,11 @@ def connect(config: Config, model_folder: str | Path) -> Iterator[Connection]:
     with server:
         keys = server.api_key, server.admin_key
         with _connection(config, [server.url], *keys, address=HOST) as connection:
-            yield connection
+            try:
+                yield connection
+            except (RolloutServerError, WeightSyncError):
+                server.check()  # if it has died, that is the reason, and its log says why
+                raise
 
 
 @contextmanager
