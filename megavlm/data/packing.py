@@ -3,16 +3,18 @@
 A tree holds a prompt once and what continues it, at any depth: n responses, or turns and their
 branches. One response is the plain case. A pack holds several trees in one row of tokens. A token
 attends to the segments that its own segment continues (`Pack.ancestors`) and to its own past.
+Under context parallelism each rank holds a part of the tokens (`Pack.part`).
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megavlm.data.context import Run, cut, tokens_of
 from megavlm.data.positions import text_positions
 
 if TYPE_CHECKING:
@@ -50,25 +52,77 @@ class Tree:
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """T tokens in S segments with N targets and M image tokens."""
+    """T tokens in S segments with N targets and M vision tokens, of which this rank holds t, n and
+    m: all of them, or its part of `context_size` parts.
 
-    token_ids: Tensor  # [T] int64
-    positions: Tensor  # [3, T] int64
+    A target belongs to the rank that holds its source, the token before it, whose hidden state
+    predicts it. Bounds, parents and runs are plain integers: what is planned from them (the
+    sequences of a kernel, say) needs no look at a tensor, for which a GPU would have to stop.
+    """
+
+    token_ids: Tensor  # [t] int64
+    positions: Tensor  # [3, t] int64
+    token_index: Tensor  # [t] int64: where each held token stands in the pack, ascending
+    gather_index: Tensor  # [T] int64: where each token stands in all ranks' tokens, concatenated
+    runs: tuple[Run, ...]  # the held tokens once more, as stretches of one segment each
+
     segment_ids: Tensor  # [T] int64, 0 to S - 1 over the whole pack
     ancestors: Tensor  # [S, S] bool: the row's tokens may attend the column's, itself included
+    parents: tuple[int, ...]  # [S], -1: none
+    segment_bounds: tuple[int, ...]  # first token of each segment, then T
     tree_bounds: tuple[int, ...]  # first token of each tree, then T
-    source_index: Tensor  # [N] int64: the token whose hidden state predicts the target
-    target_ids: Tensor  # [N] int64
-    values: dict[str, Tensor]  # [N] float32 each
-    vision_index: Tensor  # [M] int64: the tokens that image features replace, in order
-    pictures: tuple[str, ...]  # keys whose features, concatenated, fill vision_index
+
+    source_index: Tensor  # [n] int64: the held token whose hidden state predicts the target
+    target_ids: Tensor  # [n] int64
+    target_index: Tensor  # [n] int64: which of the pack's N targets
+    values: dict[str, Tensor]  # [n] float32 each
+
+    vision_index: Tensor  # [m] int64: the held tokens that features replace
+    feature_index: Tensor  # [m] int64: the row of each among the pack's M features
+    pictures: tuple[str, ...]  # keys whose features, concatenated, are the M rows
+
+    context_size: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.tree_bounds[-1]
 
     @property
     def num_targets(self) -> int:
+        """n: the sum over context ranks is the pack's N."""
         return len(self.target_ids)
 
+    def part(self, context_rank: int) -> "Pack":
+        """The pack as one context rank sees it, with as many tokens as every other has."""
+        if self.context_size == 1:
+            return self
+        assert len(self.token_ids) == self.num_tokens, "a part is not cut again"
+        runs = cut(self.segment_bounds, self.context_size)
+        gather_index = torch.cat([tokens_of(of_rank) for of_rank in runs]).argsort()
+        token_index = tokens_of(runs[context_rank])
+        place = gather_index - context_rank * len(token_index)  # of the held ones, in this part
+        held = torch.zeros(self.num_tokens, dtype=torch.bool)
+        held[token_index] = True
+        target_index = held[self.source_index].nonzero().flatten()
+        feature_index = held[self.vision_index].nonzero().flatten()
+        return replace(
+            self,
+            token_ids=self.token_ids[token_index],
+            positions=self.positions[:, token_index],
+            token_index=token_index,
+            gather_index=gather_index,
+            runs=runs[context_rank],
+            source_index=place[self.source_index[target_index]],
+            target_ids=self.target_ids[target_index],
+            target_index=target_index,
+            values={name: x[target_index] for name, x in self.values.items()},
+            vision_index=place[self.vision_index[feature_index]],
+            feature_index=feature_index,
+        )
+
     def to(self, device: torch.device | str) -> "Pack":
-        """The same pack with its tensors on `device`."""
+        """The same pack with its tensors on `device`. A pack is cut before it is moved."""
         moved: dict[str, Any] = {
             name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
@@ -98,13 +152,22 @@ def prompt_tree(
     return Tree((root, *children), tuple(picture.key for picture in prompt.pictures))
 
 
-def make_pack(trees: Sequence[Tree], *, image_token_id: int, multiple: int = 1) -> Pack:
-    """Lay trees out in one row, padded to a multiple of tokens by a tree that has no targets.
+def make_pack(
+    trees: Sequence[Tree],
+    *,
+    vision_token_ids: Collection[int],
+    multiple: int = 1,
+    context_size: int = 1,
+) -> Pack:
+    """Lay trees out in one row, padded by a tree that has no targets, so that each of context_size
+    parts has the same number of tokens, at least one and a multiple of `multiple`.
 
+    vision_token_ids: the image and the video token, which the tower's features replace in order.
     Targets, and the values that belong to them, come in the order of their segments and tokens.
     Every target segment has the same names in `values`.
     """
-    trees = [*trees, *_padding(sum(tree.num_tokens for tree in trees), multiple)]
+    num_tokens = sum(tree.num_tokens for tree in trees)
+    trees = [*trees, *_padding(num_tokens, multiple * context_size)]
     segments = [segment for tree in trees for segment in tree.segments]
     sizes = torch.tensor([len(segment.token_ids) for segment in segments])
     starts = sizes.cumsum(0) - sizes
@@ -117,24 +180,52 @@ def make_pack(trees: Sequence[Tree], *, image_token_id: int, multiple: int = 1) 
     is_target = torch.tensor([segment.is_target for segment in segments])
 
     token_ids = torch.cat([segment.token_ids for segment in segments])
+    everything = torch.arange(len(token_ids))
     segment_ids = torch.arange(len(segments)).repeat_interleave(sizes)
+    segment_bounds = (*starts.tolist(), len(token_ids))
     # A target is predicted by the token before it; a response's first token by its parent's last.
-    source = torch.arange(len(token_ids)) - 1
+    source = everything - 1
     source[starts[is_target]] = (starts + sizes - 1)[parents[is_target]]
     target = is_target[segment_ids]
+    # A vision token that a response holds is text: no picture belongs to it.
+    vision = torch.isin(token_ids, torch.tensor(sorted(vision_token_ids))) & ~target
+    vision_index = vision.nonzero().flatten()
+    target_ids = token_ids[target]
     return Pack(
         token_ids=token_ids,
         positions=torch.cat([segment.positions for segment in segments], dim=1),
+        token_index=everything,
+        gather_index=everything,
+        runs=cut(segment_bounds, 1)[0],
         segment_ids=segment_ids,
         ancestors=_ancestors(parents.tolist()),
+        parents=tuple(parents.tolist()),
+        segment_bounds=segment_bounds,
         tree_bounds=(0, *tree_sizes.cumsum(0).tolist()),
         source_index=source[target],
-        target_ids=token_ids[target],
+        target_ids=target_ids,
+        target_index=torch.arange(len(target_ids)),
         values=_values([segment for segment in segments if segment.is_target]),
-        # An image token that a response holds is text: no picture belongs to it.
-        vision_index=((token_ids == image_token_id) & ~target).nonzero().flatten(),
+        vision_index=vision_index,
+        feature_index=torch.arange(len(vision_index)),
         pictures=tuple(key for tree in trees for key in tree.pictures),
+        context_size=context_size,
     )
+
+
+def empty_pack(
+    value_names: Collection[str] = (), *, multiple: int = 1, context_size: int = 1
+) -> Pack:
+    """A pack of padding alone, for a rank that has no work while others have: no targets, and no
+    values of these names.
+    """
+    pack = make_pack([], vision_token_ids=(), multiple=multiple, context_size=context_size)
+    return replace(pack, values={name: torch.zeros(0) for name in value_names})
+
+
+def join_targets(parts: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
+    """What the parts of a pack hold per target, [n] each, in the order of the whole pack [N]."""
+    return torch.cat([*values])[torch.cat([part.target_index for part in parts]).argsort()]
 
 
 def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[list[Tree]]:
@@ -164,7 +255,7 @@ def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[list[Tree]]:
 
 
 def _padding(num_tokens: int, multiple: int) -> list[Tree]:
-    size = -num_tokens % multiple
+    size = -num_tokens % multiple if num_tokens else multiple
     if size == 0:
         return []
     tokens = torch.zeros(size, dtype=torch.long)

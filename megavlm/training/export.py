@@ -76,7 +76,7 @@ def _pack(
 ) -> tuple[Pack, dict[str, Picture]]:
     trees = [prompt_tree(prompt, [answer]) for prompt, answer in probes]
     pack = make_pack(
-        trees, image_token_id=driver.processor.image_token_id, multiple=driver.mesh.tensor_size
+        trees, vision_token_ids={driver.processor.image_token_id}, multiple=driver.mesh.tensor_size
     )
     return pack, {picture.key: picture for prompt, _ in probes for picture in prompt.pictures}
 

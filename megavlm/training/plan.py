@@ -54,7 +54,8 @@ def plan_step(
         num_targets = sum(len(s.token_ids) for tree in trees for s in tree.segments if s.is_target)
         for work, parts in zip(works, assign(trees, num_ranks, pack_tokens, cost), strict=True):
             packs = [
-                make_pack(part, image_token_id=image_token_id, multiple=multiple) for part in parts
+                make_pack(part, vision_token_ids={image_token_id}, multiple=multiple)
+                for part in parts
             ]
             work.minibatches.append(Minibatch(packs, num_targets))
             work.pictures.update(

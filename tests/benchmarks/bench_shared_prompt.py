@@ -48,7 +48,7 @@ def measure(folder: Path) -> list[Any]:
 
 
 def pack(trees: list[Tree], config: Any) -> Pack:
-    return make_pack(trees, image_token_id=config.image_token_id)
+    return make_pack(trees, vision_token_ids={config.image_token_id})
 
 
 def bench_shared_prompt(tmp_path: Path) -> None:

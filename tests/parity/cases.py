@@ -87,7 +87,7 @@ def pack_of(part: Sequence[Sequences], image_token_id: int, multiple: int) -> Pa
     for case in part:
         weights = [{"weight": token_weights(len(r), i)} for i, r in enumerate(case.responses)]
         trees.append(prompt_tree(case.prompt, case.responses, weights))
-    return make_pack(trees, image_token_id=image_token_id, multiple=multiple)
+    return make_pack(trees, vision_token_ids={image_token_id}, multiple=multiple)
 
 
 def _weighted_loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:

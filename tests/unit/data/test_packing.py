@@ -9,9 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.packing import Pack, Segment, Tree, make_pack, pack_trees, prompt_tree
+from megavlm.data.packing import (
+    Pack,
+    Segment,
+    Tree,
+    empty_pack,
+    join_targets,
+    make_pack,
+    pack_trees,
+    prompt_tree,
+)
 
-IMAGE = 99
+IMAGE, VIDEO = 98, 99
+VISION = {IMAGE, VIDEO}
 
 
 @st.composite
@@ -26,7 +36,11 @@ def trees(draw: st.DrawFn) -> Tree:
         segments.append(
             Segment(
                 token_ids=torch.tensor(
-                    draw(st.lists(st.sampled_from([1, 2, IMAGE]), min_size=size, max_size=size))
+                    draw(
+                        st.lists(
+                            st.sampled_from([1, 2, IMAGE, VIDEO]), min_size=size, max_size=size
+                        )
+                    )
                 ),
                 positions=torch.randint(0, 50, (3, size)),
                 parent=draw(st.integers(0, index - 1)) if index else -1,
@@ -50,7 +64,7 @@ def chain(tree: Tree, index: int) -> list[int]:
 @settings(deadline=None)
 @given(st.lists(trees(), min_size=1, max_size=4), st.integers(1, 8))
 def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
-    pack = make_pack(forest, image_token_id=IMAGE, multiple=multiple)
+    pack = make_pack(forest, vision_token_ids=VISION, multiple=multiple)
     tokens: list[int] = []
     owner: list[tuple[int, int]] = []  # (tree, segment) of each token
     last: dict[tuple[int, int], int] = {}
@@ -69,7 +83,7 @@ def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
                     targets.append(token)
                     for name in values:
                         values[name].append(float(segment.values[name][j]))
-                elif token == IMAGE:
+                elif token in VISION:
                     vision.append(here)
                 tokens.append(token)
                 owner.append((t, s))
@@ -83,6 +97,15 @@ def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
     assert pack.vision_index.tolist() == vision
     assert pack.tree_bounds[: len(forest) + 1] == tuple(bounds)
     assert pack.pictures == tuple(key for tree in forest for key in tree.pictures)
+    assert pack.feature_index.tolist() == list(range(len(vision)))
+    assert pack.target_index.tolist() == list(range(len(targets)))
+    everything = list(range(pack.num_tokens))
+    assert pack.token_index.tolist() == pack.gather_index.tolist() == everything
+    starts = [0, *(len(s.token_ids) for tree in forest for s in tree.segments)]
+    assert list(pack.segment_bounds[: len(starts)]) == torch.tensor(starts).cumsum(0).tolist()
+    for row, parent in enumerate(pack.parents):  # a path's parent is its last member but one
+        path = pack.ancestors[row].nonzero().flatten().tolist()
+        assert path[-1] == row and parent == (path[-2] if len(path) > 1 else -1)
     assert {name: x.tolist() for name, x in pack.values.items()} == (values if targets else {})
 
     # The padding is one more tree that nobody attends to and that has no targets.
@@ -95,6 +118,59 @@ def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
             assert bool(pack.ancestors[pack.segment_ids[i], pack.segment_ids[j]]) == expected
 
 
+@settings(deadline=None)
+@given(st.lists(trees(), max_size=4), st.integers(1, 4), st.integers(1, 4))
+def test_parts_are_the_pack(forest: list[Tree], multiple: int, context_size: int) -> None:
+    pack = make_pack(forest, vision_token_ids=VISION, multiple=multiple, context_size=context_size)
+    parts = [pack.part(rank) for rank in range(context_size)]
+    held = len(pack.token_ids) // context_size
+    assert held % multiple == 0 and all(len(part.token_ids) == held > 0 for part in parts)
+    assert sum(part.num_targets for part in parts) == pack.num_targets
+
+    def whole(name: str) -> torch.Tensor:
+        return torch.cat([getattr(part, name) for part in parts])[pack_order]
+
+    pack_order = parts[0].gather_index
+    assert whole("token_index").tolist() == list(range(pack.num_tokens))
+    assert whole("token_ids").equal(pack.token_ids)
+    assert torch.cat([p.positions for p in parts], 1)[:, pack_order].equal(pack.positions)
+    for name in ("segment_ids", "ancestors"):
+        assert all(getattr(part, name) is getattr(pack, name) for part in parts)
+
+    # Each target on the rank that holds its source, each feature where its token is.
+    sources = [part.token_index[part.source_index] for part in parts]
+    assert join_targets(parts, sources).equal(pack.source_index)
+    assert join_targets(parts, [part.target_ids for part in parts]).equal(pack.target_ids)
+    for name, values in pack.values.items():
+        assert join_targets(parts, [part.values[name] for part in parts]).equal(values)
+    placed = {
+        row: int(part.token_index[index])
+        for part in parts
+        for row, index in zip(part.feature_index.tolist(), part.vision_index, strict=True)
+    }
+    assert [placed[row] for row in range(len(pack.vision_index))] == pack.vision_index.tolist()
+    for part in parts:
+        assert part.gather_index.equal(pack_order) and part.pictures == pack.pictures
+        runs = [token for run in part.runs for token in range(run.first, run.end)]
+        assert runs == part.token_index.tolist()
+        for run in part.runs:
+            assert (pack.segment_ids[run.first : run.end] == run.segment).all()
+
+
+def test_a_pack_for_one_context_rank_is_its_own_part() -> None:
+    pack = make_pack([leaf(3)], vision_token_ids=VISION)
+    assert pack.part(0) is pack
+
+
+@pytest.mark.parametrize("context_size", [1, 2])
+def test_an_empty_pack_is_padding(context_size: int) -> None:
+    pack = empty_pack(("advantage",), multiple=2, context_size=context_size)
+    assert pack.num_tokens == 2 * context_size and pack.num_targets == 0
+    assert pack.pictures == () and len(pack.vision_index) == 0
+    part = pack.part(context_size - 1)
+    assert len(part.token_ids) == 2 and part.values["advantage"].shape == (0,)
+
+
 def test_prompt_tree_is_the_prompt_once_and_a_child_per_response() -> None:
     prompt = SimpleNamespace(
         token_ids=torch.tensor([5, IMAGE, 6]),
@@ -105,12 +181,12 @@ def test_prompt_tree_is_the_prompt_once_and_a_child_per_response() -> None:
     values = [{"advantage": torch.tensor([1.0])}, {"advantage": torch.tensor([2.0, 3.0])}]
     tree = prompt_tree(prompt, [[11], [12, 13]], values)
     assert tree.num_tokens == 6 and tree.pictures == ("k",)
-    pack = make_pack([tree], image_token_id=IMAGE)
+    pack = make_pack([tree], vision_token_ids=VISION)
     assert pack.token_ids.tolist() == [5, IMAGE, 6, 11, 12, 13]
     assert pack.positions[0].tolist() == [0, 1, 2, 3, 3, 4]
     assert pack.source_index.tolist() == [2, 2, 4]  # both responses follow the prompt's last token
     assert pack.values["advantage"].tolist() == [1.0, 2.0, 3.0]
-    plain = make_pack([prompt_tree(prompt, [[12, 13]])], image_token_id=IMAGE)
+    plain = make_pack([prompt_tree(prompt, [[12, 13]])], vision_token_ids=VISION)
     assert plain.target_ids.tolist() == [12, 13] and plain.values == {}
 
 
@@ -165,10 +241,10 @@ def test_values_must_have_the_same_names_everywhere() -> None:
     first = Segment(one, one.expand(3, -1), 0, True, {"advantage": torch.ones(1)})
     second = Segment(one, one.expand(3, -1), 0, True)
     with pytest.raises(AssertionError, match="same values"):
-        make_pack([Tree((root, first, second), ())], image_token_id=IMAGE)
+        make_pack([Tree((root, first, second), ())], vision_token_ids=VISION)
 
 
 def test_to_moves_every_tensor() -> None:
-    pack = make_pack([leaf(3)], image_token_id=IMAGE).to("meta")
+    pack = make_pack([leaf(3)], vision_token_ids=VISION).to("meta")
     assert isinstance(pack, Pack) and pack.tree_bounds == (0, 3)
     assert all(x.device.type == "meta" for x in vars(pack).values() if isinstance(x, torch.Tensor))
