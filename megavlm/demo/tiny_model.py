@@ -5,17 +5,18 @@ chat template, processor configs), so transformers and SGLang load it like any o
 sizes are small.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from megavlm.demo.tiny_configs import END_OF_TEXT, END_OF_TURN, TinySizes, tiny_config
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
-END_OF_TEXT = "<|endoftext|>"
-END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = (
     END_OF_TEXT,
     "<|im_start|>",
@@ -40,8 +41,6 @@ CHAT_TEMPLATE = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-FAMILIES = ("qwen2_5_vl",)
-
 
 def make_tiny_model(
     folder: str | Path,
@@ -49,94 +48,35 @@ def make_tiny_model(
     *,
     seed: int,
     family: str = "qwen2_5_vl",
-    hidden_size: int = 128,
-    num_layers: int = 3,
-    ffn_size: int = 256,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    tied_embeddings: bool = False,
-    vision_depth: int = 3,
-    vision_hidden_size: int = 96,
-    vision_ffn_size: int = 192,
-    vision_num_heads: int = 4,
-    full_attention_blocks: Sequence[int] | None = None,
-    init_std: float = 0.02,
     randomise_norms_and_biases: bool = False,
     max_vocab: int = 512,
-    max_pixels: int = 28 * 28 * 1280,
+    max_pixels: int | None = None,
+    **sizes: Any,
 ) -> None:
     """Write a random model and a tokenizer trained on `texts` to `folder`.
 
     texts: what the tokenizer learns its merges from; a frequent word becomes one token.
-    full_attention_blocks: tower blocks without windows (default: all); the others have windows
-        of 112 pixels.
+    family: the model_type, as in `tiny_configs.FAMILIES`.
     randomise_norms_and_biases: draw norm weights around 1 and biases around 0 instead of exactly
-        1 and 0, so that a test sees a norm or a bias that was left out or swapped.
+        1 and 0, so that a test sees a norm or a bias that was left out or swapped; and routers
+        that send tokens to all experts.
     max_vocab: bound on the byte-level BPE vocabulary, special tokens not counted.
-    max_pixels: largest resized picture, as the folder's image processor will enforce it.
+    max_pixels: largest resized picture, as the folder's image processor will enforce it; 1280
+        image tokens by default.
+    sizes: fields of TinySizes.
 
-    Raises ValueError for a family that has no tiny form.
+    Raises ValueError for a family that has no tiny form, and for what TinySizes and the family do
+    not allow together.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"family: {family!r} has no tiny model; use one of {', '.join(FAMILIES)}")
     folder = Path(folder)
     tokenizer = train_tokenizer(texts, max_vocab=max_vocab)
     vocab = tokenizer.get_vocab()
     ids = {token: vocab[token] for token in SPECIAL_TOKENS}
-    if full_attention_blocks is None:
-        full_attention_blocks = range(vision_depth)
-    config = Qwen2_5_VLConfig(
-        architectures=["Qwen2_5_VLForConditionalGeneration"],
-        text_config={
-            # A multiple of 64, as released vocabularies are, so that tensor parallelism can cut it.
-            "vocab_size": -(-len(tokenizer) // 64) * 64,
-            "hidden_size": hidden_size,
-            "intermediate_size": ffn_size,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": num_kv_heads,
-            "max_position_embeddings": 32768,
-            "rope_parameters": {
-                "rope_type": "default",
-                "type": "default",
-                "rope_theta": 1e6,
-                "mrope_section": mrope_section(hidden_size // num_heads),
-            },
-            "rms_norm_eps": 1e-6,
-            "initializer_range": init_std,
-            "tie_word_embeddings": tied_embeddings,
-            "bos_token_id": ids[END_OF_TEXT],
-            "eos_token_id": ids[END_OF_TURN],
-            "pad_token_id": ids[END_OF_TEXT],
-        },
-        vision_config={
-            "depth": vision_depth,
-            "hidden_size": vision_hidden_size,
-            "intermediate_size": vision_ffn_size,
-            "num_heads": vision_num_heads,
-            "out_hidden_size": hidden_size,
-            "fullatt_block_indexes": list(full_attention_blocks),
-            "window_size": 112,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "tokens_per_second": 2,
-            "initializer_range": init_std,
-        },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=tied_embeddings,
-    )
-    _save_model(folder, config, ids, seed=seed, randomise=randomise_norms_and_biases)
-    _save_processor(folder, tokenizer, max_pixels=max_pixels)
-
-
-def mrope_section(head_dim: int) -> list[int]:
-    """Frequencies for time, height and width, in the released 2 : 3 : 3; sums to head_dim / 2."""
-    spatial = 3 * head_dim // 16
-    return [head_dim // 2 - 2 * spatial, spatial, spatial]
+    # A multiple of 64, as released vocabularies are, so that tensor parallelism can cut it.
+    vocab_size = -(-len(tokenizer) // 64) * 64
+    config = tiny_config(family, TinySizes(**sizes), vocab_size, ids)
+    _save_model(folder, config, seed=seed, randomise=randomise_norms_and_biases)
+    _save_processor(folder, config, tokenizer, max_pixels=max_pixels)
 
 
 def train_tokenizer(texts: Iterable[str], *, max_vocab: int) -> PreTrainedTokenizerFast:
@@ -164,36 +104,89 @@ def train_tokenizer(texts: Iterable[str], *, max_vocab: int) -> PreTrainedTokeni
     )
 
 
-def _save_model(
-    folder: Path, config: Qwen2_5_VLConfig, ids: dict[str, int], *, seed: int, randomise: bool
-) -> None:
+def _save_model(folder: Path, config: PreTrainedConfig, *, seed: int, randomise: bool) -> None:
     define_torchvision_operators()
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config)
+        model = AutoModelForImageTextToText.from_config(config)
         if randomise:
-            for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms are 1 and biases 0: keep the centre, add noise
-                    parameter.data += 0.1 * torch.randn_like(parameter)
+            _randomise(model)
+    text = config.text_config
     model.generation_config = GenerationConfig(
-        bos_token_id=ids[END_OF_TEXT],
-        eos_token_id=ids[END_OF_TURN],
-        pad_token_id=ids[END_OF_TEXT],
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
+        pad_token_id=text.pad_token_id,
     )
     model.save_pretrained(folder)
+    _transpose_expert_stacks(folder / "model.safetensors")
 
 
-def _save_processor(folder: Path, tokenizer: PreTrainedTokenizerFast, *, max_pixels: int) -> None:
+def _randomise(model: Any) -> None:
+    routers = []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # norms are 1 and biases 0: keep the centre, add noise
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        elif name.endswith(".mlp.gate.weight"):
+            routers.append(parameter)
+    for router in routers:  # [experts, H]: logits of about unit variance
+        router.data = torch.randn_like(router) / router.size(1) ** 0.5
+    if routers:
+        # What attention adds is alike in all tokens: a token must outweigh it to have experts of
+        # its own in the last layers too.
+        model.get_input_embeddings().weight.data *= 5
+
+
+def _transpose_expert_stacks(path: Path) -> None:
+    """transformers 5 writes its stacks of experts as it holds them, [E, out, in]; the released
+    files, which SGLang reads and transformers too, hold [E, in, out].
+    """
+    tensors = load_file(path)
+    stacks = [name for name in tensors if ".mlp.experts." in name]
+    if stacks:
+        tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in stacks}
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _save_processor(
+    folder: Path,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_pixels: int | None,
+) -> None:
     define_torchvision_operators()
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+    from transformers import (
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
 
-    pixels = {"min_pixels": 56 * 56, "max_pixels": max_pixels}
-    processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**pixels),
+    factor = config.vision_config.patch_size * config.vision_config.spatial_merge_size
+    bounds = {"min_pixels": (2 * factor) ** 2, "max_pixels": max_pixels or 1280 * factor**2}
+    processor_class = {
+        "qwen2_vl": Qwen2VLProcessor,
+        "qwen2_5_vl": Qwen2_5_VLProcessor,
+        "qwen3_vl": Qwen3VLProcessor,
+        "qwen3_vl_moe": Qwen3VLProcessor,
+    }[config.model_type]
+    if processor_class is Qwen3VLProcessor:
+        half = [0.5] * 3
+        pictures = Qwen2VLImageProcessor(**bounds, patch_size=16, image_mean=half, image_std=half)
+        # A video's bounds count the pixels of all its frames.
+        size = {"shortest_edge": bounds["min_pixels"], "longest_edge": 16 * bounds["max_pixels"]}
+        videos: Any = Qwen3VLVideoProcessor(size=size, cap_pixels_per_frame=False)
+    else:
+        pictures = Qwen2VLImageProcessor(**bounds)
+        videos = Qwen2VLVideoProcessor(**bounds)
+    processor = processor_class(
+        image_processor=pictures,
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**pixels),
+        video_processor=videos,
         chat_template=CHAT_TEMPLATE,
     )
     processor.save_pretrained(folder)

@@ -1,13 +1,16 @@
 """The tiny model's folder is complete, reproducible, and what the options say."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from megavlm.demo.tiny_model import make_tiny_model, mrope_section
+from megavlm.demo.tiny_configs import FAMILIES, interleaved_mrope_section, mrope_section
+from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 TEXTS = ["What color is the shape?", "red", "1 purple 3 yellow"] * 20
@@ -101,12 +104,130 @@ def test_sizes_windows_ties_and_noise(tmp_path: Path) -> None:
     assert weights["model.layers.0.self_attn.q_proj.bias"].std() > 0.05
 
 
+QWEN2 = ("Qwen2VLProcessor", "Qwen2VLVideoProcessor")
+QWEN3 = ("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "processors", "side"),
+    [
+        ("qwen2_vl", "visual.blocks.0.mlp.fc1.bias", QWEN2, 28),
+        ("qwen3_vl", "model.visual.deepstack_merger_list.2.norm.bias", QWEN3, 32),
+        ("qwen3_vl_moe", "model.language_model.layers.0.mlp.experts.gate_up_proj", QWEN3, 32),
+    ],
+)
+def test_every_family_loads_in_transformers(
+    tmp_path: Path, family: str, name: str, processors: tuple[str, str], side: int
+) -> None:
+    make_tiny_model(tmp_path, TEXTS, seed=0, family=family)
+    assert name in load_file(tmp_path / "model.safetensors")
+    define_torchvision_operators()
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert model.config.model_type == family and not any(report.values())
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    video_processor = processor.video_processor
+    assert (type(processor).__name__, type(video_processor).__name__) == processors
+    assert processor.image_processor.size["shortest_edge"] == (2 * side) ** 2
+    assert processor.image_processor.patch_size == video_processor.patch_size == side // 2
+    picture = Image.new("RGB", (4 * side, 2 * side))
+    inputs = processor(text=["<|image_pad|>red"], images=[picture], return_tensors="pt")
+    assert (inputs["input_ids"] == model.config.image_token_id).sum() == 8
+    assert model(**inputs).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_noise_reaches_every_norm_and_bias(tmp_path: Path, family: str) -> None:
+    make_tiny_model(tmp_path, TEXTS, seed=0, family=family, randomise_norms_and_biases=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    plain = [name for name, x in weights.items() if x.dim() == 1 and x.std() < 0.05]
+    assert not plain
+
+
+def test_qwen3_sizes(tmp_path: Path) -> None:
+    make_tiny_model(
+        tmp_path / "given",
+        TEXTS,
+        seed=0,
+        family="qwen3_vl",
+        hidden_size=64,
+        head_dim=32,
+        vision_depth=4,
+        deepstack_blocks=[1, 3],
+        position_table_side=6,
+    )
+    config = AutoConfig.from_pretrained(tmp_path / "given")
+    weights = load_file(tmp_path / "given" / "model.safetensors")
+    assert weights["model.language_model.layers.0.self_attn.q_proj.weight"].shape == (128, 64)
+    assert weights["model.language_model.layers.0.self_attn.q_norm.weight"].shape == (32,)
+    assert weights["model.visual.pos_embed.weight"].shape == (36, 96)
+    assert config.vision_config.deepstack_visual_indexes == [1, 3]
+    assert config.text_config.rope_parameters["mrope_section"] == [6, 5, 5]
+
+    make_tiny_model(tmp_path / "plain", TEXTS, seed=0, family="qwen3_vl", num_layers=2)
+    config = AutoConfig.from_pretrained(tmp_path / "plain")
+    assert config.text_config.head_dim == 32
+    assert config.vision_config.deepstack_visual_indexes == [0, 1]  # a level per language layer
+
+
+def test_experts_lie_on_disk_as_released_and_load(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, TEXTS, seed=0, family="qwen3_vl_moe", num_experts=6, dense_layers=[1])
+    weights = load_file(tmp_path / "model.safetensors")
+    layers = "model.language_model.layers"
+    assert weights[f"{layers}.0.mlp.experts.gate_up_proj"].shape == (6, 128, 192)
+    assert weights[f"{layers}.0.mlp.experts.down_proj"].shape == (6, 96, 128)
+    assert weights[f"{layers}.1.mlp.gate_proj.weight"].shape == (256, 128)
+    define_torchvision_operators()
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    experts = model.model.language_model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        on_disk = weights[f"{layers}.0.mlp.experts.{name}"]
+        assert torch.equal(getattr(experts, name), on_disk.transpose(1, 2))
+
+
+def test_a_randomised_router_spreads(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, TEXTS, seed=0, family="qwen3_vl_moe", randomise_norms_and_biases=True)
+    define_torchvision_operators()
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    shares: list[torch.Tensor] = []
+    for layer in model.model.language_model.layers:
+        layer.mlp.gate.register_forward_hook(
+            lambda _module, _inputs, outputs: shares.append(
+                outputs[2].flatten().bincount(minlength=4) / outputs[2].numel()
+            )
+        )
+    model(input_ids=torch.arange(256)[None])
+    assert len(shares) == 3
+    for share in shares:
+        assert share.min() > 0.05 and share.max() < 0.5, share  # 0.25 would be even
+
+
 def test_mrope_sections_fill_the_head() -> None:
     assert mrope_section(32) == [4, 6, 6]  # the recipe's
     assert mrope_section(128) == [16, 24, 24]  # the released models'
-    assert all(sum(mrope_section(dim)) == dim // 2 for dim in (8, 16, 24, 64))
+    assert interleaved_mrope_section(128) == [24, 20, 20]
+    for dim in (8, 16, 24, 64):
+        assert sum(mrope_section(dim)) == sum(interleaved_mrope_section(dim)) == dim // 2
 
 
-def test_unknown_family_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="family: 'llava' has no tiny model"):
-        make_tiny_model(tmp_path, TEXTS, seed=0, family="llava")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"family": "llava"}, "family: 'llava' has no tiny model; use one of qwen2_vl, "),
+        ({"head_dim": 64}, "head_dim: qwen2_5_vl has no such option, only qwen3_vl, qwen3_vl_moe"),
+        ({"family": "qwen3_vl", "num_experts": 4}, "num_experts: qwen3_vl has no such option"),
+        ({"family": "qwen2_vl", "vision_ffn_size": 100}, "vision_ffn_size: 100 is not a multiple"),
+        ({"family": "qwen3_vl_moe", "moe_ffn_size": 64}, "moe_ffn_size: 64 makes an expert tensor"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_tiny_model(tmp_path, TEXTS, seed=0, **options)
+    assert not any(tmp_path.iterdir())
