@@ -3,18 +3,58 @@
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from megavlm.models.common.vision_layers import Segments
 from megavlm.models.common.vision_merge import Grid
 
 
 class Tower(nn.Module):
-    """Called with patches [P, patch] of all pictures and their grids; gives features
-    [P / merge_size^2, feature_size], picture after picture. `merger` is its last part.
+    """Called with patches [P, patch] of all pictures and videos and their grids; gives
+    [P / merge_size^2, (1 + num_levels) * feature_size], picture after picture: the merged features
+    and beside them DeepStack level 0, 1, ..., in one tensor because autograd keeps no track of
+    nested lists.
+
+    `merger` makes the merged features; `recompute`: backward computes each block a second time
+    instead of keeping its activations. A frozen part has no graph and keeps nothing either way.
     """
 
     merge_size: int
     feature_size: int
+    num_levels: int = 0
+    recompute: bool = False
+    blocks: nn.ModuleList
     merger: nn.Module
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         raise AssertionError("a family defines its tower")
+
+    def mergers(self) -> list[nn.Module]:
+        """All that is frozen and trained as the merger: with DeepStack, its mergers too."""
+        return [self.merger]
+
+    def run_blocks(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        segments: Sequence[Segments],
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """x [P, D] through all blocks, block i attending within segments[i]. Returns the last
+        hidden states, and those after each block of `taps`, in the order of blocks.
+        """
+        tapped = []
+        for index, (block, attended) in enumerate(zip(self.blocks, segments, strict=True)):
+            # A checkpoint keeps its inputs even where nothing is trained.
+            learns = x.requires_grad or any(p.requires_grad for p in block.parameters())
+            if self.recompute and learns:
+                # No block draws random numbers, so no generator's state has to be put back.
+                x = checkpoint(
+                    block, x, cos, sin, attended, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = block(x, cos, sin, attended)
+            if index in taps:
+                tapped.append(x)
+        return x, tapped

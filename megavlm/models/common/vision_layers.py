@@ -1,0 +1,219 @@
+"""What the families' vision towers share: layers, attention within segments, rotary embedding.
+
+Modules have transformers' parameter names. Geometry is computed on CPU and cached for a frame
+(h, w); a batch repeats it, frame after frame, and moves it to the device once. Shapes: P patches of
+all pictures, D vision hidden size, d head size.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megavlm.models.common.vision_merge import Grid
+
+# A frame of 16,384 patches takes about 1 MB in all of a family's caches.
+cache_frames = functools.lru_cache(maxsize=256)
+
+
+# Geometry
+
+
+def merge_order(x: Tensor, merge: int) -> Tensor:
+    """[h, w, ...] to [h * w, ...], with the merge * merge patches of a language token in a row."""
+    height, width = x.shape[:2]
+    cells = x.reshape(height // merge, merge, width // merge, merge, *x.shape[2:])
+    return cells.transpose(1, 2).flatten(0, 3)
+
+
+@cache_frames
+def patch_positions(height: int, width: int, merge: int) -> Tensor:
+    """(row, column) of each patch of a frame in merge order [h * w, 2]."""
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return merge_order(torch.stack([rows, columns], -1), merge)
+
+
+def pack_values(grids: Sequence[Grid], of_frame: Callable[[int, int], Tensor]) -> Tensor:
+    """A tensor [n, ...] of each frame, all frames in one [sum of n, ...]."""
+    parts = []
+    for frames, height, width in grids:
+        values = of_frame(height, width)
+        parts.append(values.expand(frames, *values.shape).flatten(0, 1))
+    return torch.cat(parts)
+
+
+def pack_orders(grids: Sequence[Grid], of_frame: Callable[[int, int], Tensor]) -> Tensor:
+    """A permutation [n] of each frame's rows, as one permutation of all rows [sum of n]."""
+    parts, start = [], 0
+    for frames, height, width in grids:
+        order = of_frame(height, width)
+        starts = start + order.numel() * torch.arange(frames)
+        parts.append((starts[:, None] + order).flatten())
+        start += frames * order.numel()
+    return torch.cat(parts)
+
+
+def inverse_order(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`: x[order][inverse] is x."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse
+
+
+# Attention
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Attention segments of one batch, grouped by length: each [count, length] of patch indices;
+    `inverse` [P] undoes it.
+    """
+
+    groups: tuple[Tensor, ...]
+    inverse: Tensor
+
+    @classmethod
+    def pack(
+        cls,
+        grids: Sequence[Grid],
+        of_frame: Callable[[int, int], Sequence[Tensor]],
+        device: torch.device,
+    ) -> "Segments":
+        """`of_frame(h, w)`: one frame's segments as groups of patch indices within the frame."""
+        by_length: dict[int, list[Tensor]] = {}
+        start = 0
+        for frames, height, width in grids:
+            starts = start + height * width * torch.arange(frames)
+            for group in of_frame(height, width):
+                everywhere = (starts[:, None, None] + group).flatten(0, 1)
+                by_length.setdefault(group.size(1), []).append(everywhere)
+            start += frames * height * width
+        groups = [torch.cat(parts) for parts in by_length.values()]
+        inverse = inverse_order(torch.cat([group.flatten() for group in groups]))
+        return cls(tuple(group.to(device) for group in groups), inverse.to(device))
+
+    @classmethod
+    def frames(cls, grids: Sequence[Grid], device: torch.device) -> "Segments":
+        """Each frame a segment: no patch sees another frame of its video."""
+        return cls.pack(grids, lambda h, w: [torch.arange(h * w)[None]], device)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Full attention within each segment. [P, heads, d] in and out."""
+    outputs = []
+    for index in segments.groups:
+        q, k, v = (x[index].transpose(1, 2) for x in (query, key, value))
+        outputs.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[segments.inverse]
+
+
+def rotary_theta(config: Any) -> float:
+    """Of a `vision_config`. Where it does not say, as in older releases of transformers, 10,000."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
+
+
+def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [P, 1, d] in fp32 for positions [P, 2]: d / 4 angles by row, d / 4 by column, and
+    all of them again, one for each half that `rotate` turns.
+    """
+    half = head_dim // 2
+    exponents = torch.arange(0, half, 2, dtype=torch.float32, device=positions.device) / half
+    angles = (positions[:, :, None].float() * (1.0 / theta**exponents)).flatten(1)
+    angles = torch.cat([angles, angles], dim=-1)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in fp32. x [P, heads, d], cos and sin [P, 1, d]."""
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+# Layers
+
+
+class PatchEmbed(nn.Module):
+    """A Conv3d whose kernel is its stride is a linear layer: weight [D, C * T * P * P]."""
+
+    def __init__(self, config: Any, size: int, *, bias: bool) -> None:
+        super().__init__()
+        patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        self.proj = nn.Linear(patch, size, bias=bias)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return self.proj(patches.to(self.proj.weight.dtype))
+
+
+class Attention(nn.Module):
+    def __init__(self, size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(size, 3 * size)
+        self.proj = nn.Linear(size, size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        q, k, v = self.qkv(x).view(x.size(0), 3, self.num_heads, -1).unbind(1)
+        return self.proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, segments).flatten(1))
+
+
+class Block(nn.Module):
+    """`norm` makes a norm of a size; `mlp` is the family's."""
+
+    def __init__(
+        self, size: int, num_heads: int, norm: Callable[[int], nn.Module], mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norm(size), norm(size)
+        self.attn = Attention(size, num_heads)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        x = x + self.attn(self.norm1(x), cos, sin, segments)
+        return x + self.mlp(self.norm2(x))
+
+
+class Merger(nn.Module):
+    """Patches of a merge cell become one language token; GELU in its exact (erf) form."""
+
+    def __init__(self, norm: nn.Module, merged_size: int, out_size: int) -> None:
+        super().__init__()
+        self.ln_q = norm
+        self.mlp = nn.Sequential(
+            nn.Linear(merged_size, merged_size), nn.GELU(), nn.Linear(merged_size, out_size)
+        )
+        self.merged_size = merged_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.ln_q(x).view(-1, self.merged_size))
+
+
+def layer_norm(size: int) -> nn.LayerNorm:
+    """The eps is in no configuration."""
+    return nn.LayerNorm(size, eps=1e-6)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+    "silu": F.silu,
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """A function by transformers' name of it. Raises ValueError for one that no family uses."""
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"vision_config.hidden_act: {name!r} is not supported; "
+            f"use one of {', '.join(sorted(ACTIVATIONS))}."
+        )
+    return ACTIVATIONS[name]

@@ -1,0 +1,68 @@
+"""Qwen2-VL's vision tower: LayerNorm, attention over whole frames, an MLP with quick-GELU.
+
+Source: transformers `models/qwen2_vl/modeling_qwen2_vl.py`. In this family's `vision_config`,
+`embed_dim` is the tower's hidden size and `hidden_size` the language model's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megavlm.models.common.tower import Tower
+from megavlm.models.common.vision_layers import (
+    Block,
+    Merger,
+    PatchEmbed,
+    Segments,
+    activation,
+    layer_norm,
+    pack_values,
+    patch_positions,
+    rotary_angles,
+    rotary_theta,
+)
+from megavlm.models.common.vision_merge import Grid
+
+
+class MLP(nn.Module):
+    def __init__(self, size: int, intermediate_size: int, hidden_act: str) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(size, intermediate_size)
+        self.fc2 = nn.Linear(intermediate_size, size)
+        self.act = activation(hidden_act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class VisionTower(Tower):
+    """patches [P, C*T*P*P] in merge order and their grids to features [P / merge^2, H]."""
+
+    def __init__(self, config: Any) -> None:
+        """`config`: the `vision_config` of a Qwen2-VL configuration."""
+        super().__init__()
+        self.merge_size = config.spatial_merge_size
+        self.feature_size = config.hidden_size
+        size = config.embed_dim
+        self.head_dim = size // config.num_heads
+        self.theta = rotary_theta(config)
+        self.patch_embed = PatchEmbed(config, size, bias=False)
+        self.blocks = nn.ModuleList(
+            Block(
+                size,
+                config.num_heads,
+                layer_norm,
+                MLP(size, int(size * config.mlp_ratio), config.hidden_act),
+            )
+            for _ in range(config.depth)
+        )
+        self.merger = Merger(layer_norm(size), size * self.merge_size**2, self.feature_size)
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        device = patches.device
+        positions = pack_values(grids, lambda h, w: patch_positions(h, w, self.merge_size))
+        cos, sin = rotary_angles(positions.to(device), self.head_dim, self.theta)
+        segments = Segments.frames(grids, device)
+        x, _ = self.run_blocks(self.patch_embed(patches), cos, sin, [segments] * len(self.blocks))
+        return self.merger(x)

@@ -1,0 +1,149 @@
+"""Qwen3-VL's vision tower, of the dense and the MoE model: LayerNorm, a learned position table
+interpolated to each picture's grid, attention over whole frames, DeepStack.
+
+Source: transformers `models/qwen3_vl/modeling_qwen3_vl.py` and `vision_utils.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megavlm.models.common.tower import Tower
+from megavlm.models.common.vision_layers import (
+    Block,
+    PatchEmbed,
+    Segments,
+    activation,
+    cache_frames,
+    layer_norm,
+    merge_order,
+    pack_values,
+    patch_positions,
+    rotary_angles,
+    rotary_theta,
+)
+from megavlm.models.common.vision_merge import Grid
+
+
+class MLP(nn.Module):
+    def __init__(self, size: int, intermediate_size: int, hidden_act: str) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(size, intermediate_size)
+        self.linear_fc2 = nn.Linear(intermediate_size, size)
+        self.act = activation(hidden_act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(self.act(self.linear_fc1(x)))
+
+
+class Merger(nn.Module):
+    """Patches [P, D] of a merge cell become one language token [P / merge^2, H]; GELU in its exact
+    (erf) form. A DeepStack merger normalises the cell as a whole, the last one each patch.
+    """
+
+    def __init__(self, config: Any, *, norm_whole_cell: bool) -> None:
+        super().__init__()
+        self.merged_size = config.hidden_size * config.spatial_merge_size**2
+        self.norm_whole_cell = norm_whole_cell
+        self.norm = layer_norm(self.merged_size if norm_whole_cell else config.hidden_size)
+        self.linear_fc1 = nn.Linear(self.merged_size, self.merged_size)
+        self.act = nn.GELU()
+        self.linear_fc2 = nn.Linear(self.merged_size, config.out_hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm_whole_cell:
+            x = self.norm(x.view(-1, self.merged_size))
+        else:
+            x = self.norm(x).view(-1, self.merged_size)
+        return self.linear_fc2(self.act(self.linear_fc1(x)))
+
+
+def axis_taps(size: int, side: int) -> tuple[Tensor, Tensor]:
+    """Linear interpolation along one side of the table, corners aligned: for each of `size` places
+    the two entries of `side` between which it lies and their weights, both [size, 2].
+    """
+    source = torch.arange(size, dtype=torch.float32) * (side - 1) / max(size - 1, 1)
+    taps = source.floor()[:, None] + torch.arange(2)
+    weights = 1.0 - (source[:, None] - taps).abs()
+    return taps.long().clamp(max=side - 1), weights  # beyond the last entry the weight is 0
+
+
+@cache_frames
+def table_taps(height: int, width: int, merge: int, side: int) -> Tensor:
+    """Rows of the flat [side * side] table for each patch of a frame in merge order [h * w, 4]."""
+    rows, columns = axis_taps(height, side)[0], axis_taps(width, side)[0]
+    taps = rows[:, None, :, None] * side + columns[None, :, None, :]  # [h, w, 2, 2]
+    return merge_order(taps.flatten(2), merge)
+
+
+@cache_frames
+def table_weights(height: int, width: int, merge: int, side: int) -> Tensor:
+    """Weights of `table_taps`, fp32 [h * w, 4]."""
+    rows, columns = axis_taps(height, side)[1], axis_taps(width, side)[1]
+    weights = rows[:, None, :, None] * columns[None, :, None, :]
+    return merge_order(weights.flatten(2), merge)
+
+
+class VisionTower(Tower):
+    """patches [P, C*T*P*P] in merge order and their grids to features and DeepStack levels
+    [P / merge^2, (1 + num_levels) * H].
+    """
+
+    def __init__(self, config: Any) -> None:
+        """`config`: the `vision_config` of a Qwen3-VL or Qwen3-VL-MoE configuration."""
+        super().__init__()
+        self.merge_size = config.spatial_merge_size
+        self.feature_size = config.out_hidden_size
+        self.tapped_blocks = tuple(config.deepstack_visual_indexes)
+        self.num_levels = len(self.tapped_blocks)
+        size = config.hidden_size
+        self.head_dim = size // config.num_heads
+        self.theta = rotary_theta(config)
+        self.patch_embed = PatchEmbed(config, size, bias=True)
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, size)
+        self.blocks = nn.ModuleList(
+            Block(
+                size,
+                config.num_heads,
+                layer_norm,
+                MLP(size, config.intermediate_size, config.hidden_act),
+            )
+            for _ in range(config.depth)
+        )
+        self.merger = Merger(config, norm_whole_cell=False)
+        self.deepstack_merger_list = nn.ModuleList(
+            Merger(config, norm_whole_cell=True) for _ in range(self.num_levels)
+        )
+
+    def mergers(self) -> list[nn.Module]:
+        return [self.merger, *self.deepstack_merger_list]
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        device = patches.device
+        x = self.patch_embed(patches)
+        x = x + self._learned_positions(grids, device).to(x.dtype)
+        positions = pack_values(grids, lambda h, w: patch_positions(h, w, self.merge_size))
+        cos, sin = rotary_angles(positions.to(device), self.head_dim, self.theta)
+        segments = Segments.frames(grids, device)
+        x, tapped = self.run_blocks(
+            x,
+            cos,
+            sin,
+            [segments] * len(self.blocks),
+            taps=self.tapped_blocks,
+        )
+        levels = [
+            self.deepstack_merger_list[self.tapped_blocks.index(block)](hidden)
+            for block, hidden in zip(sorted(self.tapped_blocks), tapped, strict=True)
+        ]
+        return torch.cat([self.merger(x), *levels], dim=-1)
+
+    def _learned_positions(self, grids: Sequence[Grid], device: torch.device) -> Tensor:
+        """[P, D], the sum of four entries in fp32 whatever the table's precision."""
+        side, merge = math.isqrt(self.pos_embed.num_embeddings), self.merge_size
+        taps = pack_values(grids, lambda h, w: table_taps(h, w, merge, side)).to(device)
+        weights = pack_values(grids, lambda h, w: table_weights(h, w, merge, side)).to(device)
+        return (self.pos_embed(taps) * weights[:, :, None]).sum(1)

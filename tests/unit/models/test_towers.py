@@ -1,0 +1,201 @@
+"""Vision towers against transformers' in fp32, features and every parameter's gradient; what a
+frozen or recomputed tower keeps for backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megavlm.models.common.vision_merge import Grid
+from tests.unit.models.towers import (
+    FAMILIES,
+    Pair,
+    make_pair,
+    make_patches,
+    relative,
+    their_class,
+    their_features,
+    tower_class,
+    vision_config,
+)
+
+pytestmark = pytest.mark.parity
+
+TOLERANCE = 1e-5
+# In patches; a window of Qwen2.5-VL has 8 x 8.
+BATCHES: dict[str, list[Grid]] = {
+    "one picture": [(1, 4, 6)],
+    "one token": [(1, 2, 2)],
+    "exactly a window": [(1, 8, 8)],
+    "windows at the edges": [(1, 20, 10)],
+    "several of one size": [(1, 6, 4), (1, 6, 4), (1, 4, 6)],
+    "a video": [(3, 6, 12)],
+    "pictures and videos": [(1, 20, 10), (2, 4, 6), (1, 8, 16), (3, 18, 4), (1, 2, 2), (1, 4, 6)],
+}
+PICTURES = BATCHES["pictures and videos"]
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def backward(pair: Pair, features: Tensor) -> None:
+    """With every feature in the loss, each with a weight of its own."""
+    generator = torch.Generator().manual_seed(2)
+    (features * torch.randn(features.shape, generator=generator)).sum().backward()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad.flatten(1) if parameter.dim() == 5 else parameter.grad
+    return found
+
+
+def saved_bytes(run: Callable[[], Tensor]) -> tuple[int, Tensor]:
+    """What autograd keeps for backward, parameters not counted, and what `run` gave."""
+    sizes = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    return sum(sizes), result
+
+
+@every_family
+@pytest.mark.parametrize("grids", BATCHES.values(), ids=BATCHES)
+def test_features_and_gradients(family: str, grids: Sequence[Grid]) -> None:
+    pair, patches = make_pair(family), make_patches(grids)
+    ours, theirs = pair.ours(patches, grids), their_features(pair.theirs, patches, grids)
+    tokens = sum(t * h * w for t, h, w in grids) // pair.ours.merge_size**2
+    assert ours.shape == (tokens, (1 + pair.ours.num_levels) * pair.ours.feature_size)
+    assert relative(ours, theirs) < TOLERANCE
+
+    backward(pair, ours)
+    backward(pair, theirs)
+    expected, actual = gradients(pair.theirs), gradients(pair.ours)
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
+        assert relative(gradient, expected[name]) < TOLERANCE, name
+
+
+@every_family
+def test_bf16_rounds_as_transformers_does(family: str) -> None:
+    """Far closer to transformers in bf16 than bf16 is to fp32."""
+    exact, pair, patches = make_pair(family), make_pair(family), make_patches(PICTURES)
+    pair.ours.bfloat16()
+    pair.theirs.bfloat16()
+    # A model that is loaded in bf16 keeps its frequencies in fp32.
+    pair.theirs.rotary_pos_emb.inv_freq = exact.theirs.rotary_pos_emb.inv_freq
+    with torch.no_grad():
+        ours = pair.ours(patches, PICTURES)
+        theirs = their_features(pair.theirs, patches, PICTURES)
+        wide = their_features(exact.theirs, patches, PICTURES)
+    assert ours.dtype == torch.bfloat16
+    assert relative(ours.float(), theirs.float()) < 0.1 * relative(theirs.float(), wide)
+
+
+@every_family
+def test_inputs_show_a_merger_with_the_wrong_gelu(family: str) -> None:
+    pair, patches = make_pair(family), make_patches(PICTURES)
+    with torch.no_grad():
+        theirs = their_features(pair.theirs, patches, PICTURES)
+        for merger in pair.ours.mergers():
+            (gelu,) = [module for module in merger.modules() if isinstance(module, nn.GELU)]
+            gelu.approximate = "tanh"
+            assert relative(pair.ours(patches, PICTURES), theirs) > 10 * TOLERANCE
+            gelu.approximate = "none"
+        assert relative(pair.ours(patches, PICTURES), theirs) < TOLERANCE
+
+
+@every_family
+def test_recompute_changes_nothing_and_keeps_less(family: str) -> None:
+    patches, kept, results = make_patches(PICTURES), {}, {}
+    for recompute in (False, True):
+        pair = make_pair(family)
+        pair.ours.recompute = recompute
+        kept[recompute], features = saved_bytes(lambda tower=pair.ours: tower(patches, PICTURES))
+        backward(pair, features)
+        results[recompute] = {"features": features.detach(), **gradients(pair.ours)}
+    assert kept[True] < 0.5 * kept[False]
+    for name, tensor in results[False].items():
+        assert torch.equal(results[True][name], tensor), name
+
+
+@every_family
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_frozen_tower_keeps_nothing(family: str, recompute: bool) -> None:
+    tower, patches = make_pair(family).ours, make_patches(PICTURES)
+    tower.recompute = recompute
+    trained, _ = saved_bytes(lambda: tower(patches, PICTURES))
+    tower.requires_grad_(False)
+    kept, features = saved_bytes(lambda: tower(patches, PICTURES))
+    assert trained > 0 and kept == 0
+    assert not features.requires_grad
+
+
+@every_family
+@pytest.mark.parametrize("recompute", [False, True])
+def test_trained_mergers_of_a_frozen_tower(family: str, recompute: bool) -> None:
+    """They get the gradients that they get in a trained tower, and its blocks keep nothing."""
+    patches = make_patches(PICTURES)
+
+    def run(mergers_only: bool, depth: int) -> tuple[int, nn.Module]:
+        pair = make_pair(family, depth=depth)
+        pair.ours.recompute = recompute
+        pair.ours.requires_grad_(not mergers_only)
+        for merger in pair.ours.mergers():
+            merger.requires_grad_(True)
+        kept, features = saved_bytes(lambda: pair.ours(patches, PICTURES))
+        backward(pair, features)
+        return kept, pair.ours
+
+    kept, tower = run(mergers_only=True, depth=4)
+    whole = gradients(run(mergers_only=False, depth=4)[1])
+    for name, parameter in tower.named_parameters():
+        if "merger" in name:
+            assert torch.equal(parameter.grad, whole[name]), name
+        else:
+            assert parameter.grad is None, name
+    assert run(mergers_only=True, depth=6)[0] == kept
+
+
+@pytest.mark.parametrize("tapped", [[], [3], [2, 0], [0, 1, 2, 3]], ids=str)
+def test_deepstack_levels(tapped: list[int]) -> None:
+    """Any number of them; in the order of blocks, each with the merger of its place in the list."""
+    pair, patches = (
+        make_pair("qwen3_vl", deepstack_visual_indexes=tapped),
+        make_patches(PICTURES),
+    )
+    assert pair.ours.num_levels == len(tapped) and len(pair.ours.mergers()) == 1 + len(tapped)
+    with torch.no_grad():
+        theirs = their_features(pair.theirs, patches, PICTURES)
+        assert relative(pair.ours(patches, PICTURES), theirs) < TOLERANCE
+
+
+@every_family
+def test_names_and_shapes_at_the_default_sizes(family: str) -> None:
+    """The defaults of transformers' configuration are of a released model's order."""
+
+    def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+        return {
+            name: tuple((p.flatten(1) if p.dim() == 5 else p).shape)
+            for name, p in module.named_parameters()
+        }
+
+    config = vision_config(family)
+    default: Any = type(config)()
+    with torch.device("meta"):
+        assert shapes(tower_class(family)(default)) == shapes(their_class(family)(default))
+
+
+def test_an_unknown_activation_is_named() -> None:
+    config = vision_config("qwen3_vl", hidden_act="relu6")
+    with pytest.raises(ValueError, match=r"hidden_act: 'relu6' .* gelu_pytorch_tanh"):
+        tower_class("qwen3_vl")(config)
