@@ -1,0 +1,177 @@
+"""Who attends whom in a pack, and what the backends of the core attention prepare from it, once for
+all layers.
+
+A token attends the segments that its own segment continues, and its own past. Seen from a stretch
+of held tokens that is a causal sequence: its keys are the ancestors' tokens, root first, then the
+segment up to the stretch's end, and the queries are the last of them.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Self
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megavlm.data.context import Run
+from megavlm.data.packing import Pack
+
+
+class CausalSequence(NamedTuple):
+    """Keys as stretches (first, end) of the pack; the queries are the last `num_queries` of them,
+    each of which attends what comes before it and itself.
+    """
+
+    num_queries: int
+    keys: tuple[tuple[int, int], ...]
+
+    @property
+    def num_keys(self) -> int:
+        return sum(end - first for first, end in self.keys)
+
+
+class TreeRows(NamedTuple):
+    """The held tokens of one tree."""
+
+    queries: slice  # among the held tokens
+    keys: slice  # all of the tree, in the pack
+    mask: Tensor | None  # [queries, keys] true where attended; None: plain causal
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The held tokens as B causal sequences, in the form of variable-length kernels, which align
+    the last query with the last key.
+    """
+
+    key_index: Tensor | None  # pack index of each key; None: the keys are the pack as it is
+    query_bounds: Tensor  # [B + 1] int32
+    key_bounds: Tensor  # [B + 1] int32
+    max_queries: int
+    max_keys: int
+
+
+@dataclass(kw_only=True)
+class PackLayout(PackedSeqParams):
+    """A pack's layout, without its tokens; the fields are those of Pack.
+
+    It travels through megatron-core as its packed-sequence parameters. `qkv_format` is "sbhd",
+    since positions are given per token and megatron's "thd" rotary code would count them anew for
+    each sequence.
+    """
+
+    qkv_format: str = "sbhd"
+    token_index: Tensor
+    gather_index: Tensor
+    runs: tuple[Run, ...]
+    segment_ids: Tensor
+    ancestors: Tensor
+    parents: tuple[int, ...]
+    segment_bounds: tuple[int, ...]
+    tree_bounds: tuple[int, ...]
+    block_mask: Any = None  # flex's, made when first asked for
+
+    @classmethod
+    def of(cls, pack: Pack, **more: Any) -> Self:
+        """The layout of a pack, or of a rank's part of it; `more`: fields of a subclass."""
+        return cls(
+            token_index=pack.token_index,
+            gather_index=pack.gather_index,
+            runs=pack.runs,
+            segment_ids=pack.segment_ids,
+            ancestors=pack.ancestors,
+            parents=pack.parents,
+            segment_bounds=pack.segment_bounds,
+            tree_bounds=pack.tree_bounds,
+            **more,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole pack."""
+        return self.tree_bounds[-1]
+
+    @cached_property
+    def trees(self) -> list[TreeRows]:
+        """For a dense kernel, tree by tree; trees of which this rank holds nothing are left out."""
+        return list(self._trees())
+
+    def _trees(self) -> Iterator[TreeRows]:
+        held = 0
+        for tree, runs in groupby(
+            self.runs, key=lambda run: bisect_right(self.tree_bounds, run.first) - 1
+        ):
+            start, end = self.tree_bounds[tree : tree + 2]
+            sequences = causal_sequences(runs, self.parents, self.segment_bounds)
+            count = sum(sequence.num_queries for sequence in sequences)
+            mask = None
+            if sequences[0].num_queries < end - start:  # else one sequence is the whole tree
+                tokens = self.token_index[held : held + count]
+                keys = torch.arange(start, end, device=tokens.device)
+                mask = attends(tokens[:, None], keys[None, :], self.segment_ids, self.ancestors)
+            yield TreeRows(slice(held, held + count), slice(start, end), mask)
+            held += count
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """For a variable-length kernel."""
+        sequences = causal_sequences(self.runs, self.parents, self.segment_bounds)
+        queries = [sequence.num_queries for sequence in sequences]
+        keys = [sequence.num_keys for sequence in sequences]
+        stretches = (stretch for sequence in sequences for stretch in sequence.keys)
+        key_index = torch.cat([torch.arange(first, end) for first, end in stretches])
+        is_the_pack = key_index.equal(torch.arange(self.num_tokens))
+        device = self.token_index.device
+        return Sequences(
+            key_index=None if is_the_pack else key_index.to(device),
+            query_bounds=_bounds(queries, device),
+            key_bounds=_bounds(keys, device),
+            max_queries=max(queries),
+            max_keys=max(keys),
+        )
+
+
+def attends(query: Tensor, key: Tensor, segment_ids: Tensor, ancestors: Tensor) -> Tensor:
+    """Whether the pack's token `query` may attend its token `key`; their shapes broadcast."""
+    return ancestors[segment_ids[query], segment_ids[key]] & (key <= query)
+
+
+def causal_sequences(
+    runs: Iterable[Run], parents: Sequence[int], segment_bounds: Sequence[int]
+) -> list[CausalSequence]:
+    """The causal sequences of runs, in their order. A run that starts where its parent's ends
+    becomes one sequence with it.
+    """
+    sequences: list[CausalSequence] = []
+    previous: Run | None = None
+    for run in runs:
+        own = (segment_bounds[run.segment], run.end)
+        if (
+            previous is not None
+            and previous.end == run.first
+            and previous.segment == parents[run.segment]
+        ):
+            num_queries, keys = sequences.pop()
+        else:
+            num_queries, keys = 0, _path(run.segment, parents, segment_bounds)
+        sequences.append(CausalSequence(num_queries + run.end - run.first, (*keys, own)))
+        previous = run
+    return sequences
+
+
+def _path(
+    segment: int, parents: Sequence[int], segment_bounds: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """The stretches of a segment's ancestors, root first, itself left out."""
+    path: list[tuple[int, int]] = []
+    while (segment := parents[segment]) >= 0:
+        path.insert(0, (segment_bounds[segment], segment_bounds[segment + 1]))
+    return tuple(path)
+
+
+def _bounds(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32, device=device)

@@ -1,0 +1,262 @@
+"""Every backend on packs of trees equals separate sequences, outputs and gradients, on all context
+ranks together. Where a kernel needs a GPU, it alone is replaced by a written-out one.
+"""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.nn.attention import flex_attention, varlen
+
+from megavlm.data.packing import make_pack
+from megavlm.models.common import attention_backends
+from megavlm.models.common.attention import TreeAttention
+from megavlm.models.common.attention_backends import BACKENDS, choose_backend
+from megavlm.models.common.config import LanguageConfig
+from megavlm.models.common.pack_layout import CausalSequence, PackLayout, causal_sequences
+from megavlm.parallel import platform
+from tests.unit.models.forests import (
+    FORESTS,
+    Shape,
+    causal_attention,
+    forest,
+    random_shape,
+    separate_sequences,
+)
+
+SCALE, HEAD_DIM = 0.3, 4
+
+
+def variable_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    scale: float,
+) -> Tensor:
+    assert query_bounds.dtype == key_bounds.dtype == torch.int32
+    num_queries, num_keys = query_bounds.diff().tolist(), key_bounds.diff().tolist()
+    parts = zip(query.split(num_queries), key.split(num_keys), value.split(num_keys), strict=True)
+    return torch.cat([causal_attention(q, k, v, scale) for q, k, v in parts])
+
+
+def fake_varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    assert window_size == (-1, 0) and (enable_gqa or query.size(1) == key.size(1))
+    assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
+    return variable_length(query, key, value, cu_seq_q, cu_seq_k, scale)
+
+
+class FakeDotProductAttention:
+    """The part of Transformer Engine's that we use, with its names."""
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int,
+        num_gqa_groups: int,
+        attention_dropout: float,
+        qkv_format: str,
+        attn_mask_type: str,
+        softmax_scale: float,
+    ) -> None:
+        assert (attention_dropout, qkv_format) == (0.0, "thd")
+        assert attn_mask_type == "padding_causal_bottom_right" and kv_channels == HEAD_DIM
+        self.heads, self.scale = (num_attention_heads, num_gqa_groups), softmax_scale
+
+    def __call__(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_kv: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_kv: int,
+    ) -> Tensor:
+        assert self.heads == (query_layer.size(1), key_layer.size(1))
+        assert max_seqlen_q == cu_seqlens_q.diff().max()
+        assert max_seqlen_kv == cu_seqlens_kv.diff().max()
+        return variable_length(
+            query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv, self.scale
+        ).flatten(1)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """GPU kernels replaced; FlexAttention in its plain form, whose gradients it refuses on a CPU
+    for want of a compiled one.
+    """
+    monkeypatch.setattr(varlen, "varlen_attn", fake_varlen_attn)
+    module: Any = ModuleType("transformer_engine.pytorch")
+    module.DotProductAttention = FakeDotProductAttention
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    yield
+    attention_backends._transformer_engine_attention.cache_clear()
+
+
+def inputs(num_tokens: int, heads: int, kv_heads: int) -> list[Tensor]:
+    """Query, key, value, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    tensors = [
+        torch.randn(num_tokens, n, HEAD_DIM, dtype=torch.float64, generator=generator)
+        for n in (heads, kv_heads, kv_heads, heads)
+    ]
+    return [*(x.requires_grad_() for x in tensors[:3]), tensors[3]]
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def equal_separate_sequences(
+    name: str, shapes: list[Shape], context_size: int, heads: int = 4, kv_heads: int = 2
+) -> None:
+    pack = make_pack(forest(shapes), vision_token_ids=(), multiple=3, context_size=context_size)
+    query, key, value, gradient = inputs(pack.num_tokens, heads, kv_heads)
+    expected = separate_sequences(shapes, query, key, value, SCALE)
+    parts = [pack.part(rank) for rank in range(context_size)]
+    outputs = [
+        BACKENDS[name](query[part.token_index], key, value, PackLayout.of(part), SCALE)
+        for part in parts
+    ]
+    assert all(len(output) == pack.num_tokens // context_size for output in outputs)
+    ours = torch.cat(outputs)[parts[0].gather_index]
+    close(ours, expected)
+    for x, y in zip(
+        torch.autograd.grad(ours, (query, key, value), gradient),
+        torch.autograd.grad(expected, (query, key, value), gradient),
+        strict=True,
+    ):
+        close(x, y)
+
+
+@pytest.mark.parametrize("context_size", [1, 2, 4])
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("shapes", FORESTS.values(), ids=FORESTS)
+def test_trees_equal_separate_sequences(
+    kernels: None, name: str, shapes: list[Shape], context_size: int
+) -> None:
+    equal_separate_sequences(name, shapes, context_size)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_random_trees_equal_separate_sequences(kernels: None, name: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [random_shape(generator) for _ in range(1 + seed % 3)]
+    equal_separate_sequences(name, shapes, 1 + seed % 4)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_as_many_key_heads_as_heads(kernels: None, name: str) -> None:
+    equal_separate_sequences(name, FORESTS["two turns"], 2, heads=3, kv_heads=3)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_neither_siblings_nor_other_trees_are_seen(kernels: None, name: str) -> None:
+    """Their keys and values may be anything, to the last bit."""
+    pack = make_pack(forest([[(5, -1), (3, 0), (4, 0)], [(6, -1)]]), vision_token_ids=())
+    query, key, value, _ = (x.detach() for x in inputs(pack.num_tokens, 4, 2))
+    before = BACKENDS[name](query, key, value, PackLayout.of(pack), SCALE)
+    key[8:12], value[8:12] = 50.0, -50.0  # the second response
+    after = BACKENDS[name](query, key, value, PackLayout.of(pack), SCALE)
+    assert before[:8].equal(after[:8]) and before[12:].equal(after[12:])
+    assert not before[8:12].isclose(after[8:12]).any()
+
+
+def test_what_layers_share_is_made_once(kernels: None) -> None:
+    pack = make_pack(forest(FORESTS["two turns"]), vision_token_ids=())
+    layout = PackLayout.of(pack)
+    query, key, value, _ = inputs(pack.num_tokens, 4, 2)
+    made = []
+    for _ in range(2):
+        for name in BACKENDS:
+            BACKENDS[name](query, key, value, layout, SCALE)
+        made.append((layout.trees, layout.sequences, layout.block_mask))
+    assert all(x is y for x, y in zip(*made, strict=True)) and made[0][2] is not None
+
+
+@pytest.mark.parametrize("name", ["one sequence", "one response"])
+def test_a_sequence_needs_neither_mask_nor_gathered_keys(name: str) -> None:
+    pack = make_pack(forest(FORESTS[name]), vision_token_ids=())
+    layout = PackLayout.of(pack)
+    assert [tree.mask for tree in layout.trees] == [None]
+    assert layout.sequences.key_index is None and layout.sequences.query_bounds.tolist() == [
+        0,
+        pack.num_tokens,
+    ]
+
+
+def test_runs_that_go_on_are_one_sequence() -> None:
+    pack = make_pack(forest([[(4, -1), (2, 0), (3, 0)], [(5, -1)]]), vision_token_ids=())
+    assert causal_sequences(pack.runs, pack.parents, pack.segment_bounds) == [
+        CausalSequence(6, ((0, 4), (4, 6))),  # the prompt and its first response
+        CausalSequence(3, ((0, 4), (6, 9))),
+        CausalSequence(5, ((9, 14),)),
+    ]
+
+
+def test_core_attention_contract() -> None:
+    """[t, 1, heads, D] in, [t, 1, heads x D] out; scaled by the size of a head unless told."""
+    shapes = FORESTS["several trees"]
+    pack = make_pack(forest(shapes), vision_token_ids=())
+    attention = TreeAttention(
+        LanguageConfig(num_layers=1, hidden_size=32, num_attention_heads=4, kv_channels=HEAD_DIM),
+        1,
+        AttnMaskType.causal,
+        "self",
+        cp_comm_type=None,
+        pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)),
+    )
+    query, key, value, _ = inputs(pack.num_tokens, 4, 2)
+    output = attention(
+        *(x.unsqueeze(1) for x in (query, key, value)), None, packed_seq_params=PackLayout.of(pack)
+    )
+    assert output.shape == (pack.num_tokens, 1, 4 * HEAD_DIM)
+    expected = separate_sequences(shapes, query, key, value, HEAD_DIM**-0.5)
+    close(output.view_as(query), expected)
+
+
+@pytest.mark.parametrize("name", ["flash", "flex", "transformer_engine"])
+def test_a_gpu_kernel_is_refused_on_a_cpu(name: str) -> None:
+    with pytest.raises(ValueError, match=f"model.attention: {name} needs a GPU; take sdpa"):
+        choose_backend(name, torch.bfloat16)
+
+
+def test_sdpa_runs_anywhere_and_unknown_names_nowhere() -> None:
+    assert choose_backend("sdpa", torch.float32) is BACKENDS["sdpa"]
+    with pytest.raises(ValueError, match="'fast' is none of sdpa, flash, transformer_engine, flex"):
+        choose_backend("fast", torch.float32)
+
+
+def test_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    assert choose_backend("flash", torch.bfloat16) is BACKENDS["flash"]
+    assert choose_backend("flex", torch.float32) is BACKENDS["flex"]
+    with pytest.raises(ValueError, match="flash does not compute in float32; take sdpa or flex"):
+        choose_backend("flash", torch.float32)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="transformer_engine is not installed"):
+        choose_backend("transformer_engine", torch.bfloat16)
