@@ -19,8 +19,6 @@ from megavlm.models.common.attention_backends import choose_backend
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.pack_layout import PackLayout
 
-__all__ = ["PackLayout", "TreeAttention"]
-
 
 class TreeAttention(MegatronModule):
     """megatron-core's core-attention contract: query [t, 1, heads, D] in, [t, 1, heads x D] out.
