@@ -1,0 +1,101 @@
+"""LoRA: a frozen model with small trained adapters, which are off for the reference model.
+
+Add adapters after the model has its weights and before gradient buffers are made around it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import nn
+
+from megavlm.models.common.lora_linear import EXPERT_STREAM, LoRALinear, Part, stable_seed
+from megavlm.models.common.lora_targets import Site, choose, linear_names, sites
+from megavlm.models.common.model import VisionLanguageModel
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """`targets`: components (`lora_targets.COMPONENTS`) or full paths with wildcards. B A x is
+    scaled by `alpha` / `rank`; `dropout` is the share of the adapters' input dropped in training.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("language.attention", "language.mlp")
+
+
+def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -> None:
+    """Freezes all of the model but a value head, and puts adapters on this rank's linears that
+    `settings.targets` choose. `model`: the part of a model that a pipeline stage, or one chunk of
+    it, holds.
+
+    A is drawn from `seed`, the same under every layout; B is zero, so nothing changes at first.
+    ValueError for a target that the whole model has no match for.
+    """
+    assert not any(adapters(model)), "this model has adapters already"
+    tower = model.visual
+    names = linear_names(model.config, tower)
+    chosen = choose(settings.targets, names, has_tower=tower is not None)
+    found = list(sites(model, chosen))
+    in_tower = any(site.placement.cut is None for site in found)
+    if in_tower and settings.dropout and tower is not None and tower.recompute:
+        raise ValueError(
+            f"lora.dropout={settings.dropout} with adapters in the tower does not go with its "
+            f"recomputation, which would drop other entries: set one of them to 0 and false."
+        )
+    model.requires_grad_(False)
+    if model.value_head is not None:
+        model.value_head.requires_grad_(True)  # it starts at zero: frozen it would say nothing
+    for site in found:
+        setattr(site.owner, site.attribute, _adapted(site, settings, seed))
+    if any(site.placement.is_expert for site in found):
+        _add_expert_stream(seed, model.language_model.pg_collection.ep.rank())
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
+    """Adapted linears of this rank by their names in the whole model. Of a dense one, `NAME.weight`
+    is the key of its weight in checkpoints and in the mapping table; an expert's name has the
+    expert's number in the whole model, `...mlp.experts.5.linear_fc1`.
+    """
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            yield module.name, module
+
+
+@contextlib.contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Within it the model is its base, bit for bit."""
+    switched = [module for _, module in adapters(model) if module.enabled]
+    for module in switched:
+        module.enabled = False
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.enabled = True
+
+
+def _adapted(site: Site, settings: LoRA, seed: int) -> LoRALinear:
+    scale = settings.alpha / settings.rank
+    return LoRALinear(
+        getattr(site.owner, site.attribute),
+        name=site.name,
+        parts=[Part(name, rows, settings.rank, scale) for name, rows in site.parts],
+        placement=site.placement,
+        num_blocks=site.num_blocks,
+        dropout=settings.dropout,
+        seed=seed,
+    )
+
+
+def _add_expert_stream(seed: int, expert_rank: int) -> None:
+    """megatron-core's stream for experts differs over the expert tensor axis, whose ranks must drop
+    the same entries of the tokens that they share.
+    """
+    tracker = get_cuda_rng_tracker()
+    if EXPERT_STREAM in tracker.get_states():
+        return  # added with another chunk of this stage
+    tracker.add(EXPERT_STREAM, stable_seed(f"{EXPERT_STREAM}/{seed}/{expert_rank}"))

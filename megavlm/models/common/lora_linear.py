@@ -1,0 +1,321 @@
+"""A linear layer with low-rank adapters: y = base(x) + sum over its parts of scale B A dropout(x).
+
+A part is one projection of the HF model with its own pair (A, B), as PEFT has it. A fused layer
+holds several: their A's lie below each other in one matrix, their B's make one matrix whose rows
+have the fused layer's own order, so two small products serve all parts. Shapes: R is the sum of
+the parts' ranks; rows and columns are those of the layer's weight on this rank.
+
+Parallelism. What is not cut lies whole on every rank of the group, and so must its gradient:
+
+    rows cut (linear_qkv, linear_fc1)        A is whole, B is cut like the weight
+    columns cut (linear_proj, linear_fc2)    A is cut like the weight, B is whole
+
+Only A x, [T, R], is communicated. Under sequence parallelism the whole matrix sees a slice of the
+tokens, and megatron-core sums its gradient over the tensor axis (`sequence_parallel`). Experts
+communicate tokens outside, in the dispatcher: the whole matrix sums its gradient in backward.
+"""
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import (
+    _MODEL_PARALLEL_RNG_TRACKER_NAME,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+
+EXPERT_STREAM = "adapter-expert-rng"  # differs between experts, agrees over the expert tensor axis
+
+
+@dataclass(frozen=True)
+class Part:
+    """One HF projection, by its name there (`q_proj`). `rows`: of its B on this rank. Rank 0: the
+    projection has no adapter.
+    """
+
+    name: str
+    rows: int
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the ranks of `group` hold the layer.
+
+    `cut`: the dim of each part that they cut. "fused": they cut the fused rows without regard to
+    parts (more ranks than key-value heads), and every B is whole. None: the layer is replicated.
+    `sequence`: sequence parallelism. `is_expert`: `group` is the expert tensor axis.
+    """
+
+    cut: Literal["rows", "columns", "fused"] | None
+    group: dist.ProcessGroup
+    sequence: bool = False
+    is_expert: bool = False
+
+
+class LoRALinear(nn.Module):
+    """Takes the place of `base` and answers as it does: megatron-core's (output, bias), or a plain
+    tensor where `base` is an nn.Linear. Its state dicts have the base's keys, unchanged, and
+    `lora_A` [R, columns] and `lora_B.<part>` [rows, rank].
+    """
+
+    base: Any  # a linear of megatron-core, of Transformer Engine, or nn.Linear
+
+    def __init__(
+        self,
+        base: Any,
+        *,
+        name: str,
+        parts: Sequence[Part],
+        placement: Placement,
+        num_blocks: int = 1,
+        dropout: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """`name`: of the layer in the whole model; A is drawn from it and `seed`, and so is the
+        same under every layout. `num_blocks`: in the fused order each part is cut into so many
+        blocks, and the parts' blocks alternate.
+        """
+        super().__init__()
+        self.base = base
+        self.name = name
+        self.parts = tuple(parts)
+        self.placement = placement
+        self.num_blocks = num_blocks
+        self.dropout = dropout
+        self.enabled = True
+        rows, columns = base.weight.shape
+        ranks = placement.group.size()
+        assert sum(part.rows for part in parts) == rows * (ranks if self._is("fused") else 1), name
+        whole = torch.cat(
+            [
+                _initial_a(part, columns * (ranks if self._is("columns") else 1), name, seed)
+                for part in parts
+            ]
+        )
+        mine = whole.chunk(ranks, dim=1)[placement.group.rank()] if self._is("columns") else whole
+        self.lora_A = nn.Parameter(mine.to(base.weight).contiguous())
+        self.lora_B = nn.ParameterDict(
+            {
+                part.name: nn.Parameter(base.weight.new_zeros(part.rows, part.rank))
+                for part in parts
+                if part.rank
+            }
+        )
+        self._mark(self.lora_A, 1 if self._is("columns") else None)
+        for b in self.lora_B.values():
+            self._mark(b, 0 if self._is("rows") else None)
+        self.register_load_state_dict_pre_hook(_to_base)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def pairs(self) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        """Each adapted part, its A [rank, columns] (rows of `lora_A`) and its B [rows, rank]."""
+        for part, a in zip(self.parts, self.lora_A.split(self._ranks), strict=True):
+            if part.rank:
+                yield part, a, self.lora_B[part.name]
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        """This rank's shard of base + scale B A [rows, columns]: in fp32, rounded once to the
+        base's dtype. No communication.
+        """
+        up = self._up(torch.float32)
+        if self._is("fused"):
+            up = self._my_rows(up)
+        merged = torch.addmm(self.base.weight.float(), up, self.lora_A.float())
+        return merged.to(self.base.weight.dtype)
+
+    def forward(self, x: Tensor) -> Any:
+        """[..., columns] to [..., rows], as the base's kind of parallelism has them."""
+        has_norm = hasattr(self.base, "return_layernorm_output")
+        if has_norm:  # of Transformer Engine, the norm inside: adapters take what it gives
+            self.base.return_layernorm_output = self.enabled
+        result = self.base(x)
+        if not self.enabled:
+            return result
+        if not isinstance(result, tuple):
+            return self._add(result, x)
+        if has_norm and len(result) == 3:
+            output, bias, x = result
+        elif has_norm:
+            (output, x), bias = result
+        else:
+            output, bias = result
+        return self._add(output, x), bias
+
+    def backward_dw(self) -> None:
+        self.base.backward_dw()
+
+    def _add(self, output: Tensor, x: Tensor) -> Tensor:
+        cut, group = self.placement.cut, self.placement.group
+        a, up = self.lora_A, self._up(self.lora_A.dtype)
+        if self.placement.is_expert and cut == "rows":
+            a = copy_to_tensor_model_parallel_region(a, group=group)
+        elif self.placement.is_expert or cut == "fused":
+            up = copy_to_tensor_model_parallel_region(up, group=group)
+        if cut == "fused":
+            up = self._my_rows(up)
+        down = F.linear(self._drop(x), a)
+        if cut is not None and not self.placement.is_expert:
+            down = self._communicate(down)
+        added = torch.addmm(output.flatten(0, -2), down.flatten(0, -2), up.t())
+        return added.view_as(output)
+
+    def _communicate(self, down: Tensor) -> Tensor:
+        """down [T, 1, R] from where A is applied to where B is."""
+        group = self.placement.group
+        if self._is("columns"):
+            if self.placement.sequence:
+                return reduce_scatter_to_sequence_parallel_region(down, group=group)
+            return reduce_from_tensor_model_parallel_region(down, group=group)
+        if self.placement.sequence:
+            return gather_from_sequence_parallel_region(down, group=group)
+        return copy_to_tensor_model_parallel_region(down, group=group)
+
+    def _up(self, dtype: torch.dtype) -> Tensor:
+        """scale B of all parts [rows, R] in the fused order: a part's rows meet its own A alone."""
+        padded, start, total = [], 0, sum(self._ranks)
+        for part in self.parts:
+            if part.rank:
+                scaled = self.lora_B[part.name].to(dtype) * part.scale
+                padded.append(F.pad(scaled, (start, total - start - part.rank)))
+            else:
+                padded.append(self.lora_A.new_zeros(part.rows, total, dtype=dtype))
+            start += part.rank
+        blocks = [b.view(self.num_blocks, -1, total) for b in padded]
+        return torch.cat(blocks, dim=1).flatten(0, 1)
+
+    def _my_rows(self, up: Tensor) -> Tensor:
+        return up.chunk(self.placement.group.size())[self.placement.group.rank()]
+
+    def _drop(self, x: Tensor) -> Tensor:
+        """Ranks that hold the same x drop the same entries. Recomputation replays them: it restores
+        the streams of megatron-core's tracker.
+        """
+        if not self.training or self.dropout == 0.0:
+            return x
+        stream = self._stream
+        random = contextlib.nullcontext() if stream is None else get_cuda_rng_tracker().fork(stream)
+        with random:
+            return F.dropout(x, self.dropout)
+
+    @property
+    def _stream(self) -> str | None:
+        placement = self.placement
+        if placement.cut is None:
+            return None  # torch's own checkpointing restores only the default one
+        if placement.is_expert:
+            return get_expert_parallel_rng_tracker_name() if self._is("columns") else EXPERT_STREAM
+        if placement.sequence or self._is("columns"):
+            return _MODEL_PARALLEL_RNG_TRACKER_NAME
+        return get_data_parallel_rng_tracker_name()
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [part.rank for part in self.parts]
+
+    def _is(self, cut: str) -> bool:
+        return self.placement.cut == cut
+
+    def _mark(self, parameter: nn.Parameter, cut_dim: int | None) -> None:
+        """The attributes by which megatron-core sums a gradient and counts it once in the norm."""
+        is_cut, group = cut_dim is not None, self.placement.group
+        if self.placement.is_expert:
+            # Reduced over the ranks that hold the same expert. The norm counts what is "parallel"
+            # always, anything else by the dense tensor rank, which says nothing about experts.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.shared = not is_cut and group.rank() > 0  # type: ignore[attr-defined]
+        is_parallel = is_cut or self.placement.is_expert
+        set_tensor_model_parallel_attributes(parameter, is_parallel, cut_dim if is_cut else -1, 1)
+        summed_in_backward = self._is("fused") and parameter is not self.lora_A
+        if self.placement.sequence and not is_cut and not summed_in_backward:
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        destination = {} if destination is None else destination
+        self.base.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name, tensor in self._own().items():
+            destination[f"{prefix}{name}"] = tensor if keep_vars else tensor.detach()
+        return destination
+
+    def _own(self) -> dict[str, Tensor]:
+        return {"lora_A": self.lora_A, **{f"lora_B.{n}": b for n, b in self.lora_B.items()}}
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        assert metadata is not None
+        group = self.placement.group
+        base = sharded_state_dict_default(self.base, prefix, sharded_offsets, metadata, group)
+        own = self._own()
+        cut_dims = {"lora_A": 1} if self._is("columns") else {}
+        if self._is("rows"):
+            cut_dims = {name: 0 for name in own if name != "lora_A"}
+        adapters = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            cut_dims,
+            sharded_offsets,
+            tp_group=group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return {**base, **adapters}
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, rank={self._ranks}, dropout={self.dropout}"
+
+
+def is_adapter(key: str) -> bool:
+    """Whether a key of a state dict or a checkpoint names an adapter's tensor."""
+    return "lora_A" in key.split(".") or "lora_B" in key.split(".")
+
+
+def stable_seed(label: str) -> int:
+    return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little")
+
+
+def _to_base(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A state dict's keys of the base, as the module tree has them."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        if not is_adapter(key.removeprefix(prefix)):
+            state[f"{prefix}base.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def _initial_a(part: Part, columns: int, name: str, seed: int) -> Tensor:
+    """A [rank, columns] as PEFT draws it."""
+    generator = torch.Generator().manual_seed(stable_seed(f"{seed}/{name}/{part.name}"))
+    a = torch.empty(part.rank, columns)
+    return nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator) if part.rank else a
