@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def load(
     folder: str | Path,
     *,
     step: int | None = None,
-    model: MegatronModule,
+    chunks: Sequence[MegatronModule],
     optimizer: MegatronOptimizer | None = None,
     scheduler: OptimizerParamScheduler | None = None,
 ) -> dict[str, Any]:
@@ -56,18 +57,20 @@ def load(
         names = sorted(manifest.files)[rank::world_size]
         if problem := first_difference(path, manifest.files, names):
             raise ValueError(problem)
-        _check_tensors(sharded_state(model, None, None, is_loading=True), StepReader(path), path)
+        _check_tensors(sharded_state(chunks, None, None, is_loading=True), StepReader(path), path)
 
     together("load", verify)
     state = dist_checkpointing.load(
-        sharded_state(model, optimizer, scheduler, is_loading=True),
+        sharded_state(chunks, optimizer, scheduler, is_loading=True),
         str(path),
         FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(path)), replica_group()
         ),
     )
-    missing, unexpected = unwrap_model(model).load_state_dict(state["model"], strict=False)
-    assert not unexpected and all(name.endswith("_extra_state") for name in missing), missing
+    for index, chunk in enumerate(chunks):
+        part = state["model"][str(index)]
+        missing, unexpected = unwrap_model(chunk).load_state_dict(part, strict=False)
+        assert not unexpected and all(name.endswith("_extra_state") for name in missing), missing
     if scheduler is not None:
         scheduler.num_steps = 0  # megatron-core adds the saved count to what is there
         scheduler.load_state_dict(state["scheduler"])
@@ -87,7 +90,7 @@ def load(
 
 def _check_tensors(state: dict[str, Any], reader: StepReader, path: Path) -> None:
     """The step holds the model's tensors, in the model's global shapes."""
-    for value in state["model"].values():
+    for value in (value for part in state["model"].values() for value in part.values()):
         parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
         for part in parts:
             assert isinstance(part, ShardedTensor), part

@@ -3,6 +3,7 @@
 import json
 import queue
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def save(
     folder: str | Path,
     step: int,
     *,
-    model: MegatronModule,
+    chunks: Sequence[MegatronModule],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     extra: dict[str, Any],
@@ -36,9 +37,10 @@ def save(
 ) -> None:
     """Writes everything that training needs to go on from `step`. Collective over all ranks.
 
-    `extra`: the trainer's own state, JSON-able, as rank 0 has it. `hf_folder`: the model folder
-    whose configuration, tokenizer and processor files an export needs. CheckpointError, on every
-    rank, where a rank cannot write; nothing partial is left then, and older steps stay.
+    `chunks`: this rank's part of the model. `extra`: the trainer's own state, JSON-able, as rank 0
+    has it. `hf_folder`: the model folder whose configuration, tokenizer and processor files an
+    export needs. CheckpointError, on every rank, where a rank cannot write; nothing partial is left
+    then, and older steps stay.
     """
     folder = Path(folder)
     path = atomic.partial(form.step_folder(folder, step))
@@ -56,7 +58,7 @@ def save(
         path.mkdir()
 
     def write() -> dict[str, dict[str, int]]:
-        state = sharded_state(model, optimizer, scheduler, is_loading=False)
+        state = sharded_state(chunks, optimizer, scheduler, is_loading=False)
         strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy("torch_dist"), replica_group()
         )

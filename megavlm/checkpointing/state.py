@@ -1,5 +1,6 @@
 """What a checkpoint holds, in megatron-core's sharded form: the same keys under every layout."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -19,15 +20,19 @@ FORM = {
 
 
 def sharded_state(
-    model: MegatronModule,
+    chunks: Sequence[MegatronModule],
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
     *,
     is_loading: bool,
 ) -> dict[str, Any]:
     metadata = {**FORM, "dp_cp_group": replica_group()}
+    # Chunks of a pipeline stage share local names, not keys.
     state: dict[str, Any] = {
-        "model": _tensors(unwrap_model(model).sharded_state_dict(metadata=metadata))
+        "model": {
+            str(index): _tensors(unwrap_model(chunk).sharded_state_dict(metadata=metadata))
+            for index, chunk in enumerate(chunks)
+        }
     }
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(
@@ -45,10 +50,14 @@ def replica_group() -> Any:
 
 def layout() -> dict[str, int]:
     """Ranks per axis of this run."""
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual": virtual or 1,
         "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
         "data": parallel_state.get_data_parallel_world_size(),
     }
 

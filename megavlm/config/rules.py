@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 from megavlm.config.bounds import out_of_range
 from megavlm.config.schema import GRPO, SFT, Config, Evaluation, Rollout
 
+# megatron-core's names; what needs no Transformer Engine.
+RECOMPUTED_MODULES = {"core_attn", "mlp", "moe"}
 # Options of the server that megavlm sets itself, and the key to set instead.
 OWNED_SERVER_ARGS = {
     "model_path": "model.folder",
@@ -55,10 +57,37 @@ def check(config: Config) -> None:
 
 
 def _check_parallel(config: Config) -> None:
-    if config.parallel.sequence and config.parallel.tensor == 1:
+    parallel = config.parallel
+    if parallel.sequence and parallel.tensor == 1:
         raise ValueError(
             "parallel.sequence=true splits activations over the tensor-parallel ranks, and "
             "parallel.tensor=1 has only one: set parallel.tensor above 1 or parallel.sequence=false"
+        )
+    if parallel.pipeline == 1:
+        for key in ("virtual", "first_stage_layers", "last_stage_layers"):
+            value = getattr(parallel, key)
+            if value not in (1, None):
+                raise ValueError(
+                    f"parallel.{key}={value} is about pipeline stages, and parallel.pipeline=1 has "
+                    "none: remove it or raise parallel.pipeline"
+                )
+    if parallel.data is not None and parallel.num_ranks % parallel.expert_ranks:
+        raise ValueError(
+            f"parallel.expert={parallel.expert} x parallel.expert_tensor={parallel.expert_tensor} "
+            f"x parallel.pipeline={parallel.pipeline} does not divide the {parallel.num_ranks} "
+            "ranks of the other axes: change one of them or raise parallel.data"
+        )
+    unknown = set(config.recompute.modules) - RECOMPUTED_MODULES
+    if unknown:
+        raise ValueError(
+            f"recompute.modules names {sorted(unknown)[0]}, which cannot be recomputed alone: "
+            f"choose from {', '.join(sorted(RECOMPUTED_MODULES))}"
+        )
+    if config.lora.rank and not (config.model.freeze_tower and config.model.freeze_merger):
+        raise ValueError(
+            f"lora.rank={config.lora.rank} trains adapters alone, so the tower cannot be trained "
+            "itself: set model.freeze_tower=true and model.freeze_merger=true, and add "
+            "vision.attention, vision.mlp or vision.merger to lora.targets to adapt it"
         )
 
 

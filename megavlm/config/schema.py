@@ -21,26 +21,75 @@ class Run:
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """`folder` is a HuggingFace folder: architecture, tokenizer, processor and, unless
-    `checkpoint` names a Megatron checkpoint to start from, weights."""
+    `checkpoint` names a Megatron checkpoint to start from, weights. `attention`: the kernel of
+    the core attention; auto takes sdpa on a CPU and flash on a GPU."""
 
     folder: str = MISSING
     checkpoint: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["auto", "sdpa", "flash", "flex", "transformer_engine"] = "auto"
     freeze_tower: bool = True
     freeze_merger: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Adapters of `rank` on `targets`; rank 0 trains the weights themselves. A target is
+    language.attention, language.mlp, language.experts, vision.attention, vision.mlp,
+    vision.merger, or the full path of a linear, in which * matches anything."""
+
+    rank: int = bounded(0, least=0)
+    alpha: float = bounded(32.0, above=0)
+    dropout: float = bounded(0.0, least=0, below=1)
+    targets: tuple[str, ...] = ("language.attention", "language.mlp")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """`data` null: what the world size leaves; `megavlm train` then starts `tensor` ranks."""
+    """Ranks per axis. `sequence`: activations are split over the tensor axis. `virtual`: chunks of
+    layers per pipeline stage. `expert` and `expert_tensor` divide the ranks of a stage for
+    experts alone. `data` null: what the world size leaves; `megavlm train` then starts one.
+    `first_stage_layers`, `last_stage_layers`: where an even split is not wanted."""
 
     tensor: int = bounded(1, least=1)
     sequence: bool = False
+    context: int = bounded(1, least=1)
+    pipeline: int = bounded(1, least=1)
+    virtual: int = bounded(1, least=1)
+    first_stage_layers: int | None = bounded(None, least=1)
+    last_stage_layers: int | None = bounded(None, least=1)
+    expert: int = bounded(1, least=1)
+    expert_tensor: int = bounded(1, least=1)
     data: int | None = bounded(None, least=1)
 
     @property
+    def model_size(self) -> int:
+        """Ranks that hold one copy of the model and share one microbatch."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
     def num_ranks(self) -> int:
-        return self.tensor * (self.data or 1)
+        data = self.data or 1
+        while self.data is None and (self.model_size * data) % self.expert_ranks:
+            data += 1
+        return self.model_size * data
+
+    @property
+    def expert_ranks(self) -> int:
+        """The smallest number of ranks that the experts' axes and the pipeline make."""
+        return self.expert * self.expert_tensor * self.pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """Activations that are computed again in backward instead of kept. selective: those of
+    `modules`; full: everything but the inputs of every `layers` layers. `tower`: of each block
+    of the vision tower."""
+
+    language: Literal["none", "selective", "full"] = "none"
+    modules: tuple[str, ...] = ("core_attn",)
+    layers: int = bounded(1, least=1)
+    tower: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +210,9 @@ class Checkpoint:
 class Config:
     run: Run
     model: Model
+    lora: LoRA
     parallel: Parallel
+    recompute: Recompute
     data: Data
     algorithm: Algorithm
     reward: Reward

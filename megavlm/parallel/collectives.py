@@ -35,15 +35,29 @@ def any_rank(flag: bool) -> bool:
 
 
 def reduce_measures(reports: Sequence[dict[str, torch.Tensor]], mesh: Mesh) -> dict[str, float]:
-    """Sums over packs and data ranks; a measure whose name starts with `largest` is a maximum
-    instead.
+    """Sums over packs, data and context ranks; a measure whose name starts with `largest` is a
+    maximum instead. Reports come from the last pipeline stage; every rank gets the result.
     """
+    result = _reduce(reports, mesh.groups.dp_cp) if mesh.is_last_stage else None
+    if mesh.layout.pipeline == 1:
+        assert result is not None
+        return result
+    box = [result]
+    dist.broadcast_object_list(box, src=mesh.world_size - 1, group=mesh.objects)
+    (received,) = box
+    assert received is not None, "the last rank is on the last stage"
+    return received
+
+
+def _reduce(
+    reports: Sequence[dict[str, torch.Tensor]], group: dist.ProcessGroup
+) -> dict[str, float]:
     names = list(reports[0])
     table = torch.stack(
         [torch.stack([report[name].double() for name in names]) for report in reports]
     )
     largest = torch.tensor([name.startswith("largest") for name in names], device=table.device)
     sums, maxima = table.sum(0), table.amax(0)
-    dist.all_reduce(sums, group=mesh.groups.dp)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.groups.dp)
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(names, maxima.where(largest, sums).tolist(), strict=True))

@@ -3,6 +3,7 @@
 import datetime
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -11,6 +12,29 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megavlm.parallel import platform
 
+ShardAxis = Literal["tensor", "expert_tensor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks per axis; the data axis takes what the world size leaves.
+
+    `virtual`: chunks of layers per pipeline stage. `expert` and `expert_tensor` divide the ranks of
+    a pipeline stage anew, for the experts of a mixture-of-experts model alone.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one copy of the model and share one microbatch."""
+        return self.tensor * self.context * self.pipeline
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -18,8 +42,12 @@ class Mesh:
     objects.
     """
 
-    tensor_size: int
+    layout: Layout
     tensor_rank: int
+    pipeline_rank: int
+    context_rank: int
+    expert_rank: int
+    expert_tensor_rank: int
     data_size: int
     data_rank: int
     data_ranks: tuple[int, ...]  # of every rank in the world
@@ -38,6 +66,20 @@ class Mesh:
     def is_driver(self) -> bool:
         return self.rank == 0
 
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.layout.pipeline - 1
+
+    @property
+    def tensor_size(self) -> int:
+        return self.layout.tensor
+
+    def place(self, axis: ShardAxis) -> tuple[int, int]:
+        """This rank and the number of ranks on an axis that cuts tensors."""
+        if axis == "tensor":
+            return self.tensor_rank, self.layout.tensor
+        return self.expert_tensor_rank, self.layout.expert_tensor
+
 
 def init_distributed(timeout_minutes: float = 30.0) -> None:
     """Joins the ranks that torchrun started; a program started without it is one rank."""
@@ -54,31 +96,64 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
         )
 
 
-def build_mesh(*, tensor: int = 1, seed: int = 0) -> Mesh:
-    """megatron-core's groups for a layout; what the world size leaves over is the data axis."""
-    world_size = dist.get_world_size()
-    if world_size % tensor:
+def check_world(layout: Layout, world_size: int) -> None:
+    """ValueError where `world_size` ranks do not make the layout."""
+    if world_size % layout.model_size:
         raise ValueError(
-            f"parallel.tensor={tensor} does not divide the world size {world_size}: "
-            f"start a multiple of {tensor} ranks."
+            f"parallel.tensor={layout.tensor} x parallel.context={layout.context} x "
+            f"parallel.pipeline={layout.pipeline} does not divide the world size {world_size}: "
+            f"start a multiple of {layout.model_size} ranks."
         )
+    experts = layout.expert * layout.expert_tensor * layout.pipeline
+    if world_size % experts:
+        raise ValueError(
+            f"parallel.expert={layout.expert} x parallel.expert_tensor={layout.expert_tensor} x "
+            f"parallel.pipeline={layout.pipeline} does not divide the world size {world_size}: "
+            f"start a multiple of {experts} ranks."
+        )
+    if layout.virtual > 1 and layout.pipeline == 1:
+        raise ValueError(
+            f"parallel.virtual={layout.virtual} splits pipeline stages, and parallel.pipeline=1 "
+            "has none: set parallel.virtual=1 or raise parallel.pipeline."
+        )
+
+
+def build_mesh(layout: Layout | None = None, *, seed: int = 0) -> Mesh:
+    """megatron-core's groups for a layout. A second call replaces the first one's."""
+    layout = layout or Layout()
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    check_world(layout, world_size)
+    real = dist.get_backend() != "fake"  # torch's stand-in for ranks that do not exist
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    # gloo groups: the optimizer's checkpoint form gathers over them, on GPU machines too
-    parallel_state.initialize_model_parallel(tensor, create_gloo_process_groups=True)
+    parallel_state.initialize_model_parallel(
+        layout.tensor,
+        layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        # the optimizer's checkpoint form gathers over gloo groups, on GPU machines too
+        create_gloo_process_groups=real,
+    )
     model_parallel_cuda_manual_seed(seed)
-    objects = dist.new_group(backend="gloo")
-    data_rank = parallel_state.get_data_parallel_rank()
-    data_ranks: list[int] = [0] * world_size
-    dist.all_gather_object(data_ranks, data_rank, group=objects)
+    group = dist.new_group(backend="gloo" if real else None)
+    assert group is not None, "a group over all ranks has every rank in it"
+    # megatron-core's order of axes, fastest first: tensor, context, data, pipeline
+    data_size = world_size // layout.model_size
+    per_copy = layout.tensor * layout.context
     return Mesh(
-        tensor_size=tensor,
+        layout=layout,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
-        data_rank=data_rank,
-        data_ranks=tuple(data_ranks),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        data_size=data_size,
+        data_rank=rank // per_copy % data_size,
+        data_ranks=tuple(other // per_copy % data_size for other in range(world_size)),
         groups=ProcessGroupCollection.use_mpu_process_groups(),
-        objects=objects,
+        objects=group,
     )
 
 

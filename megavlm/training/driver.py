@@ -17,7 +17,7 @@ from megavlm.rollout.client import RolloutClient
 from megavlm.training.cost import tree_cost
 from megavlm.training.evaluation import evaluate
 from megavlm.training.inputs import make_processor, read
-from megavlm.training.plan import Work, plan_step
+from megavlm.training.plan import PackShape, Work, plan_step
 
 
 class Driver:
@@ -71,8 +71,20 @@ class Driver:
             minibatches,
             pictures,
             num_ranks=self.mesh.data_size,
-            pack_tokens=self.config.data.pack_tokens,
-            image_token_id=self.processor.image_token_id,
-            multiple=self.mesh.tensor_size if self.config.parallel.sequence else 1,
+            shape=self.shape,
             cost=tree_cost(self.hf_config, pictures),
+        )
+
+    @property
+    def shape(self) -> PackShape:
+        layout, sequence = self.mesh.layout, self.config.parallel.sequence
+        return PackShape(
+            max_tokens=self.config.data.pack_tokens,
+            vision_token_ids=self.processor.vision_token_ids,
+            multiple=layout.tensor if sequence else 1,
+            context_size=layout.context,
+            # Virtual stages take turns in rounds of one microbatch per stage.
+            count=layout.pipeline if layout.virtual > 1 else 1,
+            # Ranks that share experts exchange tokens in every layer of every microbatch.
+            equal_counts=layout.expert > 1 or layout.expert_tensor > 1,
         )

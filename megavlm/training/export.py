@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_tools.export_hf import export_hf
-from megavlm.data.packing import Pack, make_pack, prompt_tree
+from megavlm.data.packing import Pack, join_targets, make_pack, prompt_tree
 from megavlm.data.pictures import Picture
 from megavlm.data.processor import Prompt
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.training.driver import Driver
-from megavlm.training.passes import VisionFeatures
+from megavlm.training.passes import VisionFeatures, logits
 from megavlm.training.session import Session
 
 FOLDER = "hf"
@@ -45,14 +46,10 @@ def verify(session: Session, driver: Driver | None, folder: Path) -> float | Non
         probes = _probes(driver)
         parcel = _pack(driver, probes)
     pack, pictures = broadcast_object(parcel, session.mesh)
-    device = platform.device()
-    session.model.eval()
-    ours = session.model.logits(
-        pack.to(device), VisionFeatures(session.updater.model, pictures).of(pack)
-    )
-    session.model.train()
+    ours = _trainer_logits(session, pack, pictures)
     if driver is None:
         return None
+    device = platform.device()
     theirs = _transformers_logits(folder, probes, session.config.model.dtype, device)
     difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     if session.config.model.dtype == "float32" and not difference <= TOLERANCE:
@@ -61,6 +58,23 @@ def verify(session: Session, driver: Driver | None, folder: Path) -> float | Non
             f"largest, more than {TOLERANCE:.0e}: the exported folder is not the trained model."
         )
     return difference
+
+
+def _trainer_logits(session: Session, pack: Pack, pictures: dict[str, Picture]) -> Tensor:
+    """Logits [N, V] of a pack that every data rank computes alike, on every rank."""
+    mesh, chunks = session.mesh, session.updater.chunks
+    device = platform.device()
+    part = pack.part(mesh.context_rank)
+    # Virtual stages take turns in rounds of one microbatch per stage.
+    packs = [part.to(device)] * (mesh.layout.pipeline if mesh.layout.virtual > 1 else 1)
+    local = logits(chunks, packs, VisionFeatures(chunks, pictures))
+    held = [None] * mesh.world_size
+    mine = None
+    if local and mesh.tensor_rank == 0 and mesh.data_rank == 0:
+        mine = (part, local[0].cpu())
+    dist.all_gather_object(held, mine, group=mesh.objects)
+    parts, values = zip(*(pair for pair in held if pair is not None), strict=True)
+    return join_targets(parts, values).to(device)
 
 
 def _probes(driver: Driver) -> list[tuple[Prompt, list[int]]]:
@@ -75,8 +89,12 @@ def _pack(
     driver: Driver, probes: Sequence[tuple[Prompt, list[int]]]
 ) -> tuple[Pack, dict[str, Picture]]:
     trees = [prompt_tree(prompt, [answer]) for prompt, answer in probes]
+    shape = driver.shape
     pack = make_pack(
-        trees, vision_token_ids={driver.processor.image_token_id}, multiple=driver.mesh.tensor_size
+        trees,
+        vision_token_ids=shape.vision_token_ids,
+        multiple=shape.multiple,
+        context_size=shape.context_size,
     )
     return pack, {picture.key: picture for prompt, _ in probes for picture in prompt.pictures}
 

@@ -1,5 +1,6 @@
 """Gradient buffers, distributed optimizer and learning-rate schedule, all megatron-core's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +21,26 @@ from megavlm.parallel.collectives import any_rank
 
 @dataclass(frozen=True)
 class Updater:
-    """What an update needs: the model with its gradient buffers, the optimizer, the schedule."""
+    """What an update needs: this rank's chunks with their gradient buffers, the optimizer, the
+    schedule.
+    """
 
-    model: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
     def zero_gradients(self) -> None:
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def gradients_are_finite(self) -> bool:
         """One answer for all ranks."""
-        buffers = self.model.buffers + self.model.expert_parallel_buffers
+        buffers = [
+            buffer
+            for chunk in self.chunks
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ]
         return not any_rank(any(not buffer.grad_data.isfinite().all() for buffer in buffers))
 
     def step(self) -> float:
@@ -48,14 +56,18 @@ class Updater:
 
 
 def build_updater(
-    model: VisionLanguageModel, settings: Any, *, num_steps: int, updates_per_step: int = 1
+    chunks: Sequence[VisionLanguageModel],
+    settings: Any,
+    *,
+    num_steps: int,
+    updates_per_step: int = 1,
 ) -> Updater:
     """`settings`: the `optimizer` section. Its schedule counts training steps, of which the run has
     `num_steps`.
     """
     warmup = settings.warmup_steps * updates_per_step
-    wrapped = wrap(model)
-    half = model.config.params_dtype == torch.bfloat16
+    wrapped = wrap(chunks)
+    dtype = chunks[0].config.params_dtype
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -65,11 +77,11 @@ def build_updater(
         adam_beta2=settings.betas[1],
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
-        bf16=half,
-        params_dtype=model.config.params_dtype,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=True)
+    optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=True)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -92,8 +104,11 @@ def build_updater(
     return Updater(wrapped, optimizer, scheduler)
 
 
-def wrap(model: VisionLanguageModel, *, shard_optimizer: bool = True) -> DistributedDataParallel:
-    """Contiguous fp32 gradient buffers, reduced over the data axis after the last microbatch.
+def wrap(
+    chunks: Sequence[VisionLanguageModel], *, shard_optimizer: bool = True
+) -> list[DistributedDataParallel]:
+    """Contiguous fp32 gradient buffers, reduced over the data and context axes after the last
+    microbatch.
 
     With `shard_optimizer` a data rank ends with its share of the reduced gradient, without it with
     all of it.
@@ -101,27 +116,32 @@ def wrap(model: VisionLanguageModel, *, shard_optimizer: bool = True) -> Distrib
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=shard_optimizer, grad_reduce_in_fp32=True
     )
-    wrapped = DistributedDataParallel(model.config, ddp_config, model)
-    model.config.finalize_model_grads_func = finalize_gradients
-    return wrapped
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_gradients
+    return [
+        # Later chunks' gradients are ready while others compute: they need no smaller buckets.
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
 
 
 def finalize_gradients(
     chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **_: Any
 ) -> None:
-    """Sums gradients over the data axis, and what the tensor axis holds in parts.
+    """Sums gradients over the data and context axes, and what the tensor axis holds in parts.
 
     Losses come divided by their global number of tokens, so megatron's own count is left aside.
     """
     finalize_model_grads(chunks, None)
-    for chunk in chunks:
-        sum_tower_gradients(chunk.module)
+    sum_tower_gradients(chunks[0].module)
 
 
 def sum_tower_gradients(model: VisionLanguageModel) -> None:
     """Each rank of the tensor axis encoded a share of the pictures, so it holds a part of the
     tower's gradient.
     """
+    if model.visual is None:
+        return
     group = model.language_model.pg_collection.tp
     trained = [p for p in model.visual.parameters() if p.requires_grad]
     gradients: list[Tensor] = [getattr(p, "main_grad") for p in trained]  # noqa: B009

@@ -1,5 +1,5 @@
-"""Passes over a rank's packs through megatron-core's schedule: scoring without a graph, and forward
-with backward.
+"""Passes over a rank's packs through megatron-core's schedules: scoring without a graph, and
+forward with backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -14,24 +15,26 @@ from torch import Tensor
 from megavlm.data.packing import Pack
 from megavlm.data.processor import Picture
 from megavlm.models.common.logprobs import Scoring, TokenScores
-from megavlm.models.common.model import Features
+from megavlm.models.common.model import Features, VisionLanguageModel
 
 # Of a pack's scores: the loss, already divided by its global denominator, and measures
 # (`reduce_measures`).
 LossFunction = Callable[[Pack, TokenScores], tuple[Tensor, dict[str, Tensor]]]
+Chunks = Sequence[DistributedDataParallel]  # of this rank's pipeline stage, in order
 
 
 class VisionFeatures:
-    """Features of the pictures of one step: encoded once if the tower is frozen, in each forward if
-    it learns.
+    """Features of the pictures of one step, on the first pipeline stage: encoded once if the tower
+    is frozen, in each forward if it learns.
     """
 
-    def __init__(self, model: DistributedDataParallel, pictures: Mapping[str, Picture]) -> None:
-        self._model = model.module
+    def __init__(self, chunks: Chunks, pictures: Mapping[str, Picture]) -> None:
+        self._model: VisionLanguageModel = chunks[0].module
         self._pictures = pictures
-        self._learns = any(p.requires_grad for p in self._model.visual.parameters())
+        tower = self._model.visual
+        self._learns = tower is not None and any(p.requires_grad for p in tower.parameters())
         self._encoded: Features = {}
-        if not self._learns:
+        if tower is not None and not self._learns:
             with torch.no_grad():
                 self._encoded = self._model.encode(list(pictures.values()))
 
@@ -42,33 +45,53 @@ class VisionFeatures:
 
 
 def score(
-    model: DistributedDataParallel,
-    packs: Sequence[Pack],
-    features: VisionFeatures,
-    scoring: Scoring,
+    chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures, scoring: Scoring
 ) -> list[TokenScores]:
-    """Scores of each pack's targets, without a graph."""
+    """Scores of each pack's targets, without a graph; on the last pipeline stage, empty on the
+    others.
+    """
+    return _without_graph(chunks, packs, features, scoring)
 
-    def collect(scores: TokenScores, non_loss_data: bool) -> TokenScores:
+
+def logits(chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures) -> list[Tensor]:
+    """Whole logits at each pack's targets [N, V], on the last pipeline stage, empty on the others:
+    for inspection and proofs, never for training.
+    """
+    group = chunks[-1].module.language_model.pg_collection.tp
+    whole = []
+    for local in _without_graph(chunks, packs, features, None):
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        whole.append(torch.cat(parts, dim=-1))
+    return whole
+
+
+def _without_graph(
+    chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures, scoring: Scoring | None
+) -> list[Any]:
+    def collect(output: Any, non_loss_data: bool) -> Any:
         assert non_loss_data
-        return scores
+        return output
 
-    def forward_step(iterator: Iterator[Pack], _: Any) -> tuple[TokenScores, Any]:
-        pack = next(iterator)
-        return model(pack, features.of(pack), scoring), collect
+    def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[Any, Any]:
+        return _forward(iterator, model, features, scoring)[1], collect
 
+    for chunk in chunks:
+        chunk.eval()
     with torch.no_grad():
-        return _run(model, packs, forward_step, forward_only=True, collect_non_loss_data=True)
+        return _run(chunks, packs, forward_step, forward_only=True, collect_non_loss_data=True)
 
 
 def forward_backward(
-    model: DistributedDataParallel,
+    chunks: Chunks,
     packs: Sequence[Pack],
     features: VisionFeatures,
     scoring: Scoring,
     loss_function: LossFunction,
 ) -> list[dict[str, Tensor]]:
-    """Accumulates and reduces gradients of the packs' losses. Returns each pack's measures."""
+    """Accumulates and reduces gradients of the packs' losses. Returns each pack's measures, on the
+    last pipeline stage.
+    """
 
     def loss_of(pack: Pack, scores: TokenScores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss, sums = loss_function(pack, scores)
@@ -77,21 +100,32 @@ def forward_backward(
         )  # the loss is normalised already
         return loss, num_tokens, sums
 
-    def forward_step(iterator: Iterator[Pack], _: Any) -> tuple[TokenScores, Any]:
-        pack = next(iterator)
-        return model(pack, features.of(pack), scoring), partial(loss_of, pack)
+    def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[Any, Any]:
+        pack, output = _forward(iterator, model, features, scoring)
+        return output, partial(loss_of, pack)
 
-    return _run(model, packs, forward_step, forward_only=False)
+    for chunk in chunks:
+        chunk.train()
+    return _run(chunks, packs, forward_step, forward_only=False)
 
 
-def _run(
-    model: DistributedDataParallel, packs: Sequence[Pack], forward_step: Any, **options: Any
-) -> list[Any]:
+def _forward(
+    iterator: Iterator[Pack],
+    model: DistributedDataParallel,
+    features: VisionFeatures,
+    scoring: Scoring | None,
+) -> tuple[Pack, Any]:
+    pack = next(iterator)
+    encoded = features.of(pack) if model.module.pre_process else {}
+    return pack, model(pack, encoded, scoring)
+
+
+def _run(chunks: Chunks, packs: Sequence[Pack], forward_step: Any, **options: Any) -> list[Any]:
     assert packs, "every rank needs a pack: the reductions are collective"
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(packs),
-        model=model,
+        data_iterator=[iter(packs) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(packs),
         seq_length=max(pack.token_ids.numel() for pack in packs),
         micro_batch_size=1,

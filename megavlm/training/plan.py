@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megavlm.data.balance import assign
-from megavlm.data.packing import Pack, Tree, make_pack
+from megavlm.data.packing import Pack, Tree, empty_pack, make_pack
 from megavlm.data.processor import Picture
 from megavlm.training.cost import TreeCost
 
@@ -29,10 +29,29 @@ class Work:
     pictures: dict[str, Picture]
     num_tokens_everywhere: int  # prompts and responses, on all ranks together
 
-    def to(self, device: torch.device) -> "Work":
-        """The same with its packs on `device`; pictures go there when they are encoded."""
-        moved = [replace(m, packs=[pack.to(device) for pack in m.packs]) for m in self.minibatches]
-        return replace(self, minibatches=moved)
+    def part(self, context_rank: int, device: torch.device) -> "Work":
+        """A context rank's part of the packs, on `device`; pictures go there when they are
+        encoded.
+        """
+        mine = [
+            replace(m, packs=[pack.part(context_rank).to(device) for pack in m.packs])
+            for m in self.minibatches
+        ]
+        return replace(self, minibatches=mine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackShape:
+    """What a layout asks of packs. Every context rank holds a multiple of `multiple` tokens; each
+    data rank has a multiple of `count` packs, all as many if `equal_counts`.
+    """
+
+    max_tokens: int
+    vision_token_ids: tuple[int, ...]
+    multiple: int = 1
+    context_size: int = 1
+    count: int = 1
+    equal_counts: bool = False
 
 
 def plan_step(
@@ -40,9 +59,7 @@ def plan_step(
     pictures: Mapping[str, Picture],
     *,
     num_ranks: int,
-    pack_tokens: int,
-    image_token_id: int,
-    multiple: int,
+    shape: PackShape,
     cost: TreeCost,
 ) -> list[Work]:
     """Work by data rank. Trees are packed and balanced by modelled cost; a picture goes only where
@@ -52,16 +69,37 @@ def plan_step(
     works = [Work([], {}, num_tokens) for _ in range(num_ranks)]
     for trees in minibatches:
         num_targets = sum(len(s.token_ids) for tree in trees for s in tree.segments if s.is_target)
-        for work, parts in zip(works, assign(trees, num_ranks, pack_tokens, cost), strict=True):
-            packs = [
-                make_pack(part, vision_token_ids={image_token_id}, multiple=multiple)
+        ranks = [
+            [
+                make_pack(
+                    part,
+                    vision_token_ids=shape.vision_token_ids,
+                    multiple=shape.multiple,
+                    context_size=shape.context_size,
+                )
                 for part in parts
             ]
+            for parts in assign(trees, num_ranks, shape.max_tokens, cost)
+        ]
+        _fill_up(ranks, shape)
+        for work, packs in zip(works, ranks, strict=True):
             work.minibatches.append(Minibatch(packs, num_targets))
             work.pictures.update(
                 {key: _unsent(pictures[key]) for pack in packs for key in pack.pictures}
             )
     return works
+
+
+def _fill_up(ranks: Sequence[list[Pack]], shape: PackShape) -> None:
+    """Packs of padding alone, where a layout needs more microbatches than there is work for."""
+    longest = max(len(packs) for packs in ranks)
+    names = next(packs[0].values for packs in ranks if packs)
+    for packs in ranks:
+        count = longest if shape.equal_counts else max(len(packs), 1)
+        for _ in range(len(packs), -(-count // shape.count) * shape.count):
+            packs.append(
+                empty_pack(names, multiple=shape.multiple, context_size=shape.context_size)
+            )
 
 
 def _unsent(picture: Picture) -> Picture:

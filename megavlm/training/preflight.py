@@ -20,7 +20,12 @@ from megavlm.rewards import registry
 from megavlm.rollout.errors import RolloutServerError
 from megavlm.rollout.server import require_free
 
-SUPPORTED = ("qwen2_5_vl",)  # models.registry's families, without importing megatron-core
+SUPPORTED = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)  # models.registry's families, without importing megatron-core
 MANIFEST = "manifest.json"  # checkpointing.folder's, without importing megatron-core
 SAMPLE = 2000  # rows of a data set whose pictures are decoded
 
@@ -57,19 +62,31 @@ def check(
 
 def check_layout(config: Config, world_size: int) -> None:
     """`world_size` ranks make `parallel`'s axes, and each data-parallel rank gets work."""
-    tensor, data = config.parallel.tensor, config.parallel.data
-    if world_size % tensor:
+    parallel = config.parallel
+    size, data = parallel.model_size, parallel.data
+    axes = " x ".join(
+        f"parallel.{axis}={getattr(parallel, axis)}"
+        for axis in ("tensor", "context", "pipeline")
+        if axis == "tensor" or getattr(parallel, axis) > 1
+    )
+    if world_size % size:
         raise ValueError(
-            f"parallel.tensor={tensor} does not divide the world size {world_size}: "
-            f"start a multiple of {tensor} ranks or change parallel.tensor"
+            f"{axes} does not divide the world size {world_size}: "
+            f"start a multiple of {size} ranks or change the layout"
         )
-    if data is not None and tensor * data != world_size:
+    if data is not None and size * data != world_size:
         raise ValueError(
-            f"parallel.tensor={tensor} x parallel.data={data} is {tensor * data} ranks, but the "
-            f"world size is {world_size}: start {tensor * data} ranks, or set parallel.data=null "
+            f"{axes} x parallel.data={data} is {size * data} ranks, but the "
+            f"world size is {world_size}: start {size * data} ranks, or set parallel.data=null "
             "to take what there is"
         )
-    algorithm, ranks = config.algorithm, world_size // tensor
+    if world_size % parallel.expert_ranks:
+        raise ValueError(
+            f"parallel.expert={parallel.expert} x parallel.expert_tensor={parallel.expert_tensor} "
+            f"x parallel.pipeline={parallel.pipeline} does not divide the world size {world_size}: "
+            f"start a multiple of {parallel.expert_ranks} ranks or change the layout"
+        )
+    algorithm, ranks = config.algorithm, world_size // size
     if isinstance(algorithm, GRPO):
         work = algorithm.prompts_per_step // algorithm.minibatches
         keys = "algorithm.prompts_per_step / algorithm.minibatches"
@@ -97,6 +114,8 @@ def check_model(folder: Path, config: Config) -> None:
         _check_divides("parallel.tensor", tensor, name, text, folder)
     # The server repeats key-value heads and pads the vocabulary.
     _check_divides("rollout.tensor_parallel", rollout, "num_attention_heads", text, folder)
+    _check_stages(config, text, folder)
+    _check_experts(config, text, folder)
     check_weights(folder)
     if not (folder / "tokenizer.json").is_file() and not (
         (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
@@ -184,6 +203,50 @@ def check_data(files: Sequence[str], config: Config) -> None:
                 decode(image)
             except ValueError as error:
                 raise ValueError(f"{row.source}: picture {number}: {error}") from error
+
+
+def _check_stages(config: Config, text: dict[str, Any], folder: Path) -> None:
+    """Every chunk of every pipeline stage gets layers, as many as its neighbours."""
+    parallel = config.parallel
+    if parallel.pipeline == 1:
+        return
+    layers, stages = text.get("num_hidden_layers"), parallel.pipeline
+    if not isinstance(layers, int):
+        raise ValueError(f"{folder / 'config.json'} has no num_hidden_layers: give a whole folder")
+    given = [parallel.first_stage_layers, parallel.last_stage_layers]
+    named = [count for count in given if count is not None]
+    left, middle = layers - sum(named), stages - len(named)
+    even = left % middle == 0 and left > 0 if middle else left == 0
+    per_stage = [*named, *([left // middle] if middle and even else [])]
+    if not even or any(count % parallel.virtual for count in per_stage):
+        raise ValueError(
+            f"parallel.pipeline={stages} with parallel.virtual={parallel.virtual}, "
+            f"parallel.first_stage_layers={given[0]} and parallel.last_stage_layers={given[1]} "
+            f"does not split the model's {layers} layers: stages without a number of their own "
+            "must have equally many, and each stage a multiple of parallel.virtual"
+        )
+
+
+def _check_experts(config: Config, text: dict[str, Any], folder: Path) -> None:
+    parallel = config.parallel
+    experts = text.get("num_experts") or 0
+    if not experts:
+        for axis in ("expert", "expert_tensor"):
+            if getattr(parallel, axis) > 1:
+                raise ValueError(
+                    f"parallel.{axis}={getattr(parallel, axis)} divides experts, and the model in "
+                    f"{folder} has none: set parallel.{axis}=1"
+                )
+        return
+    _check_divides("parallel.expert", parallel.expert, "num_experts", text, folder)
+    _check_divides(
+        "parallel.expert_tensor", parallel.expert_tensor, "moe_intermediate_size", text, folder
+    )
+    if parallel.tensor > 1 and not parallel.sequence:
+        raise ValueError(
+            f"parallel.tensor={parallel.tensor} with experts needs sequence parallelism, or every "
+            "rank of the tensor axis would send the same tokens to them: set parallel.sequence=true"
+        )
 
 
 def _check_divides(axis: str, size: int, name: str, values: dict[str, Any], folder: Path) -> None:

@@ -1,20 +1,25 @@
-"""The reference policy: the weights that the run started from, put in place of the current ones for
-a pass.
+"""The reference policy, in place of the current one for a pass: the weights that the run started
+from, or where adapters are trained, the model without them.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+
+from megavlm.models.common.lora import adapters, adapters_disabled
 
 
 class ReferenceWeights:
     """A copy of the trainable parameters in host memory; frozen ones are shared with the policy."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._pairs = [
-            (p, p.detach().to("cpu", copy=True)) for p in model.parameters() if p.requires_grad
+            (p, p.detach().to("cpu", copy=True))
+            for chunk in chunks
+            for p in chunk.parameters()
+            if p.requires_grad
         ]
 
     @contextmanager
@@ -29,3 +34,23 @@ class ReferenceWeights:
         finally:
             for (parameter, _), policy in zip(self._pairs, current, strict=True):
                 parameter.copy_(policy)
+
+
+class WithoutAdapters:
+    """The base of adapters is the reference: no second copy."""
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._chunks = chunks
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in self._chunks:
+                stack.enter_context(adapters_disabled(chunk))
+            yield
+
+
+def reference(chunks: Sequence[nn.Module]) -> ReferenceWeights | WithoutAdapters:
+    """Made before the first update."""
+    has_adapters = any(True for chunk in chunks for _ in adapters(chunk))
+    return WithoutAdapters(chunks) if has_adapters else ReferenceWeights(chunks)

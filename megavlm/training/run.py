@@ -11,6 +11,7 @@ from megavlm.rollout.weights.sync import WeightSync
 from megavlm.training.driver import Driver
 from megavlm.training.finish import finish
 from megavlm.training.loop import Loop
+from megavlm.training.options import layout
 from megavlm.training.servers import Connection, connect
 from megavlm.training.session import Session
 from megavlm.training.sft import SupervisedTrainer
@@ -20,7 +21,7 @@ from megavlm.training.trainer import GRPOTrainer
 def train(config: Config) -> None:
     """Called on every rank; rank 0 is the driver too, and starts the rollout servers."""
     init_distributed()
-    mesh = build_mesh(tensor=config.parallel.tensor, seed=config.run.seed)
+    mesh = build_mesh(layout(config), seed=config.run.seed)
     with ExitStack() as stack:
         connection = None
         if mesh.is_driver:
@@ -56,7 +57,7 @@ def _sync(session: Session, connection: Connection | None) -> WeightSync:
     return WeightSync(
         session.entries,
         session.model,
-        tp_group=session.mesh.groups.tp,
+        place=session.mesh.place,
         servers=None if connection is None else connection.servers,
         transport=None if connection is None else connection.transport,
         dtype=getattr(torch, session.config.model.dtype),

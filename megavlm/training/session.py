@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 
 from megavlm import checkpointing
@@ -12,6 +11,7 @@ from megavlm.config.schema import GRPO, Config
 from megavlm.data.packing import Pack
 from megavlm.models.common.loading import HFFolder, load_hf
 from megavlm.models.common.logprobs import Scoring
+from megavlm.models.common.lora import add_adapters
 from megavlm.models.registry import build_model, family
 from megavlm.observability.phases import Phases
 from megavlm.parallel import platform
@@ -19,6 +19,7 @@ from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh
 from megavlm.training.guards import SkipCounter
 from megavlm.training.optimizer import build_updater
+from megavlm.training.options import lora, model_options
 from megavlm.training.passes import LossFunction, VisionFeatures, forward_backward
 
 CHECKPOINTS = "checkpoints"
@@ -36,15 +37,11 @@ class Session:
         self.folder = Path(config.run.dir) / CHECKPOINTS
         self.hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
         self.entries = family(self.hf_config.model_type).mapping(self.hf_config)
-        self.model = build_model(
-            self.hf_config,
-            mesh,
-            dtype=getattr(torch, config.model.dtype),
-            sequence=config.parallel.sequence,
-            freeze_tower=config.model.freeze_tower,
-            freeze_merger=config.model.freeze_merger,
-        )
+        self.model = build_model(self.hf_config, mesh, model_options(config))
         self._load_start()
+        if adapters := lora(config):
+            for chunk in self.model:
+                add_adapters(chunk, adapters, seed=config.run.seed)
         algorithm = config.algorithm
         self.updater = build_updater(
             self.model,
@@ -57,15 +54,10 @@ class Session:
     def _load_start(self) -> None:
         model = self.config.model
         if model.checkpoint is not None:
-            checkpointing.load(model.checkpoint, model=self.model)
+            checkpointing.load(model.checkpoint, chunks=self.model)
         else:
-            load_hf(
-                self.model,
-                self.entries,
-                HFFolder(model.folder),
-                self.mesh.tensor_rank,
-                self.mesh.tensor_size,
-            )
+            for chunk in self.model:
+                load_hf(chunk, self.entries, HFFolder(model.folder), self.mesh)
 
     def resume(self) -> dict[str, Any] | None:
         """Goes on from the run's latest checkpoint; None if there is none, else the driver's state
@@ -75,7 +67,7 @@ class Session:
             return None
         extra = checkpointing.load(
             self.folder,
-            model=self.model,
+            chunks=self.model,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
         )
@@ -88,7 +80,7 @@ class Session:
             checkpointing.save(
                 self.folder,
                 self.step,
-                model=self.model,
+                chunks=self.model,
                 optimizer=self.updater.optimizer,
                 scheduler=self.updater.scheduler,
                 extra={"step": self.step, "driver": driver_state},
@@ -114,7 +106,7 @@ class Session:
         ranks.
         """
         self.updater.zero_gradients()
-        reports = forward_backward(self.updater.model, packs, features, scoring, loss_function)
+        reports = forward_backward(self.updater.chunks, packs, features, scoring, loss_function)
         measures = reduce_measures(reports, self.mesh)
         skipped = not self.updater.gradients_are_finite()
         self._skips.record(skipped, self.step + 1)

@@ -20,9 +20,10 @@ class SupervisedTrainer(Loop):
         with phases("data"):
             planned = self.plan()
         with phases("plan"):
-            work = scatter_by_data_rank(planned, session.mesh).to(platform.device())
+            work = scatter_by_data_rank(planned, session.mesh)
+            work = work.part(session.mesh.context_rank, platform.device())
         with phases("vision"):
-            features = VisionFeatures(session.updater.model, work.pictures)
+            features = VisionFeatures(session.updater.chunks, work.pictures)
         (batch,) = work.minibatches
         with phases("update"):
             report = session.update(

@@ -18,7 +18,7 @@ from megavlm.training.measures import policy_metrics
 from megavlm.training.passes import VisionFeatures, score
 from megavlm.training.plan import Work
 from megavlm.training.policy_loss import policy_loss
-from megavlm.training.reference import ReferenceWeights
+from megavlm.training.reference import reference
 from megavlm.training.session import Session
 
 
@@ -26,7 +26,7 @@ class GRPOTrainer(Loop):
     def __init__(self, session: Session, driver: Driver | None, sync: WeightSync) -> None:
         assert isinstance(session.config.algorithm, GRPO)
         self.settings = session.config.algorithm
-        self.reference = ReferenceWeights(session.model) if self.settings.kl_coefficient else None
+        self.reference = reference(session.model) if self.settings.kl_coefficient else None
         super().__init__(session, driver, sync)
         how = None if driver is None else sampling(session.config, driver.processor)
         self.sampling: Sampling = broadcast_object(how, session.mesh)
@@ -38,9 +38,10 @@ class GRPOTrainer(Loop):
         session, phases = self.session, self.session.phases
         groups = self.roll_out()
         with phases("plan"):
-            work = scatter_by_data_rank(self.plan(groups), session.mesh).to(platform.device())
+            work = scatter_by_data_rank(self.plan(groups), session.mesh)
+            work = work.part(session.mesh.context_rank, platform.device())
         with phases("vision"):
-            features = VisionFeatures(session.updater.model, work.pictures)
+            features = VisionFeatures(session.updater.chunks, work.pictures)
         with phases("reference"):
             self.add_reference_logprobs(work, features)
         with phases("old_logprobs"):
@@ -101,6 +102,6 @@ class GRPOTrainer(Loop):
     def add_logprobs(self, name: str, work: Work, features: VisionFeatures, *, first: int) -> None:
         packs = [pack for minibatch in work.minibatches[first:] for pack in minibatch.packs]
         if packs:
-            scores = score(self.session.updater.model, packs, features, self.scoring)
+            scores = score(self.session.updater.chunks, packs, features, self.scoring)
             for pack, pack_scores in zip(packs, scores, strict=True):
                 pack.values[name] = pack_scores.logprobs

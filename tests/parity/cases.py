@@ -1,41 +1,47 @@
-"""Runs one layout of our model on the sequences of a parity case, and compares it with
-transformers.
-"""
+"""Runs one case of the matrix on its ranks, and compares it with what transformers computed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from megavlm.data.packing import Pack, make_pack, prompt_tree
-from megavlm.models.common.loading import HFFolder, HubTensors, load_hf, local_tensors
+from megavlm.data.packing import Pack, empty_pack, make_pack, prompt_tree
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.loading import (
+    HFFolder, HubTensors, load_hf, local_tensors)
 from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import build_model, family
-from megavlm.parallel.mesh import build_mesh
+from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.optimizer import wrap
-from megavlm.training.passes import VisionFeatures, forward_backward
-from tests.parity.reference import Reference, Sequences, distinct_pictures, token_weights
+from megavlm.training.passes import VisionFeatures, forward_backward, logits, score
+from tests.parity.inputs import Inputs
+from tests.parity.reference import (
+    Reference,
+    Sequences,
+    distinct_pictures,
+    token_weights,
+    value_parameters,
+    weighted_loss,
+)
+from tests.parity.table import OPTIONS, Case, Ranks
+
+TREES_PER_PACK = 2
 
 
-@dataclass(frozen=True)
-class Layout:
-    tensor: int = 1
-    sequence: bool = False
-    data: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor * self.data
+Expected = dict[str, Any]  # see `expect`; arrays, as they come from another process
 
 
 @dataclass(frozen=True)
 class Differences:
     """Largest differences on one rank, relative to the largest entry of the tensor; and which
-    parameter it is.
+    parameter it is. `norm`: of the whole gradient's norm.
     """
 
     logits: float
@@ -44,91 +50,161 @@ class Differences:
     norm: float
 
 
-def compare(
-    folder: Path, layout: Layout, cases: Sequence[Sequences], trees_per_pack: int = 2
-) -> Differences:
-    """On each rank: forward logits and every parameter's gradient against transformers, fp32, the
-    tower trained too.
-    """
+def expect(folder: Path, inputs: str, head: str) -> Expected:
+    """What transformers computes: logits and values by sequence and response, gradients by name."""
+    torch.set_num_threads(2)
     reference = Reference(folder)
-    mesh = build_mesh(tensor=layout.tensor)
-    assert mesh.data_size == layout.data
-    model = build_model(
-        reference.config,
-        mesh,
-        dtype=torch.float32,
-        sequence=layout.sequence,
-        freeze_tower=False,
-        freeze_merger=False,
-    )
-    entries = family(reference.config.model_type).mapping(reference.config)
-    load_hf(model, entries, HFFolder(folder), mesh.tensor_rank, mesh.tensor_size)
-    wrapped = wrap(model, shard_optimizer=False)  # whole gradients, to compare
-    wrapped.zero_grad_buffer()
-
-    mine = cases[mesh.data_rank :: mesh.data_size]
-    parts = [mine[i : i + trees_per_pack] for i in range(0, len(mine), trees_per_pack)]
-    packs = [pack_of(part, reference.config.image_token_id, 2 * layout.tensor) for part in parts]
-    features = VisionFeatures(wrapped, distinct_pictures(cases))
-    logits = max(
-        _difference(model.logits(pack, features.of(pack)), _expected_logits(reference, part))
-        for pack, part in zip(packs, parts, strict=True)
-    )
-    forward_backward(wrapped, packs, features, Scoring(), _weighted_loss)
-    expected = reference.gradients(cases)
-    gradient, parameter, norm = _gradient_differences(
-        model, entries, expected, layout, mesh.tensor_rank
-    )
-    return Differences(logits, gradient, parameter, norm)
-
-
-def pack_of(part: Sequence[Sequences], image_token_id: int, multiple: int) -> Pack:
-    trees = []
-    for case in part:
-        weights = [{"weight": token_weights(len(r), i)} for i, r in enumerate(case.responses)]
-        trees.append(prompt_tree(case.prompt, case.responses, weights))
-    return make_pack(trees, vision_token_ids={image_token_id}, multiple=multiple)
-
-
-def _weighted_loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
-    return (scores.logprobs * pack.values["weight"]).sum(), {"tokens": scores.logprobs.new_ones(())}
-
-
-def _expected_logits(reference: Reference, part: Sequence[Sequences]) -> Tensor:
+    cases = Inputs(folder).sequences(inputs)
     with torch.no_grad():
-        return torch.cat(
-            [reference.logits(case.prompt, r) for case in part for r in case.responses]
-        )
+        scores = [[reference.scores(case.prompt, r) for r in case.responses] for case in cases]
+    return {
+        "logits": [[score.logits for score in row] for row in scores],
+        "values": [[score.values for score in row] for row in scores],
+        "gradients": reference.gradients(cases, tokens=head != "values", values=head != "tokens"),
+    }
+
+
+def compare(folder: Path, case: Case, expected: Expected) -> Differences:
+    """On each rank: forward and every parameter's gradient, in fp32."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    options = replace(OPTIONS[case.options], sequence=case.ranks.sequence)
+    mesh = build_mesh(case.ranks.mesh)
+    chunks = build_model(config, mesh, options)
+    entries = family(config.model_type).mapping(config)
+    for chunk in chunks:
+        load_hf(chunk, entries, HFFolder(folder), mesh)
+        if chunk.value_head is not None:
+            weight, bias = value_parameters(config.text_config.hidden_size)
+            chunk.value_head.weight.data.copy_(weight[None])
+            chunk.value_head.bias.data.fill_(bias)
+    wrapped = wrap(chunks, shard_optimizer=False)  # whole gradients, to compare
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+
+    cases = Inputs(folder).sequences(case.inputs)
+    mine = list(range(len(cases)))[mesh.data_rank :: mesh.data_size]
+    groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
+    packs = packs_of([[cases[i] for i in group] for group in groups], config, case.ranks)
+    parts = [pack.part(mesh.context_rank) for pack in packs]
+    features = VisionFeatures(wrapped, distinct_pictures(cases))
+    forward = _forward_difference(wrapped, parts, groups, features, expected, options.head)
+    forward_backward(wrapped, parts, features, Scoring(), _loss)
+    gradients = {name: torch.from_numpy(x) for name, x in expected["gradients"].items()}
+    worst, parameter = _gradient_differences(chunks, entries, gradients, mesh)
+    norm = _gradient_norm(wrapped)
+    theirs = _expected_norm(entries, gradients, options)
+    return Differences(forward, worst, parameter, abs(norm - theirs) / theirs)
+
+
+def packs_of(groups: Sequence[Sequence[Sequences]], config: Any, ranks: Ranks) -> list[Pack]:
+    """A pack for each group, and packs of padding for what a layout needs more."""
+    shape: dict[str, int] = {
+        "multiple": ranks.mesh.tensor if ranks.sequence else 1,
+        "context_size": ranks.mesh.context,
+    }
+    packs = []
+    for group in groups:
+        trees = []
+        for case in group:
+            weights = [{"weight": token_weights(len(r), i)} for i, r in enumerate(case.responses)]
+            trees.append(prompt_tree(case.prompt, case.responses, weights))
+        vision = (config.image_token_id, config.video_token_id)
+        packs.append(make_pack(trees, vision_token_ids=vision, **shape))
+    count = ranks.mesh.pipeline if ranks.mesh.virtual > 1 else 1
+    missing = -len(packs) % count
+    return packs + [empty_pack(["weight"], **shape)] * missing
+
+
+def _loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs = scores.logprobs if len(scores.logprobs) else None
+    values = scores.values if len(scores.values) else None
+    # zero, and with a graph, where this rank scores nothing
+    nothing = scores.logprobs.sum() + scores.values.sum()
+    loss = weighted_loss(logprobs, values, pack.values["weight"]) + 0 * nothing
+    return loss, {"tokens": loss.new_ones(())}
+
+
+def _forward_difference(
+    wrapped: list[DistributedDataParallel],
+    parts: Sequence[Pack],
+    groups: Sequence[Sequence[int]],
+    features: VisionFeatures,
+    expected: Expected,
+    head: str,
+) -> float:
+    """Of logits and values, on the last stage; 0 on the others."""
+    results: list[tuple[str, list[Tensor]]] = []
+    if head != "values":
+        results.append(("logits", logits(wrapped, parts, features)))
+    if head != "tokens":
+        scores = score(wrapped, parts, features, Scoring())
+        results.append(("values", [s.values for s in scores]))
+    worst = 0.0
+    for name, ours in results:
+        for part, group, result in zip(parts, groups, ours, strict=False):  # padding comes last
+            rows = [torch.from_numpy(x) for index in group for x in expected[name][index]]
+            whole = torch.cat(rows)
+            if len(result):
+                worst = max(worst, _difference(result, whole[part.target_index], scale=whole))
+    return worst
 
 
 def _gradient_differences(
-    model: VisionLanguageModel,
+    chunks: Sequence[VisionLanguageModel],
     entries: Sequence[Entry],
     expected: dict[str, Tensor],
-    layout: Layout,
-    tensor_rank: int,
-) -> tuple[float, str, float]:
-    """The largest relative difference over this rank's parameters, its name, and that of the total
-    norm.
-    """
-    hf = HubTensors(entries, expected)
-    table = {entry.megatron: entry for entry in entries}
-    parameters = {parameter.data_ptr(): parameter for parameter in model.parameters()}
-    worst, name, ours_squared, theirs_squared = 0.0, "", 0.0, 0.0
-    for target in local_tensors(model):
-        gradient = parameters[target.data.data_ptr()].main_grad
-        full = hf.read(table[target.key])
-        shard = shard_tensor(table[target.key], full, tensor_rank, layout.tensor)
-        difference = _difference(gradient, shard, scale=full)
-        if difference > worst:
-            worst, name = difference, target.key
-        ours_squared += gradient.double().square().sum().item()
-        theirs_squared += shard.double().square().sum().item()
-    norm = abs(ours_squared**0.5 - theirs_squared**0.5) / theirs_squared**0.5
-    return worst, name, norm
+    mesh: Mesh,
+) -> tuple[float, str]:
+    """The largest relative difference over this rank's trained parameters, and its name."""
+    hub = HubTensors(entries, expected, MEMORY)
+    table = {(entry.megatron, entry.expert): entry for entry in entries}
+    worst, name = 0.0, ""
+    for chunk in chunks:
+        parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
+        for target in local_tensors(chunk):
+            parameter = parameters[target.data.data_ptr()]
+            if not parameter.requires_grad:
+                continue
+            if target.key.startswith("value_head."):
+                full = shard = expected[target.key].reshape(parameter.shape)
+            else:
+                entry = table[target.key, target.expert]
+                full = hub.read(entry)
+                shard = shard_tensor(entry, full, *mesh.place(entry.shard.axis))
+            difference = _difference(parameter.main_grad.view_as(shard), shard, scale=full)
+            if difference > worst:
+                worst, name = difference, target.key
+    return worst, name
 
 
-def _difference(ours: Tensor, theirs: Tensor, scale: Tensor | None = None) -> float:
-    """Largest absolute difference over the largest entry of `scale` (default: `theirs`)."""
-    largest = (theirs if scale is None else scale).abs().max().item()
-    return (ours - theirs).abs().max().item() / max(largest, 1e-8)
+def _gradient_norm(wrapped: list[DistributedDataParallel]) -> float:
+    """Of the whole model, as megatron-core computes it for clipping. Collective."""
+    settings = OptimizerConfig(optimizer="adam", lr=1.0, min_lr=0.0, clip_grad=1.0)
+    optimizer = get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=True)
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def _expected_norm(
+    entries: Sequence[Entry], expected: dict[str, Tensor], options: ModelOptions
+) -> float:
+    """Over what the options train, each tensor once."""
+    hub = HubTensors(entries, expected, MEMORY)
+    squared = 0.0
+    for entry in entries:
+        if entry.megatron.startswith(("visual.merger.", "visual.deepstack_merger_list.")):
+            frozen = options.freeze_merger
+        else:
+            frozen = entry.megatron.startswith("visual.") and options.freeze_tower
+        if not frozen:
+            squared += hub.read(entry).double().square().sum().item()
+    for name in ("value_head.weight", "value_head.bias"):
+        squared += expected[name].double().square().sum().item()
+    return squared**0.5
+
+
+def _difference(ours: Tensor, theirs: Tensor, scale: Tensor) -> float:
+    """Largest absolute difference over the largest entry of `scale`."""
+    return (ours - theirs).abs().max().item() / max(scale.abs().max().item(), 1e-8)

@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megavlm.data.processor import Picture, Prompt
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+
+TEXT, IMAGE, VIDEO = 0, 1, 2  # transformers' mm_token_type_ids
 
 
 @dataclass(frozen=True)
@@ -19,43 +23,99 @@ class Sequences:
     responses: Sequence[Sequence[int]]
 
 
-class Reference:
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.config = AutoConfig.from_pretrained(folder)
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+@dataclass(frozen=True)
+class Scores:
+    """Of the tokens of one response: logits [S, V] and values [S]."""
 
-    def logits(self, prompt: Prompt, response: Sequence[int]) -> Tensor:
-        """Logits that predict each token of the response [len(response), V], with a graph."""
-        ids = torch.cat([prompt.token_ids, torch.tensor(response)])[None]
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if prompt.pictures:
-            inputs |= {
-                "pixel_values": torch.cat([picture.patches for picture in prompt.pictures]),
-                "image_grid_thw": torch.tensor([picture.grid for picture in prompt.pictures]),
-                "mm_token_type_ids": (ids == self.config.image_token_id).long(),
-            }
-        return self.model(**inputs, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1]
+    logits: Tensor
+    values: Tensor
 
-    def logprobs(self, prompt: Prompt, response: Sequence[int], temperature: float = 1.0) -> Tensor:
-        logits = self.logits(prompt, response).float() / temperature
+    def logprobs(self, response: Sequence[int], temperature: float = 1.0) -> Tensor:
+        logits = self.logits.float() / temperature
         return logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
 
-    def gradients(self, cases: Sequence[Sequences]) -> dict[str, Tensor]:
-        """By checkpoint name: gradients of `weighted_loss` over all responses."""
+
+class Reference:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        define_torchvision_operators()
+        self.config = AutoConfig.from_pretrained(folder)
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+        self.value_weight, self.value_bias = (
+            x.requires_grad_() for x in value_parameters(self.config.text_config.hidden_size)
+        )
+
+    def scores(self, prompt: Prompt, response: Sequence[int]) -> Scores:
+        """Of each token of the response, with a graph."""
+        ids = torch.cat([prompt.token_ids, torch.tensor(response)])[None]
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs |= self._pictures(prompt, ids)
+        hidden = self.model.model(**inputs, use_cache=False).last_hidden_state
+        hidden = hidden[0, len(prompt.token_ids) - 1 : -1]
+        values = hidden.float() @ self.value_weight + self.value_bias
+        return Scores(self.model.lm_head(hidden), values)
+
+    def gradients(
+        self, cases: Sequence[Sequences], *, tokens: bool = True, values: bool = False
+    ) -> dict[str, Tensor]:
+        """By transformers' names, and those of the value head: gradients of `weighted_loss` over
+        all responses.
+        """
         self.model.zero_grad()
+        self.value_weight.grad = self.value_bias.grad = None
         for case in cases:
             for index, response in enumerate(case.responses):
-                logprobs = self.logprobs(case.prompt, response)
-                (logprobs * token_weights(len(response), index)).sum().backward()
+                scores = self.scores(case.prompt, response)
+                logprobs = scores.logprobs(response) if tokens else None
+                weighted_loss(
+                    logprobs, scores.values if values else None, token_weights(len(response), index)
+                ).backward()
+        named = {
+            **dict(self.model.named_parameters()),
+            "value_head.weight": self.value_weight,
+            "value_head.bias": self.value_bias,
+        }
         return {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in named.items()
         }
+
+    def _pictures(self, prompt: Prompt, ids: Tensor) -> dict[str, Tensor]:
+        kinds = (ids == self.config.image_token_id) * IMAGE
+        kinds += (ids == self.config.video_token_id) * VIDEO
+        inputs: dict[str, Tensor] = {"mm_token_type_ids": kinds}
+        for is_video, patches, grids in (
+            (False, "pixel_values", "image_grid_thw"),
+            (True, "pixel_values_videos", "video_grid_thw"),
+        ):
+            chosen = [picture for picture in prompt.pictures if picture.is_video is is_video]
+            if chosen:
+                inputs[patches] = torch.cat([picture.patches for picture in chosen])
+                inputs[grids] = torch.tensor([picture.grid for picture in chosen])
+        seconds = [p.seconds_per_grid for p in prompt.pictures if p.is_video]
+        if seconds and self.config.model_type == "qwen2_5_vl":
+            inputs["second_per_grid_ts"] = torch.tensor(seconds)
+        return inputs
+
+
+def weighted_loss(logprobs: Tensor | None, values: Tensor | None, weights: Tensor) -> Tensor:
+    """A different weight for each token; values count with another sign and size."""
+    loss = weights.new_zeros(())
+    if logprobs is not None:
+        loss = loss + (logprobs * weights).sum()
+    if values is not None:
+        loss = loss - 0.3 * (values * weights).sum()
+    return loss
 
 
 def token_weights(length: int, index: int) -> Tensor:
     """A different weight for each token, so that a swapped or shifted target shows."""
     return torch.linspace(0.5, 1.5, length) * (1 + 0.25 * index) / 10
+
+
+def value_parameters(hidden_size: int) -> tuple[Tensor, Tensor]:
+    """A value head's weight [H] and bias [], the same in every process."""
+    generator = torch.Generator().manual_seed(17)
+    return torch.randn(hidden_size, generator=generator), torch.tensor(0.4)
 
 
 def distinct_pictures(cases: Sequence[Sequences]) -> dict[str, Picture]:

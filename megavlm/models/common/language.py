@@ -1,113 +1,91 @@
-"""The language model: megatron-core's GPTModel over packs, with positions given per token and
-scores only at targets.
+"""The language model: one stage of megatron-core's GPTModel over packs, with positions given per
+token.
 """
-
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megavlm.models.common.attention import PackLayout, TreeAttention
+from megavlm.models.common.config import LanguageConfig
+from megavlm.models.common.layers import layer_specs
+from megavlm.models.common.pack_layout import PackLayout
 from megavlm.models.common.rotary import MultimodalRotary
-from megavlm.parallel import platform
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm with megatron-core's constructor, and the mark by which its gradients are summed
-    under sequence parallelism.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
-    ) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def layer_specs(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Transformer Engine layers on a GPU, megatron-core's own on a CPU; TreeAttention and one
-    checkpoint form in both.
-    """
-    qk_layernorm = config.qk_layernorm
-    if platform.has_gpu():
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
-        final_norm = _transformer_engine_norm()
-    else:
-        layer = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm")
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = final_norm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = TreeAttention
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * config.num_layers, layer_norm=final_norm
-    )
-
-
-def _transformer_engine_norm() -> type | ModuleSpec:
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm
 
 
 class LanguageModel(GPTModel):
-    """Embeds, runs the decoder and gathers the hidden states of a pack. [T, 1, H] in and out."""
+    """The layers of a pipeline stage (of one chunk of it), with the embedding on the first and the
+    final norm and output layer on the last.
+    """
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: LanguageConfig,
         *,
         vocab_size: int,
         max_sequence_length: int,
         tied_embeddings: bool,
         rotary: MultimodalRotary,
         groups: ProcessGroupCollection,
+        is_first: bool,
+        is_last: bool,
+        chunk: int | None,
+        has_output: bool,
     ) -> None:
+        """`chunk`: of the stage, where it has several. `has_output`: whether the last stage scores
+        tokens; a critic does not.
+        """
         super().__init__(
             config=config,
-            transformer_layer_spec=layer_specs(config),
+            transformer_layer_spec=layer_specs(config, groups, chunk),
             vocab_size=vocab_size,
             max_sequence_length=max_sequence_length,
-            share_embeddings_and_output_weights=tied_embeddings,
+            pre_process=is_first,
+            post_process=is_last,
+            share_embeddings_and_output_weights=tied_embeddings and has_output,
             position_embedding_type="none",
             scatter_embedding_sequence_parallel=False,  # image features go in first
             pg_collection=groups,
+            vp_stage=chunk,
         )
         self.rotary = rotary
+        if is_last and not has_output:
+            del self.output_layer
+            self.post_process = False  # of GPTModel: no output layer to save
+
+    @property
+    def first_layer(self) -> int:
+        """Index of this chunk's first layer in the whole model."""
+        return self.decoder.layers[0].layer_number - 1
+
+    @property
+    def next_layer(self) -> int:
+        """Index of the layer that follows this chunk's last."""
+        return self.decoder.layers[-1].layer_number
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] to [T, 1, H], whole on every rank of the tensor axis."""
+        """[t] to [t, 1, H], whole on every rank of the tensor axis."""
         return self.embedding(input_ids=token_ids[None], position_ids=None)
 
-    def forward(self, embeddings: Tensor, positions: Tensor, layout: PackLayout) -> Tensor:
-        """Final hidden states [T, H] on every rank; their gradient is summed over the tensor axis
-        in backward.
+    def forward(
+        self, hidden: Tensor, levels: Tensor | None, positions: Tensor, layout: PackLayout
+    ) -> Tensor:
+        """hidden [t, 1, H] through this chunk's layers; under sequence parallelism [t / tp, 1, H].
+
+        levels: DeepStack features for this chunk's layers and later ones (`deepstack`).
         """
-        tensor_group = self.pg_collection.tp
-        if self.config.sequence_parallel:
-            embeddings = scatter_to_sequence_parallel_region(embeddings, group=tensor_group)
-        hidden = self.decoder(
-            hidden_states=embeddings,
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # A recomputed region gives no gradients unless one of its inputs asks for them; with
+            # adapters on a frozen embedding none would.
+            hidden = hidden.detach().requires_grad_()
+        self.decoder.set_input_tensor(hidden)
+        return self.decoder(
+            hidden_states=hidden,
             attention_mask=None,
+            context=levels,
             rotary_pos_emb=self.rotary(positions),
             packed_seq_params=layout,
         )
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=tensor_group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=tensor_group)
-        return hidden.squeeze(1)
 
     def output_weight(self) -> Tensor:
         """This rank's rows of the output layer [V/tp, H]."""

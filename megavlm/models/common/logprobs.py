@@ -19,12 +19,17 @@ SUPPRESSED = -1e30
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Per target: natural-log probability [N] and the entropy of its distribution in nats [N], both
-    fp32.
+    """Per target, fp32: natural-log probability [N], the entropy of its distribution in nats [N],
+    and the value of the state that it is chosen in [N]. Empty where the model has no such head.
     """
 
     logprobs: Tensor
     entropy: Tensor
+    values: Tensor
+
+    @property
+    def device(self) -> torch.device:  # asked for by megatron-core's schedules
+        return self.values.device
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,9 @@ def token_scores(
     scoring: Scoring,
     group: dist.ProcessGroup,
     chunk_size: int = 1024,
-) -> TokenScores:
-    """Scores targets. The gradient with respect to `hidden_NH` is this rank's part of a sum over
-    the tensor axis.
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [N] and entropies [N] of targets. The gradient with respect to `hidden_NH`
+    is this rank's part of a sum over the tensor axis.
 
     Source: d logp/dz = onehot - p; d entropy/dz = -p (log p + entropy), z the scaled logits.
     """
@@ -63,7 +68,7 @@ def token_scores(
     logprobs, entropy = _ChunkedScores.apply(
         hidden_NH, weight_VH, target_ids_N, scoring.temperature, suppressed, group, chunk_size
     )
-    return TokenScores(logprobs, entropy)
+    return logprobs, entropy
 
 
 def _scaled_logits(

@@ -1,4 +1,6 @@
-"""A vision tower and a megatron-core language model as one, over packs of trees."""
+"""A vision tower and a megatron-core language model as one, over packs of trees: the part of it
+that one pipeline stage (or one chunk of it) holds.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,90 +10,186 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megavlm.data.packing import Pack
 from megavlm.data.processor import Picture
-from megavlm.models.common.attention import PackLayout
+from megavlm.models.common.config import LanguageConfig
+from megavlm.models.common.deepstack import StageLayout, join, separate
 from megavlm.models.common.language import LanguageModel
 from megavlm.models.common.logprobs import Scoring, TokenScores, token_scores
 from megavlm.models.common.tower import Tower
+from megavlm.models.common.value_head import ValueHead
 from megavlm.models.common.vision_merge import encode_pictures, put_features
 
-Features = Mapping[str, Tensor]  # picture key -> [tokens, H]
+Features = Mapping[str, Tensor]  # picture key -> [tokens, (1 + levels) x H]
 
 
 class VisionLanguageModel(MegatronModule):
+    """The tower is on the first stage only, the heads on the last."""
+
     model_type = ModelType.encoder_or_decoder  # asked for by megatron-core's schedules
+    config: LanguageConfig
 
     def __init__(
-        self, config: TransformerConfig, visual: Tower, language_model: LanguageModel
+        self,
+        config: LanguageConfig,
+        language_model: LanguageModel,
+        *,
+        visual: Tower | None,
+        value_head: ValueHead | None,
+        is_last: bool,
     ) -> None:
         super().__init__(config=config)
-        self.visual = visual
         self.language_model = language_model
+        self.visual = visual
+        self.value_head = value_head
+        self.is_last = is_last
+        # What megatron-core asks of a model chunk.
+        self.pre_process = visual is not None
+        self.vp_stage = language_model.vp_stage
+        self.share_embeddings_and_output_weights = (
+            language_model.share_embeddings_and_output_weights
+        )
+        self.shared_embedding_or_output_weight = language_model.shared_embedding_or_output_weight
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        self.language_model.set_input_tensor(input_tensor)
+        """megatron-core's schedules give what the stage before has sent."""
+        (self._received,) = input_tensor
+
+    @property
+    def num_levels(self) -> int:
+        return self.config.deepstack_levels
 
     def encode(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-        """Features of distinct pictures, encoded by the ranks of the tensor axis together."""
+        """Features of distinct pictures, encoded by the ranks of the first stage that share a
+        microbatch.
+        """
         if not pictures:
             return {}
+        assert self.visual is not None, "the first stage encodes"
         weight = next(self.visual.parameters())
+        groups = self.language_model.pg_collection
         features = encode_pictures(
             self.visual,
             [picture.patches.to(weight.device) for picture in pictures],
             [picture.grid for picture in pictures],
             merge_size=self.visual.merge_size,
-            feature_size=self.visual.feature_size,
-            group=self.language_model.pg_collection.tp,
+            feature_size=self.visual.feature_size * (1 + self.num_levels),
+            dtype=weight.dtype,
+            group=groups.tp_cp,
+            context_group=groups.cp,
         )
         return {picture.key: feature for picture, feature in zip(pictures, features, strict=True)}
 
-    def hidden(self, pack: Pack, features: Features) -> Tensor:
-        """Hidden states that predict the pack's targets [N, H]."""
-        embeddings = self.language_model.embed(pack.token_ids)
-        if pack.pictures:
-            together = torch.cat([features[key] for key in pack.pictures])
-            embeddings = put_features(embeddings, pack.vision_index, together)
-        layout = PackLayout(
-            segment_ids=pack.segment_ids, ancestors=pack.ancestors, tree_bounds=pack.tree_bounds
-        )
-        return self.language_model(embeddings, pack.positions, layout)[pack.source_index]
-
-    def forward(self, pack: Pack, features: Features, scoring: Scoring) -> TokenScores:
-        """Log-probability and entropy of the pack's targets [N]."""
-        return token_scores(
-            self.hidden(pack, features),
-            self.language_model.output_weight(),
-            pack.target_ids,
-            scoring=scoring,
-            group=self.language_model.pg_collection.tp,
-        )
-
-    def logits(self, pack: Pack, features: Features) -> Tensor:
-        """Whole logits at the pack's targets [N, V], without a graph: for inspection and proofs,
-        never for training.
+    def forward(
+        self, pack: Pack, features: Features, scoring: Scoring | None
+    ) -> Tensor | TokenScores:
+        """What this stage sends on; on the last stage the scores of the pack's targets [N], or
+        without `scoring` their logits [N, V/tp].
         """
-        with torch.no_grad():
-            local = self.hidden(pack, features) @ self.language_model.output_weight().t()
-            group = self.language_model.pg_collection.tp
-            parts = [torch.empty_like(local) for _ in range(group.size())]
-            dist.all_gather(parts, local.contiguous(), group=group)
-            return torch.cat(parts, dim=-1)
+        rows, kept = self._slice(pack)
+        first = self.language_model.first_layer
+        layout = StageLayout.of(pack, vision_rows=rows, first_level=first)
+        if self.pre_process:
+            hidden, levels = self._embed(pack, features, kept)
+        else:
+            hidden, levels = self._received, None
+            if pack.pictures and first < self.num_levels:
+                hidden, levels = separate(hidden, len(pack.token_ids) // self._num_slices)
+        hidden = self.language_model(hidden, levels, pack.positions, layout)
+        if not self.is_last:
+            return join(hidden, levels, layout, self.language_model.next_layer)
+        return self._score(self._at_targets(hidden, pack), pack, scoring)
+
+    def _embed(
+        self, pack: Pack, features: Features, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """This rank's hidden states before the first layer, and the levels of its image tokens."""
+        embeddings, levels = self.language_model.embed(pack.token_ids), None
+        if pack.pictures:
+            rows = torch.cat([features[key] for key in pack.pictures])[pack.feature_index]
+            merged, *deeper = rows.split(rows.size(1) // (1 + self.num_levels), dim=1)
+            embeddings = put_features(embeddings, pack.vision_index, merged)
+            if deeper:
+                levels = self._levels(torch.stack(deeper).to(embeddings.dtype), kept)
+        if self.config.sequence_parallel:
+            embeddings = scatter_to_sequence_parallel_region(embeddings, group=self._tensor_group)
+        return embeddings, levels
+
+    def _levels(self, levels: Tensor, kept: Tensor | None) -> Tensor:
+        """[levels, m, H] as rows [levels x kept, 1, H] of this rank's slice."""
+        if kept is not None:
+            # Each rank uses its slice: the gradient of the whole is the sum over the tensor axis.
+            levels = copy_to_tensor_model_parallel_region(levels, group=self._tensor_group)
+            levels = levels[:, kept]
+        return levels.flatten(0, 1).unsqueeze(1)
+
+    def _slice(self, pack: Pack) -> tuple[Tensor, Tensor | None]:
+        """Image tokens among the hidden states of this rank: their rows, and under sequence
+        parallelism which of the pack's they are.
+        """
+        if self._num_slices == 1 or not self.num_levels:
+            return pack.vision_index, None
+        size = len(pack.token_ids) // self._num_slices
+        start = size * self._tensor_group.rank()
+        index = pack.vision_index
+        kept = ((index >= start) & (index < start + size)).nonzero().flatten()
+        return index[kept] - start, kept
+
+    def _at_targets(self, hidden: Tensor, pack: Pack) -> Tensor:
+        """Final hidden states that predict the pack's targets [N, H], on every tensor rank. Their
+        gradient must be whole on each.
+        """
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self._tensor_group
+            )
+        return hidden.squeeze(1)[pack.source_index]
+
+    def _score(self, hidden: Tensor, pack: Pack, scoring: Scoring | None) -> Tensor | TokenScores:
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        logprobs = entropy = values = empty
+        if self.value_head is not None:
+            values = self.value_head(hidden)
+        if self.language_model.post_process:
+            # Vocabulary-parallel: each rank's gradient is a part of the sum over the tensor axis.
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self._tensor_group)
+            weight = self.language_model.output_weight()
+            if scoring is None:
+                return hidden @ weight.t()
+            logprobs, entropy = token_scores(
+                hidden, weight, pack.target_ids, scoring=scoring, group=self._tensor_group
+            )
+        return TokenScores(logprobs, entropy, values)
+
+    @property
+    def _tensor_group(self) -> dist.ProcessGroup:
+        return self.language_model.pg_collection.tp
+
+    @property
+    def _num_slices(self) -> int:
+        return self._tensor_group.size() if self.config.sequence_parallel else 1
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        language = self.language_model.sharded_state_dict(
+        state = self.language_model.sharded_state_dict(
             f"{prefix}language_model.", sharded_offsets, metadata
         )
-        visual = make_sharded_tensors_for_checkpoint(
-            self.visual.state_dict(keep_vars=True), "", {}, sharded_offsets
-        )
-        add_prefix_for_sharding(visual, f"{prefix}visual.")
-        return {**{f"{prefix}visual.{name}": tensor for name, tensor in visual.items()}, **language}
+        for name, module in (("visual", self.visual), ("value_head", self.value_head)):
+            if module is None:
+                continue
+            part = make_sharded_tensors_for_checkpoint(
+                module.state_dict(keep_vars=True), "", {}, sharded_offsets
+            )
+            add_prefix_for_sharding(part, f"{prefix}{name}.")
+            state |= {f"{prefix}{name}.{key}": tensor for key, tensor in part.items()}
+        return state

@@ -1,5 +1,5 @@
-"""Image features: each distinct picture encoded once, the work spread over the tensor axis, then
-put among the tokens.
+"""Image features: each distinct picture encoded once, the work spread over the ranks of the tensor
+and context axes, then put among the tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,14 +35,17 @@ def encode_pictures(
     *,
     merge_size: int,
     feature_size: int,
+    dtype: torch.dtype,
     group: dist.ProcessGroup,
+    context_group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Features of each picture [tokens, H], whole on every rank of `group`, whose ranks encode a
-    share each.
+    """Features of each picture [tokens, feature_size], whole on every rank of `group`, whose ranks
+    encode a share each. `group` is the tensor and context axes together.
 
-    Differentiable: backward takes this rank's share of the gradient, which must be equal on all
-    ranks of the group, so the tower's parameter gradients are parts of a sum over the group
-    (`sum_tower_gradients`).
+    Differentiable. The gradient of the features is whole on the ranks of the tensor axis, but each
+    rank of the context axis has that of its own tokens: backward sums over it, then takes the share
+    that this rank encoded. So the tower's parameter gradients are parts of a sum over the group
+    (data parallelism sums over context ranks, `sum_tower_gradients` over tensor ranks).
     """
     num_tokens = [t * h * w // merge_size**2 for t, h, w in grids]
     # A picture's cost grows with its patches and, by attention within a frame, with their square.
@@ -53,9 +56,11 @@ def encode_pictures(
     if mine:
         local = encode(torch.cat([patches[i] for i in mine]), [grids[i] for i in mine])
     else:
-        local = reference.new_zeros(0, feature_size)
+        # It takes part in backward like the others, who wait for it there.
+        local = reference.new_zeros(0, feature_size, dtype=dtype)
+        local.requires_grad_(torch.is_grad_enabled())
     sizes = [sum(num_tokens[i] for i in share) for share in shares]
-    gathered = _GatherShares.apply(local, sizes, group)
+    gathered = _GatherShares.apply(local, sizes, group, context_group)
     order = [i for share in shares for i in share]
     pieces = gathered.split([num_tokens[i] for i in order])
     features: list[Tensor] = [reference] * len(grids)
@@ -65,11 +70,20 @@ def encode_pictures(
 
 
 class _GatherShares(torch.autograd.Function):
-    """All-gather of rows of unequal counts; backward hands each rank the rows it gave."""
+    """All-gather of rows of unequal counts; backward gives each rank the whole gradient of the rows
+    it gave.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        sizes: list[int],
+        group: dist.ProcessGroup,
+        context_group: dist.ProcessGroup,
+    ) -> Tensor:
         ctx.start, ctx.count = sum(sizes[: group.rank()]), sizes[group.rank()]
+        ctx.context_group = context_group
         if group.size() == 1:
             return local.clone()
         longest = max(sizes)
@@ -80,12 +94,16 @@ class _GatherShares(torch.autograd.Function):
         return torch.cat([rows[:size] for rows, size in zip(everything, sizes, strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0][ctx.start : ctx.start + ctx.count].contiguous(), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grads[0].contiguous()
+        if ctx.context_group.size() > 1:
+            grad = grad.clone()
+            dist.all_reduce(grad, group=ctx.context_group)
+        return grad[ctx.start : ctx.start + ctx.count], None, None, None
 
 
 def put_features(embeddings: Tensor, vision_index: Tensor, features: Tensor) -> Tensor:
-    """Replaces rows `vision_index` [M] of embeddings [T, 1, H] by features [M, H]; gradients reach
+    """Replaces rows `vision_index` [m] of embeddings [t, 1, H] by features [m, H]; gradients reach
     both.
     """
     return embeddings.index_copy(0, vision_index, features.unsqueeze(1).to(embeddings.dtype))

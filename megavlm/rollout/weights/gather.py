@@ -1,43 +1,70 @@
-"""Full HF tensors on one rank from the shards of a tensor-parallel group."""
+"""Full HF tensors on rank 0 from the shards of the ranks that hold them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.models.common.mapping import unshard
-from megavlm.rollout.weights.plan import Item
+from megavlm.models.common.mapping import Entry, unshard
+from megavlm.parallel import platform
+from megavlm.rollout.weights.plan import Plan, Shard
 
 NamedTensors = list[tuple[str, Tensor]]
 
 
-def gather(items: Sequence[Item], group: dist.ProcessGroup, dtype: torch.dtype) -> NamedTensors:
-    """HF names and tensors, in `dtype`, on the group's first rank; empty on the others.
+def gather(
+    plan: Plan, indices: Sequence[int], shards: Mapping[int, Shard], dtype: torch.dtype
+) -> NamedTensors:
+    """HF names and tensors of some entries, in `dtype`, on rank 0; empty on the others.
 
-    Collective over the group: one gather of everything that is cut, flattened. What every rank
-    holds anyway does not travel.
+    Every rank calls it. A rank that gives anything sends it as one flat tensor.
     """
-    cut = [shard for entry, shard in items if entry.shard.dim is not None]
-    flat = torch.cat([shard.to(dtype).flatten() for shard in cut]) if cut else None
-    ranks = _gather_flat(flat, group) if flat is not None else []
-    if group.rank() != 0:
+    rank = dist.get_rank()
+    given = {i: shards[i]().to(dtype) for i in indices if rank in plan.givers[i]}
+    if rank != 0:
+        if given:
+            dist.send(torch.cat([shard.flatten() for shard in given.values()]), 0)
         return []
-    sizes = [shard.numel() for shard in cut]
-    pieces = zip(*(rank.split(sizes) for rank in ranks), strict=True)
+    pieces = {0: given}
+    for giver in sorted({r for i in indices for r in plan.givers[i]} - {0}):
+        pieces[giver] = _receive(
+            plan, [i for i in indices if giver in plan.givers[i]], giver, dtype
+        )
     tensors: NamedTensors = []
-    for entry, shard in items:
-        if entry.shard.dim is None:
-            full = shard.to(dtype)
-        else:
-            full = unshard(entry, [piece.view(shard.shape) for piece in next(pieces)])
-        tensors += zip(entry.hf, entry.to_hf(full), strict=True)
+    for _, group in groupby(indices, key=lambda index: plan.entries[index].hf):
+        members = [(plan.entries[i], _full(plan, i, pieces)) for i in group]
+        tensors += to_hf(members)
     return tensors
 
 
-def _gather_flat(flat: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [flat]
-    ranks = [torch.empty_like(flat) for _ in range(group.size())] if group.rank() == 0 else None
-    dist.gather(flat, ranks, group=group, group_dst=0)
-    return ranks or []
+def _full(plan: Plan, index: int, pieces: Mapping[int, Mapping[int, Tensor]]) -> Tensor:
+    return unshard(plan.entries[index], [pieces[giver][index] for giver in plan.givers[index]])
+
+
+def to_hf(members: Sequence[tuple[Entry, Tensor]]) -> NamedTensors:
+    """HF names and tensors of one entry and its full Megatron tensor, or of all experts' entries of
+    one stack, in order.
+    """
+    entry, full = members[0]
+    if entry.expert is None:
+        return list(zip(entry.hf, entry.to_hf(full), strict=True))
+    rows = zip(*(entry.to_hf(full) for entry, full in members), strict=True)
+    return [(name, torch.stack(row)) for name, row in zip(entry.hf, rows, strict=True)]
+
+
+def _receive(
+    plan: Plan, indices: Sequence[int], giver: int, dtype: torch.dtype
+) -> dict[int, Tensor]:
+    shapes = []
+    for index in indices:
+        entry, parts = plan.entries[index], len(plan.givers[index])
+        shape = list(entry.megatron_shape)
+        if entry.shard.dim is not None:
+            shape[entry.shard.dim] //= parts
+        shapes.append(torch.Size(shape))
+    flat = torch.empty(sum(s.numel() for s in shapes), dtype=dtype, device=platform.device())
+    dist.recv(flat, giver)
+    pieces = flat.split([shape.numel() for shape in shapes])
+    return {i: piece.view(s) for i, piece, s in zip(indices, pieces, shapes, strict=True)}

@@ -12,7 +12,7 @@ from megavlm.models.common.mapping import Entry
 from megavlm.rollout.errors import WeightSyncError
 from megavlm.rollout.weights import verify
 from megavlm.rollout.weights.gather import NamedTensors, gather
-from megavlm.rollout.weights.plan import plan, portions
+from megavlm.rollout.weights.plan import Place, local_shards, make_plan
 from megavlm.rollout.weights.servers import Servers
 from megavlm.rollout.weights.transports.base import Transport
 
@@ -34,8 +34,9 @@ class SyncReport:
 
 
 class WeightSync:
-    """Pushes a model's weights to servers.
+    """Pushes a model's weights to servers. Made by all trainer ranks together.
 
+    chunks: this rank's part of the model. place: this rank on an axis that cuts tensors.
     servers and transport: given on global rank 0, None elsewhere. dtype: what the servers hold.
     objects: a group over all ranks for Python objects; None is the default group.
     portion_bytes: memory that full tensors may take on rank 0 at a time.
@@ -45,9 +46,9 @@ class WeightSync:
     def __init__(
         self,
         entries: Sequence[Entry],
-        model: MegatronModule,
+        chunks: Sequence[MegatronModule],
         *,
-        tp_group: dist.ProcessGroup,
+        place: Place,
         servers: Servers | None,
         transport: Transport | None,
         dtype: torch.dtype,
@@ -55,7 +56,9 @@ class WeightSync:
         portion_bytes: int = PORTION_BYTES,
     ) -> None:
         self.version: int | None = None
-        self._entries, self._model, self._group, self._dtype = entries, model, tp_group, dtype
+        self._shards, changed = local_shards(entries, chunks)
+        self._plan = make_plan(entries, self._shards, changed, place, objects)
+        self._dtype = dtype
         self._servers, self._transport = servers, transport
         self._objects, self._portion_bytes = objects, portion_bytes
         self._comparable = servers is not None and verify.comparable(servers)
@@ -88,15 +91,12 @@ class WeightSync:
         return report
 
     def _gather_portions(self, full: bool) -> Iterator[NamedTensors]:
-        """Full HF tensors on the first rank of the first tensor-parallel group, portion by portion.
-
-        Collective over that group; nothing on the other groups, which hold the same.
-        """
-        if dist.get_process_group_ranks(self._group)[0] != 0:
-            return
-        items = plan(self._entries, self._model, full=full)
-        for portion in portions(items, self._group.size(), self._portion_bytes):
-            yield gather(portion, self._group, self._dtype)
+        """Full HF tensors on rank 0, portion by portion. Collective."""
+        portions = self._plan.portions(
+            full=full, itemsize=self._dtype.itemsize, max_bytes=self._portion_bytes
+        )
+        for portion in portions:
+            yield gather(self._plan, portion, self._shards, self._dtype)
 
     def _send(
         self, portions_of_tensors: Iterable[NamedTensors], version: str

@@ -1,0 +1,109 @@
+"""How a model is built: a family's architecture, the layout, and what a user may choose."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megavlm.parallel import platform
+from megavlm.parallel.mesh import Layout
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass
+class LanguageConfig(TransformerConfig):
+    """`tree_attention`: backend of the core attention (`attention_backends`). `deepstack_levels`:
+    tower features that are added after the first layers. `separate_norms`: no norm is fused into
+    the linear that follows it.
+    """
+
+    tree_attention: str = "sdpa"
+    separate_norms: bool = False
+    deepstack_levels: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """`sequence`: sequence parallelism over the tensor axis. `recompute`: activations of the
+    language model that are computed again in backward, "selective" those of `recompute_modules`
+    (megatron-core's names), "full" all between the inputs of every `recompute_layers` layers.
+    `first_stage_layers`, `last_stage_layers`: language layers of those pipeline stages where an
+    even split is not wanted. `head`: what the last stage computes of hidden states; a critic of its
+    own has "values", a policy with a shared critic "both". `adapters`: some will be added (`lora`),
+    which read what the linear reads, so no norm may be fused into it.
+    """
+
+    dtype: torch.dtype = torch.float32
+    sequence: bool = False
+    attention: str = "sdpa"
+    recompute: Recompute = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_layers: int = 1
+    recompute_tower: bool = False
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    freeze_tower: bool = True
+    freeze_merger: bool = True
+    adapters: bool = False
+    head: Literal["tokens", "values", "both"] = "tokens"
+
+
+def language_config(
+    architecture: dict[str, Any], layout: Layout, options: ModelOptions, *, deepstack_levels: int
+) -> LanguageConfig:
+    """megatron-core's configuration of an architecture (a family's `architecture(hf_config)`) under
+    a layout.
+    """
+    virtual = layout.virtual if layout.virtual > 1 else None
+    return LanguageConfig(
+        **architecture,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=options.sequence and layout.tensor > 1,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
+        num_layers_in_first_pipeline_stage=options.first_stage_layers,
+        num_layers_in_last_pipeline_stage=options.last_stage_layers,
+        params_dtype=options.dtype,
+        pipeline_dtype=options.dtype,
+        bf16=options.dtype == torch.bfloat16,
+        tree_attention=options.attention,
+        separate_norms=options.adapters,
+        deepstack_levels=deepstack_levels,
+        **_recompute(options),
+        # Packs differ in length, so stages tell each other the shape of what they send.
+        variable_seq_lengths=layout.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # noqa: S106  # which variable lengths need
+        # Virtual stages without overlap give wrong gradients in megatron-core 0.16.1.
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
+        # With overlap on gloo it corrupts what is still being sent.
+        deallocate_pipeline_outputs=platform.has_gpu(),
+        moe_grouped_gemm="num_moe_experts" in architecture and platform.has_gpu(),
+        attention_softmax_in_fp32=True,
+        # Losses come divided by their global denominator: gradients are summed, never averaged.
+        calculate_per_token_loss=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+
+
+def _recompute(options: ModelOptions) -> dict[str, Any]:
+    if options.recompute == "none":
+        return {}
+    if options.recompute == "selective":
+        modules = list(options.recompute_modules)
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": options.recompute_layers,
+    }

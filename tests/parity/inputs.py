@@ -1,0 +1,129 @@
+"""The inputs of the parity matrix, by name: prompts with pictures and videos, and responses."""
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from megavlm.data.processor import Processor
+from megavlm.data.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Video
+from tests.parity.reference import Sequences
+
+QUESTION = "Find x in the triangle. How many blue circles?"
+
+
+def picture(width: int, height: int, seed: int) -> bytes:
+    """A PNG of random squares."""
+    pixels = np.random.default_rng(seed).integers(
+        0, 255, (-(-height // 7), -(-width // 7), 3), dtype=np.uint8
+    )
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def video(width: int, height: int, num_frames: int, seed: int, fps: float = 2.0) -> Video:
+    frames = tuple(picture(width, height, seed + index) for index in range(num_frames))
+    return Video(frames, fps)
+
+
+class Inputs:
+    """Makes the sequences of a case for a model folder; the same in every process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processor = Processor(folder, min_pixels=None, max_pixels=None)
+
+    def sequences(self, name: str) -> list[Sequences]:
+        return MAKERS[name](self)
+
+    def case(
+        self,
+        seed: int,
+        *,
+        text: int = 20,
+        images: Sequence[bytes] = (),
+        videos: Sequence[Video] = (),
+        responses: Sequence[int] = (5,),
+    ) -> Sequences:
+        """`text`: characters of the question; `responses`: their numbers of tokens."""
+        problem = VIDEO_PLACEHOLDER * len(videos) + IMAGE_PLACEHOLDER * len(images)
+        problem += (QUESTION * 9)[seed : seed + text]
+        row = Row(seed, problem, "", tuple(images), "", f"case {seed}", tuple(videos))
+        generator = np.random.default_rng(seed)
+        answers = [generator.integers(0, 250, size).tolist() for size in responses]
+        return Sequences(self.processor.prompt(row), answers)
+
+
+def _mixed(make: Inputs) -> list[Sequences]:
+    """A bit of everything: packs that differ in length, in pictures and in trees."""
+    return [
+        make.case(1, images=[picture(64, 64, 1)], responses=(3, 5)),
+        make.case(2, images=[picture(288, 96, 2), picture(128, 192, 3)], responses=(4,)),
+        make.case(3, text=31, responses=(2, 3, 4)),
+        make.case(4, videos=[video(96, 64, 4, 4)], responses=(3,)),
+        make.case(5, images=[picture(96, 160, 9)], videos=[video(64, 96, 2, 10)], responses=(4, 1)),
+        make.case(6, text=7, images=[picture(64, 64, 1)], responses=(6,)),
+        make.case(7, text=60, responses=(1,)),
+        make.case(8, images=[picture(64, 128, 12)], responses=(2, 2)),
+    ]
+
+
+def _one_image(make: Inputs) -> list[Sequences]:
+    return [make.case(i, images=[picture(64 + 32 * i, 96, i)]) for i in range(4)]
+
+
+def _several_images(make: Inputs) -> list[Sequences]:
+    return [
+        make.case(i, images=[picture(64, 64, 8 * i + j) for j in range(1 + i)]) for i in range(4)
+    ]
+
+
+def _sizes(make: Inputs) -> list[Sequences]:
+    """From one merged patch row to several windows of the tower a side."""
+    sizes = [(64, 64), (448, 64), (64, 352), (256, 256)]
+    return [make.case(i, images=[picture(*size, i)]) for i, size in enumerate(sizes)]
+
+
+def _video(make: Inputs) -> list[Sequences]:
+    return [
+        make.case(i, videos=[video(64, 64 + 32 * i, 2 * i + 2, 10 * i, fps=1.0 + i)])
+        for i in range(4)
+    ]
+
+
+def _text_only(make: Inputs) -> list[Sequences]:
+    """The tower is trained and has nothing to see."""
+    return [make.case(i, text=10 + 9 * i, responses=(3, 2 + i)) for i in range(4)]
+
+
+def _straddling(make: Inputs) -> list[Sequences]:
+    """One long prompt whose picture lies across every cut of the context and sequence axes."""
+    return [make.case(i, text=6, images=[picture(320, 320, i)], responses=(2,)) for i in range(4)]
+
+
+def _padding(make: Inputs) -> list[Sequences]:
+    """Lengths that no axis divides, and a response of a single token."""
+    return [
+        make.case(i, text=3 + i, images=[picture(64, 64, i)][: i % 2], responses=(1,) * (1 + i))
+        for i in range(4)
+    ]
+
+
+def _branches(make: Inputs) -> list[Sequences]:
+    """Many branches of one prompt."""
+    return [make.case(i, images=[picture(96, 96, i)], responses=(2, 7, 3, 5, 1)) for i in range(4)]
+
+
+MAKERS: dict[str, Callable[[Inputs], list[Sequences]]] = {
+    "mixed": _mixed,
+    "one image": _one_image,
+    "several images": _several_images,
+    "sizes": _sizes,
+    "video": _video,
+    "text only": _text_only,
+    "straddling": _straddling,
+    "padding": _padding,
+    "branches": _branches,
+}
