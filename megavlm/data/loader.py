@@ -66,7 +66,9 @@ def fingerprint(rows: Sequence[Row]) -> str:
     """Tells data sets apart by their content and order, wherever their files lie."""
     digest = hashlib.sha256()
     for row in rows:
-        parts = (row.problem.encode(), row.answer.encode(), row.category.encode(), *row.images)
+        parts = [row.problem.encode(), row.answer.encode(), row.category.encode(), *row.images]
+        for video in row.videos:
+            parts += [repr(video.fps).encode(), *video.frames]
         # Lengths first: ("ab", "c") is not ("a", "bc").
         digest.update(repr([len(part) for part in parts]).encode())
         for part in parts:

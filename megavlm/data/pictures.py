@@ -4,7 +4,7 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, ClassVar
 
 from PIL import Image
 from torch import Tensor
@@ -14,7 +14,9 @@ from megavlm.data.images import decode, image_size
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A resized picture, in the server's form and in the tower's."""
+    """A resized picture, in the server's form and in the tower's; `ProcessedVideo` extends it."""
+
+    is_video: ClassVar[bool] = False
 
     key: str  # SHA-256 over size and RGB pixels: the content
     png: bytes  # lossless RGB; the server's own resize leaves it as it is
@@ -31,11 +33,9 @@ class PictureProcessor:
         *,
         min_pixels: int | None,
         max_pixels: int | None,
-        cache_bytes: int,
+        cache: "PatchCache",
     ) -> None:
         """min_pixels, max_pixels: bounds on a resized picture (None: the folder's own).
-
-        cache_bytes: bound on the patches of recent pictures that are kept.
 
         Raises ValueError for bounds wider than the folder's: the rollout server applies those, and
         would resize our pictures once more.
@@ -53,7 +53,7 @@ class PictureProcessor:
         self.merge_size: int = image_processor.merge_size
         self._processor = image_processor
         self._low, self._high = low, high
-        self._cache = _Cache(cache_bytes)
+        self._cache = cache
 
     def picture(self, data: bytes) -> Picture:
         """The picture in an encoded file; the same bytes are processed once while they are kept.
@@ -105,10 +105,11 @@ class PictureProcessor:
         )
 
 
-class _Cache:
-    """Least recently used pictures, bounded by the bytes of their patches."""
+class PatchCache:
+    """Recent pictures and videos by a digest of their files."""
 
     def __init__(self, max_bytes: int) -> None:
+        """max_bytes: bound on the patches kept together; the least recently used go first."""
         self._max_bytes = max_bytes
         self._bytes = 0
         self._pictures: OrderedDict[bytes, Picture] = OrderedDict()

@@ -1,52 +1,63 @@
-"""M-RoPE positions of text and images, as integers computed once when a prompt is built."""
+"""M-RoPE positions of text, images and videos, as integers computed once when a prompt is built."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Span:
+    """Consecutive vision tokens: an image, a video, or one timestamped frame of a video."""
+
+    grid: tuple[int, int, int]  # (t, h, w) in patches; t * h * w / merge_size**2 tokens
+    time_step: float = 1.0  # frame i of the grid is at floor(i * time_step)
+
+
 def mrope_positions(
     token_ids: Tensor,
-    grids: Sequence[tuple[int, int, int]],
+    spans: Sequence[Span],
     *,
-    image_token_id: int,
+    vision_token_ids: Iterable[int],
     merge_size: int,
 ) -> tuple[Tensor, int]:
     """Positions [3, T] (time, height, width) of token_ids [T], and the position that follows them.
 
-    grids: (t, h, w) of each image in patches, in the order of their tokens; an image has
-        t * h * w / merge_size**2 consecutive tokens.
+    spans: in the order of their tokens; they have all the tokens in vision_token_ids.
 
-    Text advances the three rows together. An image starts where the text before it ends: its rows
-    are the start plus the frame, the line and the column of each merged patch. What follows
-    starts max(h, w) / merge_size later, which may be less than the image's number of tokens.
-    Source: transformers, Qwen2_5_VLModel.get_rope_index (images and text; no video).
+    Text advances the three rows together. A span starts where the text before it ends: its rows
+    are the start plus the time, the line and the column of each merged patch. What follows it
+    starts max(h, w) / merge_size later, which may be less than its number of tokens, and less than
+    its times. What follows all of token_ids, a response, starts after their largest position.
+    Source: get_rope_index of transformers' Qwen2VLModel, Qwen2_5_VLModel and Qwen3VLModel; the
+    next position is T plus the `mrope_position_deltas` that generate() continues with.
     """
-    index = (token_ids == image_token_id).nonzero().flatten()
-    pieces: list[Tensor] = []
-    cursor = position = seen = 0  # the next token, its position, and the image tokens before it
-    for t, h, w in grids:
-        h, w = h // merge_size, w // merge_size
-        count = t * h * w
-        assert seen + count <= len(index), "fewer image tokens than the grids need"
-        first, last = int(index[seen]), int(index[seen + count - 1])
-        assert last - first == count - 1, "an image's tokens must be consecutive"
-        pieces.append(text_positions(first - cursor, position))
-        position += first - cursor
-        pieces.append(position + _image(t, h, w))
-        position += max(h, w)
-        cursor, seen = last + 1, seen + count
-    assert seen == len(index), "more image tokens than the grids need"
-    pieces.append(text_positions(len(token_ids) - cursor, position))
-    return torch.cat(pieces, dim=1), position + len(token_ids) - cursor
+    vision = torch.isin(token_ids, torch.tensor(list(vision_token_ids)))
+    index = vision.nonzero().flatten()
+    grids = torch.tensor([span.grid for span in spans], dtype=torch.long).reshape(-1, 3)
+    t, h, w = (grids // torch.tensor([1, merge_size, merge_size])).unbind(1)
+    counts = t * h * w
+    ends = counts.cumsum(0)
+    assert int(counts.sum()) == len(index), "vision tokens are not as many as the spans need"
+    first, last = index[ends - counts], index[ends - 1]
+    assert torch.equal(last - first, counts - 1), "a span's tokens must be consecutive"
+
+    # A text token advances by one, and a span by its size, at its last token: so the sum over all
+    # tokens before is a text token's position, and the start of the span for each of its tokens.
+    advance = (~vision).long()
+    advance[last] = torch.maximum(h, w)
+    positions = (advance.cumsum(0) - advance).repeat(3, 1)
+
+    span = torch.arange(len(spans)).repeat_interleave(counts)
+    patch = torch.arange(len(index)) - (ends - counts)[span]
+    frame, line, column = patch // (h * w)[span], patch // w[span] % h[span], patch % w[span]
+    # transformers multiplies in float32 too.
+    steps = torch.tensor([item.time_step for item in spans], dtype=torch.float32)
+    positions[:, index] += torch.stack([(frame * steps[span]).long(), line, column])
+    return positions, int(positions.max()) + 1
 
 
 def text_positions(length: int, start: int) -> Tensor:
     """Positions [3, length] of plain text that starts at position `start`."""
     return torch.arange(start, start + length).expand(3, -1)
-
-
-def _image(t: int, h: int, w: int) -> Tensor:
-    ranges = torch.arange(t), torch.arange(h), torch.arange(w)
-    return torch.stack(torch.meshgrid(*ranges, indexing="ij")).reshape(3, -1)

@@ -1,5 +1,6 @@
 """From a row to what the model and the rollout server get: token ids, positions, pictures."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from megavlm.data.pictures import Picture, PictureProcessor
-from megavlm.data.positions import mrope_positions
-from megavlm.data.rows import IMAGE_PLACEHOLDER, Row
+from megavlm.data.pictures import PatchCache, Picture, PictureProcessor
+from megavlm.data.positions import Span, mrope_positions
+from megavlm.data.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row
+from megavlm.data.videos import VideoProcessor, video_tokens
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 
@@ -19,15 +21,25 @@ class Prompt:
     """A row as tokens, up to where the response starts."""
 
     row: Row
-    token_ids: Tensor  # [T] int64, one image token per merged patch
-    request_ids: tuple[int, ...]  # one image token per picture: what the server gets
+    token_ids: Tensor  # [T] int64, one vision token per merged patch
+    short_ids: tuple[int, ...]  # one vision token per picture or video
     positions: Tensor  # [3, T] int64
     next_position: int  # M-RoPE position of the first response token
-    pictures: tuple[Picture, ...]
+    pictures: tuple[Picture, ...]  # and videos (`is_video`), in the order of their tokens
+
+    @property
+    def request_ids(self) -> tuple[int, ...]:
+        """What the rollout server gets; ValueError for a prompt with videos, which it cannot."""
+        if any(picture.is_video for picture in self.pictures):
+            raise ValueError(
+                f"{self.row.source}: the row has videos, which the rollout servers are not sent "
+                "yet; use rows of text and pictures where responses are sampled"
+            )
+        return self.short_ids
 
 
 class Processor:
-    """The tokenizer, chat template and image processor of a model folder."""
+    """The tokenizer, chat template, image and video processor of a model folder."""
 
     def __init__(
         self,
@@ -39,7 +51,8 @@ class Processor:
         max_prompt_tokens: int | None = None,
         cache_bytes: int = 2**29,
     ) -> None:
-        """min_pixels, max_pixels, cache_bytes: see PictureProcessor.
+        """min_pixels, max_pixels: of pictures, see PictureProcessor; the folder's own bounds apply
+        to videos. cache_bytes: bound on the patches of recent pictures and videos that are kept.
 
         Raises ValueError for a folder that is not a Qwen-VL model, or for bounds on pixels that
         the rollout server would not keep.
@@ -55,18 +68,24 @@ class Processor:
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
             image_processor = processor.image_processor
             self.image_token_id: int = config.image_token_id
+            self.video_token_id: int = config.video_token_id
+            self._video_tokens = video_tokens(config, processor, image_processor.merge_size)
+            video_processor = processor.video_processor
         except (OSError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"model.folder: {folder} does not load as a Qwen-VL model with its processor "
                 f"({error})"
             ) from error
+        self.vision_token_ids = self.image_token_id, self.video_token_id
         self._tokenizer = processor.tokenizer
         self._template = processor.chat_template or self._tokenizer.chat_template
         if self._template is None:
             raise ValueError(f"model.folder: {folder} has no chat template; take an Instruct model")
+        cache = PatchCache(cache_bytes)
         self._pictures = PictureProcessor(
-            image_processor, min_pixels=min_pixels, max_pixels=max_pixels, cache_bytes=cache_bytes
+            image_processor, min_pixels=min_pixels, max_pixels=max_pixels, cache=cache
         )
+        self._videos = VideoProcessor(video_processor, cache)
         self._system_prompt = system_prompt
         self._max_prompt_tokens = max_prompt_tokens
 
@@ -80,47 +99,62 @@ class Processor:
         self.suppressed_ids = tuple(sorted((special | unused) - {self.eos_id}))
 
     def prompt(self, row: Row) -> Prompt:
-        """Tokens, positions and pictures of a row.
+        """Tokens, positions, pictures and videos of a row.
 
-        Raises ValueError, naming the row, for a picture that cannot be used, for image tokens in
-        the text itself, and for too long a prompt.
+        Raises ValueError, naming the row, for a picture or a video that cannot be used, for vision
+        tokens in the text itself, and for too long a prompt.
         """
-        request_ids = self._request_ids(row)
+        short_ids = self._short_ids(row)
+        images, videos = iter(row.images), iter(row.videos)
+        pictures: list[Picture] = []
+        spans: list[Span] = []
+        token_ids: list[int] = []
         try:
-            pictures = tuple(self._pictures.picture(image) for image in row.images)
+            for token in short_ids:
+                if token == self.image_token_id:
+                    picture = self._pictures.picture(next(images))
+                    num_tokens = len(picture.patches) // self._pictures.merge_size**2
+                    token_ids += [token] * num_tokens
+                    spans.append(Span(picture.grid))
+                    pictures.append(picture)
+                elif token == self.video_token_id:
+                    video = self._videos.video(next(videos))
+                    token_ids += self._video_tokens.ids(video.grid, video.times)
+                    spans += self._video_tokens.spans(video)
+                    pictures.append(video)
+                else:
+                    token_ids.append(token)
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
-        merge_size = self._pictures.merge_size
-        ids = torch.tensor(request_ids)
-        counts = torch.ones_like(ids)
-        counts[ids == self.image_token_id] = torch.tensor(
-            [len(picture.patches) // merge_size**2 for picture in pictures], dtype=torch.long
-        )
-        token_ids = ids.repeat_interleave(counts)
         if self._max_prompt_tokens is not None and len(token_ids) > self._max_prompt_tokens:
             raise ValueError(
                 f"{row.source}: the prompt has {len(token_ids)} tokens, more than "
-                f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that or lower "
-                "data.max_pixels"
+                f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that, lower "
+                "data.max_pixels or show fewer frames of a video"
             )
+        ids = torch.tensor(token_ids)
         positions, next_position = mrope_positions(
-            token_ids,
-            [picture.grid for picture in pictures],
-            image_token_id=self.image_token_id,
-            merge_size=merge_size,
+            ids,
+            spans,
+            vision_token_ids=self.vision_token_ids,
+            merge_size=self._pictures.merge_size,
         )
-        return Prompt(row, token_ids, tuple(request_ids), positions, next_position, pictures)
+        return Prompt(row, ids, tuple(short_ids), positions, next_position, tuple(pictures))
 
     def num_tokens(self, row: Row) -> int:
         """Length of the row's prompt, without decoding its pictures; max_prompt_tokens or not.
 
         Raises ValueError, naming the row, for a picture whose header cannot be read.
         """
+        short_ids = self._short_ids(row)
         try:
-            image_tokens = sum(self._pictures.num_tokens(image) for image in row.images)
+            vision_tokens = sum(self._pictures.num_tokens(image) for image in row.images)
+            for video in row.videos:
+                grid, times = self._videos.grid(video), self._videos.times(video)
+                vision_tokens += len(self._video_tokens.ids(grid, times))
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
-        return len(self._request_ids(row)) - len(row.images) + image_tokens
+        return len(short_ids) - len(row.images) - len(row.videos) + vision_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens and outer white space."""
@@ -130,7 +164,7 @@ class Processor:
         """The tokens of a whole response: the text and the end of the turn."""
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self.eos_id]
 
-    def _request_ids(self, row: Row) -> list[int]:
+    def _short_ids(self, row: Row) -> list[int]:
         text = self._tokenizer.apply_chat_template(
             _messages(row, self._system_prompt),
             chat_template=self._template,
@@ -138,24 +172,36 @@ class Processor:
             tokenize=False,
         )
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        if ids.count(self.image_token_id) != len(row.images):
-            raise ValueError(
-                f"{row.source}: the text holds the model's own image token; remove it "
-                f"(a picture's place is marked by {IMAGE_PLACEHOLDER})"
-            )
+        for token, items, kind in (
+            (self.image_token_id, row.images, "image"),
+            (self.video_token_id, row.videos, "video"),
+        ):
+            if ids.count(token) != len(items):
+                raise ValueError(
+                    f"{row.source}: the text holds the model's own {kind} token; remove it "
+                    f"(places are marked by {IMAGE_PLACEHOLDER} and {VIDEO_PLACEHOLDER})"
+                )
         return ids
 
 
 def _messages(row: Row, system_prompt: str | None) -> list[dict[str, object]]:
+    # A mark is one only in a row that has such items; what the text does not mark comes first.
+    marked = {
+        mark: (kind, len(items))
+        for mark, kind, items in (
+            (IMAGE_PLACEHOLDER, "image", row.images),
+            (VIDEO_PLACEHOLDER, "video", row.videos),
+        )
+        if items
+    }
     problem = row.problem
-    if IMAGE_PLACEHOLDER not in problem:
-        problem = IMAGE_PLACEHOLDER * len(row.images) + problem
-    content: list[dict[str, str]] = []
-    for number, text in enumerate(problem.split(IMAGE_PLACEHOLDER)):
-        if number > 0:
-            content.append({"type": "image"})
-        if text:
-            content.append({"type": "text", "text": text})
+    first = "".join(mark * number for mark, (_, number) in marked.items() if mark not in problem)
+    parts = re.split(f"({'|'.join(marked)})", first + problem) if marked else [problem]
+    content = [
+        {"type": marked[part][0]} if part in marked else {"type": "text", "text": part}
+        for part in parts
+        if part
+    ]
     user: dict[str, object] = {"role": "user", "content": content}
     if system_prompt is None:
         return [user]

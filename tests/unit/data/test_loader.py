@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.data.loader import RowStream, fingerprint
-from megavlm.data.rows import Row
+from megavlm.data.rows import Row, Video
 
 
 def make_rows(count: int) -> list[Row]:
@@ -65,6 +65,14 @@ def test_fingerprint_is_of_the_content_not_of_the_place() -> None:
     assert fingerprint(rows) == fingerprint(moved)
     shifted = [replace(rows[0], problem="q", answer="0a"), rows[1]]
     assert fingerprint(rows) != fingerprint(shifted)
+
+
+def test_fingerprint_sees_frames_and_their_time() -> None:
+    rows = make_rows(1)
+    video = Video((b"1", b"2"), 2.0)
+    others = (video, Video((b"1", b"2"), 4.0), Video((b"12", b""), 2.0))
+    prints = {fingerprint([replace(rows[0], videos=(other,))]) for other in others}
+    assert len(prints | {fingerprint(rows)}) == 4
 
 
 def test_no_rows_is_a_users_mistake() -> None:

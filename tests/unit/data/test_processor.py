@@ -1,6 +1,8 @@
 """Prompts equal AutoProcessor's, and the server's own processing of our PNG changes nothing."""
 
 import io
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from megavlm.data.images import decode
-from megavlm.data.pictures import PictureProcessor
+from megavlm.data.pictures import PatchCache, PictureProcessor
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, read_rows
-from megavlm.demo.tiny_model import SPECIAL_TOKENS, make_tiny_model
+from megavlm.demo.tiny_configs import FAMILIES
+from megavlm.demo.tiny_model import SPECIAL_TOKENS
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -23,10 +26,8 @@ MODES = ["RGB", "L", "P", "RGBA", "CMYK"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_model(folder, ["What color is it?", "red"] * 50, seed=0, max_pixels=28 * 28 * 256)
-    return folder
+def folder(folder_of: Callable[[str], Path]) -> Path:
+    return folder_of("qwen2_5_vl")
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,17 @@ def processor(folder: Path) -> Processor:
     return Processor(folder, min_pixels=None, max_pixels=None)
 
 
-@pytest.fixture(scope="module")
-def hf(folder: Path) -> Any:
+@cache
+def auto_processor(folder: Path) -> Any:
     define_torchvision_operators()
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def hf(folder: Path) -> Any:
+    return auto_processor(folder)
 
 
 def picture(size: tuple[int, int], mode: str = "RGB", seed: int = 0) -> bytes:
@@ -55,9 +61,12 @@ def row(problem: str, *images: bytes) -> Row:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("family", "patch"), [("qwen2_5_vl", 14), ("qwen3_vl", 16)])
 def test_patches_equal_autoprocessor_on_the_source_and_on_the_png(
-    processor: Processor, hf: Any, size: tuple[int, int], mode: str
+    folder_of: Callable[[str], Path], family: str, patch: int, size: tuple[int, int], mode: str
 ) -> None:
+    hf = auto_processor(folder_of(family))
+    processor = Processor(folder_of(family), min_pixels=None, max_pixels=None)
     data = picture(size, mode)
     ours = processor.prompt(row("<image>?", data)).pictures[0]
     for image in (decode(data), Image.open(io.BytesIO(data)), Image.open(io.BytesIO(ours.png))):
@@ -65,7 +74,7 @@ def test_patches_equal_autoprocessor_on_the_source_and_on_the_png(
         assert torch.equal(ours.patches, theirs["pixel_values"])
         assert list(ours.grid) == theirs["image_grid_thw"][0].tolist()
     png = Image.open(io.BytesIO(ours.png))
-    assert png.mode == "RGB" and png.size == (ours.grid[2] * 14, ours.grid[1] * 14)
+    assert png.mode == "RGB" and png.size == (ours.grid[2] * patch, ours.grid[1] * patch)
 
 
 def conversation(problem: str, images: list[Image.Image], system: str | None) -> list[Any]:
@@ -92,9 +101,11 @@ def conversation(problem: str, images: list[Image.Image], system: str | None) ->
         ("No picture at all.", 0),
     ],
 )
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_equals_autoprocessor(
-    folder: Path, hf: Any, problem: str, num_images: int, system: str | None
+    folder_of: Callable[[str], Path], family: str, problem: str, num_images: int, system: str | None
 ) -> None:
+    folder, hf = folder_of(family), auto_processor(folder_of(family))
     processor = Processor(folder, min_pixels=None, max_pixels=None, system_prompt=system)
     data = [picture(SIZES[index + 3], seed=index) for index in range(num_images)]
     prompt = processor.prompt(row(problem, *data))
@@ -138,7 +149,9 @@ def test_bounds_shrink_pictures_and_stay_within_the_folders(folder: Path, hf: An
 
 def test_a_picture_that_the_server_would_resize_again_is_refused(hf: Any) -> None:
     image_processor = type(hf.image_processor)(min_pixels=56 * 56, max_pixels=28 * 28 * 16)
-    pictures = PictureProcessor(image_processor, min_pixels=None, max_pixels=None, cache_bytes=0)
+    pictures = PictureProcessor(
+        image_processor, min_pixels=None, max_pixels=None, cache=PatchCache(0)
+    )
     assert len(pictures.picture(picture((900, 60))).patches) == 15 * 4
     with pytest.raises(ValueError, match=r"2000 x 60 pixels becomes 644 x 28, .* crop it"):
         pictures.picture(picture((2000, 60)))

@@ -7,9 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megavlm.data.rows import Row, read_rows
+from megavlm.data.rows import Row, Video, read_rows
 
 PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+VIDEO = pa.struct([("frames", pa.list_(pa.binary())), ("fps", pa.float64())])
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
 
@@ -72,6 +73,64 @@ def test_text_only_rows(tmp_path: Path) -> None:
     assert [row.images for row in read_rows([file])] == [(), ()]
 
 
+def test_no_picture_column(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.parquet", [[b"1"]], pa.list_(pa.binary()), problem=["<image>?"])
+    (row,) = read_rows([file], image_key=None)
+    assert (row.problem, row.images) == ("<image>?", ())
+
+
+@pytest.mark.parametrize(
+    ("videos", "type_"),
+    [
+        ([[{"frames": [b"one", b"two"], "fps": 2}]], pa.list_(VIDEO)),
+        ([{"frames": [b"one", b"two"], "fps": 2.0}], VIDEO),
+        (
+            [{"frames": ["one.png", "two.png"], "fps": 2}],
+            pa.struct([("frames", pa.list_(pa.string())), ("fps", pa.int32())]),
+        ),
+        (
+            [[{"frames": [{"bytes": b"one"}, {"path": "two.png"}], "fps": 2}]],
+            pa.list_(pa.struct([("frames", pa.list_(PICTURE)), ("fps", pa.float32())])),
+        ),
+    ],
+)
+def test_forms_of_the_video_column(tmp_path: Path, videos: list[Any], type_: pa.DataType) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.png").write_bytes(name.encode())
+    column = pa.array(videos, type=type_)
+    file = write(
+        tmp_path / "x.parquet", [None], pa.list_(pa.binary()), problem=["<video>q"], videos=column
+    )
+    (row,) = read_rows([file], video_key="videos")
+    assert row.videos == (Video((b"one", b"two"), 2.0),)
+    (row,) = read_rows([file])
+    assert row.videos == (), "no column is read that no key names"
+
+
+@pytest.mark.parametrize(
+    ("videos", "problem", "message"),
+    [
+        ([], "<video>", r":0: 1 <video> placeholders in 'problem' but 0 videos in 'videos'"),
+        ([{"frames": [b"1"], "fps": 0.0}], "", r":0: a video's fps is 0\.0; it must be"),
+        ([{"frames": [b"1"], "fps": float("inf")}], "", r":0: a video's fps is inf"),
+        ([{"frames": [b"1"], "fps": float("nan")}], "", r":0: a video's fps is nan"),
+        ([{"frames": [b"1"], "fps": None}], "", r":0: a video's fps is None"),
+        ([{"frames": None, "fps": 1.0}], "", r":0: a video must be a struct of frames"),
+        ([{"frames": [None], "fps": 1.0}], "", r":0: a picture has neither bytes nor a path"),
+        ([None], "", r":0: a video must be a struct of frames"),
+    ],
+)
+def test_bad_videos_are_named(
+    tmp_path: Path, videos: list[Any], problem: str, message: str
+) -> None:
+    column = pa.array([videos], type=pa.list_(VIDEO))
+    file = write(
+        tmp_path / "x.parquet", [None], pa.list_(pa.binary()), problem=[problem], videos=column
+    )
+    with pytest.raises(ValueError, match=message):
+        read_rows([file], video_key="videos")
+
+
 @pytest.mark.parametrize(
     ("images", "columns", "message"),
     [
@@ -99,6 +158,8 @@ def test_bad_files_and_columns_are_named(tmp_path: Path) -> None:
         read_rows([file], prompt_key="q")
     with pytest.raises(ValueError, match=r"no column 'kind' .*null means no categories"):
         read_rows([file], category_key="kind")
+    with pytest.raises(ValueError, match=r"no column 'film' \(data\.video_key\).*means no videos"):
+        read_rows([file], video_key="film")
     (tmp_path / "y.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match=r"y\.parquet: not a readable Parquet file"):
         read_rows([str(tmp_path / "y.parquet")])

@@ -11,7 +11,7 @@ def make_prompt(first_id: int = 7, num_tokens: int = 3, pngs: tuple[bytes, ...] 
     return Prompt(
         row=Row(first_id, "?", "!", pngs, "", f"rows.parquet:{first_id}"),
         token_ids=torch.arange(num_tokens),
-        request_ids=(first_id, 1, 2),
+        short_ids=(first_id, 1, 2),
         positions=torch.zeros(3, num_tokens, dtype=torch.int64),
         next_position=num_tokens,
         pictures=tuple(

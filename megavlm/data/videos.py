@@ -1,0 +1,212 @@
+"""Videos: frames become patches for the tower, and tokens as each family writes them."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from megavlm.data.images import decode, image_size
+from megavlm.data.pictures import PatchCache, Picture
+from megavlm.data.positions import Span
+from megavlm.data.rows import Video
+
+# All frames of a video together: 400 MB as RGB; 768 frames of 448 x 336 fit.
+MAX_VIDEO_PIXELS = 2**27
+
+Grid = tuple[int, int, int]  # (t, h, w) in patches
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessedVideo(Picture):
+    """A resized video in the tower's form. Its `png` is empty: no server is sent videos."""
+
+    is_video: ClassVar[bool] = True
+
+    times: tuple[float, ...]  # seconds at which each frame of the grid is shown, t of them
+    seconds_per_grid: float  # from one frame of the grid to the next
+
+
+class VideoProcessor:
+    """A model folder's video processor, for frames that are sampled already."""
+
+    def __init__(self, video_processor: Any, cache: PatchCache) -> None:
+        """video_processor: transformers' Qwen2VLVideoProcessor or Qwen3VLVideoProcessor. Its own
+        bounds on pixels apply: Qwen3's are for all frames together, the others' for each.
+        """
+        self._processor = video_processor
+        self._step: int = video_processor.temporal_patch_size
+        # None warns, and does what False does.
+        self._cap = bool(video_processor.cap_pixels_per_frame)
+        self._cache = cache
+
+    def video(self, video: Video) -> ProcessedVideo:
+        """Patches and times of a video; the same files are processed once while they are kept.
+
+        Raises ValueError, with the reason, for frames that are no pictures or differ in size, for
+        a single one, and for more frames or pixels than the limits.
+        """
+        digest = _digest([repr(video.fps).encode(), *video.frames])
+        processed = self._cache.get(digest)
+        if processed is None:
+            self._check_limits(video)
+            processed = self._process(video)
+            self._cache.put(digest, processed)
+        assert isinstance(processed, ProcessedVideo)
+        return processed
+
+    def grid(self, video: Video) -> Grid:
+        """The video's grid from its frames' headers alone; raises ValueError as `video`.
+
+        h and w are swapped where EXIF data turn the frames.
+        """
+        self._check_limits(video)
+        width, height = _one_size(image_size(frame) for frame in video.frames)
+        processor = self._processor
+        resized = processor.resize(
+            torch.empty(1, len(video.frames), 3, height, width, device="meta"),
+            size=processor.size,
+            resample=processor.resample,
+            factor=processor.patch_size * processor.merge_size,
+            temporal_factor=self._step,
+            cap_pixels_per_frame=self._cap,
+        )
+        h, w = (side // processor.patch_size for side in resized.shape[-2:])
+        return len(self.times(video)), h, w
+
+    def times(self, video: Video) -> tuple[float, ...]:
+        """Seconds at which each frame of the grid is shown: the mean of its first and last frame.
+
+        The last frame of the video is repeated where there are too few.
+        """
+        last = len(video.frames) - 1
+        return tuple(
+            (first / video.fps + min(first + self._step - 1, last) / video.fps) / 2
+            for first in range(0, last + 1, self._step)
+        )
+
+    def _check_limits(self, video: Video) -> None:
+        """Before any pixel is decoded."""
+        number, most = len(video.frames), self._processor.max_frames
+        if number < 2:
+            raise ValueError(f"a video of {number} frames needs at least 2; or make it a picture")
+        if number > most:
+            raise ValueError(
+                f"a video of {number} frames has more than {most}, the max_frames of the model "
+                "folder's video processor; take fewer"
+            )
+        pixels = sum(width * height for width, height in map(image_size, video.frames))
+        if pixels > MAX_VIDEO_PIXELS:
+            raise ValueError(
+                f"a video of {number} frames with {pixels} pixels is larger than the limit of "
+                f"{MAX_VIDEO_PIXELS}; take fewer or smaller frames"
+            )
+
+    def _process(self, video: Video) -> ProcessedVideo:
+        frames = [decode(frame) for frame in video.frames]
+        width, height = _one_size(frame.size for frame in frames)
+        pixels = np.stack([np.asarray(frame) for frame in frames])
+        features = self._processor(
+            videos=[torch.from_numpy(pixels).permute(0, 3, 1, 2)],
+            input_data_format="channels_first",
+            do_sample_frames=False,
+            cap_pixels_per_frame=self._cap,
+            return_tensors="pt",
+        )
+        t, h, w = features["video_grid_thw"][0].tolist()
+        size = f"video {len(frames)}x{width}x{height}:".encode()
+        return ProcessedVideo(
+            key=hashlib.sha256(size + pixels.tobytes()).hexdigest(),
+            png=b"",
+            patches=features["pixel_values_videos"],
+            grid=(t, h, w),
+            times=self.times(video),
+            seconds_per_grid=self._step / video.fps,
+        )
+
+
+class VideoTokens(Protocol):
+    """How a model family writes a video where a prompt has its video token."""
+
+    def ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
+        """The token ids that stand for a video."""
+
+    def spans(self, video: ProcessedVideo) -> list[Span]:
+        """The runs of video tokens in these ids."""
+
+
+class TokensOnly:
+    """Qwen2-VL and Qwen2.5-VL: one run of tokens; only M-RoPE positions know the time."""
+
+    def __init__(self, video_id: int, merge_size: int, tokens_per_second: float | None) -> None:
+        """tokens_per_second: positions that a second has; None: one for each frame of a grid."""
+        self._video_id = video_id
+        self._merged = merge_size**2
+        self._tokens_per_second = tokens_per_second
+
+    def ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
+        t, h, w = grid
+        return [self._video_id] * (t * h * w // self._merged)
+
+    def spans(self, video: ProcessedVideo) -> list[Span]:
+        if self._tokens_per_second is None:
+            return [Span(video.grid)]
+        # transformers multiplies in float32; double precision would round down elsewhere.
+        time_step = self._tokens_per_second * torch.tensor(video.seconds_per_grid)
+        return [Span(video.grid, float(time_step))]
+
+
+class TimestampedFrames:
+    """Qwen3-VL: before each frame of the grid its time as text, and marks around its tokens."""
+
+    def __init__(self, video_id: int, merge_size: int, processor: Any) -> None:
+        """processor: transformers' Qwen3VLProcessor."""
+        self._video_id = video_id
+        self._merged = merge_size**2
+        self._tokenizer = processor.tokenizer
+        self._start: int = processor.vision_start_token_id
+        self._end: int = processor.vision_end_token_id
+
+    def ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
+        _, h, w = grid
+        frame = [self._start, *[self._video_id] * (h * w // self._merged), self._end]
+        texts = [f"<{time:.1f} seconds>" for time in times]
+        stamps = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [token for stamp in stamps for token in (*stamp, *frame)]
+
+    def spans(self, video: ProcessedVideo) -> list[Span]:
+        t, h, w = video.grid
+        return [Span((1, h, w))] * t
+
+
+def video_tokens(config: Any, processor: Any, merge_size: int) -> VideoTokens:
+    """The way of config.model_type; processor: the folder's AutoProcessor.
+
+    Raises ValueError for a model that is no Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
+    """
+    video_id = config.video_token_id
+    match config.model_type:
+        case "qwen2_vl":
+            return TokensOnly(video_id, merge_size, None)
+        case "qwen2_5_vl":
+            return TokensOnly(video_id, merge_size, config.vision_config.tokens_per_second)
+        case "qwen3_vl" | "qwen3_vl_moe":
+            return TimestampedFrames(video_id, merge_size, processor)
+    raise ValueError(f"model_type {config.model_type!r} is not a family that megavlm knows")
+
+
+def _one_size(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    distinct = set(sizes)
+    if len(distinct) > 1:
+        raise ValueError(f"a video's frames have {len(distinct)} sizes; make them all the same")
+    return distinct.pop()
+
+
+def _digest(parts: Sequence[bytes]) -> bytes:
+    # Lengths first: ("ab", "c") is not ("a", "bc").
+    digest = hashlib.sha256(repr([len(part) for part in parts]).encode())
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,49 @@
+"""transformers' own M-RoPE positions, without a model's weights."""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+
+MODELS = {
+    "qwen2_vl": "Qwen2VLModel",
+    "qwen2_5_vl": "Qwen2_5_VLModel",
+    "qwen3_vl": "Qwen3VLModel",
+    "qwen3_vl_moe": "Qwen3VLMoeModel",
+}
+
+
+def rope_index(
+    family: str,
+    vision_config: dict[str, int],
+    token_ids: Tensor,
+    token_types: Tensor,
+    image_grids: Tensor | None,
+    video_grids: Tensor | None,
+    seconds_per_grid: Tensor | None,
+) -> tuple[Tensor, int]:
+    """Positions [3, T] of token_ids [T] and the next position, by the family's get_rope_index.
+
+    token_types [T]: 0 text, 1 image, 2 video. seconds_per_grid: only Qwen2.5-VL looks at it.
+    """
+    define_torchvision_operators()
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    model_class: Any = getattr(module, MODELS[family])
+    model = SimpleNamespace(
+        config=model_class.config_class(vision_config=vision_config),
+        get_vision_position_ids=lambda *args, **kwargs: model_class.get_vision_position_ids(
+            None, *args, **kwargs
+        ),
+    )
+    positions, delta = model_class.get_rope_index(
+        model,
+        token_ids[None],
+        token_types.int()[None],
+        image_grid_thw=image_grids,
+        video_grid_thw=video_grids,
+        second_per_grid_ts=seconds_per_grid,
+    )
+    return positions[:, 0], int(delta) + len(token_ids)

@@ -1,0 +1,256 @@
+"""Prompts with videos equal AutoProcessor's and get_rope_index's, in every family."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig
+
+from megavlm.data.images import decode
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Row, Video
+from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
+from megavlm.demo.tiny_configs import FAMILIES
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from tests.unit.data.rope_index import rope_index
+from tests.unit.data.test_images import bomb, encode
+
+Folders = Callable[[str], Path]
+
+
+def picture(size: tuple[int, int], seed: int = 0, **options: object) -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    return encode(Image.fromarray(noise), **options)
+
+
+def video(number: int, size: tuple[int, int] = (60, 90), fps: float = 2.0, seed: int = 0) -> Video:
+    frames = tuple(picture(size, seed=100 * seed + index) for index in range(number))
+    return Video(frames, fps)
+
+
+def row(problem: str, *videos: Video, images: tuple[bytes, ...] = ()) -> Row:
+    return Row(3, problem, "red", images, "colour", "train.parquet:3", videos)
+
+
+@cache
+def auto_processor(folder: Path) -> Any:
+    define_torchvision_operators()
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(folder)
+
+
+@cache
+def ours(folder: Path) -> Processor:
+    return Processor(folder, min_pixels=None, max_pixels=None)
+
+
+@pytest.fixture
+def processor(folder_of: Folders) -> Processor:
+    return ours(folder_of("qwen3_vl"))
+
+
+def theirs(folder: Path, text: str, images: Sequence[bytes], videos: Sequence[Video]) -> Any:
+    """AutoProcessor on the chat text, with the frames as arrays and their time as metadata."""
+    given: dict[str, Any] = {}
+    if images:
+        given["images"] = [decode(image) for image in images]
+    if videos:
+        given |= {
+            "videos": [np.stack([decode(frame) for frame in item.frames]) for item in videos],
+            "video_metadata": [
+                {
+                    "fps": item.fps,
+                    "total_num_frames": len(item.frames),
+                    "frames_indices": list(range(len(item.frames))),
+                }
+                for item in videos
+            ],
+            "do_sample_frames": False,
+        }
+    return auto_processor(folder)(text=[text], return_tensors="pt", **given)
+
+
+PROMPTS: list[tuple[str, list[tuple[int, int]], list[Video]]] = [
+    ("<video>What color is it?", [], [video(4)]),
+    ("<video>red", [], [video(2, (30, 20), fps=0.7)]),
+    ("<video>", [], [video(5, (101, 57), fps=24.0)]),
+    (
+        "First <video> and <image>, then<video><image>?",
+        [(50, 40), (120, 33)],
+        [video(3, fps=1.7, seed=1), video(8, (64, 48), fps=3, seed=2)],
+    ),
+    ("<image><video>", [(56, 56)], [video(40, (17, 23), fps=1.1)]),
+    ("No video at all <image>", [(70, 70)], []),
+]
+
+
+@pytest.mark.parametrize(("problem", "sizes", "videos"), PROMPTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_equals_autoprocessor(
+    folder_of: Folders,
+    family: str,
+    problem: str,
+    sizes: list[tuple[int, int]],
+    videos: list[Video],
+) -> None:
+    folder = folder_of(family)
+    images = tuple(picture(size, seed=7) for size in sizes)
+    prompt = ours(folder).prompt(row(problem, *videos, images=images))
+
+    start, end = "<|vision_start|>", "<|vision_end|>"
+    content = problem.replace("<image>", f"{start}<|image_pad|>{end}")
+    content = content.replace("<video>", f"{start}<|video_pad|>{end}")
+    text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    expected = theirs(folder, text, images, videos)
+    assert torch.equal(prompt.token_ids, expected["input_ids"][0])
+    assert list(prompt.short_ids) == auto_processor(folder).tokenizer(text)["input_ids"]
+    assert ours(folder).num_tokens(prompt.row) == len(prompt.token_ids)
+
+    marks = problem.replace("<image>", "\0").replace("<video>", "\1")
+    order = [mark == "\1" for mark in marks if mark in "\0\1"]
+    assert [item.is_video for item in prompt.pictures] == order
+    for is_video, values, grids in (
+        (False, "pixel_values", "image_grid_thw"),
+        (True, "pixel_values_videos", "video_grid_thw"),
+    ):
+        items = [item for item in prompt.pictures if item.is_video == is_video]
+        if items:
+            assert torch.equal(torch.cat([item.patches for item in items]), expected[values])
+            assert [list(item.grid) for item in items] == expected[grids].tolist()
+
+    vision = AutoConfig.from_pretrained(folder).vision_config
+    given = {"spatial_merge_size": vision.spatial_merge_size}
+    if family == "qwen2_5_vl":
+        given["tokens_per_second"] = vision.tokens_per_second
+    positions, next_position = rope_index(
+        family,
+        given,
+        expected["input_ids"][0],
+        expected["mm_token_type_ids"][0],
+        expected.get("image_grid_thw"),
+        expected.get("video_grid_thw"),
+        expected.get("second_per_grid_ts"),
+    )
+    assert torch.equal(prompt.positions, positions)
+    assert prompt.next_position == next_position
+
+
+def test_times_are_the_middle_of_each_pair_of_frames(processor: Processor) -> None:
+    (item,) = processor.prompt(row("?", video(5, fps=4.0))).pictures
+    assert isinstance(item, ProcessedVideo)
+    assert item.times == (0.125, 0.625, 1.0)
+    assert item.seconds_per_grid == 0.5
+    assert item.png == b""
+
+
+def test_what_is_not_marked_comes_first(processor: Processor) -> None:
+    image = picture((40, 40))
+    plain = processor.prompt(row("red", video(2), video(3), images=(image,)))
+    marked = processor.prompt(row("<image><video><video>red", video(2), video(3), images=(image,)))
+    half = processor.prompt(row("red<image>", video(2), video(3), images=(image,)))
+    assert torch.equal(plain.token_ids, marked.token_ids)
+    assert [item.is_video for item in half.pictures] == [True, True, False]
+
+
+def test_a_mark_without_items_is_text(processor: Processor) -> None:
+    prompt = processor.prompt(row("what is <video> in HTML?"))
+    assert "<video>" in processor.decode(prompt.token_ids.tolist())
+    assert prompt.pictures == ()
+
+
+def test_same_files_are_processed_once_and_the_key_is_the_content(processor: Processor) -> None:
+    first = video(3, seed=5)
+    copied = Video(
+        tuple(encode(decode(frame), compress_level=0) for frame in first.frames), first.fps
+    )
+    slower = Video(first.frames, first.fps / 2)
+    reverse = Video(first.frames[::-1], first.fps)
+    a, b, c, d, e = processor.prompt(row("?", first, first, copied, slower, reverse)).pictures
+    assert a is b and a is not c
+    assert a.key == c.key == d.key != e.key
+    assert isinstance(a, ProcessedVideo) and isinstance(d, ProcessedVideo)
+    assert [2 * time for time in a.times] == list(d.times)
+
+
+def test_turned_frames_have_the_length_that_their_headers_say(processor: Processor) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    item = row("?", Video(tuple(picture((90, 40), seed=i, exif=exif) for i in range(3)), 2.0))
+    prompt = processor.prompt(item)
+    assert prompt.pictures[0].grid[1] > prompt.pictures[0].grid[2]
+    assert processor.num_tokens(item) == len(prompt.token_ids)
+
+
+def turned_differently() -> Video:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return Video((picture((90, 40)), picture((90, 40), exif=exif)), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (Video((), 2.0), r"a video of 0 frames needs at least 2"),
+        (video(1), r"a video of 1 frames needs at least 2; or make it a picture"),
+        (Video(video(1).frames * 769, 2.0), r"769 frames has more than 768, the max_frames"),
+        (Video((bomb(8000, 8000),) * 3, 2.0), rf"3 frames with 192000000 pixels .* {2**27};"),
+        (Video((picture((40, 40)), picture((40, 41))), 2.0), r"frames have 2 sizes"),
+        (Video((picture((40, 40)), b"nonsense"), 2.0), r"not a picture"),
+        (Video((picture((40, 40)), bomb(9000, 9000)), 2.0), r"larger than the limit of 67108864"),
+    ],
+)
+def test_bad_videos_are_refused_from_their_headers(
+    processor: Processor, item: Video, message: str
+) -> None:
+    assert MAX_VIDEO_PIXELS == 2**27
+    with pytest.raises(ValueError, match=r"train\.parquet:3: .*" + message):
+        processor.prompt(row("?", item))
+    with pytest.raises(ValueError, match=r"train\.parquet:3: .*" + message):
+        processor.num_tokens(row("?", item))
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (turned_differently(), r"frames have 2 sizes"),
+        (Video((picture((40, 40)), picture((40, 40), seed=1)[:300]), 2.0), r"picture is broken"),
+    ],
+)
+def test_bad_videos_are_refused_when_decoded(
+    processor: Processor, item: Video, message: str
+) -> None:
+    with pytest.raises(ValueError, match=r"train\.parquet:3: .*" + message):
+        processor.prompt(row("?", item))
+
+
+def test_prompts_with_videos_are_refused_where_responses_are_sampled(
+    processor: Processor,
+) -> None:
+    prompt = processor.prompt(row("?", video(2)))
+    with pytest.raises(ValueError, match=r"train\.parquet:3: the row has videos, which the roll"):
+        prompt.request_ids  # noqa: B018
+    text = processor.prompt(row("?"))
+    assert text.request_ids == text.short_ids
+
+
+def test_vision_tokens_in_the_text_and_too_long_prompts_are_refused(folder_of: Folders) -> None:
+    folder = folder_of("qwen2_vl")
+    with pytest.raises(ValueError, match=r"train\.parquet:3: the text holds .* own video token"):
+        ours(folder).prompt(row("<video> <|video_pad|>", video(2)))
+    short = Processor(folder, min_pixels=None, max_pixels=None, max_prompt_tokens=10)
+    with pytest.raises(ValueError, match=r"max_prompt_tokens=10; .* fewer frames"):
+        short.prompt(row("?", video(4)))
+
+
+def test_vision_token_ids(folder_of: Folders) -> None:
+    processor = ours(folder_of("qwen2_5_vl"))
+    tokenizer = auto_processor(folder_of("qwen2_5_vl")).tokenizer
+    names = tokenizer.convert_ids_to_tokens(list(processor.vision_token_ids))
+    assert names == ["<|image_pad|>", "<|video_pad|>"]
+    assert processor.vision_token_ids == (processor.image_token_id, processor.video_token_id)
