@@ -11,9 +11,15 @@ from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.common.rotary import MultimodalRotary
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.value_head import ValueHead
-from megavlm.models.qwen2_5_vl import config as qwen2_5_vl
-from megavlm.models.qwen2_5_vl.mapping import mapping as qwen2_5_vl_mapping
-from megavlm.models.qwen2_5_vl.vision import VisionTower as Qwen2_5_VLTower
+from megavlm.models.qwen2_5_vl import config as qwen2_5_vl_config
+from megavlm.models.qwen2_5_vl import mapping as qwen2_5_vl_mapping
+from megavlm.models.qwen2_5_vl import vision as qwen2_5_vl_vision
+from megavlm.models.qwen2_vl import config as qwen2_vl_config
+from megavlm.models.qwen2_vl import mapping as qwen2_vl_mapping
+from megavlm.models.qwen2_vl import vision as qwen2_vl_vision
+from megavlm.models.qwen3_vl import config as qwen3_vl_config
+from megavlm.models.qwen3_vl import mapping as qwen3_vl_mapping
+from megavlm.models.qwen3_vl import vision as qwen3_vl_vision
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import Mesh
 
@@ -28,13 +34,16 @@ class Family:
     mapping: Callable[[Any], list[Entry]]
 
 
+def _family(config: Any, vision: Any, mapping: Any) -> Family:
+    return Family(config.architecture, config.rotary, vision.VisionTower, mapping.mapping)
+
+
+QWEN3_VL = _family(qwen3_vl_config, qwen3_vl_vision, qwen3_vl_mapping)
 FAMILIES = {
-    "qwen2_5_vl": Family(
-        architecture=qwen2_5_vl.architecture,
-        rotary=qwen2_5_vl.rotary,
-        tower=Qwen2_5_VLTower,
-        mapping=qwen2_5_vl_mapping,
-    ),
+    "qwen2_vl": _family(qwen2_vl_config, qwen2_vl_vision, qwen2_vl_mapping),
+    "qwen2_5_vl": _family(qwen2_5_vl_config, qwen2_5_vl_vision, qwen2_5_vl_mapping),
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL,
 }
 
 
@@ -88,6 +97,7 @@ def _chunk(
     value_head = None
     if is_last and options.head != "tokens":
         value_head = ValueHead(config.hidden_size, options.dtype)
+    _mark_experts(language_model)
     model = VisionLanguageModel(
         config,
         language_model,
@@ -96,6 +106,16 @@ def _chunk(
         is_last=is_last,
     )
     return model.to(platform.device())
+
+
+def _mark_experts(language_model: LanguageModel) -> None:
+    """Gradients of experts are summed over the ranks that hold the same ones. megatron-core knows
+    that with an expert axis above 1 only; without one the tensor ranks, which hold the same experts
+    and see other tokens, would each keep their own part.
+    """
+    for name, parameter in language_model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]  # megatron-core's mark
 
 
 def _tower(hf_config: Any, parts: Family, options: ModelOptions) -> Tower:

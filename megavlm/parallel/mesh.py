@@ -124,6 +124,11 @@ def build_mesh(layout: Layout | None = None, *, seed: int = 0) -> Mesh:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     check_world(layout, world_size)
     real = dist.get_backend() != "fake"  # torch's stand-in for ranks that do not exist
+    if dist.get_backend() == "gloo" and layout.expert > 1 and layout.expert_tensor > 1:
+        raise ValueError(
+            f"parallel.expert={layout.expert} with parallel.expert_tensor={layout.expert_tensor} "
+            "gathers tokens in unequal numbers, which gloo cannot: on a CPU set one of them to 1."
+        )
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(

@@ -134,6 +134,7 @@ def install() -> None:
     _replace_allocation()
     _replace_random_states()
     _replace_optimizer()
+    _replace_expert_helpers()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -202,3 +203,17 @@ def _replace_optimizer() -> None:
     optimizer.Adam = distrib_optimizer.Adam = Adam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def _replace_expert_helpers() -> None:
+    """A name that only Transformer Engine defines, and sizes that megatron makes numpy on a GPU
+    only.
+    """
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = _sizes
+
+
+def _sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megavlm.data.packing import Pack, empty_pack, make_pack, prompt_tree
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.common.loading import (
-    HFFolder, HubTensors, load_hf, local_tensors)
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.loading import MEMORY, HubTensors, load_hf, local_tensors
 from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
@@ -61,6 +61,7 @@ def expect(folder: Path, inputs: str, head: str) -> Expected:
         "logits": [[score.logits for score in row] for row in scores],
         "values": [[score.values for score in row] for row in scores],
         "gradients": reference.gradients(cases, tokens=head != "values", values=head != "tokens"),
+        "value_head": {"weight": reference.value_weight.grad, "bias": reference.value_bias.grad},
     }
 
 
@@ -92,9 +93,13 @@ def compare(folder: Path, case: Case, expected: Expected) -> Differences:
     forward = _forward_difference(wrapped, parts, groups, features, expected, options.head)
     forward_backward(wrapped, parts, features, Scoring(), _loss)
     gradients = {name: torch.from_numpy(x) for name, x in expected["gradients"].items()}
-    worst, parameter = _gradient_differences(chunks, entries, gradients, mesh)
+    hub = HubTensors(entries, gradients, MEMORY)
+    heads = {f"value_head.{x}": expected["value_head"][x] for x in ("weight", "bias")}
+    trained_heads = {} if options.head == "tokens" else heads
+    value_head = {name: torch.from_numpy(x) for name, x in trained_heads.items()}
+    worst, parameter = _gradient_differences(chunks, entries, hub, value_head, mesh)
     norm = _gradient_norm(wrapped)
-    theirs = _expected_norm(entries, gradients, options)
+    theirs = _expected_norm(entries, hub, value_head, options)
     return Differences(forward, worst, parameter, abs(norm - theirs) / theirs)
 
 
@@ -154,11 +159,11 @@ def _forward_difference(
 def _gradient_differences(
     chunks: Sequence[VisionLanguageModel],
     entries: Sequence[Entry],
-    expected: dict[str, Tensor],
+    hub: HubTensors,
+    value_head: dict[str, Tensor],
     mesh: Mesh,
 ) -> tuple[float, str]:
     """The largest relative difference over this rank's trained parameters, and its name."""
-    hub = HubTensors(entries, expected, MEMORY)
     table = {(entry.megatron, entry.expert): entry for entry in entries}
     worst, name = 0.0, ""
     for chunk in chunks:
@@ -167,8 +172,8 @@ def _gradient_differences(
             parameter = parameters[target.data.data_ptr()]
             if not parameter.requires_grad:
                 continue
-            if target.key.startswith("value_head."):
-                full = shard = expected[target.key].reshape(parameter.shape)
+            if target.key in value_head:
+                full = shard = value_head[target.key].reshape(parameter.shape)
             else:
                 entry = table[target.key, target.expert]
                 full = hub.read(entry)
@@ -188,11 +193,13 @@ def _gradient_norm(wrapped: list[DistributedDataParallel]) -> float:
 
 
 def _expected_norm(
-    entries: Sequence[Entry], expected: dict[str, Tensor], options: ModelOptions
+    entries: Sequence[Entry],
+    hub: HubTensors,
+    value_head: dict[str, Tensor],
+    options: ModelOptions,
 ) -> float:
     """Over what the options train, each tensor once."""
-    hub = HubTensors(entries, expected, MEMORY)
-    squared = 0.0
+    squared = sum(x.double().square().sum().item() for x in value_head.values())
     for entry in entries:
         if entry.megatron.startswith(("visual.merger.", "visual.deepstack_merger_list.")):
             frozen = options.freeze_merger
@@ -200,8 +207,6 @@ def _expected_norm(
             frozen = entry.megatron.startswith("visual.") and options.freeze_tower
         if not frozen:
             squared += hub.read(entry).double().square().sum().item()
-    for name in ("value_head.weight", "value_head.bias"):
-        squared += expected[name].double().square().sum().item()
     return squared**0.5
 
 

@@ -57,11 +57,12 @@ class Reference:
     def gradients(
         self, cases: Sequence[Sequences], *, tokens: bool = True, values: bool = False
     ) -> dict[str, Tensor]:
-        """By transformers' names, and those of the value head: gradients of `weighted_loss` over
-        all responses.
+        """By transformers' names: gradients of `weighted_loss` over all responses. Those of the value
+        head are left in `value_weight` and `value_bias`.
         """
         self.model.zero_grad()
-        self.value_weight.grad = self.value_bias.grad = None
+        self.value_weight.grad = torch.zeros_like(self.value_weight)
+        self.value_bias.grad = torch.zeros_like(self.value_bias)
         for case in cases:
             for index, response in enumerate(case.responses):
                 scores = self.scores(case.prompt, response)
@@ -69,14 +70,9 @@ class Reference:
                 weighted_loss(
                     logprobs, scores.values if values else None, token_weights(len(response), index)
                 ).backward()
-        named = {
-            **dict(self.model.named_parameters()),
-            "value_head.weight": self.value_weight,
-            "value_head.bias": self.value_bias,
-        }
         return {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in named.items()
+            for name, parameter in self.model.named_parameters()
         }
 
     def _pictures(self, prompt: Prompt, ids: Tensor) -> dict[str, Tensor]:

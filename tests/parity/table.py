@@ -54,6 +54,7 @@ EXPERT_LAYOUTS = {
     "EP2 over CP2": Ranks(Layout(context=2, expert=2)),
     "EP2 over TP2+SP": Ranks(Layout(tensor=2, expert=2), sequence=True),
     "EP2xTP2+SP": Ranks(Layout(tensor=2, expert=2), data=2, sequence=True),
+    "expert TP2+SP": Ranks(Layout(tensor=2, expert_tensor=2), sequence=True),
     "EP2xPP2": Ranks(Layout(pipeline=2, expert=2), data=2),
     "EP2xPP2 virtual 2": Ranks(Layout(pipeline=2, virtual=2, expert=2), data=2),
 }
