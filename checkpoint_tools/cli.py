@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,13 +19,21 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 @app.command("import")
-def import_(hf_dir: Path, checkpoint_dir: Path, force: Force = False) -> None:
+def import_(
+    hf_dir: Path,
+    checkpoint_dir: Path,
+    force: Force = False,
+    experts: Annotated[
+        Literal["hub", "memory"],
+        typer.Option(help="How stacks of experts lie: as on the hub, or as transformers 5 saves."),
+    ] = "hub",
+) -> None:
     """Turn a HuggingFace model folder into a checkpoint that any layout can train from."""
     platform.install()
     from checkpoint_tools.import_hf import import_hf
 
     start = time.perf_counter()
-    count = import_hf(hf_dir, checkpoint_dir, force=force)
+    count = import_hf(hf_dir, checkpoint_dir, force=force, experts=experts)
     seconds = time.perf_counter() - start
     typer.echo(f"{hf_dir}: {count} tensors imported into {checkpoint_dir} in {seconds:.1f} s")
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,10 @@ from checkpoint_tools.output import output_folder
 from megavlm.checkpointing import folder
 from megavlm.checkpointing.checksums import first_difference
 from megavlm.checkpointing.reader import StepReader
-from megavlm.models.common.loading import INDEX, SINGLE
-from megavlm.models.common.mapping import Entry
+from megavlm.models.common.hf_source import INDEX, SINGLE
+from megavlm.models.common.mapping import Entry, by_key
+
+Group = list[Entry]  # the entries of one key
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,23 @@ def export_hf(
 ) -> Export:
     """Writes a step's weights (default: the latest) under hub names, and the model's other files.
 
-    Reads any layout, one tensor at a time, and holds one output file in memory. ValueError where
-    the step is missing or damaged, or does not hold the tensors of its config.json.
+    Reads any layout, one tensor (or one layer's stack of experts) at a time, and holds one output
+    file in memory. ValueError where the step is missing or damaged, or does not hold the tensors of
+    its config.json.
     """
     path = folder.locate(checkpoint_dir, step)
     manifest = folder.Manifest.read(path)
     if problem := first_difference(path, manifest.files, manifest.files):
         raise ValueError(problem)
     hf_files = path.parent / folder.HF
-    entries = read_mapping(hf_files)
+    groups = by_key(read_mapping(hf_files))
     reader = StepReader(path)
-    _check(entries, reader, path)
+    _check(groups, reader, path)
 
-    files = _plan(entries, reader, max_shard_bytes)
+    files = _plan(list(groups.values()), reader, max_shard_bytes)
     with output_folder(hf_dir, force=force, mark="config.json") as output:
         folder.copy_hf_files(hf_files, output)
-        _set_dtype(output / "config.json", reader.dtype(entries[-1].megatron))
+        _set_dtype(output / "config.json", reader.dtype(next(reversed(groups))))
         places: dict[str, str] = {}
         total = 0
         for number, part in enumerate(files, start=1):
@@ -59,10 +62,8 @@ def export_hf(
                 f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
             )
             tensors = {}
-            for entry in part:
-                for hf_name, tensor in zip(
-                    entry.hf, entry.to_hf(reader.read(entry.megatron)), strict=True
-                ):
+            for group in part:
+                for hf_name, tensor in _hub_tensors(group, reader.read(group[0].megatron)):
                     tensors[hf_name] = _own(tensor)
             save_file(tensors, output / name, metadata={"format": "pt"})
             # safetensors writes for the owner alone; other people serve these files.
@@ -75,33 +76,45 @@ def export_hf(
     return Export(step=manifest.step, num_tensors=len(places), num_files=len(files))
 
 
-def _check(entries: Sequence[Entry], reader: StepReader, path: Path) -> None:
-    table = {entry.megatron: entry for entry in entries}
-    for key, entry in table.items():
+def _hub_tensors(group: Group, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of one key's tensor, of experts the stacks in the hub's form."""
+    entry = group[0]
+    if entry.expert is None:
+        yield from zip(entry.hf, entry.to_hf(full), strict=True)
+        return
+    stacks = [full.new_empty(shape) for shape in entry.hf_shapes]
+    for entry, expert in zip(group, full, strict=True):
+        for stack, row in zip(stacks, entry.to_hf(expert), strict=True):
+            stack[entry.expert].copy_(row)
+    yield from zip(entry.hf, stacks, strict=True)
+
+
+def _check(groups: dict[str, Group], reader: StepReader, path: Path) -> None:
+    for key, group in groups.items():
         if key not in reader.tensors:
             raise ValueError(f"{path} has no tensor {key}, which the model's config.json asks for.")
-        if reader.shape(key) != entry.megatron_shape:
+        if reader.shape(key) != group[0].checkpoint_shape:
             raise ValueError(
                 f"{key} in {path} has shape {reader.shape(key)}; "
-                f"the model's config.json makes it {entry.megatron_shape}."
+                f"the model's config.json makes it {group[0].checkpoint_shape}."
             )
-    parts = {key.split(".")[0] for key in table}
+    parts = {key.split(".")[0] for key in groups}
     for key in reader.tensors:
-        if key.split(".")[0] in parts and key not in table:
+        if key.split(".")[0] in parts and key not in groups:
             raise ValueError(f"{key} in {path} is no tensor of the model in its config.json.")
 
 
-def _plan(entries: Sequence[Entry], reader: StepReader, max_shard_bytes: int) -> list[list[Entry]]:
-    """Entries by output file, in order. A file is above `max_shard_bytes` for one entry only."""
-    files: list[list[Entry]] = [[]]
+def _plan(groups: Sequence[Group], reader: StepReader, max_shard_bytes: int) -> list[list[Group]]:
+    """Groups by output file, in order. A file is above `max_shard_bytes` for one group only."""
+    files: list[list[Group]] = [[]]
     size = 0
-    for entry in entries:
-        metadata = reader.tensors[entry.megatron]
+    for group in groups:
+        metadata = reader.tensors[group[0].megatron]
         nbytes = metadata.size.numel() * metadata.properties.dtype.itemsize
         if files[-1] and size + nbytes > max_shard_bytes:
             files.append([])
             size = 0
-        files[-1].append(entry)
+        files[-1].append(group)
         size += nbytes
     return files
 

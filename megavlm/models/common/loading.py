@@ -1,108 +1,105 @@
-"""HuggingFace weights into a model: a lazy reader of HF folders, and each rank's slices."""
+"""HuggingFace weights into a model: a source checked against a mapping, and each rank's slices."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megavlm.models.common.mapping import Entry, shard_tensor
+from megavlm.models.common.hf_source import HFFolder, StateDict
+from megavlm.models.common.mapping import Entry, Shape, shard_tensor
+from megavlm.parallel.mesh import Mesh
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+Form = Literal["hub", "memory"]
+HUB: Form = "hub"
+MEMORY: Form = "memory"
 
-
-class HFFolder(Mapping[str, Tensor]):
-    """The tensors of an HF folder by the names in its files; a tensor is read when it is asked for.
-
-    Only safetensors are read: pickled weights can run code. Opening reads the headers, so that a
-    missing or truncated file is a ValueError before anything is loaded.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._files = {path: _open(path) for path in _weight_files(self.folder)}
-        self._places = {name: path for path, file in self._files.items() for name in file.keys()}
-        for name, file_name in _index(self.folder).items():
-            if name not in self._places:
-                raise ValueError(
-                    f"{self.folder / file_name} does not hold {name}, which {INDEX} places there."
-                )
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[self._places[name]].get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Read from the header alone."""
-        empty: Tensor = self._files[self._places[name]].get_slice(name)[:0]
-        return empty.dtype
-
-    def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self._places[name]
+# A critic's own, which starts at zero; HF models have none.
+VALUE_HEAD = "value_head."
 
 
 class HubTensors:
-    """A source of HF tensors under either naming, checked against a mapping's names and shapes.
+    """A source of HF tensors, checked against a mapping's names and shapes.
 
-    The hub's Qwen2-VL and Qwen2.5-VL files say `visual.*` and `model.layers.*`; transformers 5 in
-    memory says `model.visual.*` and `model.language_model.layers.*`.
+    Names. Hub files of Qwen2-VL and Qwen2.5-VL say `visual.*` and `model.layers.*`; those of
+    Qwen3-VL, and transformers 5 in memory, `model.visual.*` and `model.language_model.layers.*`.
+    Either is read.
+
+    Experts. They are stacked as in hub files (`gate_up_proj` [E, H, 2I], `down_proj` [E, I, H]), or
+    as transformers 5 holds them in memory ([E, 2I, H], [E, H, I]), or are a tensor each
+    (`experts.3.gate_proj.weight` [I, H]). Names tell the last; `form` says which of the others the
+    source has. A folder that transformers 5 has saved is in MEMORY form. One of the two stacks is
+    never square, so a wrong `form` is refused.
     """
 
-    def __init__(self, entries: Sequence[Entry], source: Mapping[str, Tensor]) -> None:
-        self._source = source
-        self._names: dict[str, str] = {}
+    def __init__(
+        self, entries: Sequence[Entry], source: Mapping[str, Tensor], form: Form = HUB
+    ) -> None:
+        """ValueError names the tensor that is missing, unknown, or of another shape."""
+        self._source = source if isinstance(source, HFFolder) else StateDict(source)
+        self._form = form
+        self._names: dict[str, str] = {}  # without what tells namings apart -> the source's
         for name in source:
             other = self._names.setdefault(_short(name), name)
             if other != name:
                 raise ValueError(
-                    f"{self._origin} holds one tensor under two names: {other} and {name}."
+                    f"{self._source} holds one tensor under two names: {other} and {name}."
                 )
+        found = (re.match(r"(.+\.experts)\.\d+\.", name) for name in self._names)
+        self._unstacked = {match[1] for match in found if match}
         self._check_names(entries)
+        for entry in entries:
+            self._check_shapes(entry)
 
     def read(self, entry: Entry) -> Tensor:
-        """The full Megatron tensor of an entry."""
-        tensors = []
-        for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
-            source_name = self._names[_short(name)]
-            tensor = self._source[source_name]
-            if tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"{source_name} in {self._where(source_name)} has shape {tuple(tensor.shape)}; "
-                    f"config.json makes it {shape}."
-                )
-            tensors.append(tensor)
-        return entry.to_megatron(tensors)
+        """The full Megatron tensor of an entry. Of stacked experts only this one is read."""
+        if entry.expert is None:
+            return entry.to_megatron([self._source[self._names[_short(x)]] for x in entry.hf])
+        return entry.to_megatron([self._expert(x, entry.expert) for x in entry.hf])
 
-    def dtype(self, entry: Entry) -> torch.dtype:
-        """The dtype of an entry's tensors; ValueError where they differ."""
-        dtypes = {self._dtype(self._names[_short(name)]) for name in entry.hf}
+    def dtype(self, entries: Iterable[Entry]) -> torch.dtype:
+        """Of the tensors that make these entries, of one key; ValueError where they differ."""
+        names = {self._names[short]: None for entry in entries for short in self._parts(entry)}
+        dtypes = {self._source.dtype(name) for name in names}
         if len(dtypes) > 1:
-            raise ValueError(f"{', '.join(entry.hf)} make one tensor, but have different dtypes.")
+            raise ValueError(f"{', '.join(names)} make one tensor, but have different dtypes.")
         return dtypes.pop()
 
-    def _dtype(self, name: str) -> torch.dtype:
-        if isinstance(self._source, HFFolder):
-            return self._source.dtype(name)
-        return self._source[name].dtype
+    def _expert(self, stack: str, expert: int) -> Tensor:
+        """An expert's row of a stack in the hub's form."""
+        if self._is_stacked(stack):
+            row = self._source.row(self._names[_short(stack)], expert)
+            return row if self._form == HUB else row.t()
+        ones = _one_expert(_short(stack), expert)
+        return torch.cat([self._source[self._names[name]] for name in ones]).t()
+
+    def _is_stacked(self, stack: str) -> bool:
+        short = _short(stack)
+        return short in self._names or short.rpartition(".")[0] not in self._unstacked
+
+    def _parts(self, entry: Entry) -> list[str]:
+        """Short names of the source's tensors that an entry is made of."""
+        parts: list[str] = []
+        for name in entry.hf:
+            if entry.expert is None or self._is_stacked(name):
+                parts.append(_short(name))
+            else:
+                parts += _one_expert(_short(name), entry.expert)
+        return parts
 
     def _check_names(self, entries: Sequence[Entry]) -> None:
-        expected = {_short(name): name for entry in entries for name in entry.hf}
+        hub = {_short(name): name for entry in entries for name in entry.hf}
+        expected = {
+            short: hub.get(short, short) for entry in entries for short in self._parts(entry)
+        }
         missing = [name for short, name in expected.items() if short not in self._names]
         if missing:
             raise ValueError(
-                f"{self._origin} has no tensor {missing[0]}{_and_more(missing)}, "
+                f"{self._source} has no tensor {missing[0]}{_and_more(missing)}, "
                 f"which its config.json asks for."
             )
         unknown = [name for short, name in self._names.items() if short not in expected]
@@ -111,24 +108,63 @@ class HubTensors:
             unknown.remove("lm_head.weight")
         if unknown:
             raise ValueError(
-                f"{unknown[0]}{_and_more(unknown)} in {self._where(unknown[0])} is no tensor of "
-                f"the model that its config.json describes."
+                f"{unknown[0]}{_and_more(unknown)} in {self._source.where(unknown[0])} is no "
+                f"tensor of the model that its config.json describes."
             )
 
     def _check_tied(self) -> None:
         embedding = self._names["model.embed_tokens.weight"]
         if not torch.equal(self._source["lm_head.weight"], self._source[embedding]):
             raise ValueError(
-                f"lm_head.weight in {self._where('lm_head.weight')} differs from {embedding}, but "
-                f"config.json ties them: set tie_word_embeddings to false or remove lm_head.weight."
+                f"lm_head.weight in {self._source.where('lm_head.weight')} differs from "
+                f"{embedding}, but config.json ties them: set tie_word_embeddings to false or "
+                f"remove lm_head.weight."
             )
 
-    @property
-    def _origin(self) -> str:
-        return str(self._source.folder) if isinstance(self._source, HFFolder) else "the state dict"
+    def _check_shapes(self, entry: Entry) -> None:
+        for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
+            if entry.expert is None:
+                self._check_shape(_short(name), shape)
+            elif not self._is_stacked(name):
+                _, columns, rows = shape
+                ones = _one_expert(_short(name), entry.expert)
+                for one in ones:
+                    self._check_shape(one, (rows // len(ones), columns))
+            elif entry.expert == 0:
+                forms = {HUB: shape, MEMORY: (shape[0], shape[2], shape[1])}
+                self._check_stack(self._names[_short(name)], forms)
 
-    def _where(self, name: str) -> str:
-        return str(self._source.file(name)) if isinstance(self._source, HFFolder) else self._origin
+    def _check_shape(self, short: str, expected: Shape) -> None:
+        name = self._names[short]
+        if self._source.shape(name) != expected:
+            raise ValueError(
+                f"{name} in {self._source.where(name)} has shape {self._source.shape(name)}; "
+                f"config.json makes it {expected}."
+            )
+
+    def _check_stack(self, name: str, forms: dict[Form, Shape]) -> None:
+        shape = self._source.shape(name)
+        if shape == forms[self._form]:
+            return
+        others = [form for form in forms if forms[form] == shape]
+        hint = (
+            f" That is the form of megavlm-convert import --experts {others[0]}." if others else ""
+        )
+        raise ValueError(
+            f"{name} in {self._source.where(name)} has shape {shape}; "
+            f"config.json makes it {forms[self._form]}.{hint}"
+        )
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A tensor of the model on this rank. `key` and `expert` find its entry: the sharded-state-dict
+    key, and for an expert's tensor the expert's number in the whole model.
+    """
+
+    key: str
+    expert: int | None
+    data: Tensor
 
 
 @torch.no_grad()
@@ -136,21 +172,24 @@ def load_hf(
     model: MegatronModule,
     entries: Sequence[Entry],
     source: Mapping[str, Tensor],
-    tp_rank: int,
-    tp_size: int,
+    mesh: Mesh,
+    form: Form = HUB,
 ) -> None:
     """Copies this rank's slices of HF tensors into the model's own, in place, in the model's dtype.
 
-    `source` is an HFFolder or a state dict, under either naming. The model's tensors are those of
-    `model.sharded_state_dict()`; each must have an entry, but a pipeline stage holds only some.
-    ValueError names the tensor that is missing, unknown, or of another shape.
+    `source` is an HFFolder or a state dict, `form` as in HubTensors. The model's tensors are those
+    of `model.sharded_state_dict()`; each must have an entry, but a pipeline stage holds only some.
+    A value head keeps what it has. ValueError names the tensor that is missing, unknown, or of
+    another shape.
     """
-    tensors = HubTensors(entries, source)
-    table = {entry.megatron: entry for entry in entries}
+    tensors = HubTensors(entries, source, form)
+    table = {(entry.megatron, entry.expert): entry for entry in entries}
     for target in local_tensors(model):
-        entry = table.get(target.key)
-        assert entry is not None, f"the mapping has no entry for the model's tensor {target.key}"
-        shard = shard_tensor(entry, tensors.read(entry), tp_rank, tp_size)
+        if target.key.startswith(VALUE_HEAD):
+            continue
+        entry = table.get((target.key, target.expert))
+        assert entry is not None, f"the mapping has no entry for the model's {target.key}"
+        shard = shard_tensor(entry, tensors.read(entry), *mesh.place(entry.shard.axis))
         if shard.shape != target.data.shape:
             raise ValueError(
                 f"{target.key}: the model holds {tuple(target.data.shape)} on this rank, "
@@ -159,64 +198,23 @@ def load_hf(
         target.data.copy_(shard)
 
 
-def local_tensors(model: MegatronModule) -> list[ShardedTensor | ShardedTensorFactory]:
-    """The model's tensors on this rank, each with its checkpoint `key` and its `data`.
+def local_tensors(model: MegatronModule) -> list[LocalTensor]:
+    """The model's tensors on this rank.
 
     Leaves out `_extra_state` objects (Transformer Engine's fp8 states), which HF does not have.
     """
     state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     return [
-        value for value in state.values() if isinstance(value, ShardedTensor | ShardedTensorFactory)
+        LocalTensor(value.key, _expert_number(value), value.data)
+        for value in state.values()
+        if isinstance(value, ShardedTensor | ShardedTensorFactory)
     ]
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder.")
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    index = _index(folder)
-    paths = [folder / file_name for file_name in dict.fromkeys(index.values())]
-    for path in paths:
-        if not path.is_file():
-            count = sum(file_name == path.name for file_name in index.values())
-            raise ValueError(f"{path} is missing: {INDEX} places {count} tensors in it.")
-    if paths:
-        return paths
-    pickles = sorted(
-        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
-    )
-    if pickles:
-        raise ValueError(
-            f"{folder} holds pickled weights ({pickles[0]}), which can run code when read: "
-            f"convert them to safetensors."
-        )
-    raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}.")
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name; empty for a folder with a single weight file."""
-    path = folder / INDEX
-    if (folder / SINGLE).is_file() or not path.is_file():
-        return {}
-    try:
-        places = json.loads(path.read_bytes())["weight_map"]
-        names = {name: Path(file_name).name for name, file_name in places.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a safetensors index: {error!r}.") from error
-    for name, file_name in places.items():
-        if names[name] != file_name:
-            raise ValueError(
-                f"{path} places {name} in {file_name!r}, which is not a file of this folder."
-            )
-    return dict(places)
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a complete safetensors file: {error}.") from error
+def _expert_number(value: ShardedTensor | ShardedTensorFactory) -> int | None:
+    """megatron-core stacks experts, and nothing else, along an axis put before the tensor's own."""
+    tensor = value.build()[0] if isinstance(value, ShardedTensorFactory) else value
+    return tensor.global_offset[0] if tensor.prepend_axis_num else None
 
 
 def _short(name: str) -> str:
@@ -225,6 +223,13 @@ def _short(name: str) -> str:
         if name.startswith(long):
             return short + name.removeprefix(long)
     return name
+
+
+def _one_expert(stack: str, expert: int) -> list[str]:
+    """Names of what one expert has where experts are not stacked."""
+    layer, _, kind = stack.rpartition(".")
+    projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    return [f"{layer}.{expert}.{projection}.weight" for projection in projections]
 
 
 def _and_more(names: Sequence[str]) -> str:

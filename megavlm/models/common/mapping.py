@@ -3,11 +3,14 @@
 Import, export, loading and weight sync read the same table. A transform moves numbers and changes
 none, works on full tensors, and knows no model. A shard rule says how tensor parallelism cuts the
 full Megatron tensor.
+
+Shapes: E experts, H hidden size, I an expert's intermediate size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,24 +23,31 @@ class Shard:
     """How ranks cut a tensor along `dim` (None: every rank holds all of it).
 
     `parts` equal blocks lie one after the other along `dim`; each is cut by itself, and a rank
-    holds its piece of every block. A gated MLP's first linear has two: gate and up.
+    holds its piece of every block. A gated MLP's first linear has two: gate and up. `axis`: the
+    mesh axis whose ranks cut it.
     """
 
     dim: int | None
     parts: int = 1
+    axis: Literal["tensor", "expert_tensor"] = "tensor"
 
 
 REPLICATED = Shard(None)
 ROWS = Shard(0)
 COLUMNS = Shard(1)
 GATED = Shard(0, parts=2)
+EXPERT_COLUMNS = Shard(1, axis="expert_tensor")
+EXPERT_GATED = Shard(0, parts=2, axis="expert_tensor")
 
 
 @dataclass(frozen=True)
 class Entry:
     """One Megatron tensor, by its sharded-state-dict key, and the HF tensors that it is made of.
 
-    `hf` are the names that hub files use, `hf_shapes` the shapes there.
+    `hf` are the names that hub files use, `hf_shapes` the shapes there. With `expert`, the HF
+    tensors are stacks over experts and this tensor is made of that row of each: `to_megatron` takes
+    rows and `to_hf` gives them. All experts of a layer share the key; their tensors differ by the
+    expert's place in the sharded tensor.
     """
 
     megatron: str
@@ -46,17 +56,34 @@ class Entry:
     to_megatron: Callable[[Sequence[Tensor]], Tensor]
     to_hf: Callable[[Tensor], tuple[Tensor, ...]]
     shard: Shard
+    expert: int | None = None
 
     @property
     def megatron_shape(self) -> Shape:
-        """Shape of the full tensor."""
-        return tuple(
-            self.to_megatron([torch.empty(shape, device="meta") for shape in self.hf_shapes]).shape
-        )
+        """Shape of the full tensor; of an expert's without the others'."""
+        shapes = self.hf_shapes if self.expert is None else [shape[1:] for shape in self.hf_shapes]
+        return tuple(self.to_megatron([torch.empty(x, device="meta") for x in shapes]).shape)
+
+    @property
+    def checkpoint_shape(self) -> Shape:
+        """Shape of what a checkpoint holds under the key: experts are stacked there."""
+        stack = () if self.expert is None else self.hf_shapes[0][:1]
+        return (*stack, *self.megatron_shape)
+
+
+def by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """The entries of each key: one, or one of each expert in order."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.megatron, []).append(entry)
+    for key, group in groups.items():
+        numbers = [entry.expert for entry in group]
+        assert numbers in ([None], [*range(len(group))]), f"{key} has entries of {numbers}"
+    return groups
 
 
 def shard_tensor(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
-    """The piece of the full Megatron tensor that tensor-parallel rank `rank` of `size` holds.
+    """The piece of the full Megatron tensor that rank `rank` of `size` on the shard's axis holds.
 
     A view of `full` wherever the piece is one block. ValueError where the pieces are not equal.
     """
@@ -66,7 +93,7 @@ def shard_tensor(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
     if full.shape[dim] % (parts * size):
         raise ValueError(
             f"{entry.megatron} has shape {tuple(full.shape)}: dim {dim} cannot be cut into "
-            f"{parts * size} equal pieces; choose a tensor-parallel size that divides it."
+            f"{parts * size} equal pieces; choose a parallel.{entry.shard.axis} that divides it."
         )
     pieces = [part.chunk(size, dim)[rank] for part in full.chunk(parts, dim)]
     return pieces[0] if parts == 1 else torch.cat(pieces, dim)
@@ -94,6 +121,18 @@ def flattened(megatron: str, hf: str, shape: Shape) -> Entry:
 def gated(megatron: str, gate: str, up: str, shape: Shape) -> Entry:
     """A gated MLP's first linear: gate on top of up, each [ffn, hidden]."""
     return Entry(megatron, (gate, up), (shape, shape), _concat, _halves, GATED)
+
+
+def expert_gated(megatron: str, stack: str, shape: Shape, expert: int) -> Entry:
+    """An expert's row [H, 2I] of the hub's gate_up_proj is the first linear transposed: gate on top
+    of up. `shape`: of the stack, [E, H, 2I].
+    """
+    return Entry(megatron, (stack,), (shape,), _transpose, _untranspose, EXPERT_GATED, expert)
+
+
+def expert_down(megatron: str, stack: str, shape: Shape, expert: int) -> Entry:
+    """An expert's row [I, H] of the hub's down_proj [E, I, H] is the second linear transposed."""
+    return Entry(megatron, (stack,), (shape,), _transpose, _untranspose, EXPERT_COLUMNS, expert)
 
 
 def fused_qkv(
@@ -126,6 +165,14 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 def _unflatten(shape: Shape, tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor.reshape(shape),)
+
+
+def _transpose(tensors: Sequence[Tensor]) -> Tensor:
+    return _only(tensors).t()
+
+
+def _untranspose(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor.t(),)
 
 
 def _concat(tensors: Sequence[Tensor]) -> Tensor:

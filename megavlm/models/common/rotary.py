@@ -15,6 +15,19 @@ def chunked_axes(section: Sequence[int]) -> list[int]:
     return [axis for axis, count in enumerate(section) for _ in range(count)]
 
 
+def interleaved_axes(section: Sequence[int]) -> list[int]:
+    """The same in Qwen3-VL: axes take turns, T H W T H W, until height and width have their counts;
+    the remaining frequencies are time's.
+
+    Source: transformers `models/qwen3_vl/modeling_qwen3_vl.py`, `recomposition_frequencies`.
+    """
+    axes = [0] * sum(section)
+    for axis in (1, 2):
+        for frequency in range(axis, min(3 * section[axis], len(axes)), 3):
+            axes[frequency] = axis
+    return axes
+
+
 class MultimodalRotary(nn.Module):
     """Angles of each token: positions [3, T] to [T, 1, 1, head_dim], the form that megatron-core's
     attention applies.

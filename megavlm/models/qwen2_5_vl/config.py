@@ -6,8 +6,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megavlm.models.common.architecture import dense, rotary_parameters
 from megavlm.models.common.rotary import MultimodalRotary, chunked_axes
 from megavlm.parallel.mesh import Mesh
+
+# transformers', for a configuration that does not say; of the released models.
+MROPE_SECTION = (16, 24, 24)
 
 
 def transformer_config(
@@ -50,10 +54,25 @@ def transformer_config(
     )
 
 
+def architecture(hf_config: Any) -> dict[str, Any]:
+    """TransformerConfig's fields that describe the model, which are Qwen2-VL's too. `hf_config`:
+    transformers' Qwen2_5_VLConfig or Qwen2VLConfig.
+
+    ValueError for what it says and we do not implement.
+    """
+    text = hf_config.text_config
+    return dense(text, head_dim=_head_dim(text), qkv_bias=True, qk_norm=False)
+
+
 def rotary(hf_config: Any) -> MultimodalRotary:
-    parameters = hf_config.text_config.rope_parameters
-    axes = chunked_axes(parameters["mrope_section"])
-    return MultimodalRotary(head_dim(hf_config), parameters["rope_theta"], axes)
+    text = hf_config.text_config
+    head_dim = _head_dim(text)
+    theta, section = rotary_parameters(text, head_dim, MROPE_SECTION)
+    return MultimodalRotary(head_dim, theta, chunked_axes(section))
+
+
+def _head_dim(text: Any) -> int:
+    return text.hidden_size // text.num_attention_heads
 
 
 def head_dim(hf_config: Any) -> int:

@@ -18,7 +18,7 @@ from checkpoint_tools.cli import main
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.models.common.loading import HFFolder
+from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 NORM = "model.norm.weight"
@@ -81,6 +81,33 @@ def test_there_and_back_is_bit_exact(tmp_path: Path, tied: bool, dtype: torch.dt
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     names.remove("model.safetensors")
     assert filecmp.cmpfiles(hf, tmp_path / "out", names, shallow=False) == (names, [], [])
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_every_family_comes_back_bit_by_bit(family: str, tmp_path: Path) -> None:
+    options = {"dense_layers": [1], "num_experts": 3} if family == "qwen3_vl_moe" else {}
+    make_tiny_model(tmp_path / "hf", ["red"], seed=0, family=family, vision_depth=1, **options)
+    import_hf(tmp_path / "hf", tmp_path / "checkpoint")
+    done = export_hf(tmp_path / "checkpoint", tmp_path / "out", max_shard_bytes=5 * 10**5)
+    before, after = HFFolder(tmp_path / "hf"), HFFolder(tmp_path / "out")
+    assert set(before) == set(after) and done.num_tensors == len(before) and done.num_files > 1
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_stacks_that_transformers_saved_come_back_in_the_hubs_form(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "hf", ["red"], seed=0, family="qwen3_vl_moe", vision_depth=1)
+    define_torchvision_operators()
+    from transformers import AutoModelForImageTextToText
+
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match="megavlm-convert import --experts memory"):
+        import_hf(tmp_path / "saved", tmp_path / "checkpoint")
+    with pytest.raises(SystemExit) as exit_:
+        main(["import", f"{tmp_path}/saved", f"{tmp_path}/checkpoint", "--experts", "memory"])
+    assert not exit_.value.code
+    export_hf(tmp_path / "checkpoint", tmp_path / "out")
+    before, after = HFFolder(tmp_path / "hf"), HFFolder(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_export_loads_in_transformers(imported: Path, original: Path, tmp_path: Path) -> None:

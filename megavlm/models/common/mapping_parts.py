@@ -1,0 +1,127 @@
+"""Parts of a mapping that several families share.
+
+Megatron's names are Transformer Engine's: a norm belongs to the linear that follows it, but before
+a router it stands alone. The tower keeps HF's names; only its patch embedding is a linear.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from megavlm.models.common.mapping import (
+    COLUMNS,
+    ROWS,
+    Entry,
+    Shape,
+    expert_down,
+    expert_gated,
+    flattened,
+    fused_qkv,
+    gated,
+    same,
+)
+
+Layer = Callable[[int, str, str], Iterable[Entry]]
+
+
+def language_model(config: Any, hf: str, layer: Layer) -> Iterator[Entry]:
+    """`hf`: what the hub's names begin with. `layer`: gives a layer's entries from its number and
+    what its names begin with, in Megatron and on the hub. Where embeddings are tied there is no
+    `lm_head` and no `output_layer`.
+    """
+    text = config.text_config
+    embedding = (text.vocab_size, text.hidden_size)
+    megatron = "language_model.decoder"
+    yield same(
+        "language_model.embedding.word_embeddings.weight",
+        f"{hf}.embed_tokens.weight",
+        embedding,
+        ROWS,
+    )
+    for index in range(text.num_hidden_layers):
+        yield from layer(index, f"{megatron}.layers.{index}", f"{hf}.layers.{index}")
+    yield same(f"{megatron}.final_layernorm.weight", f"{hf}.norm.weight", (text.hidden_size,))
+    if not config.tie_word_embeddings:
+        yield same("language_model.output_layer.weight", "lm_head.weight", embedding, ROWS)
+
+
+def attention(
+    text: Any, megatron: str, hf: str, *, head_dim: int, qkv_bias: bool, qk_norm: bool
+) -> Iterator[Entry]:
+    """A layer's attention, with the norm before it."""
+    hidden, num_groups = text.hidden_size, text.num_key_value_heads
+    q, kv = text.num_attention_heads * head_dim, num_groups * head_dim
+    target, source = f"{megatron}.self_attention", f"{hf}.self_attn"
+    yield same(f"{target}.linear_qkv.layer_norm_weight", f"{hf}.input_layernorm.weight", (hidden,))
+    for kind, columns in (("weight", (hidden,)), ("bias", ()))[: 2 if qkv_bias else 1]:
+        yield fused_qkv(
+            f"{target}.linear_qkv.{kind}",
+            [f"{source}.{x}_proj.{kind}" for x in "qkv"],
+            [(rows, *columns) for rows in (q, kv, kv)],
+            num_groups,
+        )
+    if qk_norm:
+        for x in "qk":
+            yield same(f"{target}.{x}_layernorm.weight", f"{source}.{x}_norm.weight", (head_dim,))
+    yield same(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", (hidden, q), COLUMNS)
+
+
+def mlp(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
+    """A layer's dense MLP, with the norm before it."""
+    hidden, ffn = text.hidden_size, text.intermediate_size
+    yield same(
+        f"{megatron}.mlp.linear_fc1.layer_norm_weight",
+        f"{hf}.post_attention_layernorm.weight",
+        (hidden,),
+    )
+    yield gated(
+        f"{megatron}.mlp.linear_fc1.weight",
+        f"{hf}.mlp.gate_proj.weight",
+        f"{hf}.mlp.up_proj.weight",
+        (ffn, hidden),
+    )
+    yield same(
+        f"{megatron}.mlp.linear_fc2.weight", f"{hf}.mlp.down_proj.weight", (hidden, ffn), COLUMNS
+    )
+
+
+def experts(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
+    """A layer's router and experts, with the norm before them."""
+    hidden, ffn, count = text.hidden_size, text.moe_intermediate_size, text.num_experts
+    yield same(
+        f"{megatron}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (hidden,)
+    )
+    yield same(f"{megatron}.mlp.router.weight", f"{hf}.mlp.gate.weight", (count, hidden))
+    # megatron-core's key, of sequential and of grouped experts alike
+    target, stacks = f"{megatron}.mlp.experts.experts", f"{hf}.mlp.experts"
+    for expert in range(count):
+        yield expert_gated(
+            f"{target}.linear_fc1.weight",
+            f"{stacks}.gate_up_proj",
+            (count, hidden, 2 * ffn),
+            expert,
+        )
+    for expert in range(count):
+        yield expert_down(
+            f"{target}.linear_fc2.weight", f"{stacks}.down_proj", (count, ffn, hidden), expert
+        )
+
+
+def tower(hf: str, vision: Any, size: int, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
+    """`hf`: what the hub's names begin with. `size`: the tower's hidden size. `shapes`: of all
+    tensors but the patch embedding's weight, by their names within the tower.
+    """
+    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    weight = "patch_embed.proj.weight"
+    yield flattened(f"visual.{weight}", f"{hf}.{weight}", (size, *patch))
+    for name, shape in shapes.items():
+        yield same(f"visual.{name}", f"{hf}.{name}", shape)
+
+
+def linear(name: str, rows: int, columns: int) -> dict[str, Shape]:
+    """Shapes of a linear with bias, for `tower`."""
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def layer_norm(name: str, size: int) -> dict[str, Shape]:
+    """Shapes of a LayerNorm, for `tower`."""
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}

@@ -1,0 +1,62 @@
+"""Qwen3-VL, dense and MoE: hub tensor names against this model's tensors."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megavlm.models.common.mapping import Entry, Shape
+from megavlm.models.common.mapping_parts import (
+    attention,
+    experts,
+    language_model,
+    layer_norm,
+    linear,
+    mlp,
+    tower,
+)
+from megavlm.models.qwen3_vl.config import expert_layers
+
+
+def mapping(config: Any) -> list[Entry]:
+    """Every tensor of the model that `config`, a transformers Qwen3VLConfig or Qwen3VLMoeConfig,
+    describes.
+    """
+    vision = config.vision_config
+    return [
+        *tower("model.visual", vision, vision.hidden_size, _vision_shapes(vision)),
+        *_text_entries(config),
+    ]
+
+
+def _text_entries(config: Any) -> Iterator[Entry]:
+    text = config.text_config
+    has_experts = expert_layers(text)
+
+    def layer(index: int, megatron: str, hf: str) -> Iterator[Entry]:
+        yield from attention(
+            text, megatron, hf, head_dim=text.head_dim, qkv_bias=False, qk_norm=True
+        )
+        yield from (experts if has_experts[index] else mlp)(text, megatron, hf)
+
+    return language_model(config, "model.language_model", layer)
+
+
+def _vision_shapes(vision: Any) -> dict[str, Shape]:
+    size, ffn = vision.hidden_size, vision.intermediate_size
+    merged = size * vision.spatial_merge_size**2
+    shapes: dict[str, Shape] = {
+        "patch_embed.proj.bias": (size,),
+        "pos_embed.weight": (vision.num_position_embeddings, size),
+    }
+    for index in range(vision.depth):
+        block = f"blocks.{index}"
+        shapes |= layer_norm(f"{block}.norm1", size) | layer_norm(f"{block}.norm2", size)
+        shapes |= linear(f"{block}.attn.qkv", 3 * size, size)
+        shapes |= linear(f"{block}.attn.proj", size, size)
+        shapes |= linear(f"{block}.mlp.linear_fc1", ffn, size)
+        shapes |= linear(f"{block}.mlp.linear_fc2", size, ffn)
+    levels = [f"deepstack_merger_list.{i}" for i in range(len(vision.deepstack_visual_indexes))]
+    for merger in ("merger", *levels):
+        shapes |= layer_norm(f"{merger}.norm", size if merger == "merger" else merged)
+        shapes |= linear(f"{merger}.linear_fc1", merged, merged)
+        shapes |= linear(f"{merger}.linear_fc2", vision.out_hidden_size, merged)
+    return shapes

@@ -1,0 +1,56 @@
+"""A family's parts by model_type, without a model around them."""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+from megavlm.demo.tiny_configs import TinySizes, tiny_config
+from megavlm.models.common.mapping import Entry
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_FOLDERS = {"qwen3_vl_moe": "qwen3_vl"}
+_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+
+
+def part(model_type: str, name: str) -> ModuleType:
+    """The module `config`, `mapping` or `vision` of a family."""
+    folder = _FOLDERS.get(model_type, model_type)
+    return importlib.import_module(f"megavlm.models.{folder}.{name}")
+
+
+def entries_of(config: Any) -> list[Entry]:
+    entries: list[Entry] = part(config.model_type, "mapping").mapping(config)
+    return entries
+
+
+def small_config(family: str, **sizes: Any) -> Any:
+    """Everything that a family can have, cut by up to four ranks."""
+    plain = {
+        "hidden_size": 64,
+        "num_layers": 2,
+        "ffn_size": 96,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "vision_depth": 2,
+        "vision_hidden_size": 32,
+        "vision_ffn_size": 64,
+    }
+    if family.startswith("qwen3"):
+        plain["head_dim"] = 16  # 8 heads of it are more than 64
+    if family == "qwen3_vl_moe":
+        plain |= {"dense_layers": [1], "moe_ffn_size": 48}
+    ids = {token: i for i, token in enumerate((*_TOKENS, "<|video_pad|>"))}
+    return tiny_config(family, TinySizes(**{**plain, **sizes}), 128, ids)
+
+
+def build_in_transformers(config: Any, device: str = "meta") -> Any:
+    """transformers' model; on the meta device it takes no memory."""
+    import torch
+
+    from megavlm.parallel.torchvision_ops import define_torchvision_operators
+
+    define_torchvision_operators()
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device(device):
+        return AutoModelForImageTextToText.from_config(config)

@@ -1,0 +1,169 @@
+"""The released models' configurations, as their config.json has them on the hub (older than
+transformers 5).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+Json = dict[str, Any]
+
+_ENDS = {"bos_token_id": 151643, "eos_token_id": 151645}
+
+
+def _qwen2_text(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, tied: bool
+) -> Json:
+    """Qwen2-VL and Qwen2.5-VL: flat, beside `vision_config`."""
+    return {
+        **_ENDS,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 32768,
+        "max_window_layers": layers,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": tied,
+        "use_sliding_window": False,
+        "vocab_size": vocabulary,
+    }
+
+
+def _qwen2_vl(*sizes: Any) -> Json:
+    vision = {
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": sizes[1],
+        "in_chans": 3,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    }
+    return {"model_type": "qwen2_vl", **_qwen2_text(*sizes), "vision_config": vision}
+
+
+def _qwen2_5_vl(vision_ffn: int, *sizes: Any) -> Json:
+    vision = {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": vision_ffn,
+        "num_heads": 16,
+        "out_hidden_size": sizes[1],
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+    }
+    return {"model_type": "qwen2_5_vl", **_qwen2_text(*sizes), "vision_config": vision}
+
+
+def _qwen3_vl(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    *,
+    tied: bool = False,
+    small_tower: bool = False,
+    moe: Json | None = None,
+) -> Json:
+    text = {
+        **_ENDS,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": [24, 20, 20],
+            "rope_type": "default",
+        },
+        "rope_theta": 5000000,
+        "vocab_size": 151936,
+        **(moe or {}),
+    }
+    depth, size, vision_ffn = (24, 1024, 4096) if small_tower else (27, 1152, 4304)
+    vision = {
+        "deepstack_visual_indexes": [5, 11, 17] if small_tower else [8, 16, 24],
+        "depth": depth,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": size,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": vision_ffn,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": hidden,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    return {
+        "model_type": "qwen3_vl_moe" if moe else "qwen3_vl",
+        "text_config": text,
+        "tie_word_embeddings": tied,
+        "vision_config": vision,
+    }
+
+
+def _moe(ffn: int) -> Json:
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": ffn,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+
+
+RELEASES = {
+    "Qwen2-VL-2B": _qwen2_vl(28, 1536, 12, 2, 8960, 151936, True),
+    "Qwen2-VL-7B": _qwen2_vl(28, 3584, 28, 4, 18944, 152064, False),
+    "Qwen2-VL-72B": _qwen2_vl(80, 8192, 64, 8, 29568, 152064, False),
+    "Qwen2.5-VL-3B": _qwen2_5_vl(3420, 36, 2048, 16, 2, 11008, 151936, True),
+    "Qwen2.5-VL-7B": _qwen2_5_vl(3420, 28, 3584, 28, 4, 18944, 152064, False),
+    "Qwen2.5-VL-32B": _qwen2_5_vl(3456, 64, 5120, 40, 8, 27648, 152064, False),
+    "Qwen2.5-VL-72B": _qwen2_5_vl(3456, 80, 8192, 64, 8, 29568, 152064, False),
+    "Qwen3-VL-2B": _qwen3_vl(28, 2048, 16, 8, 6144, tied=True, small_tower=True),
+    "Qwen3-VL-4B": _qwen3_vl(36, 2560, 32, 8, 9728, tied=True, small_tower=True),
+    "Qwen3-VL-8B": _qwen3_vl(36, 4096, 32, 8, 12288),
+    "Qwen3-VL-32B": _qwen3_vl(64, 5120, 64, 8, 25600),
+    "Qwen3-VL-30B-A3B": _qwen3_vl(48, 2048, 32, 4, 6144, moe=_moe(768)),
+    "Qwen3-VL-235B-A22B": _qwen3_vl(94, 4096, 64, 4, 12288, moe=_moe(1536)),
+}
+
+
+def released_config(release: str, folder: Path, **text: Any) -> Any:
+    """transformers' configuration. `text`: what to change in it, of the language model."""
+    config = json.loads(json.dumps(RELEASES[release]))
+    config.get("text_config", config).update(text)
+    (folder / "config.json").write_text(json.dumps(config))
+    return AutoConfig.from_pretrained(folder)

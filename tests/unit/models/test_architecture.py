@@ -1,0 +1,119 @@
+"""transformers' configurations as megatron-core's, their rotary angles, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megavlm.models.common.rotary import interleaved_axes
+from tests.unit.models.families import FAMILIES, build_in_transformers, part, small_config
+from tests.unit.models.releases import RELEASES, released_config
+
+
+def assert_same_angles(config: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(0, 5000, (3, 200), generator=generator)
+    ours = part(config.model_type, "config").rotary(config)(positions)
+    embedding = type(build_in_transformers(config).model.language_model.rotary_emb)
+    cos, sin = embedding(config.text_config)(torch.ones(()), positions[:, None])
+    assert ours.shape == (200, 1, 1, cos.size(-1)) and ours.dtype == torch.float32
+    assert torch.equal(ours[:, 0, 0].cos(), cos[0]) and torch.equal(ours[:, 0, 0].sin(), sin[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_angles_are_those_of_transformers(family: str) -> None:
+    assert_same_angles(small_config(family))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_released_configurations(release: str, tmp_path: Path) -> None:
+    """As the hub has them: theta and sections lie elsewhere than in transformers 5's own form."""
+    config = released_config(release, tmp_path)
+    assert_same_angles(config)
+    ours = TransformerConfig(**part(config.model_type, "config").architecture(config))
+    text = RELEASES[release].get("text_config", RELEASES[release])
+    assert ours.num_layers == text["num_hidden_layers"]
+    assert ours.ffn_hidden_size == text["intermediate_size"]
+    assert ours.num_query_groups == text["num_key_value_heads"]
+    assert ours.kv_channels == 128
+    assert ours.qk_layernorm == release.startswith("Qwen3") != ours.add_qkv_bias
+    assert ours.layernorm_epsilon == 1e-6 and not ours.add_bias_linear
+    if "num_experts" in text:
+        assert (ours.num_moe_experts, ours.moe_router_topk) == (128, 8)
+        assert ours.moe_ffn_hidden_size == text["moe_intermediate_size"]
+        assert ours.moe_layer_freq == [1] * ours.num_layers
+    else:
+        assert ours.num_moe_experts is None
+
+
+def test_axes_of_the_released_qwen3_vl_take_turns_until_time_remains() -> None:
+    axes = interleaved_axes([24, 20, 20])
+    assert axes[:7] == [0, 1, 2, 0, 1, 2, 0] and axes[54:] == [0, 1, 2, 0, 1, 2, 0, 0, 0, 0]
+    assert [axes.count(axis) for axis in range(3)] == [24, 20, 20]
+
+
+def test_dense_layers_among_expert_layers() -> None:
+    config = small_config("qwen3_vl_moe", num_layers=6, dense_layers=[3])
+    config.text_config.decoder_sparse_step = 2
+    fields = part("qwen3_vl_moe", "config").architecture(config)
+    assert fields["moe_layer_freq"] == [0, 1, 0, 0, 0, 1]
+    config.text_config.mlp_only_layers = list(range(6))
+    assert "num_moe_experts" not in part("qwen3_vl_moe", "config").architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("release", "changes", "message"),
+    [
+        (
+            "Qwen3-VL-2B",
+            {"hidden_act": "gelu"},
+            "hidden_act: 'gelu' is not supported; use one of s",
+        ),
+        ("Qwen3-VL-2B", {"attention_bias": True}, "attention_bias: a bias is not supported"),
+        (
+            "Qwen2.5-VL-7B",
+            {"use_sliding_window": True, "max_window_layers": 20},
+            "layers from 20 on have a sliding window of 32768 tokens, which is not supported",
+        ),
+        ("Qwen3-VL-30B-A3B", {"norm_topk_prob": False}, "norm_topk_prob: routers whose weights"),
+        ("Qwen3-VL-30B-A3B", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is not supported"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(
+    release: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = released_config(release, tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        part(config.model_type, "config").architecture(config)
+
+
+def test_a_window_over_no_layer_is_no_window(tmp_path: Path) -> None:
+    config = released_config("Qwen2.5-VL-7B", tmp_path, use_sliding_window=True)
+    part("qwen2_5_vl", "config").architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "rope_type 'yarn' is not supported; use default"),
+        ({"mrope_section": [16, 24, 16]}, r"mrope_section \[16, 24, 16\] does not give .* the 64"),
+        ({"mrope_section": [32, 32]}, r"mrope_section \[32, 32\] does not give time, height and"),
+    ],
+)
+@pytest.mark.parametrize("release", ["Qwen2-VL-7B", "Qwen2.5-VL-7B", "Qwen3-VL-8B"])
+def test_rotary_embeddings_that_are_refused(
+    release: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    released = RELEASES[release].get("text_config", RELEASES[release])
+    scaling = {"mrope_section": released["rope_scaling"]["mrope_section"], **changes}
+    config = released_config(release, tmp_path, rope_scaling=scaling)
+    with pytest.raises(ValueError, match=message):
+        part(config.model_type, "config").rotary(config)
+
+
+def test_a_section_that_is_not_given_is_the_released_one(tmp_path: Path) -> None:
+    for release in ("Qwen2.5-VL-7B", "Qwen3-VL-8B"):
+        config = released_config(release, tmp_path, rope_scaling={"rope_type": "default"})
+        assert_same_angles(config)

@@ -1,0 +1,115 @@
+"""The mapping tables: transforms are lossless, shards join, and names are the hub's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megavlm.models.common.mapping import (
+    COLUMNS,
+    Entry,
+    by_key,
+    expert_down,
+    expert_gated,
+    fused_qkv,
+    gated,
+    shard_tensor,
+    unshard,
+)
+from tests.unit.models.families import FAMILIES, build_in_transformers, entries_of, small_config
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def random_hf(entry: Entry) -> list[Tensor]:
+    """What `to_megatron` takes: of an expert's stacks the rows."""
+    shapes = [shape if entry.expert is None else shape[1:] for shape in entry.hf_shapes]
+    return [torch.randn(shape) for shape in shapes]
+
+
+@every_family
+@pytest.mark.parametrize("tied", [False, True])
+def test_transforms_are_lossless_and_shards_join(family: str, tied: bool) -> None:
+    for entry in entries_of(small_config(family, tied_embeddings=tied)):
+        tensors = random_hf(entry)
+        full = entry.to_megatron(tensors)
+        assert tuple(full.shape) == entry.megatron_shape
+        for size in (1, 2, 4):
+            shards = [shard_tensor(entry, full, rank, size) for rank in range(size)]
+            pieces = 1 if entry.shard.dim is None else size
+            assert {shard.numel() for shard in shards} == {full.numel() // pieces}, entry.megatron
+            joined = unshard(entry, shards)
+            assert torch.equal(joined, full), entry.megatron
+            for name, back, tensor in zip(entry.hf, entry.to_hf(joined), tensors, strict=True):
+                assert torch.equal(back, tensor), name
+
+
+def test_qkv_lies_by_key_value_group() -> None:
+    """Four query heads, two groups, head size 1: [q0 q1 k0 v0 | q2 q3 k1 v1]."""
+    entry = fused_qkv("qkv", ["q", "k", "v"], [(4,), (2,), (2,)], num_groups=2)
+    q, k, v = torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11]), torch.tensor([20, 21])
+    full = entry.to_megatron([q, k, v])
+    assert full.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert shard_tensor(entry, full, 1, 2).tolist() == [2, 3, 11, 21]
+
+
+def test_more_ranks_than_groups_cut_a_groups_rows() -> None:
+    """As megatron-core's attention expects: it gathers the rows again."""
+    entry = fused_qkv("qkv", ["q", "k", "v"], [(4,), (2,), (2,)], num_groups=2)
+    full = torch.arange(8)
+    assert [shard_tensor(entry, full, rank, 4).tolist() for rank in range(4)] == [
+        [0, 1], [2, 3], [4, 5], [6, 7]
+    ]  # fmt: skip
+
+
+def test_each_rank_holds_its_piece_of_gate_and_of_up() -> None:
+    entry = gated("fc1", "gate", "up", (4,))
+    full = entry.to_megatron([torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11, 12, 13])])
+    assert shard_tensor(entry, full, 0, 2).tolist() == [0, 1, 10, 11]
+    assert shard_tensor(entry, full, 1, 2).tolist() == [2, 3, 12, 13]
+
+
+def test_an_experts_row_of_the_hub_is_transposed() -> None:
+    """H = 2, I = 2: the hub's columns are gate's and up's, Megatron's rows."""
+    gate_up = expert_gated("fc1", "gate_up", (3, 2, 4), expert=1)
+    full = gate_up.to_megatron([torch.tensor([[0, 1, 10, 11], [2, 3, 12, 13]])])
+    assert full.tolist() == [[0, 2], [1, 3], [10, 12], [11, 13]]
+    assert shard_tensor(gate_up, full, 1, 2).tolist() == [[1, 3], [11, 13]]
+    assert gate_up.shard.axis == "expert_tensor" and gate_up.checkpoint_shape == (3, 4, 2)
+
+    down = expert_down("fc2", "down", (3, 2, 2), expert=1)
+    full = down.to_megatron([torch.tensor([[0, 1], [2, 3]])])
+    assert full.tolist() == [[0, 2], [1, 3]]
+    assert shard_tensor(down, full, 1, 2).tolist() == [[2], [3]]
+    assert down.shard != COLUMNS and down.shard.dim == COLUMNS.dim
+
+
+def test_a_size_that_does_not_divide_is_refused() -> None:
+    entry = gated("fc1.weight", "gate", "up", (6, 1))
+    with pytest.raises(ValueError, match=r"shape \(12, 1\).* 8 equal .* a parallel\.tensor that"):
+        shard_tensor(entry, torch.zeros(12, 1), 0, 4)
+    entry = expert_gated("fc1", "gate_up", (1, 1, 6), expert=0)
+    with pytest.raises(ValueError, match=r"6 equal pieces; choose a parallel\.expert_tensor that"):
+        shard_tensor(entry, torch.zeros(6, 1)[:5], 0, 3)
+
+
+def test_experts_of_a_layer_share_a_key() -> None:
+    groups = by_key(entries_of(small_config("qwen3_vl_moe", num_experts=3)))
+    decoder = "language_model.decoder.layers"
+    experts = groups[f"{decoder}.0.mlp.experts.experts.linear_fc2.weight"]
+    assert [entry.expert for entry in experts] == [0, 1, 2]
+    assert f"{decoder}.0.pre_mlp_layernorm.weight" in groups
+    assert f"{decoder}.0.mlp.router.weight" in groups
+    # the dense layer
+    assert f"{decoder}.1.mlp.linear_fc1.layer_norm_weight" in groups
+    assert not any(key.startswith(f"{decoder}.1.mlp.experts") for key in groups)
+
+
+@every_family
+def test_names_are_those_that_transformers_writes(family: str, tmp_path: Path) -> None:
+    config = small_config(family)
+    build_in_transformers(config, "cpu").save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert {name for entry in entries_of(config) for name in entry.hf} == set(file.keys())
