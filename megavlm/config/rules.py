@@ -206,6 +206,12 @@ def _check_optimizer(config: Config) -> None:
 
 def _check_evaluation(evaluation: Evaluation, config: Config) -> None:
     wanted = [name for name in ("every", "before", "after") if getattr(evaluation, name)]
+    if config.data.video_key is not None and (wanted or isinstance(config.algorithm, GRPO)):
+        key = f"evaluation.{wanted[0]}" if wanted else "algorithm.name=grpo"
+        raise ValueError(
+            f"data.video_key={config.data.video_key} with {key}: the rollout servers do not take "
+            "videos yet; use algorithm.name=sft without evaluation, or data.video_key=null"
+        )
     if wanted and not config.data.test_files:
         key = f"evaluation.{wanted[0]}"
         raise ValueError(

@@ -94,14 +94,16 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Parquet files and their columns. Pixels are of one picture after resizing; `pack_tokens`
-    is the longest packed row of one forward."""
+    """Parquet files and their columns; a key that is null says that there is no such column.
+    Pixels are of one picture after resizing; `pack_tokens` is the longest packed row of one
+    forward."""
 
     train_files: tuple[str, ...] = ()
     test_files: tuple[str, ...] = ()
     prompt_key: str = "problem"
     answer_key: str = "answer"
-    image_key: str = "images"
+    image_key: str | None = "images"
+    video_key: str | None = None
     category_key: str | None = "task"
     system_prompt: str | None = None
     min_pixels: int | None = bounded(None, least=1)

@@ -115,7 +115,7 @@ def _mark_experts(language_model: LanguageModel) -> None:
     """
     for name, parameter in language_model.named_parameters():
         if ".mlp.experts." in name:
-            parameter.allreduce = False  # type: ignore[attr-defined]  # megatron-core's mark
+            parameter.allreduce = False  # megatron-core's mark
 
 
 def _tower(hf_config: Any, parts: Family, options: ModelOptions) -> Tower:

@@ -90,7 +90,7 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(platform.backend(), timeout=timeout)
     else:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # there, but not re-exported
+        store = dist.HashStore()
         dist.init_process_group(
             platform.backend(), store=store, rank=0, world_size=1, timeout=timeout
         )

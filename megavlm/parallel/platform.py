@@ -34,6 +34,8 @@ def start(local_rank: int) -> None:
     """Selects this rank's device. On a CPU the ranks of one machine share its cores: one thread
     each.
     """
+    # Sequence parallelism overlaps communication with compute in the order of one queue.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_gpu():
         torch.cuda.set_device(local_rank)
     else:
@@ -127,6 +129,9 @@ def install() -> None:
         return
     # Each of its modules says that Transformer Engine and Apex are missing: on a CPU they are.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", module="megatron")
+    # What megatron-core calls, torch renames; nothing that a user could change.
+    warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated")
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
     os.environ["TORCHDYNAMO_DISABLE"] = (
         "1"  # megatron's jit_fuser compiles with C++: 15 s at the first step
     )

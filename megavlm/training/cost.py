@@ -1,37 +1,63 @@
 """Modelled forward FLOPs of a tree, language model and tower together, for balancing ranks."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Picture
+from megavlm.models.common.mapping import Entry
 
 TreeCost = Callable[[Tree], float]
 
 
-def tree_cost(hf_config: Any, pictures: Mapping[str, Picture]) -> TreeCost:
-    """Two FLOPs per multiply-add: the linear layers by tokens, attention by pairs that attend."""
-    text, vision = hf_config.text_config, hf_config.vision_config
-    per_token = _layer_flops(text.hidden_size, text.intermediate_size) * text.num_hidden_layers
-    per_pair = 4 * text.hidden_size * text.num_hidden_layers
-    per_patch = _layer_flops(vision.hidden_size, vision.intermediate_size) * vision.depth
-    per_patch_pair = 4 * vision.hidden_size * vision.depth
+@dataclass(frozen=True)
+class ModelCost:
+    """Two FLOPs per multiply-add: the linear layers by tokens and patches, attention by pairs that
+    attend.
+    """
 
-    def cost(tree: Tree) -> float:
+    per_token: float
+    per_pair: float
+    per_patch: float
+    per_patch_pair: float
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry], hf_config: Any) -> "ModelCost":
+        """`entries`: the model's mapping, whose matrices are what a token is multiplied with."""
+        text, vision = hf_config.text_config, hf_config.vision_config
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        per_token = per_patch = width = 0.0
+        for entry in entries:
+            if entry.megatron.startswith("language_model.decoder.layers."):
+                matrices = sum(math.prod(shape) for shape in entry.hf_shapes if len(shape) > 1)
+                if entry.expert is not None:  # a token sees some of its stack's experts
+                    experts = text.num_experts
+                    matrices *= text.num_experts_per_tok / experts / experts
+                per_token += 2 * matrices
+            elif entry.megatron.startswith("visual.blocks."):
+                per_patch += 2 * sum(math.prod(x) for x in entry.hf_shapes if len(x) > 1)
+                if entry.megatron.endswith(".attn.proj.weight"):
+                    width = entry.hf_shapes[0][0]
+        return cls(
+            per_token,
+            4.0 * text.num_attention_heads * head_dim * text.num_hidden_layers,
+            per_patch,
+            4.0 * width * vision.depth,
+        )
+
+    def tree(self, tree: Tree, pictures: Mapping[str, Picture]) -> float:
         flops = 0.0
         for segment in tree.segments:
             length, context, parent = len(segment.token_ids), 0, segment.parent
             while parent >= 0:
                 context += len(tree.segments[parent].token_ids)
                 parent = tree.segments[parent].parent
-            flops += per_token * length + per_pair * length * (context + (length + 1) / 2)
+            flops += self.per_token * length
+            flops += self.per_pair * length * (context + (length + 1) / 2)
         for key in tree.pictures:
             frames, height, width = pictures[key].grid
-            flops += frames * height * width * (per_patch + per_patch_pair * height * width)
+            size = height * width
+            flops += frames * size * (self.per_patch + self.per_patch_pair * size)
         return flops
-
-    return cost
-
-
-def _layer_flops(hidden_size: int, intermediate_size: int) -> float:
-    return 2.0 * (4 * hidden_size**2 + 3 * hidden_size * intermediate_size)

@@ -9,12 +9,13 @@ from megavlm.config.schema import Config
 from megavlm.data.loader import RowStream
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Prompt
+from megavlm.models.registry import family
 from megavlm.observability.console import step_line
 from megavlm.observability.metrics import MetricsWriter
 from megavlm.observability.samples import SampledGroup, SampleWriter
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.client import RolloutClient
-from megavlm.training.cost import tree_cost
+from megavlm.training.cost import ModelCost
 from megavlm.training.evaluation import evaluate
 from megavlm.training.inputs import make_processor, read
 from megavlm.training.plan import PackShape, Work, plan_step
@@ -25,7 +26,8 @@ class Driver:
         self, config: Config, hf_config: Any, mesh: Mesh, client: RolloutClient | None
     ) -> None:
         """`client`: of the rollout servers; None where the run generates nothing."""
-        self.config, self.hf_config, self.mesh, self._client = config, hf_config, mesh, client
+        self.config, self.mesh, self._client = config, mesh, client
+        self._cost = ModelCost.of(family(hf_config.model_type).mapping(hf_config), hf_config)
         self.processor = make_processor(config)
         self.rows = read(config, config.data.train_files)
         self.test_rows = read(config, config.data.test_files)
@@ -72,7 +74,7 @@ class Driver:
             pictures,
             num_ranks=self.mesh.data_size,
             shape=self.shape,
-            cost=tree_cost(self.hf_config, pictures),
+            cost=lambda tree: self._cost.tree(tree, pictures),
         )
 
     @property

@@ -4,6 +4,7 @@ the trainer does.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from checkpoint_tools.export_hf import export_hf
 from megavlm.data.packing import Pack, join_targets, make_pack, prompt_tree
 from megavlm.data.pictures import Picture
 from megavlm.data.processor import Prompt
+from megavlm.data.videos import ProcessedVideo
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.training.driver import Driver
@@ -113,17 +115,26 @@ def _transformers_logits(
     model.eval()
     logits = []
     for prompt, answer in probes:
-        ids = torch.cat([prompt.token_ids, torch.tensor(answer)])[None].to(device)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if prompt.pictures:
-            inputs |= {
-                "pixel_values": torch.cat([picture.patches for picture in prompt.pictures]).to(
-                    device
-                ),
-                "image_grid_thw": torch.tensor([picture.grid for picture in prompt.pictures]).to(
-                    device
-                ),
-                "mm_token_type_ids": (ids == model.config.image_token_id).long(),
-            }
-        logits.append(model(**inputs, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1])
+        ids = torch.cat([prompt.token_ids, torch.tensor(answer)])[None]
+        inputs = _inputs(prompt, ids, model.config)
+        output = model(**{name: x.to(device) for name, x in inputs.items()}, use_cache=False)
+        logits.append(output.logits[0, len(prompt.token_ids) - 1 : -1])
     return torch.cat(logits)
+
+
+def _inputs(prompt: Prompt, ids: Tensor, config: Any) -> dict[str, Tensor]:
+    """What transformers' processor would give for the prompt and an answer."""
+    kinds = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id).long()
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}
+    for is_video, patches, grids in (
+        (False, "pixel_values", "image_grid_thw"),
+        (True, "pixel_values_videos", "video_grid_thw"),
+    ):
+        shown = [picture for picture in prompt.pictures if picture.is_video is is_video]
+        if shown:
+            inputs[patches] = torch.cat([picture.patches for picture in shown])
+            inputs[grids] = torch.tensor([picture.grid for picture in shown])
+    seconds = [x.seconds_per_grid for x in prompt.pictures if isinstance(x, ProcessedVideo)]
+    if seconds and config.model_type == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor(seconds)
+    return inputs

@@ -26,4 +26,5 @@ def read(config: Config, files: Sequence[str]) -> list[Row]:
         answer_key=data.answer_key,
         image_key=data.image_key,
         category_key=data.category_key,
+        video_key=data.video_key,
     )

@@ -194,6 +194,7 @@ def check_data(files: Sequence[str], config: Config) -> None:
         answer_key=data.answer_key,
         image_key=data.image_key,
         category_key=data.category_key,
+        video_key=data.video_key,
     )
     if files and not rows:
         raise ValueError(f"{', '.join(files)}: no rows; give data files that have some")

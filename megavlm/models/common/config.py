@@ -84,6 +84,7 @@ def language_config(
         # With overlap on gloo it corrupts what is still being sent.
         deallocate_pipeline_outputs=platform.has_gpu(),
         moe_grouped_gemm="num_moe_experts" in architecture and platform.has_gpu(),
+        cuda_graph_scope=[],
         attention_softmax_in_fp32=True,
         # Losses come divided by their global denominator: gradients are summed, never averaged.
         calculate_per_token_loss=True,

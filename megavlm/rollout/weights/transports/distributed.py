@@ -100,7 +100,7 @@ def _join(
     Not by `rendezvous`: under torchrun that would look for torchrun's own store.
     """
     limit = timedelta(seconds=timeout)
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch's stubs omit it
+    store = dist.TCPStore(
         address, port, world_size, is_master=True, timeout=limit, wait_for_workers=False
     )
     group, _ = c10d._new_process_group_helper(
