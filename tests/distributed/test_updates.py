@@ -12,32 +12,57 @@ import torch
 
 from megavlm.config.schema import Optimizer
 from megavlm.data.packing import Pack
-from megavlm.data.processor import Processor
-from megavlm.data.rows import Row
-from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.models.common.loading import HFFolder, load_hf
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.loading import load_hf
 from megavlm.models.common.logprobs import Scoring
+from megavlm.models.common.lora import LoRA, add_adapters, adapters
 from megavlm.models.registry import build_model, family
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.optimizer import Updater, build_updater
 from megavlm.training.passes import VisionFeatures, forward_backward, score
 from megavlm.training.policy_loss import supervised_loss
-from megavlm.training.reference import ReferenceWeights
+from megavlm.training.reference import reference
 from tests.distributed.fork import launch
-from tests.parity.cases import Layout, pack_of
+from tests.parity.cases import TREES_PER_PACK, packs_of
+from tests.parity.inputs import Inputs
+from tests.parity.models import make_model
 from tests.parity.reference import Sequences, distinct_pictures
-from tests.parity.test_qwen2_5_vl import picture
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
-QUESTION = "Which is more frequent, red or blue?"
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
+STEPS = 3
+
+
+class Models:
+    """Tiny models, and how each trains on one rank; made when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._histories: dict[Path, Any] = {}
+
+    def folder(self, model: str, tied: bool = False) -> Path:
+        folder = self._root / f"{model}{'_tied' if tied else ''}"
+        if not folder.exists():
+            launch(1, make_model, folder, model, tied)
+        return folder
+
+    def history(self, folder: Path) -> Any:
+        if folder not in self._histories:
+            (self._histories[folder],) = launch(1, train, folder, LAYOUTS["one rank"])
+        return self._histories[folder]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_tiny_model(folder, [QUESTION] * 10, seed=1, num_layers=2, init_std=0.05)
-    return folder
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def folder(models: Models) -> Path:
+    return models.folder("qwen2_5_vl")
 
 
 @dataclass
@@ -48,65 +73,52 @@ class Run:
     packs: list[Pack]
 
     def features(self) -> VisionFeatures:
-        return VisionFeatures(self.updater.model, distinct_pictures(self.cases))
+        return VisionFeatures(self.updater.chunks, distinct_pictures(self.cases))
+
+    def forward_backward(self, features: VisionFeatures) -> list[Any]:
+        self.updater.zero_gradients()
+        targets = sum(len(response) for case in self.cases for response in case.responses)
+        chunks = self.updater.chunks
+        return forward_backward(chunks, self.packs, features, Scoring(), supervised_loss(targets))
+
+    def logprobs(self, features: VisionFeatures) -> list[torch.Tensor]:
+        """By pack, on the last stage."""
+        scores = score(self.updater.chunks, self.packs, features, Scoring())
+        return [pack_scores.logprobs for pack_scores in scores]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for chunk in self.updater.chunks for p in chunk.parameters()]
 
 
-def start(folder: Path, layout: Layout, *, frozen: bool) -> Run:
-    """A model and this rank's packs of eight rows that show six pictures."""
+def start(folder: Path, ranks: Ranks, *, frozen: bool, lora: LoRA | None = None) -> Run:
+    """A model and this rank's parts of its packs."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    mesh = build_mesh(tensor=layout.tensor)
-    model = build_model(
-        config,
-        mesh,
-        dtype=torch.float32,
-        sequence=layout.sequence,
-        freeze_tower=frozen,
-        freeze_merger=frozen,
+    mesh = build_mesh(ranks.mesh)
+    options = ModelOptions(
+        sequence=ranks.sequence, freeze_tower=frozen, freeze_merger=frozen, adapters=bool(lora)
     )
-    load_hf(
-        model,
-        family(config.model_type).mapping(config),
-        HFFolder(folder),
-        mesh.tensor_rank,
-        mesh.tensor_size,
-    )
-    updater = build_updater(model, Optimizer(lr=1e-3, clip_grad=0.5), num_steps=3)
-    processor = Processor(folder, min_pixels=None, max_pixels=None)
-    generator = np.random.default_rng(0)
-    cases = []
-    for index in range(8):
-        row = Row(
-            index,
-            "<image>" + QUESTION[: 10 + index],
-            "",
-            (picture(56, 56 + 28 * (index % 3), index % 6),),
-            "",
-            "",
-        )
-        responses = [generator.integers(0, 200, 2 + index % 4).tolist() for _ in range(2)]
-        cases.append(Sequences(processor.prompt(row), responses))
+    chunks = build_model(config, mesh, options)
+    entries = family(config.model_type).mapping(config)
+    for chunk in chunks:
+        load_hf(chunk, entries, HFFolder(folder), mesh)
+        if lora is not None:
+            add_adapters(chunk, lora)
+    updater = build_updater(chunks, Optimizer(lr=1e-3, clip_grad=0.5), num_steps=STEPS)
+    cases = Inputs(folder).sequences("mixed")
     mine = cases[mesh.data_rank :: mesh.data_size]
-    packs = [
-        pack_of(mine[i : i + 2], config.image_token_id, 2 * layout.tensor)
-        for i in range(0, len(mine), 2)
-    ]
+    groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
+    packs = [pack.part(mesh.context_rank) for pack in packs_of(groups, config, ranks)]
     return Run(mesh, updater, cases, packs)
 
 
-def num_targets(cases: list[Sequences]) -> int:
-    return sum(len(response) for case in cases for response in case.responses)
-
-
-def train(folder: Path, layout: Layout) -> list[Any]:
+def train(folder: Path, ranks: Ranks) -> list[Any]:
     """Per step: loss per token and gradient norm."""
-    run = start(folder, layout, frozen=False)
+    run = start(folder, ranks, frozen=False)
     history = []
-    for _ in range(3):
-        run.updater.zero_gradients()
-        loss = supervised_loss(num_targets(run.cases))
-        reports = forward_backward(run.updater.model, run.packs, run.features(), Scoring(), loss)
+    for _ in range(STEPS):
+        reports = run.forward_backward(run.features())
         measures = reduce_measures(reports, run.mesh)
         assert run.updater.gradients_are_finite()
         history.append([measures["loss"] / measures["tokens"], run.updater.step()])
@@ -114,73 +126,138 @@ def train(folder: Path, layout: Layout) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [Layout(tensor=2), Layout(tensor=2, sequence=True), Layout(data=2), Layout(tensor=2, data=2)],
-    ids=str,
+    ("model", "layout"),
+    [
+        *(
+            ("qwen2_5_vl", layout)
+            for layout in (
+                "TP2",
+                "TP2+SP",
+                "DP2",
+                "TP2xDP2",
+                "PP2",
+                "PP2 virtual 2",
+                "CP2",
+                "TP2+SPxPP2",
+                "CP2xDP2",
+            )
+        ),
+        ("qwen3_vl", "PP2"),
+        ("qwen3_vl", "CP2"),
+        ("qwen3_vl_moe", "EP2"),
+        ("qwen3_vl_moe", "EP2 over TP2+SP"),
+    ],
 )
-def test_three_updates_equal_one_rank(folder: Path, layout: Layout) -> None:
-    (expected,) = launch(1, train, folder, Layout())
-    assert expected[0][0] > expected[2][0], "the loss falls"
-    for history in launch(layout.world_size, train, folder, layout):
+def test_three_updates_equal_one_rank(models: Models, model: str, layout: str) -> None:
+    check_updates(models, models.folder(model), ALL_LAYOUTS[layout])
+
+
+def test_tied_embeddings_on_the_first_and_the_last_stage(models: Models) -> None:
+    check_updates(models, models.folder("qwen2_5_vl", tied=True), LAYOUTS["PP2"])
+
+
+def check_updates(models: Models, folder: Path, ranks: Ranks) -> None:
+    expected = models.history(folder)
+    assert expected[0][0] > expected[-1][0], "the loss falls"
+    for history in launch(ranks.world_size, train, folder, ranks):
         np.testing.assert_allclose(history[0], expected[0], rtol=1e-6)
         # Adam divides by a gradient's own size: rounding in entries near zero grows with each step.
         np.testing.assert_allclose(history, expected, rtol=2e-5)
 
 
-def not_finite(folder: Path) -> bool:
-    run = start(folder, Layout(data=2), frozen=True)
+def not_finite(folder: Path, ranks: Ranks) -> bool:
+    run = start(folder, ranks, frozen=True)
     run.updater.zero_gradients()
-    if run.mesh.rank == 1:
-        run.updater.model.buffers[0].grad_data[3] = float("nan")
+    if run.mesh.rank == run.mesh.world_size - 1:
+        chunk = run.updater.chunks[-1]
+        (chunk.expert_parallel_buffers or chunk.buffers)[0].grad_data[3] = float("nan")
     return run.updater.gradients_are_finite()
 
 
-def test_nan_on_one_rank_is_known_on_all(folder: Path) -> None:
-    assert launch(2, not_finite, folder) == [False, False]
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("qwen2_5_vl", "DP2"), ("qwen2_5_vl", "PP2 virtual 2"), ("qwen3_vl_moe", "EP2")],
+)
+def test_nan_on_one_rank_is_known_on_all(models: Models, model: str, layout: str) -> None:
+    """In the last chunk, and in an expert's gradient."""
+    results = launch(2, not_finite, models.folder(model), ALL_LAYOUTS[layout])
+    assert results == [False, False]
 
 
-def frozen_step(folder: Path) -> list[Any]:
-    """Pictures encoded on this rank in a step of three passes, trainable tower parameters, their
-    gradient buffers.
+def frozen_step(folder: Path, ranks: Ranks) -> list[Any]:
+    """In a step of three passes: pictures encoded on this rank (None: it has no tower), distinct
+    ones, features with a graph, gradient buffers of the tower.
     """
-    run = start(folder, Layout(tensor=2), frozen=True)
-    visual = run.updater.model.module.visual
+    run = start(folder, ranks, frozen=True)
+    visual = run.updater.chunks[0].module.visual
     encoded: list[int] = []
-    visual.register_forward_pre_hook(lambda module, inputs: encoded.append(len(inputs[1])))
+    if visual is not None:
+        visual.register_forward_pre_hook(lambda module, inputs: encoded.append(len(inputs[1])))
     features = run.features()
     for _ in range(2):
-        score(run.updater.model, run.packs, features, Scoring())
-    forward_backward(run.updater.model, run.packs, features, Scoring(), supervised_loss(10))
+        run.logprobs(features)
+    run.forward_backward(features)
     graph = [key for key, feature in features.of(run.packs[0]).items() if feature.requires_grad]
-    buffers = [name for name, p in visual.named_parameters() if hasattr(p, "main_grad")]
-    return [sum(encoded), len(distinct_pictures(run.cases)), graph, buffers]
+    tower = [] if visual is None else list(visual.named_parameters())
+    buffers = [name for name, p in tower if hasattr(p, "main_grad")]
+    count = None if visual is None else sum(encoded)
+    return [count, len(distinct_pictures(run.cases)), graph, buffers]
 
 
-def test_a_frozen_tower_encodes_each_picture_once_a_step_and_keeps_no_graph(folder: Path) -> None:
-    results = launch(2, frozen_step, folder)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("qwen2_5_vl", "TP2"),
+        ("qwen2_5_vl", "CP2"),
+        ("qwen2_5_vl", "TP2+SPxCP2"),
+        ("qwen2_5_vl", "PP2"),
+        ("qwen3_vl", "PP2 virtual 2"),
+    ],
+)
+def test_a_frozen_tower_encodes_each_picture_once_a_step_and_keeps_no_graph(
+    models: Models, model: str, layout: str
+) -> None:
+    ranks = LAYOUTS[layout]
+    results = launch(ranks.world_size, frozen_step, models.folder(model), ranks)
     distinct = results[0][1]
-    assert distinct == 6, "eight rows, two of whose pictures come twice"
-    assert sum(result[0] for result in results) == distinct
+    assert distinct == 7, "eight pictures and videos, one of which comes twice"
+    encoded = [result[0] for result in results if result[0] is not None]
+    assert len(encoded) == ranks.world_size // ranks.mesh.pipeline, "towers of the first stage"
+    assert sum(encoded) == distinct and min(encoded) > 0
     assert all(result[2] == [] and result[3] == [] for result in results)
 
 
-def swap(folder: Path) -> list[Any]:
-    run = start(folder, Layout(), frozen=True)
-    model = run.updater.model
+def swap(folder: Path, ranks: Ranks, lora: LoRA | None) -> list[Any]:
+    """Whether log-probs under the reference are those of the start, bit for bit; whether an update
+    changed them; whether the policy came back, bit for bit.
+    """
+    run = start(folder, ranks, frozen=True, lora=lora)
+    modules = [chunk.module for chunk in run.updater.chunks]
+    assert any(list(adapters(module)) for module in modules) == (lora is not None)
     features = run.features()
-    reference = ReferenceWeights(model.module)
-    before = score(model, run.packs, features, Scoring())[0].logprobs
-    run.updater.zero_gradients()
-    forward_backward(model, run.packs, features, Scoring(), supervised_loss(10))
+    start_is = reference(modules)
+    before = run.logprobs(features)
+    run.forward_backward(features)
     run.updater.step()
-    trained = [p.detach().clone() for p in model.module.parameters()]
-    after = score(model, run.packs, features, Scoring())[0].logprobs
-    with reference.in_place():
-        inside = score(model, run.packs, features, Scoring())[0].logprobs
-    same = all(torch.equal(p, q) for p, q in zip(model.module.parameters(), trained, strict=True))
-    return [before, after, inside, same]
+    trained, after = run.parameters(), run.logprobs(features)
+    with start_is.in_place():
+        inside = run.logprobs(features)
+    restored = [*run.parameters(), *run.logprobs(features)]
+    same = [torch.equal(x, y) for x, y in zip(restored, [*trained, *after], strict=True)]
+    return [
+        all(torch.equal(x, y) for x, y in zip(before, inside, strict=True)),
+        any(not torch.equal(x, y) for x, y in zip(before, after, strict=True)),
+        all(same),
+    ]
 
 
-def test_reference_is_the_start_and_the_policy_comes_back(folder: Path) -> None:
-    ((before, after, inside, same),) = launch(1, swap, folder)
-    assert (before == inside).all() and (before != after).any() and same
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2, alpha=4.0)], ids=["weights", "adapters"])
+@pytest.mark.parametrize("layout", ["one rank", "PP2", "CP2"])
+def test_reference_is_the_start_and_the_policy_comes_back(
+    folder: Path, layout: str, lora: LoRA | None
+) -> None:
+    ranks = LAYOUTS[layout]
+    *others, last = launch(ranks.world_size, swap, folder, ranks, lora)
+    assert last == [True, True, True]
+    for start_is, _, policy_is in others:  # an earlier stage has no log-probs
+        assert start_is and policy_is
