@@ -16,7 +16,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.common.logprobs import Scoring
-from megavlm.models.common.lora import LoRA, add_adapters, adapters
+from megavlm.models.common.lora import LoRA, adapters, add_adapters
 from megavlm.models.registry import build_model, family
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh, build_mesh
