@@ -107,6 +107,19 @@ def test_experts_of_a_layer_share_a_key() -> None:
     assert not any(key.startswith(f"{decoder}.1.mlp.experts") for key in groups)
 
 
+def test_norms_are_not_swapped() -> None:
+    """Of equal shapes, so that nothing else here would see it."""
+    layer, decoder = "model.language_model.layers.0", "language_model.decoder.layers.0"
+    groups = by_key(entries_of(small_config("qwen3_vl")))
+    for key, name in {
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    }.items():
+        assert groups[f"{decoder}.{key}"][0].hf == (f"{layer}.{name}",)
+
+
 @every_family
 def test_names_are_those_that_transformers_writes(family: str, tmp_path: Path) -> None:
     config = small_config(family)
