@@ -3,6 +3,7 @@
 #              keys of recipes/debug/grpo_*.yaml as OVERRIDES="algorithm.steps=3"
 # make test    the whole suite on CPU
 # make style   linter, formatter (check only) and type checker
+# make parity  the whole matrix of models, layouts and inputs against transformers: tests/parity/RESULTS.md
 # make bench   measures, printed; nothing passes or fails by them
 
 PYTHON ?= python3
@@ -15,8 +16,9 @@ DATA ?=
 SEED ?=
 OVERRIDES ?=
 TESTS ?= tests
+CASES ?=
 
-.PHONY: setup demo test style bench
+.PHONY: setup demo test parity style bench
 
 setup: $(STAMP)
 
@@ -37,6 +39,9 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
+
+parity: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.run $(CASES)
 
 style: setup
 	$(BIN)/ruff check .
