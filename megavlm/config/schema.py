@@ -22,7 +22,7 @@ class Run:
 class Model:
     """`folder` is a HuggingFace folder: architecture, tokenizer, processor and, unless
     `checkpoint` names a Megatron checkpoint to start from, weights. `attention`: the kernel of
-    the core attention; auto takes sdpa on a CPU and flash on a GPU."""
+    the core attention; auto takes flash for bfloat16 on a GPU, else sdpa."""
 
     folder: str = MISSING
     checkpoint: str | None = None

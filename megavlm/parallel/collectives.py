@@ -12,10 +12,10 @@ from megavlm.parallel.mesh import Mesh
 T = TypeVar("T")
 
 
-def scatter_by_data_rank(parts: Sequence[T] | None, mesh: Mesh) -> T:
-    """The driver gives one part per data rank, the others None; every rank gets its own."""
+def scatter(parts: Sequence[T] | None, mesh: Mesh) -> T:
+    """The driver gives one part per rank, the others None; every rank gets its own."""
     received: list[Any] = [None]
-    given = None if parts is None else [parts[data_rank] for data_rank in mesh.data_ranks]
+    given = None if parts is None else list(parts)
     dist.scatter_object_list(received, given, src=0, group=mesh.objects)
     return received[0]
 

@@ -51,6 +51,7 @@ class Mesh:
     data_size: int
     data_rank: int
     data_ranks: tuple[int, ...]  # of every rank in the world
+    pipeline_ranks: tuple[int, ...]  # of every rank in the world
     groups: ProcessGroupCollection
     objects: dist.ProcessGroup
 
@@ -157,6 +158,7 @@ def build_mesh(layout: Layout | None = None, *, seed: int = 0) -> Mesh:
         data_size=data_size,
         data_rank=rank // per_copy % data_size,
         data_ranks=tuple(other // per_copy % data_size for other in range(world_size)),
+        pipeline_ranks=tuple(other // (per_copy * data_size) for other in range(world_size)),
         groups=ProcessGroupCollection.use_mpu_process_groups(),
         objects=group,
     )

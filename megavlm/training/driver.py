@@ -18,7 +18,7 @@ from megavlm.rollout.client import RolloutClient
 from megavlm.training.cost import ModelCost
 from megavlm.training.evaluation import evaluate
 from megavlm.training.inputs import make_processor, read
-from megavlm.training.plan import PackShape, Work, plan_step
+from megavlm.training.plan import PackShape, Work, by_rank, plan_step
 
 
 class Driver:
@@ -67,15 +67,16 @@ class Driver:
         return [self.processor.prompt(self.rows[index]) for index in self.stream.take(count)]
 
     def plan(self, minibatches: Sequence[Sequence[Tree]], prompts: Sequence[Prompt]) -> list[Work]:
-        """Work by data rank."""
+        """Work by rank."""
         pictures = {picture.key: picture for prompt in prompts for picture in prompt.pictures}
-        return plan_step(
+        works = plan_step(
             minibatches,
             pictures,
             num_ranks=self.mesh.data_size,
             shape=self.shape,
             cost=lambda tree: self._cost.tree(tree, pictures),
         )
+        return by_rank(works, self.mesh)
 
     @property
     def shape(self) -> PackShape:

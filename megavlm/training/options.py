@@ -25,7 +25,9 @@ def model_options(config: Config) -> ModelOptions:
     model, parallel, recompute = config.model, config.parallel, config.recompute
     attention = model.attention
     if attention == "auto":
-        attention = "flash" if platform.has_gpu() else "sdpa"
+        # flash kernels take half precision only
+        flash = platform.has_gpu() and model.dtype == "bfloat16"
+        attention = "flash" if flash else "sdpa"
     return ModelOptions(
         dtype=getattr(torch, model.dtype),
         sequence=parallel.sequence,

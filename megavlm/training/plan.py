@@ -10,6 +10,7 @@ import torch
 from megavlm.data.balance import assign
 from megavlm.data.packing import Pack, Tree, empty_pack, make_pack
 from megavlm.data.processor import Picture
+from megavlm.parallel.mesh import Mesh
 from megavlm.training.cost import TreeCost
 
 
@@ -88,6 +89,17 @@ def plan_step(
                 {key: _unsent(pictures[key]) for pack in packs for key in pack.pictures}
             )
     return works
+
+
+def by_rank(works: Sequence[Work], mesh: Mesh) -> list[Work]:
+    """The work of every rank in the world. Pictures go to the first pipeline stage, which encodes
+    them.
+    """
+    blind = [replace(work, pictures={}) for work in works]
+    return [
+        (works if stage == 0 else blind)[data_rank]
+        for stage, data_rank in zip(mesh.pipeline_ranks, mesh.data_ranks, strict=True)
+    ]
 
 
 def _fill_up(ranks: Sequence[list[Pack]], shape: PackShape) -> None:

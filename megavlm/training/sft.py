@@ -6,7 +6,7 @@ from megavlm.config.schema import SFT
 from megavlm.data.packing import prompt_tree
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel import platform
-from megavlm.parallel.collectives import scatter_by_data_rank
+from megavlm.parallel.collectives import scatter
 from megavlm.training.loop import Loop
 from megavlm.training.measures import supervised_metrics
 from megavlm.training.passes import VisionFeatures
@@ -20,7 +20,7 @@ class SupervisedTrainer(Loop):
         with phases("data"):
             planned = self.plan()
         with phases("plan"):
-            work = scatter_by_data_rank(planned, session.mesh)
+            work = scatter(planned, session.mesh)
             work = work.part(session.mesh.context_rank, platform.device())
         with phases("vision"):
             features = VisionFeatures(session.updater.chunks, work.pictures)

@@ -5,7 +5,7 @@ driver.
 from megavlm.config.schema import GRPO
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel import platform
-from megavlm.parallel.collectives import broadcast_object, scatter_by_data_rank
+from megavlm.parallel.collectives import broadcast_object, scatter
 from megavlm.rewards.registry import get
 from megavlm.rollout.messages import Sampling
 from megavlm.rollout.weights.sync import WeightSync
@@ -38,7 +38,7 @@ class GRPOTrainer(Loop):
         session, phases = self.session, self.session.phases
         groups = self.roll_out()
         with phases("plan"):
-            work = scatter_by_data_rank(self.plan(groups), session.mesh)
+            work = scatter(self.plan(groups), session.mesh)
             work = work.part(session.mesh.context_rank, platform.device())
         with phases("vision"):
             features = VisionFeatures(session.updater.chunks, work.pictures)
@@ -103,5 +103,6 @@ class GRPOTrainer(Loop):
         packs = [pack for minibatch in work.minibatches[first:] for pack in minibatch.packs]
         if packs:
             scores = score(self.session.updater.chunks, packs, features, self.scoring)
-            for pack, pack_scores in zip(packs, scores, strict=True):
-                pack.values[name] = pack_scores.logprobs
+            if self.session.mesh.is_last_stage:  # where losses are computed
+                for pack, pack_scores in zip(packs, scores, strict=True):
+                    pack.values[name] = pack_scores.logprobs
