@@ -6,6 +6,7 @@ under different layouts make the same updates, bit by bit.
 
 import hashlib
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +18,15 @@ from transformers import AutoConfig
 
 from megavlm import checkpointing
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.models.common.loading import HFFolder, load_hf, local_tensors
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.loading import LocalTensor, load_hf, local_tensors
 from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import build_model, family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.optimizer import Updater, build_updater
+from tests.parity.table import LAYOUTS, Ranks
 
 SETTINGS = SimpleNamespace(
     lr=1e-2,
@@ -34,6 +38,8 @@ SETTINGS = SimpleNamespace(
     weight_decay=0.01,
     clip_grad=1e9,  # a norm is summed in another order under another layout; do not scale by it
 )
+ONE_RANK, TP2 = LAYOUTS["one rank"], LAYOUTS["TP2"]
+Name = tuple[str, int | None]  # a tensor's key, and an expert's number
 
 
 def make_hf(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
@@ -45,27 +51,30 @@ def make_hf(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
 @dataclass
 class Run:
     mesh: Mesh
-    model: VisionLanguageModel
+    chunks: list[VisionLanguageModel]
     updater: Updater
-    table: dict[str, Entry]
+    table: dict[Name, Entry]
 
     def train(self, steps: range) -> None:
         for step in steps:
             self.updater.zero_gradients()
-            for target in local_tensors(self.model):
+            for target in self.tensors():
                 if target.data.requires_grad:
-                    gradient = made_up(f"{target.key} {step}", self.table[target.key])
-                    target.data.main_grad.copy_(self.cut(target.key, gradient))
+                    entry = self.table[target.key, target.expert]
+                    full = made_up(f"{target.key} {target.expert} {step}", entry)
+                    gradient = shard_tensor(entry, full, *self.mesh.place(entry.shard.axis))
+                    target.data.main_grad.copy_(gradient)
             self.updater.step()
 
-    def cut(self, key: str, full: torch.Tensor) -> torch.Tensor:
-        return shard_tensor(self.table[key], full, self.mesh.tensor_rank, self.mesh.tensor_size)
+    def tensors(self) -> Iterator[LocalTensor]:
+        for chunk in self.chunks:
+            yield from local_tensors(chunk)
 
     def save(self, folder: Path, step: int, extra: dict[str, Any] | None = None) -> None:
         checkpointing.save(
             folder,
             step,
-            model=self.model,
+            chunks=self.chunks,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
             extra=extra or {},
@@ -75,19 +84,20 @@ class Run:
         return checkpointing.load(
             folder,
             step=step,
-            model=self.model,
+            chunks=self.chunks,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
         )
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {target.key: target.data.detach().clone() for target in local_tensors(self.model)}
+    def weights(self) -> dict[Name, torch.Tensor]:
+        return {(x.key, x.expert): x.data.detach().clone() for x in self.tensors()}
 
     def fingerprint(self) -> list[str]:
         """Weights, learning rate and the next random numbers of every generator, exactly."""
         digest = hashlib.sha256()
-        for key, tensor in sorted(self.weights().items()):
-            digest.update(key.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in sorted(self.weights().items(), key=str):
+            data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            digest.update(str(name).encode() + data)
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         with get_cuda_rng_tracker().fork():
@@ -98,7 +108,7 @@ class Run:
 
 def start(
     hf: Path,
-    tensor: int,
+    ranks: Ranks,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     freeze: bool = True,
@@ -107,13 +117,17 @@ def start(
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    mesh = build_mesh(tensor=tensor, seed=seed)
+    mesh = build_mesh(ranks.mesh, seed=seed)
     config = AutoConfig.from_pretrained(hf)
-    model = build_model(config, mesh, dtype=dtype, freeze_tower=freeze, freeze_merger=freeze)
+    options = ModelOptions(
+        dtype=dtype, sequence=ranks.sequence, freeze_tower=freeze, freeze_merger=freeze
+    )
+    chunks = build_model(config, mesh, options)
     entries = family(config.model_type).mapping(config)
-    load_hf(model, entries, HFFolder(hf), mesh.tensor_rank, mesh.tensor_size)
-    updater = build_updater(model, SETTINGS, num_steps=10)
-    return Run(mesh, model, updater, {entry.megatron: entry for entry in entries})
+    for chunk in chunks:
+        load_hf(chunk, entries, HFFolder(hf), mesh)
+    updater = build_updater(chunks, SETTINGS, num_steps=10)
+    return Run(mesh, chunks, updater, {(entry.megatron, entry.expert): entry for entry in entries})
 
 
 def made_up(name: str, entry: Entry) -> torch.Tensor:

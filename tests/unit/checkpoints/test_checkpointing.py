@@ -16,20 +16,20 @@ from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.models.common.loading import HFFolder
 from tests.distributed.fork import launch
-from tests.unit.checkpoints.ranks import make_hf, start
-
-LAYOUTS = {"one rank": (1, 1), "TP 2": (2, 2), "DP 2": (2, 1)}  # world size, tensor
+from tests.parity.table import LAYOUTS, Ranks
+from tests.unit.checkpoints.ranks import ONE_RANK, TP2, make_hf, start
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hf(tmp_path_factory.mktemp("hf"))
+    """Four layers, for two stages of two chunks."""
+    return make_hf(tmp_path_factory.mktemp("hf"), num_layers=4)
 
 
 def train_and_save(
-    hf: Path, tensor: int, folder: Path, more: int, options: dict[str, Any] | None = None
+    hf: Path, ranks: Ranks, folder: Path, more: int, options: dict[str, Any] | None = None
 ) -> list[str]:
-    run = start(hf, tensor, **options or {})
+    run = start(hf, ranks, **options or {})
     run.train(range(3))
     run.save(folder, 3, {"step": 3, "loader": {"epoch": 1, "seen": [1, 2]}})
     run.train(range(3, 3 + more))
@@ -37,9 +37,9 @@ def train_and_save(
 
 
 def resume(
-    hf: Path, tensor: int, folder: Path, more: int, options: dict[str, Any]
+    hf: Path, ranks: Ranks, folder: Path, more: int, options: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    run = start(hf, tensor, seed=99, **options)
+    run = start(hf, ranks, seed=99, **options)
     extra = run.load(folder)
     run.train(range(3, 3 + more))
     return extra, run.fingerprint()
@@ -49,29 +49,28 @@ def resume(
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        *((layout, {}) for layout in LAYOUTS),
-        ("TP 2", {"freeze": False}),
-        ("DP 2", {"dtype": torch.bfloat16}),  # with fp32 weights in the optimizer
+        *((layout, {}) for layout in ("one rank", "TP2", "DP2", "PP2 virtual 2", "CP2")),
+        ("TP2", {"freeze": False}),
+        ("DP2", {"dtype": torch.bfloat16}),  # with fp32 weights in the optimizer
     ],
 )
 def test_a_resumed_run_is_bit_equal(
     hf: Path, tmp_path: Path, layout: str, options: dict[str, Any]
 ) -> None:
-    world_size, tensor = LAYOUTS[layout]
-    through = launch(world_size, train_and_save, hf, tensor, tmp_path, 3, options)
-    resumed = launch(world_size, resume, hf, tensor, tmp_path, 3, options)
-    for rank in range(world_size):
+    ranks = LAYOUTS[layout]
+    through = launch(ranks.world_size, train_and_save, hf, ranks, tmp_path, 3, options)
+    resumed = launch(ranks.world_size, resume, hf, ranks, tmp_path, 3, options)
+    for rank in range(ranks.world_size):
         extra, fingerprint = resumed[rank]
         assert fingerprint == through[rank]
         assert extra == {"step": 3, "loader": {"epoch": 1, "seen": [1, 2]}}
-    assert (
-        launch(1, resume, hf, 1, tmp_path, 2, options)[0][1] != through[0]
-    )  # the comparison can fail
+    shorter = launch(ranks.world_size, resume, hf, ranks, tmp_path, 2, options)
+    assert shorter[0][1] != through[0]  # the comparison can fail
 
 
-def load_and_save(hf: Path, tensor: int, source: Path, target: Path) -> None:
+def load_and_save(hf: Path, ranks: Ranks, source: Path, target: Path) -> None:
     """As loaded, and after two more updates."""
-    run = start(hf, tensor, seed=99)
+    run = start(hf, ranks, seed=99)
     run.load(source)
     run.save(target, 3)
     run.train(range(3, 5))
@@ -81,16 +80,29 @@ def load_and_save(hf: Path, tensor: int, source: Path, target: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("TP 2", "one rank"), ("one rank", "TP 2"), ("DP 2", "one rank"), ("TP 2", "DP 2")],
+    [
+        ("TP2", "one rank"),
+        ("one rank", "TP2"),
+        ("DP2", "one rank"),
+        ("TP2", "DP2"),
+        ("PP2", "one rank"),
+        ("one rank", "PP2 virtual 2"),
+        ("PP2 virtual 2", "TP2"),
+        ("CP2", "PP2"),
+        ("DP2", "CP2"),
+        ("TP2xPP2", "DP2"),
+        ("PP2 virtual 2", "TP2xPP2"),
+    ],
 )
 def test_another_layout_goes_on_from_equal_state(
     hf: Path, tmp_path: Path, before: str, after: str
 ) -> None:
     """Weights and optimizer state, every tensor."""
     saved, same, other = (tmp_path / name for name in ("saved", "same", "other"))
-    launch(*with_layout(before, train_and_save, hf), saved, 0)
-    launch(*with_layout(before, load_and_save, hf), saved, same)
-    launch(*with_layout(after, load_and_save, hf), saved, other)
+    first, second = LAYOUTS[before], LAYOUTS[after]
+    launch(first.world_size, train_and_save, hf, first, saved, 0)
+    launch(first.world_size, load_and_save, hf, first, saved, same)
+    launch(second.world_size, load_and_save, hf, second, saved, other)
     assert_equal_tensors(saved, other, 3)
     assert_equal_tensors(same, other, 5)
 
@@ -103,18 +115,13 @@ def assert_equal_tensors(first: Path, second: Path, step: int) -> None:
         assert torch.equal(found.read(key), expected.read(key)), key
 
 
-def with_layout(layout: str, function: Any, hf: Path) -> tuple[Any, ...]:
-    world_size, tensor = LAYOUTS[layout]
-    return world_size, function, hf, tensor
-
-
-def save_weights(hf: Path, tensor: int, folder: Path) -> dict[str, torch.Tensor]:
-    run = start(hf, tensor)
+def save_weights(hf: Path, ranks: Ranks, folder: Path) -> dict[Any, torch.Tensor]:
+    run = start(hf, ranks)
     run.train(range(1))
     checkpointing.save(
         folder,
         1,
-        model=run.updater.model,  # wrapped for data parallelism
+        chunks=run.updater.chunks,  # wrapped for data parallelism
         optimizer=run.updater.optimizer,
         scheduler=run.updater.scheduler,
         extra={},
@@ -127,9 +134,10 @@ def save_weights(hf: Path, tensor: int, folder: Path) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_export_holds_the_trained_weights(tmp_path: Path, tied: bool) -> None:
     hf = make_hf(tmp_path / "hf", tied_embeddings=tied)
-    (expected,) = launch(1, save_weights, hf, 1, tmp_path / "one")
-    launch(2, save_weights, hf, 2, tmp_path / "two")
-    for name in ("one", "two"):
+    (expected,) = launch(1, save_weights, hf, ONE_RANK, tmp_path / "one")
+    launch(2, save_weights, hf, TP2, tmp_path / "two")
+    launch(2, save_weights, hf, LAYOUTS["PP2"], tmp_path / "stages")
+    for name in ("one", "two", "stages"):
         export_hf(tmp_path / name, tmp_path / f"{name}_hf")
         (exported,) = launch(1, weights_of, tmp_path / f"{name}_hf")
         assert exported.keys() == expected.keys()
@@ -142,41 +150,42 @@ def test_an_export_holds_the_trained_weights(tmp_path: Path, tied: bool) -> None
     assert (tmp_path / "two_hf" / "tokenizer.json").is_file()
 
 
-def weights_of(hf: Path) -> dict[str, torch.Tensor]:
-    return start(hf, 1).weights()
+def weights_of(hf: Path) -> dict[Any, torch.Tensor]:
+    return start(hf, ONE_RANK).weights()
 
 
-def load_weights(hf: Path, tensor: int, folder: Path, dtype: torch.dtype) -> bool:
-    run = start(hf, tensor, dtype=dtype)
+def load_weights(hf: Path, ranks: Ranks, folder: Path, dtype: torch.dtype) -> bool:
+    run = start(hf, ranks, dtype=dtype)
     expected = run.weights()
     with torch.no_grad():
-        for parameter in run.model.parameters():
-            parameter.fill_(7)
-    assert checkpointing.load(folder, model=run.model) == {}
+        for chunk in run.chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(7)
+    assert checkpointing.load(folder, chunks=run.chunks) == {}
     found = run.weights()
     return all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["one rank", "TP2", "DP2", "PP2 virtual 2", "TP2xPP2"])
 def test_an_imported_checkpoint_loads_under_any_layout(
     tmp_path: Path, layout: str, dtype: torch.dtype
 ) -> None:
     """bf16 weights into a model of the same dtype and into an fp32 one."""
-    hf = make_hf(tmp_path / "hf")
+    hf = make_hf(tmp_path / "hf", num_layers=4)
     path = hf / "model.safetensors"
     save_file({name: x.bfloat16() for name, x in load_file(path).items()}, path)
     import_hf(hf, tmp_path / "checkpoint")
-    arguments = with_layout(layout, load_weights, hf)
-    assert all(launch(*arguments, tmp_path / "checkpoint", dtype))
+    ranks = LAYOUTS[layout]
+    assert all(launch(ranks.world_size, load_weights, hf, ranks, tmp_path / "checkpoint", dtype))
 
 
-def load_error(hf: Path, tensor: int, folder: Path, step: int | None, weights: bool) -> str:
-    run = start(hf, tensor)
+def load_error(hf: Path, ranks: Ranks, folder: Path, step: int | None, weights: bool) -> str:
+    run = start(hf, ranks)
     try:
         if weights:
-            checkpointing.load(folder, step=step, model=run.model)
+            checkpointing.load(folder, step=step, chunks=run.chunks)
         else:
             run.load(folder, step)
     except ValueError as error:
@@ -187,9 +196,9 @@ def load_error(hf: Path, tensor: int, folder: Path, step: int | None, weights: b
 @pytest.mark.distributed
 def test_what_cannot_be_loaded_is_named_on_every_rank(hf: Path, tmp_path: Path) -> None:
     import_hf(hf, tmp_path / "imported")
-    launch(2, train_and_save, hf, 2, tmp_path / "trained", 0)
-    wide = make_hf(tmp_path / "wide", ffn_size=512)
-    deep = make_hf(tmp_path / "deep", num_layers=3)
+    launch(2, train_and_save, hf, TP2, tmp_path / "trained", 0)
+    wide = make_hf(tmp_path / "wide", num_layers=4, ffn_size=512)
+    deep = make_hf(tmp_path / "deep", num_layers=6)
 
     for source, folder, step, weights, message in (
         (hf, tmp_path / "imported", None, False, "holds weights alone"),
@@ -198,8 +207,9 @@ def test_what_cannot_be_loaded_is_named_on_every_rank(hf: Path, tmp_path: Path) 
         (wide, tmp_path / "imported", None, True, "(512, 128); the model's has (1024, 128)."),
         (deep, tmp_path / "trained", None, True, "which the model asks for."),
     ):
-        first, second = launch(2, load_error, source, 2, folder, step, weights)
-        assert first == second and message in first, first
+        for layout in ("TP2", "PP2"):  # of two stages, the first could do without what is missing
+            first, second = launch(2, load_error, source, LAYOUTS[layout], folder, step, weights)
+            assert first == second and message in first, first
 
 
 @pytest.mark.distributed
@@ -212,13 +222,13 @@ def test_a_flipped_byte_is_named_and_the_step_before_loads(
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-    first, second = launch(2, load_error, hf, 2, tmp_path, None, False)
+    first, second = launch(2, load_error, hf, TP2, tmp_path, None, False)
     assert first == second == f"{path} is damaged: its checksum differs from the manifest's."
-    assert launch(2, load_error, hf, 2, tmp_path, 1, False) == ["", ""]
+    assert launch(2, load_error, hf, TP2, tmp_path, 1, False) == ["", ""]
 
 
 def two_steps(hf: Path, folder: Path) -> None:
-    run = start(hf, 2)
+    run = start(hf, TP2)
     for step in (1, 2):
         run.train(range(step, step + 1))
         run.save(folder, step)
@@ -252,7 +262,7 @@ def resume_elsewhere(hf: Path, folder: Path) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megavlm").addHandler(handler)
-    start(hf, 1).load(folder)
+    start(hf, ONE_RANK).load(folder)
     return messages
 
 
@@ -270,4 +280,12 @@ def test_the_manifest_covers_every_other_file(hf: Path, tmp_path: Path) -> None:
     names = {path.name for path in folder.iterdir()}
     assert set(manifest["files"]) == names - {"manifest.json"}
     assert {"random_00000.pt", "random_00001.pt", "extra.json"} < names
-    assert manifest["layout"] == {"tensor": 2, "pipeline": 1, "context": 1, "data": 1}
+    assert manifest["layout"] == {
+        "tensor": 2,
+        "pipeline": 1,
+        "virtual": 1,
+        "context": 1,
+        "expert": 1,
+        "expert_tensor": 1,
+        "data": 1,
+    }

@@ -16,7 +16,7 @@ from megavlm.checkpointing import atomic, random_states
 from megavlm.checkpointing import folder as form
 from megavlm.checkpointing.together import CheckpointError
 from tests.distributed.fork import launch
-from tests.unit.checkpoints.ranks import make_hf, start
+from tests.unit.checkpoints.ranks import ONE_RANK, TP2, make_hf, start
 
 # Each is called once in a save, in this order; True: killed after the call, not before it.
 WRITE_POINTS = [
@@ -55,14 +55,14 @@ def kill_at(owner: Any, name: str, after: bool) -> None:
 
 
 def save_first(hf: Path, folder: Path) -> list[str]:
-    run = start(hf, 1)
+    run = start(hf, ONE_RANK)
     run.train(range(1))
     run.save(folder, 1)
     return run.fingerprint()
 
 
 def save_and_die(hf: Path, folder: Path, point: int) -> None:
-    run = start(hf, 1)
+    run = start(hf, ONE_RANK)
     run.load(folder)
     run.train(range(1, 2))
     kill_at(*WRITE_POINTS[point])
@@ -70,7 +70,7 @@ def save_and_die(hf: Path, folder: Path, point: int) -> None:
 
 
 def resume(hf: Path, folder: Path, step: int) -> list[str]:
-    run = start(hf, 1, seed=99)
+    run = start(hf, ONE_RANK, seed=99)
     run.load(folder)
     fingerprint = run.fingerprint()
     run.train(range(step, step + 1))
@@ -105,7 +105,7 @@ def test_a_save_leaves_no_process_that_would_outlive_a_kill(hf: Path, tmp_path: 
 
 
 def save_on_a_full_disk(hf: Path, folder: Path, limit: int) -> str:
-    run = start(hf, 2)
+    run = start(hf, TP2)
     run.train(range(2))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is an error, no kill
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -117,7 +117,7 @@ def save_on_a_full_disk(hf: Path, folder: Path, limit: int) -> str:
 
 
 def save_under_tp2(hf: Path, folder: Path) -> None:
-    run = start(hf, 2)
+    run = start(hf, TP2)
     run.train(range(1))
     run.save(folder, 1)
 
