@@ -79,7 +79,7 @@ class Placement:
 class LoRALinear(nn.Module):
     """Takes the place of `base` and answers as it does: megatron-core's (output, bias), or a plain
     tensor where `base` is an nn.Linear. Its state dicts have the base's keys, unchanged, and
-    `lora_A` [R, columns] and `lora_B.<part>` [rows, rank].
+    `lora_A` [R, columns] and `lora_B_<part>` [rows, rank].
     """
 
     base: Any  # a linear of megatron-core, of Transformer Engine, or nn.Linear
@@ -118,17 +118,19 @@ class LoRALinear(nn.Module):
         )
         mine = whole.chunk(ranks, dim=1)[placement.group.rank()] if self._is("columns") else whole
         self.lora_A = nn.Parameter(mine.to(base.weight).contiguous())
-        self.lora_B = nn.ParameterDict(
-            {
-                part.name: nn.Parameter(base.weight.new_zeros(part.rows, part.rank))
-                for part in parts
-                if part.rank
-            }
-        )
+        for part in parts:
+            if part.rank:
+                zeros = base.weight.new_zeros(part.rows, part.rank)
+                self.register_parameter(f"lora_B_{part.name}", nn.Parameter(zeros))
         self._mark(self.lora_A, 1 if self._is("columns") else None)
         for b in self.lora_B.values():
             self._mark(b, 0 if self._is("rows") else None)
         self.register_load_state_dict_pre_hook(_to_base)
+
+    @property
+    def lora_B(self) -> dict[str, nn.Parameter]:
+        """B [rows, rank] of each adapted part."""
+        return {part.name: getattr(self, f"lora_B_{part.name}") for part in self.parts if part.rank}
 
     @property
     def weight(self) -> Tensor:
@@ -233,7 +235,7 @@ class LoRALinear(nn.Module):
     def _stream(self) -> str | None:
         placement = self.placement
         if placement.cut is None:
-            return None  # torch's own checkpointing restores only the default one
+            return None  # the tower's ranks see different pictures
         if placement.is_expert:
             return get_expert_parallel_rng_tracker_name() if self._is("columns") else EXPERT_STREAM
         if placement.sequence or self._is("columns"):
@@ -266,12 +268,8 @@ class LoRALinear(nn.Module):
     ) -> dict[str, Any]:
         destination = {} if destination is None else destination
         self.base.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for name, tensor in self._own().items():
-            destination[f"{prefix}{name}"] = tensor if keep_vars else tensor.detach()
+        self._save_to_state_dict(destination, prefix, keep_vars)
         return destination
-
-    def _own(self) -> dict[str, Tensor]:
-        return {"lora_A": self.lora_A, **{f"lora_B.{n}": b for n, b in self.lora_B.items()}}
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -280,7 +278,7 @@ class LoRALinear(nn.Module):
         assert metadata is not None
         group = self.placement.group
         base = sharded_state_dict_default(self.base, prefix, sharded_offsets, metadata, group)
-        own = self._own()
+        own = dict(self.named_parameters(recurse=False))
         cut_dims = {"lora_A": 1} if self._is("columns") else {}
         if self._is("rows"):
             cut_dims = {name: 0 for name in own if name != "lora_A"}
@@ -300,7 +298,7 @@ class LoRALinear(nn.Module):
 
 def is_adapter(key: str) -> bool:
     """Whether a key of a state dict or a checkpoint names an adapter's tensor."""
-    return "lora_A" in key.split(".") or "lora_B" in key.split(".")
+    return key.rpartition(".")[2].startswith(("lora_A", "lora_B"))
 
 
 def stable_seed(label: str) -> int:

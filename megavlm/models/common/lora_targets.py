@@ -49,8 +49,11 @@ def choose(targets: Sequence[str], names: Mapping[str, str], *, has_tower: bool)
     """The names that `targets` mean. `names`: every linear of the whole model and its component;
     those of the tower only where `has_tower`, and targets there are checked by ranks that have it.
 
-    ValueError for a target that is neither a component nor a full path, and for one without match.
+    ValueError for a target that is neither a component nor a full path, for one without match, and
+    where there is none.
     """
+    if not targets:
+        raise ValueError(f"lora.targets is empty: name components ({', '.join(COMPONENTS)}).")
     chosen: set[str] = set()
     for target in targets:
         if target not in COMPONENTS and not target.startswith((LANGUAGE, VISION)):

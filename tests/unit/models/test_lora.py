@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from megavlm.models.common.lora_linear import LoRALinear, Part, Placement, is_adapter
-from megavlm.models.common.lora_targets import choose, linear_names
+from megavlm.models.common.lora_targets import choose, linear_names, sites
 
 LAYER = "language_model.decoder.layers"
 
@@ -75,6 +76,11 @@ def test_a_target_without_match_is_refused(target: str) -> None:
     assert f"{LAYER}.*.self_attention.linear_qkv" in str(error.value)
 
 
+def test_no_target_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lora\.targets is empty"):
+        choose((), names(), has_tower=True)
+
+
 def test_only_ranks_with_the_tower_judge_its_targets() -> None:
     assert choose(("vision.mlp", "visual.blocks.9.*"), names(), has_tower=False) == set()
     with pytest.raises(ValueError, match="matches nothing"):
@@ -86,6 +92,28 @@ class Group:
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self.size, self.rank = lambda: size, lambda: rank
+
+
+class GroupedExperts(MoELayer):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.experts = nn.Linear(1, 1)
+
+
+def test_grouped_experts_are_refused_where_they_are_chosen() -> None:
+    config = SimpleNamespace(
+        hidden_size=8, num_attention_heads=4, num_query_groups=2, sequence_parallel=False
+    )
+    attention = SimpleNamespace(
+        config=config, pg_collection=SimpleNamespace(tp=Group()), hidden_size_per_attention_head=2
+    )
+    layer = SimpleNamespace(layer_number=3, self_attention=attention, mlp=GroupedExperts())
+    decoder = SimpleNamespace(layers=[layer])
+    model: Any = SimpleNamespace(language_model=SimpleNamespace(decoder=decoder), visual=None)
+    linear = f"{LAYER}.2.self_attention.linear_qkv"
+    assert [site.name for site in sites(model, {linear})] == [linear]
+    with pytest.raises(ValueError, match=r"layers.2.mlp.experts, .* use sequential experts"):
+        list(sites(model, {f"{LAYER}.2.mlp.experts.linear_fc1"}))
 
 
 def adapted(base: nn.Module, group: Any = None, cut: Any = None, **options: Any) -> LoRALinear:
@@ -144,7 +172,7 @@ def test_a_state_dict_has_the_keys_of_the_base() -> None:
     plain = set(model.state_dict())
     model[1] = randomised(adapted(model[1]))
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    assert set(state) == plain | {"1.lora_A", "1.lora_B.proj"}
+    assert set(state) == plain | {"1.lora_A", "1.lora_B_proj"}
     assert {key for key in state if is_adapter(key)} == set(state) - plain
     other = nn.Sequential(nn.Linear(4, 6), adapted(nn.Linear(6, 6), seed=5))
     assert other.load_state_dict(state) == ([], [])
@@ -153,7 +181,7 @@ def test_a_state_dict_has_the_keys_of_the_base() -> None:
     assert other.state_dict(keep_vars=True)["1.lora_A"] is other[1].lora_A
     alone = adapted(nn.Linear(6, 6))
     missing, unexpected = alone.load_state_dict(state, strict=False)
-    assert set(missing) == {"base.weight", "base.bias", "lora_A", "lora_B.proj"} and unexpected
+    assert set(missing) == {"base.weight", "base.bias", "lora_A", "lora_B_proj"} and unexpected
 
 
 class NormInside(nn.Module):

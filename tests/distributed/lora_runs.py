@@ -1,0 +1,151 @@
+"""Whole models with adapters on the ranks of a test, on the packs of a parity case."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from megavlm.data.packing import Pack
+from megavlm.data.processor import Picture
+from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.loading import load_hf
+from megavlm.models.common.logprobs import Scoring, TokenScores
+from megavlm.models.common.lora import LoRA, adapters, add_adapters
+from megavlm.models.common.lora_linear import LoRALinear
+from megavlm.models.common.model import VisionLanguageModel
+from megavlm.models.registry import build_model, family
+from megavlm.parallel.mesh import build_mesh
+from megavlm.training.optimizer import wrap
+from megavlm.training.passes import VisionFeatures, forward_backward, logits
+from tests.distributed.lora_reference import Name, pair
+from tests.parity.cases import TREES_PER_PACK, packs_of
+from tests.parity.inputs import QUESTION, Inputs
+from tests.parity.reference import distinct_pictures
+from tests.parity.table import Ranks
+
+DENSE = ("language.attention", "language.mlp")
+TOWER = ("vision.attention", "vision.mlp", "vision.merger")
+EXPERTS = ("language.attention", "language.experts")
+
+
+def make_folder(folder: Path, model: str) -> Path:
+    sizes: dict[str, Any] = {"num_layers": 2 if model == "qwen3_vl_moe" else 4}
+    make_tiny_model(
+        folder,
+        [QUESTION] * 10,
+        seed=3,
+        family=model,
+        init_std=0.05,
+        randomise_norms_and_biases=True,
+        **sizes,
+    )
+    return folder
+
+
+@dataclass
+class Run:
+    """`groups`: which sequences of the parity case each pack of this rank holds; `copies`: on how
+    many data ranks each sequence is.
+    """
+
+    chunks: list[VisionLanguageModel]
+    packs: list[Pack]
+    groups: list[list[int]]
+    copies: int
+    pictures: Mapping[str, Picture]
+    wrapped: list[DistributedDataParallel] = field(default_factory=list)
+
+    @property
+    def whole(self) -> torch.nn.ModuleList:
+        return torch.nn.ModuleList(self.chunks)
+
+    def add(self, settings: LoRA) -> None:
+        for chunk in self.chunks:
+            add_adapters(chunk, settings)
+        self.wrapped = wrap(self.chunks, shard_optimizer=False)  # whole gradients, to compare
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+
+    def logits(self) -> list[Tensor]:
+        return logits(self.wrapped, self.packs, self._features())
+
+    def backward(self) -> None:
+        def loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
+            return (scores.logprobs * pack.values["weight"]).sum() / self.copies, {}
+
+        forward_backward(self.wrapped, self.packs, self._features(), Scoring(), loss)
+
+    def _features(self) -> VisionFeatures:
+        return VisionFeatures(self.wrapped, self.pictures)
+
+
+def start(folder: Path, ranks: Ranks, **options: Any) -> Run:
+    """The model without adapters."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    mesh = build_mesh(ranks.mesh)
+    chunks = build_model(config, mesh, ModelOptions(sequence=ranks.sequence, **options))
+    entries = family(config.model_type).mapping(config)
+    for chunk in chunks:
+        load_hf(chunk, entries, HFFolder(folder), mesh)
+    cases = Inputs(folder).sequences("mixed")
+    # gloo gathers tokens over the expert tensor axis only where its ranks have equally many.
+    copies = mesh.data_size if ranks.mesh.expert_tensor > 1 else 1
+    shares = mesh.data_size // copies
+    mine = list(range(len(cases)))[mesh.data_rank % shares :: shares]
+    groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
+    packs = packs_of([[cases[i] for i in group] for group in groups], config, ranks)
+    parts = [pack.part(mesh.context_rank) for pack in packs]
+    return Run(chunks, parts, groups, copies, distinct_pictures(cases), wrap(chunks))
+
+
+def cut(layer: LoRALinear, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's pieces of a whole pair."""
+    group = layer.placement.group
+    if layer.placement.cut == "columns":
+        a = a.chunk(group.size(), 1)[group.rank()]
+    if layer.placement.cut == "rows":
+        b = b.chunk(group.size(), 0)[group.rank()]
+    return a, b
+
+
+@torch.no_grad()
+def set_pairs(run: Run) -> None:
+    """The pairs that `lora_reference` has."""
+    for name, layer in adapters(run.whole):
+        for part, a, b in layer.pairs():
+            rows, columns = whole_sizes(layer, a, b)
+            my_a, my_b = cut(layer, *pair((name, part.name), rows, columns))
+            a.copy_(my_a), b.copy_(my_b)
+
+
+def whole_sizes(layer: LoRALinear, a: Tensor, b: Tensor) -> tuple[int, int]:
+    size, how = layer.placement.group.size(), layer.placement.cut
+    return b.size(0) * (size if how == "rows" else 1), a.size(1) * (size if how == "columns" else 1)
+
+
+@torch.no_grad()
+def whole_pairs(run: Run) -> dict[Name, tuple[Tensor, Tensor]]:
+    """Of the layers that this rank has a part of, put together over its group."""
+    found = {}
+    for name, layer in adapters(run.whole):
+        for part, a, b in layer.pairs():
+            rows, columns = whole_sizes(layer, a, b)
+            found[name, part.name] = (_joined(layer, a, 1, columns), _joined(layer, b, 0, rows))
+    return found
+
+
+def _joined(layer: LoRALinear, mine: Tensor, dim: int, size: int) -> Tensor:
+    if mine.size(dim) == size:
+        return mine.clone()
+    parts = [torch.empty_like(mine) for _ in range(layer.placement.group.size())]
+    dist.all_gather(parts, mine.contiguous(), group=layer.placement.group)
+    return torch.cat(parts, dim)

@@ -1,0 +1,165 @@
+"""Whole models with adapters: equal to transformers with merged weights under every layout, logits
+and gradients; equal to their base where adapters are off.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+from transformers import AutoConfig
+
+from megavlm.models.common.lora import LoRA, adapters, adapters_disabled
+from megavlm.models.common.lora_linear import is_adapter
+from megavlm.parallel.mesh import Layout
+from tests.distributed.fork import launch
+from tests.distributed.lora_reference import ALPHA, RANK, Name, expect, projections
+from tests.distributed.lora_runs import (
+    DENSE,
+    EXPERTS,
+    TOWER,
+    Run,
+    cut,
+    make_folder,
+    set_pairs,
+    start,
+)
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+
+pytestmark = pytest.mark.distributed
+
+RANKS = LAYOUTS | EXPERT_LAYOUTS | {"ETP2": Ranks(Layout(expert_tensor=2), data=2)}
+CASES = [
+    ("qwen2_5_vl", "one rank", DENSE),
+    ("qwen2_5_vl", "TP2", DENSE),
+    ("qwen2_5_vl", "TP2+SP", DENSE + TOWER),
+    ("qwen2_5_vl", "TP4", DENSE),  # more ranks than key-value heads
+    ("qwen2_5_vl", "TP4+SP", DENSE),
+    ("qwen2_5_vl", "PP2 virtual 2", DENSE + TOWER),
+    ("qwen2_5_vl", "TP2xCP2", DENSE + TOWER),
+    ("qwen2_vl", "DP2", DENSE + TOWER),
+    ("qwen3_vl_moe", "one rank", EXPERTS + TOWER),
+    ("qwen3_vl_moe", "EP2", EXPERTS),
+    ("qwen3_vl_moe", "EP2 over TP2+SP", EXPERTS),
+    ("qwen3_vl_moe", "TP2+SP", EXPERTS),
+    ("qwen3_vl_moe", "ETP2", EXPERTS),
+]
+Expect = Callable[[str, tuple[str, ...]], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    models = sorted({model for model, _, _ in CASES})
+    return {model: make_folder(tmp_path_factory.mktemp(model), model) for model in models}
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> Expect:
+    """What transformers computes, once for each model and choice of targets."""
+    made: dict[Any, Any] = {}
+
+    def get(model: str, targets: tuple[str, ...]) -> dict[str, Any]:
+        if (model, targets) not in made:
+            (made[model, targets],) = launch(1, expect, folders[model], targets)
+        return made[model, targets]
+
+    return get
+
+
+@pytest.mark.parametrize(("model", "layout", "targets"), CASES)
+def test_equals_transformers_with_merged_weights(
+    folders: dict[str, Path], expected: Expect, model: str, layout: str, targets: tuple[str, ...]
+) -> None:
+    ranks, theirs = RANKS[layout], expected(model, targets)
+    names: set[Name] = set()
+    for result in launch(ranks.world_size, compare, folders[model], ranks, targets, theirs):
+        assert result["new adapters change nothing"] and result["off is the base"]
+        assert result["keys"] and result["nothing else is trained"]
+        assert result["logits"] < 1e-5 and result["merged"] < 1e-5
+        assert result["gradients"] < 1e-5, result["worst"]
+        assert result["norm"] < 1e-6
+        names |= set(result["names"])
+    assert names == set(projections(AutoConfig.from_pretrained(folders[model]), targets))
+
+
+def compare(
+    folder: Path, ranks: Ranks, targets: tuple[str, ...], theirs: dict[str, Any]
+) -> dict[str, Any]:
+    """Largest relative differences on this rank; which projections it has adapters for."""
+    run = start(folder, ranks)
+    base, keys = run.logits(), checkpoint_keys(run)
+    run.add(LoRA(RANK, ALPHA, targets=targets))
+    new = run.logits()
+    set_pairs(run)
+    on = run.logits()
+    with adapters_disabled(run.whole):
+        off = run.logits()
+    run.backward()
+    worst, parameter, names = gradient_difference(run, theirs["gradients"])
+    squares = [(x.astype("float64") ** 2).sum() for xs in theirs["gradients"].values() for x in xs]
+    result = {
+        "new adapters change nothing": all(map(torch.equal, new, base)),
+        "off is the base": all(map(torch.equal, off, base)),
+        "keys": {key for key in checkpoint_keys(run) if not is_adapter(key)} == keys,
+        "nothing else is trained": all(
+            is_adapter(name) == parameter.requires_grad
+            for name, parameter in run.whole.named_parameters()
+        ),
+        "logits": logits_difference(run, on, theirs["logits"]),
+        "gradients": worst,
+        "worst": parameter,
+        "names": names,
+        "norm": abs(gradient_norm(run.wrapped) / sum(squares) ** 0.5 - 1),
+    }
+    for _, layer in adapters(run.whole):
+        layer.weight.data.copy_(layer.merged_weight())
+    with adapters_disabled(run.whole):
+        result["merged"] = logits_difference(run, run.logits(), theirs["logits"])
+    return result
+
+
+def checkpoint_keys(run: Run) -> set[str]:
+    metadata = {"non_homogeneous_layers": True}
+    states = [chunk.sharded_state_dict(metadata=dict(metadata)) for chunk in run.chunks]
+    return {value.key for state in states for value in state.values()}
+
+
+def logits_difference(run: Run, ours: Sequence[Tensor], theirs: Any) -> float:
+    worst = 0.0
+    for pack, group, result in zip(run.packs, run.groups, ours, strict=False):  # padding is last
+        whole = torch.cat([torch.from_numpy(x) for index in group for x in theirs[index]])
+        if len(result):
+            worst = max(worst, difference(result, whole[pack.target_index], whole))
+    return worst
+
+
+def gradient_difference(run: Run, theirs: Any) -> tuple[float, Name | None, list[Name]]:
+    """The largest, where it is, and all that was compared."""
+    found = {}
+    for name, layer in adapters(run.whole):
+        gradients = layer.lora_A.main_grad.split([part.rank for part in layer.parts])
+        for (part, _, b), a_gradient in zip(layer.pairs(), gradients, strict=True):
+            whole_a, whole_b = map(torch.from_numpy, theirs[name, part.name])
+            a_expected, b_expected = cut(layer, whole_a, whole_b)
+            found[name, part.name] = max(
+                difference(a_gradient, a_expected, whole_a),
+                difference(b.main_grad, b_expected, whole_b),
+            )
+    worst = max(found, key=lambda name: found[name], default=None)
+    return found[worst] if worst else 0.0, worst, list(found)
+
+
+def difference(ours: Tensor, theirs: Tensor, scale: Tensor) -> float:
+    return (ours - theirs).abs().max().item() / max(scale.abs().max().item(), 1e-8)
+
+
+def gradient_norm(wrapped: list[DistributedDataParallel]) -> float:
+    """As megatron-core computes it for clipping."""
+    settings = OptimizerConfig(optimizer="adam", lr=1.0, min_lr=0.0, clip_grad=1.0)
+    optimizer = get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=True)
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
