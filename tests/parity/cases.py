@@ -21,7 +21,6 @@ from megavlm.models.registry import build_model, family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.optimizer import wrap
 from megavlm.training.passes import VisionFeatures, forward_backward, logits, score
-from tests.parity.inputs import Inputs
 from tests.parity.reference import (
     Reference,
     Sequences,
@@ -50,11 +49,10 @@ class Differences:
     norm: float
 
 
-def expect(folder: Path, inputs: str, head: str) -> Expected:
+def expect(folder: Path, cases: Sequence[Sequences], head: str) -> Expected:
     """What transformers computes: logits and values by sequence and response, gradients by name."""
     torch.set_num_threads(2)
     reference = Reference(folder)
-    cases = Inputs(folder).sequences(inputs)
     with torch.no_grad():
         scores = [[reference.scores(case.prompt, r) for r in case.responses] for case in cases]
     return {
@@ -65,11 +63,10 @@ def expect(folder: Path, inputs: str, head: str) -> Expected:
     }
 
 
-def compare(folder: Path, case: Case, expected: Expected) -> Differences:
+def compare(
+    folder: Path, config: Any, case: Case, cases: Sequence[Sequences], expected: Expected
+) -> Differences:
     """On each rank: forward and every parameter's gradient, in fp32."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
     options = replace(OPTIONS[case.options], sequence=case.ranks.sequence)
     mesh = build_mesh(case.ranks.mesh)
     chunks = build_model(config, mesh, options)
@@ -84,7 +81,6 @@ def compare(folder: Path, case: Case, expected: Expected) -> Differences:
     for chunk in wrapped:
         chunk.zero_grad_buffer()
 
-    cases = Inputs(folder).sequences(case.inputs)
     mine = list(range(len(cases)))[mesh.data_rank :: mesh.data_size]
     groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
     packs = packs_of([[cases[i] for i in group] for group in groups], config, case.ranks)

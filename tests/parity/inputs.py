@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from transformers import AutoConfig
 
 from megavlm.data.processor import Processor
 from megavlm.data.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Video
@@ -30,13 +31,17 @@ def video(width: int, height: int, num_frames: int, seed: int, fps: float = 2.0)
 
 
 class Inputs:
-    """Makes the sequences of a case for a model folder; the same in every process."""
+    """Makes the sequences of a case for a model folder."""
 
     def __init__(self, folder: Path) -> None:
         self.processor = Processor(folder, min_pixels=None, max_pixels=None)
+        self.config = AutoConfig.from_pretrained(folder)
+        self._made: dict[str, list[Sequences]] = {}
 
     def sequences(self, name: str) -> list[Sequences]:
-        return MAKERS[name](self)
+        if name not in self._made:
+            self._made[name] = MAKERS[name](self)
+        return self._made[name]
 
     def case(
         self,

@@ -57,8 +57,8 @@ class Reference:
     def gradients(
         self, cases: Sequence[Sequences], *, tokens: bool = True, values: bool = False
     ) -> dict[str, Tensor]:
-        """By transformers' names: gradients of `weighted_loss` over all responses. Those of the value
-        head are left in `value_weight` and `value_bias`.
+        """By transformers' names: gradients of `weighted_loss` over all responses. Those of the
+        value head are left in `value_weight` and `value_bias`.
         """
         self.model.zero_grad()
         self.value_weight.grad = torch.zeros_like(self.value_weight)

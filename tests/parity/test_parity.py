@@ -3,12 +3,12 @@ family and layout by layout. `make parity` runs the whole matrix.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed.fork import launch
 from tests.parity.cases import Differences, Expected, compare, expect
+from tests.parity.inputs import Inputs
 from tests.parity.models import make_model
 from tests.parity.table import OPTIONS, Case, everything, subset
 
@@ -18,29 +18,32 @@ NORM_TOLERANCE = 1e-6
 
 
 class Library:
-    """Models and what transformers computes with them, each made once."""
+    """Models, inputs, and what transformers computes, each made once: ranks only compare."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._expected: dict[tuple[Any, ...], Expected] = {}
+        self._inputs: dict[Path, Inputs] = {}
+        self._expected: dict[tuple[Path, str, str], Expected] = {}
 
     def model(self, case: Case) -> Path:
         folder = self._folder / f"{case.family}{'_tied' if case.tied else ''}"
         if not folder.exists():
             launch(1, make_model, folder, case.family, case.tied)
+            self._inputs[folder] = Inputs(folder)
         return folder
-
-    def expected(self, case: Case) -> Expected:
-        head = OPTIONS[case.options].head
-        key = (case.family, case.tied, case.inputs, head)
-        if key not in self._expected:
-            (self._expected[key],) = launch(1, expect, self.model(case), case.inputs, head)
-        return self._expected[key]
 
     def run(self, case: Case) -> list[Differences]:
         """By rank."""
-        expected = self.expected(case)
-        return launch(case.ranks.world_size, compare, self.model(case), case, expected)
+        folder, head = self.model(case), OPTIONS[case.options].head
+        inputs = self._inputs[folder]
+        sequences = inputs.sequences(case.inputs)
+        key = (folder, case.inputs, head)
+        if key not in self._expected:
+            (self._expected[key],) = launch(1, expect, folder, sequences, head)
+        expected = self._expected[key]
+        return launch(
+            case.ranks.world_size, compare, folder, inputs.config, case, sequences, expected
+        )
 
 
 @pytest.fixture(scope="session")

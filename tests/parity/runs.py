@@ -1,0 +1,148 @@
+"""Models on the ranks of a test, for what the matrix does not ask."""
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megavlm.data.packing import Pack
+from megavlm.data.processor import Picture
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.loading import Form, HubTensors, load_hf, local_tensors
+from megavlm.models.common.logprobs import Scoring, TokenScores
+from megavlm.models.common.mapping import Entry, shard_tensor
+from megavlm.models.common.model import VisionLanguageModel
+from megavlm.models.registry import build_model, family
+from megavlm.parallel.mesh import Mesh, build_mesh
+from megavlm.training.optimizer import wrap
+from megavlm.training.passes import VisionFeatures, forward_backward, logits
+from tests.distributed.fork import launch
+from tests.parity.inputs import Inputs
+from tests.parity.models import make_model
+from tests.parity.table import Ranks
+
+Name = tuple[str, int | None]  # of a tensor: its key, and the expert's number
+
+
+class Models:
+    """Model folders and what reads them, made when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._inputs: dict[Path, Inputs] = {}
+
+    def folder(self, name: str, *, rounded: bool = False) -> Path:
+        """`rounded`: weights that bf16 holds exactly, in files that say so."""
+        folder = self._root / f"{name}{'_rounded' if rounded else ''}"
+        if not folder.exists():
+            # Once, before ranks are forked: each would import it again.
+            importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+            launch(1, make_model, folder, name, False)
+            if rounded:
+                round_weights(folder)
+        return folder
+
+    def inputs(self, folder: Path) -> Inputs:
+        if folder not in self._inputs:
+            self._inputs[folder] = Inputs(folder)
+        return self._inputs[folder]
+
+
+def round_weights(folder: Path) -> None:
+    """Makes a folder's weights bf16."""
+    path = folder / "model.safetensors"
+    save_file({name: x.bfloat16() for name, x in load_file(path).items()}, path, {"format": "pt"})
+
+
+@dataclass
+class Run:
+    """A model on this rank; the pictures that its packs show."""
+
+    mesh: Mesh
+    entries: list[Entry]
+    chunks: list[VisionLanguageModel]
+    wrapped: list[DistributedDataParallel]
+    pictures: Mapping[str, Picture]
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        config: Any,
+        ranks: Ranks,
+        options: ModelOptions,
+        pictures: Mapping[str, Picture],
+    ) -> Self:
+        mesh = build_mesh(ranks.mesh)
+        chunks = build_model(config, mesh, options)
+        entries = family(config.model_type).mapping(config)
+        for chunk in chunks:
+            load_hf(chunk, entries, HFFolder(folder), mesh)
+        # whole gradients, to compare
+        return cls(mesh, entries, chunks, wrap(chunks, shard_optimizer=False), pictures)
+
+    def features(self) -> VisionFeatures:
+        return VisionFeatures(self.wrapped, self.pictures)
+
+    def logits(self, packs: Sequence[Pack]) -> list[Tensor]:
+        """Of all of each pack's targets, fp32 [N, V], on every rank; without a data axis."""
+        parts = self._parts(packs)
+        mine = logits(self.wrapped, parts, self.features())
+        held = [(part.target_index, x.float()) for part, x in zip(parts, mine, strict=False)]
+        by_rank: list[list[tuple[Tensor, Tensor]]] = [[]] * self.mesh.world_size
+        dist.all_gather_object(by_rank, held)
+        whole = []
+        for pieces in zip(*filter(None, by_rank), strict=True):  # only the last stage has any
+            index, values = map(torch.cat, zip(*pieces, strict=True))
+            whole.append(values.new_empty(int(index.max()) + 1, values.size(1)))
+            whole[-1][index] = values
+        return whole
+
+    def backward(self, packs: Sequence[Pack]) -> dict[Name, Tensor]:
+        """Gradients of this rank's trained tensors, of the sum of all targets' log-probabilities,
+        each times its `weight`.
+        """
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        forward_backward(self.wrapped, self._parts(packs), self.features(), Scoring(), weighted)
+        return {name: x.main_grad.clone().view(x.shape) for name, x in self._trained()}
+
+    def shards(self, hf: Mapping[str, Tensor], form: Form) -> dict[Name, tuple[Tensor, Tensor]]:
+        """Of HF tensors what this rank has of them, and the whole."""
+        hub = HubTensors(self.entries, hf, form)
+        table = {(entry.megatron, entry.expert): entry for entry in self.entries}
+        found = {}
+        for name, _ in self._trained():
+            entry = table[name]
+            full = hub.read(entry)
+            found[name] = shard_tensor(entry, full, *self.mesh.place(entry.shard.axis)), full
+        return found
+
+    def _parts(self, packs: Sequence[Pack]) -> list[Pack]:
+        return [pack.part(self.mesh.context_rank) for pack in packs]
+
+    def _trained(self) -> Iterator[tuple[Name, Any]]:
+        for chunk in self.chunks:
+            parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
+            for target in local_tensors(chunk):
+                parameter = parameters[target.data.data_ptr()]
+                if parameter.requires_grad:
+                    yield (target.key, target.expert), parameter
+
+
+def weighted(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
+    return (scores.logprobs * pack.values["weight"]).sum(), {}
+
+
+def difference(ours: Tensor, theirs: Tensor, scale: Tensor | None = None) -> float:
+    """The largest, over the largest entry of `scale`, or of `theirs`."""
+    largest = (theirs if scale is None else scale).abs().max().item()
+    return (ours - theirs).abs().max().item() / max(largest, 1e-8)
