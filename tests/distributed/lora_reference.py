@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavlm.models.common.loading import _short
 from megavlm.models.common.lora_linear import stable_seed
 from megavlm.models.registry import family
 from tests.parity.inputs import Inputs
@@ -59,15 +58,15 @@ def projections(config: Any, targets: Sequence[str]) -> dict[Name, Projection]:
             continue
         if entry.expert is None:
             for hf in entry.hf:
-                found[path, hf.split(".")[-2]] = Projection(_short(hf))
+                found[path, hf.split(".")[-2]] = Projection(short(hf))
             continue
         path = path.replace("experts.experts", f"experts.{entry.expert}")
         (hf,) = entry.hf
         if "gate_up" in hf:
-            found[path, "gate_proj"] = Projection(_short(hf), entry.expert, half=0)
-            found[path, "up_proj"] = Projection(_short(hf), entry.expert, half=1)
+            found[path, "gate_proj"] = Projection(short(hf), entry.expert, half=0)
+            found[path, "up_proj"] = Projection(short(hf), entry.expert, half=1)
         else:
-            found[path, "down_proj"] = Projection(_short(hf), entry.expert)
+            found[path, "down_proj"] = Projection(short(hf), entry.expert)
     return found
 
 
@@ -82,7 +81,7 @@ def expect(folder: Path, targets: Sequence[str]) -> dict[str, Any]:
     """Logits by sequence and response, and gradients (dA, dB) by adapted linear and projection."""
     torch.set_num_threads(2)
     reference = Reference(folder)
-    parameters = {_short(name): p for name, p in reference.model.named_parameters()}
+    parameters = {short(name): p for name, p in reference.model.named_parameters()}
     adapted = projections(reference.config, targets)
     with torch.no_grad():
         for weight, a, b, _ in _pairs(adapted, parameters):
@@ -99,6 +98,12 @@ def expect(folder: Path, targets: Sequence[str]) -> dict[str, Any]:
         "logits": [[score.logits for score in row] for row in scores],
         "gradients": gradients,
     }
+
+
+def short(name: str) -> str:
+    """An HF name without what tells a hub file's from transformers' own."""
+    name = name.replace("model.language_model.", "model.", 1)
+    return name.replace("model.visual.", "visual.", 1)
 
 
 def _pairs(
