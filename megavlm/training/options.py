@@ -40,7 +40,6 @@ def model_options(config: Config) -> ModelOptions:
         last_stage_layers=parallel.last_stage_layers,
         freeze_tower=model.freeze_tower,
         freeze_merger=model.freeze_merger,
-        adapters=config.lora.rank > 0,
     )
 
 

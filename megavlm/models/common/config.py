@@ -15,12 +15,10 @@ Recompute = Literal["none", "selective", "full"]
 @dataclass
 class LanguageConfig(TransformerConfig):
     """`tree_attention`: backend of the core attention (`attention_backends`). `deepstack_levels`:
-    tower features that are added after the first layers. `separate_norms`: no norm is fused into
-    the linear that follows it.
+    tower features that are added after the first layers.
     """
 
     tree_attention: str = "sdpa"
-    separate_norms: bool = False
     deepstack_levels: int = 0
 
 
@@ -31,8 +29,7 @@ class ModelOptions:
     (megatron-core's names), "full" all between the inputs of every `recompute_layers` layers.
     `first_stage_layers`, `last_stage_layers`: language layers of those pipeline stages where an
     even split is not wanted. `head`: what the last stage computes of hidden states; a critic of its
-    own has "values", a policy with a shared critic "both". `adapters`: some will be added (`lora`),
-    which read what the linear reads, so no norm may be fused into it.
+    own has "values", a policy with a shared critic "both".
     """
 
     dtype: torch.dtype = torch.float32
@@ -46,7 +43,6 @@ class ModelOptions:
     last_stage_layers: int | None = None
     freeze_tower: bool = True
     freeze_merger: bool = True
-    adapters: bool = False
     head: Literal["tokens", "values", "both"] = "tokens"
 
 
@@ -72,7 +68,6 @@ def language_config(
         pipeline_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,
         tree_attention=options.attention,
-        separate_norms=options.adapters,
         deepstack_levels=deepstack_levels,
         **_recompute(options),
         # Packs differ in length, so stages tell each other the shape of what they send.

@@ -65,8 +65,6 @@ def _layer_spec(config: LanguageConfig, has_experts: bool) -> ModuleSpec:
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
-        if config.separate_norms:
-            _separate_norms(layer, has_experts)
     else:
         layer = get_gpt_layer_local_spec(
             num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
@@ -80,19 +78,6 @@ def _layer_spec(config: LanguageConfig, has_experts: bool) -> ModuleSpec:
     layer.module = DeepStackLayer
     layer.submodules.self_attention.submodules.core_attention = TreeAttention
     return layer
-
-
-def _separate_norms(layer: ModuleSpec, has_experts: bool) -> None:
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
-
-    parts = layer.submodules
-    parts.input_layernorm = TENorm
-    parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-    parts.sharded_state_dict_keys_map = NORM_KEYS
-    if not has_experts:
-        parts.pre_mlp_layernorm = TENorm
-        parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
-        parts.sharded_state_dict_keys_map = DENSE_NORM_KEYS
 
 
 def _final_norm() -> type | ModuleSpec:
