@@ -65,6 +65,11 @@ def build_updater(
     """`settings`: the `optimizer` section. Its schedule counts training steps, of which the run has
     `num_steps`.
     """
+    if any_rank(not any(p.requires_grad for chunk in chunks for p in chunk.parameters())):
+        raise ValueError(
+            "lora.targets chooses nothing on one of the pipeline stages, whose optimizer could not "
+            "be resumed: choose targets on every stage, or set parallel.pipeline=1"
+        )
     warmup = settings.warmup_steps * updates_per_step
     wrapped = wrap(chunks)
     dtype = chunks[0].config.params_dtype

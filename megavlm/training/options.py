@@ -40,6 +40,8 @@ def model_options(config: Config) -> ModelOptions:
         last_stage_layers=parallel.last_stage_layers,
         freeze_tower=model.freeze_tower,
         freeze_merger=model.freeze_merger,
+        grouped_experts=config.lora.rank == 0
+        or not any("experts" in target for target in config.lora.targets),
     )
 
 

@@ -29,7 +29,8 @@ class ModelOptions:
     (megatron-core's names), "full" all between the inputs of every `recompute_layers` layers.
     `first_stage_layers`, `last_stage_layers`: language layers of those pipeline stages where an
     even split is not wanted. `head`: what the last stage computes of hidden states; a critic of its
-    own has "values", a policy with a shared critic "both".
+    own has "values", a policy with a shared critic "both". `grouped_experts`: on a GPU the experts
+    of a layer are one kernel, which takes no adapters.
     """
 
     dtype: torch.dtype = torch.float32
@@ -43,6 +44,7 @@ class ModelOptions:
     last_stage_layers: int | None = None
     freeze_tower: bool = True
     freeze_merger: bool = True
+    grouped_experts: bool = True
     head: Literal["tokens", "values", "both"] = "tokens"
 
 
@@ -53,6 +55,7 @@ def language_config(
     a layout.
     """
     virtual = layout.virtual if layout.virtual > 1 else None
+    has_experts = "num_moe_experts" in architecture
     return LanguageConfig(
         **architecture,
         tensor_model_parallel_size=layout.tensor,
@@ -78,7 +81,7 @@ def language_config(
         batch_p2p_comm=virtual is None,
         # With overlap on gloo it corrupts what is still being sent.
         deallocate_pipeline_outputs=platform.has_gpu(),
-        moe_grouped_gemm="num_moe_experts" in architecture and platform.has_gpu(),
+        moe_grouped_gemm=has_experts and platform.has_gpu() and options.grouped_experts,
         cuda_graph_scope=[],
         attention_softmax_in_fp32=True,
         # Losses come divided by their global denominator: gradients are summed, never averaged.
