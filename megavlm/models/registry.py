@@ -6,6 +6,7 @@ from typing import Any
 
 from megavlm.models.common.config import LanguageConfig, ModelOptions, language_config
 from megavlm.models.common.language import LanguageModel
+from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.common.rotary import MultimodalRotary
@@ -60,13 +61,16 @@ def build_model(
 ) -> list[VisionLanguageModel]:
     """This rank's chunks of the model, randomly initialised, on its device: one, or
     `layout.virtual` of them. `hf_config`: transformers' configuration.
+
+    ValueError for a layout that the model cannot have.
     """
     options = options or ModelOptions()
     parts = family(hf_config.model_type)
+    architecture = parts.architecture(hf_config)
+    vocab_size = hf_config.text_config.vocab_size
+    check_model_layout(architecture, mesh.layout, options, vocab_size=vocab_size)
     levels = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", []))
-    config = language_config(
-        parts.architecture(hf_config), mesh.layout, options, deepstack_levels=levels
-    )
+    config = language_config(architecture, mesh.layout, options, deepstack_levels=levels)
     chunks = mesh.layout.virtual
     return [_chunk(hf_config, parts, config, mesh, options, chunk) for chunk in range(chunks)]
 
