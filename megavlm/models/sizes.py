@@ -1,0 +1,168 @@
+"""What each rank of a layout holds, exactly, without a cluster and without memory.
+
+The model is built as a run builds it, on the meta device, by a rank of a process group that does
+not exist (`parallel.fake`). Not covered: activations, gradients, optimizer states.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.loading import LocalTensor, local_tensors
+from megavlm.models.common.lora import LoRA, add_adapters
+from megavlm.models.registry import build_model
+from megavlm.parallel.fake import fake_rank, without_memory
+from megavlm.parallel.mesh import Layout, build_mesh, check_world
+
+Component = Literal["tower", "embedding", "attention", "mlp", "experts", "output"]
+
+
+@dataclass(frozen=True)
+class ParameterSize:
+    """A parameter as one rank holds it. `name`: its key in checkpoints, with the number that a
+    layer has in the whole model; of an expert with the expert's number, `...mlp.experts.5...`.
+
+    `pieces`: how many different tensors of this shape the ranks of its pipeline stage hold in its
+    place, as cut over the tensor axis and, for experts, as spread over the expert axis. So the sum
+    of `numel` x `pieces` over one rank of each stage, each name once, is the whole model.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+    pieces: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def component(self) -> Component:
+        """A layer's norm counts with what follows it, a router with its experts, the final norm
+        and a value head with the output layer.
+        """
+        parts = self.name.split(".")
+        if parts[0] == "visual":
+            return "tower"
+        if "embedding" in parts:
+            return "embedding"
+        if "self_attention" in parts:
+            return "attention"
+        if {"experts", "router", "pre_mlp_layernorm"} & {*parts}:
+            return "experts"
+        return "mlp" if "mlp" in parts else "output"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parameters and their bytes; `trained`: parameters that are not frozen."""
+
+    parameters: int
+    bytes: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class EqualRanks:
+    """Ranks that hold tensors of the same shapes, and those of the first of them."""
+
+    ranks: range
+    parameters: list[ParameterSize]
+
+
+def rank_parameters(
+    hf_config: Any,
+    layout: Layout,
+    world_size: int,
+    rank: int,
+    options: ModelOptions | None = None,
+    lora: LoRA | None = None,
+) -> list[ParameterSize]:
+    """Every parameter that rank `rank` of `world_size` holds. `hf_config`: transformers'
+    configuration. Only for a process without a process group (`fake_rank`).
+
+    ValueError for a layout that the world size or the model does not fit.
+    """
+    check_world(layout, world_size)
+    with fake_rank(rank, world_size):
+        mesh = build_mesh(layout)
+        # Over this group the last stage would get its copy of tied embeddings, which are nowhere.
+        mesh.groups.embd = None
+        with without_memory():
+            chunks = build_model(hf_config, mesh, options)
+            for chunk in chunks:
+                if lora is not None:
+                    add_adapters(chunk, lora)
+        return [_size(held, layout) for chunk in chunks for held in local_tensors(chunk)]
+
+
+def equal_ranks(
+    hf_config: Any,
+    layout: Layout,
+    world_size: int,
+    options: ModelOptions | None = None,
+    lora: LoRA | None = None,
+) -> Iterator[EqualRanks]:
+    """All ranks, in groups that hold the same shapes: those of a pipeline stage, since every other
+    axis cuts evenly, and of neighbouring stages where these are alike.
+
+    ValueError as in `rank_parameters`.
+    """
+    per_stage = world_size // layout.pipeline
+    found: EqualRanks | None = None
+    for first in range(0, world_size, per_stage):  # the pipeline is megatron-core's slowest axis
+        parameters = rank_parameters(hf_config, layout, world_size, first, options, lora)
+        ranks = range(first, first + per_stage)
+        if found is not None and _shapes(found.parameters) == _shapes(parameters):
+            found = EqualRanks(range(found.ranks.start, ranks.stop), found.parameters)
+            continue
+        if found is not None:
+            yield found
+        found = EqualRanks(ranks, parameters)
+    assert found is not None
+    yield found
+
+
+def by_component(parameters: Iterable[ParameterSize]) -> dict[Component, Size]:
+    """Sums over each component that there is, in the order of the first parameter of each."""
+    groups: dict[Component, list[ParameterSize]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.component, []).append(parameter)
+    return {component: total(group) for component, group in groups.items()}
+
+
+def total(parameters: Iterable[ParameterSize]) -> Size:
+    everything = [*parameters]
+    return Size(
+        parameters=sum(x.numel for x in everything),
+        bytes=sum(x.bytes for x in everything),
+        trained=sum(x.numel for x in everything if x.trained),
+    )
+
+
+def _size(held: LocalTensor, layout: Layout) -> ParameterSize:
+    name, tensor, is_expert = held.key, held.data, held.expert is not None
+    if is_expert:
+        name = name.replace(".experts.experts.", f".experts.{held.expert}.")
+    size = layout.expert_tensor if is_expert else layout.tensor
+    pieces = (size if _is_cut(tensor) else 1) * (layout.expert if is_expert else 1)
+    return ParameterSize(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, pieces)
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    """megatron-core's mark of a parameter that the tensor axis cuts."""
+    return getattr(tensor, "partition_dim", -1) >= 0
+
+
+def _shapes(parameters: list[ParameterSize]) -> list[tuple[Any, ...]]:
+    return [(x.component, x.shape, x.dtype, x.trained, x.pieces) for x in parameters]
