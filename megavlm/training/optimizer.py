@@ -87,6 +87,7 @@ def build_updater(
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=True)
+    _make_moments(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -107,6 +108,13 @@ def build_updater(
             increment=1
         )  # megatron's schedule starts at 0: the first update would change nothing
     return Updater(wrapped, optimizer, scheduler)
+
+
+def _make_moments(optimizer: MegatronOptimizer) -> None:
+    """Adam's, zero: a run whose first update is skipped has them to save too."""
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:  # without parameters there is none
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def wrap(

@@ -68,6 +68,29 @@ def test_a_resumed_run_is_bit_equal(
     assert shorter[0][1] != through[0]  # the comparison can fail
 
 
+def save_at_once(hf: Path, ranks: Ranks, folder: Path) -> list[str]:
+    run = start(hf, ranks)
+    run.save(folder, 0)
+    run.train(range(3))
+    return run.fingerprint()
+
+
+def resume_at_once(hf: Path, ranks: Ranks, folder: Path) -> list[str]:
+    run = start(hf, ranks, seed=99)
+    run.load(folder)
+    run.train(range(3))
+    return run.fingerprint()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["one rank", "DP2"])
+def test_a_run_can_be_saved_before_its_first_update(hf: Path, tmp_path: Path, layout: str) -> None:
+    """As one whose first updates were all skipped."""
+    ranks = LAYOUTS[layout]
+    through = launch(ranks.world_size, save_at_once, hf, ranks, tmp_path)
+    assert launch(ranks.world_size, resume_at_once, hf, ranks, tmp_path) == through
+
+
 def load_and_save(hf: Path, ranks: Ranks, source: Path, target: Path) -> None:
     """As loaded, and after two more updates."""
     run = start(hf, ranks, seed=99)
