@@ -96,9 +96,7 @@ def start(folder: Path, ranks: Ranks, *, frozen: bool, lora: LoRA | None = None)
 
     config = AutoConfig.from_pretrained(folder)
     mesh = build_mesh(ranks.mesh)
-    options = ModelOptions(
-        sequence=ranks.sequence, freeze_tower=frozen, freeze_merger=frozen
-    )
+    options = ModelOptions(sequence=ranks.sequence, freeze_tower=frozen, freeze_merger=frozen)
     chunks = build_model(config, mesh, options)
     entries = family(config.model_type).mapping(config)
     for chunk in chunks:

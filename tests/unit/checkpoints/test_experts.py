@@ -1,0 +1,136 @@
+"""Checkpoints of a mixture of experts: weights and optimizer state go from every layout of the
+experts to every other, and experts are stacked in them as in a HuggingFace folder.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from megavlm import checkpointing
+from megavlm.checkpointing.folder import step_folder
+from megavlm.checkpointing.reader import StepReader
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.mapping import by_key
+from megavlm.models.registry import family
+from megavlm.parallel.mesh import Layout
+from tests.distributed.fork import launch
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.unit.checkpoints.ranks import ONE_RANK, make_hf, start
+
+pytestmark = pytest.mark.distributed
+ALL_LAYOUTS = {
+    **LAYOUTS,
+    **EXPERT_LAYOUTS,
+    "EP2xDP4": Ranks(Layout(expert=2), data=4),  # each expert on two data ranks
+}
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers with experts on both sides of a dense one."""
+    folder = tmp_path_factory.mktemp("experts")
+    return make_hf(folder, family="qwen3_vl_moe", num_layers=4, dense_layers=[1])
+
+
+def train_and_save(hf: Path, ranks: Ranks, folder: Path, dtype: torch.dtype) -> list[str]:
+    """The state after two more updates."""
+    run = start(hf, ranks, dtype=dtype)
+    run.train(range(3))
+    run.save(folder, 3)
+    run.train(range(3, 5))
+    return run.fingerprint()
+
+
+def resume(hf: Path, ranks: Ranks, folder: Path, dtype: torch.dtype) -> list[str]:
+    run = start(hf, ranks, seed=99, dtype=dtype)
+    run.load(folder)
+    run.train(range(3, 5))
+    return run.fingerprint()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["EP2", "EP2 over TP2+SP"])
+def test_a_resumed_run_is_bit_equal(
+    hf: Path, tmp_path: Path, layout: str, dtype: torch.dtype
+) -> None:
+    ranks = ALL_LAYOUTS[layout]
+    through = launch(ranks.world_size, train_and_save, hf, ranks, tmp_path, dtype)
+    assert launch(ranks.world_size, resume, hf, ranks, tmp_path, dtype) == through
+    assert through[0][0] != through[1][0], "experts differ over ranks"
+
+
+def load_and_save(hf: Path, ranks: Ranks, source: Path, target: Path) -> None:
+    """As loaded, and after two more updates."""
+    run = start(hf, ranks, seed=99)
+    run.load(source)
+    run.save(target, 3)
+    run.train(range(3, 5))
+    run.save(target, 5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("EP2", "one rank"),
+        ("one rank", "EP2"),
+        ("EP2 over TP2+SP", "EP2"),
+        ("EP2xPP2 virtual 2", "expert TP2+SP"),
+        ("expert TP2+SP", "EP2xDP4"),
+        ("EP2xDP4", "TP2+SP"),
+    ],
+)
+def test_another_layout_goes_on_from_equal_state(
+    hf: Path, tmp_path: Path, before: str, after: str
+) -> None:
+    """Weights and optimizer state, every tensor."""
+    saved, same, other = (tmp_path / name for name in ("saved", "same", "other"))
+    first, second = ALL_LAYOUTS[before], ALL_LAYOUTS[after]
+    launch(first.world_size, train_and_save, hf, first, saved, torch.float32)
+    launch(first.world_size, load_and_save, hf, first, saved, same)
+    launch(second.world_size, load_and_save, hf, second, saved, other)
+    assert_equal_tensors(saved, other, 3)
+    assert_equal_tensors(same, other, 5)
+
+
+def assert_equal_tensors(first: Path, second: Path, step: int) -> None:
+    expected, found = (StepReader(step_folder(folder, step)) for folder in (first, second))
+    assert found.tensors.keys() == expected.tensors.keys()
+    moments = [key for key in found.tensors if key.startswith("optimizer.state.exp_avg_sq.")]
+    assert any(".mlp.experts." in key for key in moments)
+    for key in found.tensors:
+        assert torch.equal(found.read(key), expected.read(key)), key
+
+
+def save_start(hf: Path, ranks: Ranks, folder: Path) -> None:
+    start(hf, ranks).save(folder, 0)
+
+
+def load_weights(hf: Path, folder: Path) -> bool:
+    run = start(hf, ONE_RANK)
+    expected = run.weights()
+    with torch.no_grad():
+        for parameter in run.chunks[0].parameters():
+            parameter.fill_(7)
+    checkpointing.load(folder, chunks=run.chunks)
+    found = run.weights()
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_weights_of_expert_ranks_load_on_one(hf: Path, tmp_path: Path) -> None:
+    """Each expert in its own place of the stack."""
+    ranks = ALL_LAYOUTS["EP2"]
+    launch(ranks.world_size, save_start, hf, ranks, tmp_path)
+    assert launch(1, load_weights, hf, tmp_path) == [True]
+    config = AutoConfig.from_pretrained(hf)
+    source, reader = HFFolder(hf), StepReader(step_folder(tmp_path, 0))
+    stacks = [
+        group for group in by_key(family(config.model_type).mapping(config)).values() if group[1:]
+    ]
+    assert len(stacks) == 6, "two of each layer with experts"
+    for group in stacks:
+        stack = reader.read(group[0].megatron)
+        for row, entry in zip(stack, group, strict=True):
+            (name,) = entry.hf
+            assert torch.equal(row, entry.to_megatron([source[name][entry.expert]]))
