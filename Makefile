@@ -14,6 +14,7 @@ LOCK := launch/requirements-cpu.txt
 STAMP := $(VENV)/installed-$(shell cat $(LOCK) setup.py | cksum | cut -d' ' -f1)
 DATA ?=
 SEED ?=
+FAMILY ?=
 OVERRIDES ?=
 TESTS ?= tests
 CASES ?=
@@ -35,7 +36,7 @@ $(STAMP):
 	@touch $@
 
 demo: setup
-	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(OVERRIDES)
+	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(OVERRIDES)
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)

@@ -62,6 +62,9 @@ def demo(
         typer.Option(help="Folder with Parquet files to learn; without it, pictures are drawn."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of pictures, model and training.")] = 0,
+    family: Annotated[
+        str, typer.Option(help="Of the tiny model: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe.")
+    ] = "qwen2_5_vl",
     run_dir: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
     tasks: Annotated[
         str | None,
@@ -83,6 +86,7 @@ def demo(
     pipeline.run_demo(
         run_dir,
         seed=seed,
+        family=family,
         data=data,
         tasks=None if tasks is None else tasks.split(","),
         warm_steps=warm_steps,

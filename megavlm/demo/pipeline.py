@@ -30,6 +30,7 @@ def run_demo(
     run_dir: Path,
     *,
     seed: int,
+    family: str,
     data: Path | None,
     tasks: list[str] | None,
     warm_steps: int | None,
@@ -55,7 +56,7 @@ def run_demo(
         from megavlm.demo.tiny_model import make_tiny_model
 
         disable_progress_bar()
-        make_tiny_model(model, sets.texts(), seed=seed)
+        make_tiny_model(model, sets.texts(), seed=seed, family=family)
     platform.install()  # before the first import of megatron-core
     with _phase("import", seconds):
         from checkpoint_tools.import_hf import import_hf
