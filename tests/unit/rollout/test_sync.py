@@ -60,8 +60,8 @@ def pushes(url: str, versions: tuple[int, ...], full: bool, folder: Path | None)
         transport = TensorTransport(servers) if folder is None else DiskTransport(servers, folder)
     sync = WeightSync(
         ENTRIES,
-        Model(),  # type: ignore[arg-type]  # of a MegatronModule only what a push needs
-        tp_group=dist.group.WORLD,
+        [Model()],  # type: ignore[list-item]  # of a MegatronModule only what a push needs
+        place=lambda axis: (dist.get_rank(), dist.get_world_size()),
         servers=servers,
         transport=transport,
         dtype=torch.float32,

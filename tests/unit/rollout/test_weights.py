@@ -1,28 +1,52 @@
 """Portions, the bucket's layout, and the engine's tensors."""
 
 import hashlib
+from collections.abc import Collection, Sequence
 
 import torch
 
-from megavlm.models.common.mapping import ROWS, Shard, same
-from megavlm.rollout.weights.plan import Item, portions
+from megavlm.models.common.mapping import ROWS, expert_down, same
+from megavlm.rollout.weights.gather import to_hf
+from megavlm.rollout.weights.plan import Plan
 from megavlm.rollout.weights.transports.bucket import flatten
 from megavlm.rollout.weights.verify import checksums, engine_tensors
 
 
-def item(num_floats: int, shard: Shard = ROWS) -> Item:
-    shard_tensor = torch.zeros(num_floats)
-    return same(f"t{num_floats}", f"t{num_floats}", (num_floats,), shard), shard_tensor
+def plan(sizes: Sequence[int], changed: Collection[int] = ()) -> Plan:
+    """Entries of so many elements, each with the first rank alone."""
+    entries = [same(f"t{i}", f"t{i}", (size,), ROWS) for i, size in enumerate(sizes)]
+    return Plan(entries, {i: (0,) for i in range(len(sizes))}, frozenset(changed))
 
 
-def test_portions() -> None:
-    """Bytes of full tensors: 2 ranks x 4 per float; a tensor above the bound is alone."""
-    items = [item(n) for n in (2, 3, 30, 1, 4)]
-    runs = [[len(shard) for _, shard in run] for run in portions(items, 2, 40)]
-    assert runs == [[2, 3], [30], [1, 4]]
-    replicated = [item(5, Shard(None)), item(4, Shard(None))]
-    assert len(list(portions(replicated, 2, 36))) == 1
-    assert list(portions([], 2, 36)) == []
+def test_portions_are_bounded_by_the_bytes_of_whole_tensors() -> None:
+    """A tensor above the bound is alone."""
+    runs = list(plan([2, 3, 30, 1, 4]).portions(full=True, itemsize=4, max_bytes=20))
+    assert runs == [[0, 1], [2], [3, 4]]
+    assert list(plan([9, 1]).portions(full=True, itemsize=4, max_bytes=39)) == [[0], [1]]
+    assert list(plan([9, 1]).portions(full=True, itemsize=2, max_bytes=39)) == [[0, 1]]
+    assert list(plan([]).portions(full=True, itemsize=4, max_bytes=20)) == []
+
+
+def test_without_full_only_what_changed_is_sent() -> None:
+    some = plan([2, 3, 30, 1], changed=(3, 1))
+    assert list(some.portions(full=False, itemsize=4, max_bytes=1000)) == [[1, 3]]
+    assert list(plan([2]).portions(full=False, itemsize=4, max_bytes=1000)) == []
+
+
+def test_a_stack_of_experts_is_never_cut() -> None:
+    experts = [expert_down("fc2", "down_proj", (3, 2, 5), expert) for expert in range(3)]
+    entries = [same("a", "a", (4,)), *experts, same("b", "b", (4,))]
+    whole = Plan(entries, {i: (i % 2,) for i in range(5)}, frozenset())
+    assert list(whole.portions(full=True, itemsize=1, max_bytes=8)) == [[0], [1, 2, 3], [4]]
+    assert list(whole.portions(full=True, itemsize=1, max_bytes=34)) == [[0, 1, 2, 3], [4]]
+
+
+def test_a_stack_is_its_experts_in_order() -> None:
+    """HF's [E, I, H] from Megatron's [H, I] of each expert."""
+    entries = [expert_down("fc2", "down_proj", (3, 2, 5), expert) for expert in range(3)]
+    stack = torch.arange(30.0).view(3, 2, 5)
+    ((name, tensor),) = to_hf([(e, stack[e.expert].t()) for e in entries])
+    assert name == "down_proj" and torch.equal(tensor, stack)
 
 
 def test_bucket() -> None:
