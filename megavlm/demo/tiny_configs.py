@@ -157,6 +157,7 @@ def _qwen2_vl(sizes: TinySizes) -> tuple[Section, Section]:
         "hidden_size": sizes.hidden_size,
         "mlp_ratio": ratio,
         "patch_size": 14,
+        "in_chans": 3,  # as released: SGLang reads it, transformers does not
     }
     return _qwen2_text(sizes), vision
 

@@ -12,6 +12,8 @@ from megavlm.rollout.weights.servers import Servers
 VOCAB_MULTIPLE = 64  # SGLang pads embedding and head to it with zero rows
 # SGLang's fused parameters by the HF parts they are made of, in order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# And its stacks of experts by those of the hub.
+EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
 def check_version(servers: Servers, version: str) -> None:
@@ -45,14 +47,17 @@ def checksums(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     }
 
 
-def engine_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A one-rank engine's parameters, as SGLang's Qwen2.5-VL makes them of HF tensors."""
+def engine_tensors(hub_tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A one-rank engine's parameters, as SGLang's Qwen-VL models make them of HF tensors."""
+    tensors = {_engine_name(name): tensor for name, tensor in hub_tensors.items()}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
         parent, _, leaf = module.rpartition(".")
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             padding = -tensor.shape[0] % VOCAB_MULTIPLE
             yield name, torch.nn.functional.pad(tensor, (0, 0, 0, padding))
+        elif leaf == "experts":  # stacks, each expert's linear transposed
+            yield f"{module}.{EXPERTS[kind]}", tensor.transpose(1, 2)
         elif leaf == "qkv":  # the tower's, already fused
             yield f"{parent}.qkv_proj.{kind}", tensor
         elif fused := next((fused for fused, parts in FUSED.items() if leaf in parts), None):
@@ -61,6 +66,14 @@ def engine_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
                 yield f"{parent}.{fused}.{kind}", torch.cat(parts)
         else:
             yield name, tensor
+
+
+def _engine_name(name: str) -> str:
+    """Without what Qwen3-VL's hub files add to the names of the older families."""
+    for long, short in (("model.visual.", "visual."), ("model.language_model.", "model.")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
 
 
 def check_checksums(servers: Servers, expected: Mapping[str, str]) -> None:

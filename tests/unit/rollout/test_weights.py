@@ -72,6 +72,9 @@ def test_engine_tensors() -> None:
         "l.mlp.up_proj.weight": torch.zeros(2, 3),
         "l.mlp.down_proj.weight": torch.ones(3, 2),
         "visual.b.attn.qkv.weight": torch.ones(6, 2),
+        "model.visual.merger.norm.bias": torch.ones(2),
+        "model.language_model.e.mlp.experts.gate_up_proj": torch.ones(4, 2, 6),
+        "model.language_model.e.mlp.experts.down_proj": torch.ones(4, 3, 2),
     }
     engine = dict(engine_tensors(tensors))
     assert engine["l.self_attn.qkv_proj.bias"].tolist() == [1, 2, 3, 4]
@@ -84,7 +87,12 @@ def test_engine_tensors() -> None:
         "l.mlp.gate_up_proj.weight",
         "l.mlp.down_proj.weight",
         "visual.b.attn.qkv_proj.weight",
+        "visual.merger.norm.bias",
+        "model.e.mlp.experts.w13_weight",
+        "model.e.mlp.experts.w2_weight",
     }
+    assert engine["model.e.mlp.experts.w13_weight"].shape == (4, 6, 2)
+    assert engine["model.e.mlp.experts.w2_weight"].shape == (4, 2, 3)
 
 
 def test_checksum_is_of_the_bytes() -> None:
