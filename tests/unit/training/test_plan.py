@@ -1,82 +1,139 @@
-"""Who trains on what: every target once, pictures only where they are shown, balanced by cost."""
+"""Who trains on what: every target once, pictures only where they are shown, and as many packs as a
+layout needs.
+"""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from megavlm.data.packing import Segment, Tree
-from megavlm.data.pictures import Picture
-from megavlm.data.positions import text_positions
-from megavlm.training.cost import tree_cost
-from megavlm.training.plan import plan_step
+from megavlm.data.packing import Tree
+from megavlm.training.plan import PackShape, Work, by_rank, plan_step
+from tests.unit.training.trees import IMAGE, picture, tree
 
-IMAGE = 9
-CONFIG = SimpleNamespace(
-    text_config=SimpleNamespace(hidden_size=8, intermediate_size=16, num_hidden_layers=2),
-    vision_config=SimpleNamespace(hidden_size=4, intermediate_size=8, depth=3),
-)
+MINIBATCHES = [
+    [tree(4, [3, 2], "a"), tree(4, [1, 5], "b"), tree(4, [2], "a")],
+    [tree(4, [7, 1, 1], "c"), tree(4, [2, 2], "b"), tree(4, [4], "d")],
+]
+PICTURES = {key: picture(key) for key in "abcd"}
 
 
-def segment(length: int, start: int, parent: int) -> Segment:
-    ids = torch.full((length,), 1 if parent >= 0 else IMAGE)
-    return Segment(ids, text_positions(length, start), parent, is_target=parent >= 0)
+def plan(num_ranks: int, minibatches: Any = MINIBATCHES, **shape: Any) -> list[Work]:
+    return plan_step(
+        minibatches,
+        PICTURES,
+        num_ranks=num_ranks,
+        shape=PackShape(**{"max_tokens": 16, "vision_token_ids": (IMAGE,), **shape}),
+        cost=lambda tree: float(tree.num_tokens),
+    )
 
 
-def tree(prompt: int, responses: list[int], picture: str) -> Tree:
-    children = [segment(length, prompt, 0) for length in responses]
-    return Tree((segment(prompt, 0, -1), *children), (picture,))
-
-
-def picture(key: str, side: int = 4) -> Picture:
-    return Picture(key, b"png", torch.zeros(side * side, 3), (1, side, side))
+def num_targets(trees: list[Tree]) -> int:
+    return sum(len(s.token_ids) for tree in trees for s in tree.segments if s.is_target)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_every_target_once_and_pictures_where_they_are_shown(num_ranks: int) -> None:
-    minibatches = [
-        [tree(4, [3, 2], "a"), tree(4, [1, 5], "b"), tree(4, [2], "a")],
-        [tree(4, [7, 1, 1], "c"), tree(4, [2, 2], "b"), tree(4, [4], "d")],
-    ]
-    pictures = {key: picture(key) for key in "abcd"}
-    works = plan_step(
-        minibatches,
-        pictures,
-        num_ranks=num_ranks,
-        pack_tokens=16,
-        image_token_id=IMAGE,
-        multiple=4,
-        cost=tree_cost(CONFIG, pictures),
-    )
+    works = plan(num_ranks, multiple=4)
     assert len(works) == num_ranks
-    for index, trees in enumerate(minibatches):
-        targets = sum(len(s.token_ids) for t in trees for s in t.segments if s.is_target)
+    for index, trees in enumerate(MINIBATCHES):
         here = [work.minibatches[index] for work in works]
-        assert all(minibatch.num_targets == targets for minibatch in here)
+        assert all(minibatch.num_targets == num_targets(trees) for minibatch in here)
         packs = [pack for minibatch in here for pack in minibatch.packs]
-        assert sum(pack.num_targets for pack in packs) == targets
+        assert sum(pack.num_targets for pack in packs) == num_targets(trees)
         assert all(minibatch.packs for minibatch in here), "the reductions are collective"
         assert all(len(pack.token_ids) % 4 == 0 for pack in packs)
     for work in works:
         shown = {key for m in work.minibatches for pack in m.packs for key in pack.pictures}
         assert set(work.pictures) == shown
         assert all(p.png == b"" for p in work.pictures.values()), "only the servers need the file"
-        assert work.num_tokens_everywhere == sum(t.num_tokens for m in minibatches for t in m)
+        assert work.num_tokens_everywhere == sum(t.num_tokens for m in MINIBATCHES for t in m)
 
 
-def test_cost_counts_the_prompt_once_and_the_tower() -> None:
-    pictures = {"small": picture("small", 4), "large": picture("large", 16)}
-    cost = tree_cost(CONFIG, pictures)
-    one, two = cost(tree(10, [5], "small")), cost(tree(10, [5, 5], "small"))
-    assert one < two < 2 * one
-    assert cost(tree(10, [5], "large")) - one > 15 * 16 * 3 * 2 * (4 * 4**2 + 3 * 4 * 8)
+def counts(works: list[Work]) -> list[list[int]]:
+    """Packs of each minibatch, by rank."""
+    return [[len(minibatch.packs) for minibatch in work.minibatches] for work in works]
 
 
-def test_a_tree_of_turns_attends_its_ancestors() -> None:
-    root, reply = segment(4, 0, -1), segment(3, 4, 0)
-    turn = Segment(reply.token_ids, reply.positions, 1, is_target=True)
-    pictures = {"a": picture("a")}
-    cost = tree_cost(CONFIG, pictures)
-    chain, fan = Tree((root, reply, turn), ("a",)), Tree((root, reply, reply), ("a",))
-    extra_pairs = 3 * 3
-    assert cost(chain) - cost(fan) == pytest.approx(extra_pairs * 4 * 8 * 2)
+# One rank gets the long tree, another three short ones in two packs.
+UNEVEN = [[tree(4, [12], "a"), tree(4, [4], "b"), tree(4, [4], "c"), tree(4, [3], "d")]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({}, [[1], [2]]),
+        ({"count": 2}, [[2], [2]]),
+        ({"count": 3}, [[3], [3]]),
+        ({"equal_counts": True}, [[2], [2]]),
+        ({"equal_counts": True, "count": 3}, [[3], [3]]),
+        ({"count": 4, "equal_counts": True}, [[4], [4]]),
+    ],
+)
+def test_packs_of_padding_fill_up(shape: dict[str, Any], expected: list[list[int]]) -> None:
+    """Virtual stages take turns in rounds of `count`; ranks that share experts need as many."""
+    works = plan(2, UNEVEN, **shape)
+    assert sorted(counts(works)) == expected
+    for work in works:
+        (minibatch,) = work.minibatches
+        assert minibatch.num_targets == num_targets(UNEVEN[0])
+        real = [pack for pack in minibatch.packs if pack.num_targets]
+        padding = minibatch.packs[len(real) :]
+        assert real == minibatch.packs[: len(real)]
+        for pack in padding:
+            assert pack.values.keys() == real[0].values.keys() == {"place"}, "losses read them"
+            assert not pack.pictures and len(pack.token_ids) > 0
+
+
+def test_a_minibatch_with_less_trees_than_ranks_has_packs_on_all() -> None:
+    works = plan(3, [[tree(4, [3], "a")]], multiple=2, context_size=2)
+    assert counts(works) == [[1], [1], [1]]
+    for work in works:
+        (pack,) = work.minibatches[0].packs
+        assert len(pack.token_ids) % 4 == 0
+        for rank in range(2):
+            part = work.part(rank, torch.device("cpu")).minibatches[0].packs[0]
+            assert len(part.token_ids) == len(pack.token_ids) // 2 > 0
+
+
+@pytest.mark.parametrize("context_size", [2, 3])
+def test_context_ranks_have_parts_of_the_same_packs(context_size: int) -> None:
+    for work in plan(2, multiple=2, context_size=context_size):
+        parts = [work.part(rank, torch.device("cpu")) for rank in range(context_size)]
+        assert all(part.pictures == work.pictures for part in parts)
+        for index, minibatch in enumerate(work.minibatches):
+            mine = [part.minibatches[index] for part in parts]
+            assert all(part.num_targets == minibatch.num_targets for part in mine)
+            for whole, *held in zip(minibatch.packs, *(m.packs for m in mine), strict=True):
+                sizes = {len(part.token_ids) for part in held}
+                assert len(sizes) == 1 and sizes.pop() % 2 == 0
+                tokens = torch.cat([part.token_index for part in held]).sort().values
+                assert torch.equal(tokens, torch.arange(len(whole.token_ids)))
+                targets = torch.cat([part.target_index for part in held]).sort().values
+                assert torch.equal(targets, torch.arange(whole.num_targets))
+                for part in held:
+                    assert torch.equal(
+                        part.values["place"], whole.values["place"][part.target_index]
+                    )
+
+
+def test_a_part_has_values_of_its_own() -> None:
+    """Scores that a pass adds to the parts are not in the plan."""
+    (work,) = plan(1)
+    part = work.part(0, torch.device("cpu"))
+    part.minibatches[0].packs[0].values["old_logprobs"] = torch.zeros(1)
+    assert "old_logprobs" not in work.minibatches[0].packs[0].values
+
+
+def test_pictures_go_to_the_first_stage_only() -> None:
+    """Two stages of two data ranks of two tensor ranks."""
+    mesh: Any = SimpleNamespace(
+        data_ranks=(0, 0, 1, 1, 0, 0, 1, 1), pipeline_ranks=(0, 0, 0, 0, 1, 1, 1, 1)
+    )
+    works = plan(2)
+    ranks = by_rank(works, mesh)
+    assert [rank.minibatches for rank in ranks] == [works[i].minibatches for i in mesh.data_ranks]
+    assert [rank.pictures for rank in ranks[:4]] == [works[i].pictures for i in (0, 0, 1, 1)]
+    assert all(works[i].pictures for i in (0, 1))
+    assert all(rank.pictures == {} for rank in ranks[4:])

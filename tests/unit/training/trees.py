@@ -1,0 +1,33 @@
+"""Trees and pictures of made-up sizes."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megavlm.data.packing import Segment, Tree
+from megavlm.data.pictures import Picture
+from megavlm.data.positions import text_positions
+
+IMAGE = 9
+
+
+def segment(
+    length: int, start: int, parent: int, values: Mapping[str, Tensor] | None = None
+) -> Segment:
+    """A prompt of image tokens, or a response of token 1."""
+    ids = torch.full((length,), 1 if parent >= 0 else IMAGE)
+    positions = text_positions(length, start)
+    return Segment(ids, positions, parent, is_target=parent >= 0, values=values or {})
+
+
+def tree(prompt: int, responses: Sequence[int], picture: str) -> Tree:
+    """Each target token has its own number in `values`: its place in its response."""
+    children = [
+        segment(length, prompt, 0, {"place": torch.arange(float(length))}) for length in responses
+    ]
+    return Tree((segment(prompt, 0, -1), *children), (picture,))
+
+
+def picture(key: str, side: int = 4) -> Picture:
+    return Picture(key, b"png", torch.zeros(side * side, 3), (1, side, side))
