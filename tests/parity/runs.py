@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import build_model, family
 from megavlm.parallel.mesh import Mesh, build_mesh
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from megavlm.training.optimizer import wrap
 from megavlm.training.passes import VisionFeatures, forward_backward, logits
 from tests.distributed.fork import launch
@@ -44,6 +45,7 @@ class Models:
         folder = self._root / f"{name}{'_rounded' if rounded else ''}"
         if not folder.exists():
             # Once, before ranks are forked: each would import it again.
+            define_torchvision_operators()
             importlib.import_module(f"transformers.models.{name}.modeling_{name}")
             launch(1, make_model, folder, name, False)
             if rounded:
@@ -60,6 +62,18 @@ def round_weights(folder: Path) -> None:
     """Makes a folder's weights bf16."""
     path = folder / "model.safetensors"
     save_file({name: x.bfloat16() for name, x in load_file(path).items()}, path, {"format": "pt"})
+
+
+def build(
+    folder: Path, config: Any, ranks: Ranks, options: ModelOptions
+) -> tuple[Mesh, list[Entry], list[VisionLanguageModel]]:
+    """This rank's chunks of a folder's model, with their weights, and the mapping table."""
+    mesh = build_mesh(ranks.mesh)
+    chunks = build_model(config, mesh, replace(options, sequence=ranks.sequence))
+    entries = family(config.model_type).mapping(config)
+    for chunk in chunks:
+        load_hf(chunk, entries, HFFolder(folder), mesh)
+    return mesh, entries, chunks
 
 
 @dataclass
@@ -81,11 +95,7 @@ class Run:
         options: ModelOptions,
         pictures: Mapping[str, Picture],
     ) -> Self:
-        mesh = build_mesh(ranks.mesh)
-        chunks = build_model(config, mesh, options)
-        entries = family(config.model_type).mapping(config)
-        for chunk in chunks:
-            load_hf(chunk, entries, HFFolder(folder), mesh)
+        mesh, entries, chunks = build(folder, config, ranks, options)
         # whole gradients, to compare
         return cls(mesh, entries, chunks, wrap(chunks, shard_optimizer=False), pictures)
 

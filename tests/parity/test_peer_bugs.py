@@ -1,226 +1,286 @@
-"""Bugs that other stacks have had, each put into our own code: with it the comparison with
-transformers is far off, without it within the bounds. So the parity tests would see it come.
+"""Bugs that other stacks have had, each put into our own code: with it a comparison fails by far,
+without it it holds. So the tests would see the bug come.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from megavlm.data.packing import Pack
-from megavlm.models.common import deepstack, language, model, vision_merge
-from megavlm.models.common.tower import Tower
-from megavlm.models.common.value_head import ValueHead
+from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.import_hf import import_hf
+from megavlm.data.processor import Picture
+from megavlm.models.common import deepstack
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.lora import LoRA, adapters, add_adapters
+from megavlm.models.common.lora_targets import choose, linear_names
 from tests.distributed.fork import launch
-from tests.parity import cases
-from tests.parity.cases import Differences, Expected, compare, expect
-from tests.parity.inputs import Inputs, picture
-from tests.parity.models import make_model
-from tests.parity.reference import Sequences
-from tests.parity.table import OPTIONS, Case
+from tests.parity.cases import Differences, Expected, compare, expect, packs_of
+from tests.parity.peer_bugs import (
+    BUGS,
+    Bug,
+    Inject,
+    few_pictures,
+    leaf_names,
+    no_graph_without_pictures,
+    one_ulp,
+    tanh_gelu,
+    unread_switches,
+    vision_qkv_by_head,
+)
+from tests.parity.reference import Reference, Sequences, distinct_pictures
+from tests.parity.runs import Models, Run, build, difference
+from tests.parity.table import LAYOUTS, OPTIONS, Case, Ranks
 from tests.parity.test_parity import NORM_TOLERANCE, TOLERANCE
 
 pytestmark = pytest.mark.parity
-
-Patch = pytest.MonkeyPatch
 FAR = 100 * TOLERANCE
+# The two forms of GELU differ by 5e-4 at most, whatever comes in.
+FAR_FOR_GELU = 10 * TOLERANCE
 
 
-# The bugs
-
-
-def nested_list(patch: Patch) -> None:
-    """DeepStack levels leave a recomputed region in a list, where autograd does not see them."""
-    plain = Tower.run_blocks
-
-    def run_blocks(self: Tower, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, list]:
-        return checkpoint(lambda x: plain(self, x, *args, **options), x, use_reentrant=True)
-
-    patch.setattr(Tower, "run_blocks", run_blocks)
-
-
-def captured_levels(patch: Patch) -> None:
-    """Recomputed layers reach for the levels instead of being given them."""
-    held: list[Tensor | None] = []
-    plain_model, plain_layer = language.LanguageModel.forward, deepstack.DeepStackLayer.forward
-
-    def of_model(self: Any, hidden: Tensor, levels: Tensor | None, *args: Any) -> Tensor:
-        held[:] = [levels]
-        return plain_model(self, hidden, None, *args)
-
-    def of_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return plain_layer(self, *args, **kwargs | {"context": held[0]})[0], None
-
-    patch.setattr(language.LanguageModel, "forward", of_model)
-    patch.setattr(deepstack.DeepStackLayer, "forward", of_layer)
-
-
-def tanh_gelu(patch: Patch) -> None:
-    """Only mergers have the module."""
-    patch.setattr(nn.GELU, "forward", lambda self, x: F.gelu(x, approximate="tanh"))
-
-
-def slice_without_sum(patch: Patch) -> None:
-    """The gather's backward takes a rank's own rows and leaves what other ranks know of them."""
-
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0][ctx.start : ctx.start + ctx.count], None, None, None
-
-    patch.setattr(vision_merge._GatherShares, "backward", staticmethod(backward))
-
-
-def scaled_scatter(patch: Patch) -> None:
-    plain = model.scatter_to_sequence_parallel_region
-
-    def scatter(x: Tensor, *, group: Any) -> Tensor:
-        x = plain(x, group=group)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient / group.size())
-        return x
-
-    patch.setattr(model, "scatter_to_sequence_parallel_region", scatter)
-
-
-def first_stage_only(patch: Patch) -> None:
-    plain = deepstack.StageLayout.level
-
-    def level(self: deepstack.StageLayout, levels: Tensor, index: int) -> Tensor:
-        return plain(self, levels, index) * (self.first_level == 0)
-
-    patch.setattr(deepstack.StageLayout, "level", level)
-
-
-def unused_head(patch: Patch) -> None:
-    patch.setattr(ValueHead, "forward", lambda self, hidden: 0 * hidden.float().sum(1))
-
-
-def counted_over_the_row(patch: Patch) -> None:
-    """A segment starts where the one before it in the row ended."""
-    plain = cases.make_pack
-
-    def make_pack(*args: Any, **options: Any) -> Pack:
-        pack = plain(*args, **options)
-        start, pieces = 0, []
-        bounds = pack.segment_bounds
-        for first, end in zip(bounds, bounds[1:], strict=False):
-            positions = pack.positions[:, first:end]
-            pieces.append(positions - positions[0, 0] + start)
-            start = int(pieces[-1].max()) + 1
-        return replace(pack, positions=torch.cat(pieces, dim=1))
-
-    patch.setattr(cases, "make_pack", make_pack)
-
-
-def counted_over_the_part(patch: Patch) -> None:
-    """A context rank counts the tokens that it holds."""
-    plain = Pack.part
-
-    def part(self: Pack, context_rank: int) -> Pack:
-        held = plain(self, context_rank)
-        return replace(held, positions=torch.arange(len(held.token_ids)).expand(3, -1))
-
-    patch.setattr(Pack, "part", part)
-
-
-@dataclass(frozen=True)
-class Bug:
-    inject: Callable[[Patch], None]
-    family: str
-    layout: str
-    inputs: str = "one image"
-    options: str = ""
-
-
-BUGS = {
-    "1 full recompute drops DeepStack's gradient": Bug(
-        nested_list, "qwen3_vl", "one rank", options="recompute full"
-    ),
-    "1b": Bug(captured_levels, "qwen3_vl", "one rank", options="recompute full"),
-    "3 tanh-GELU in the merger of Qwen2.5-VL": Bug(tanh_gelu, "qwen2_5_vl", "one rank"),
-    "3 tanh-GELU in the mergers of Qwen3-VL": Bug(tanh_gelu, "qwen3_vl", "one rank"),
-    "4 CP gather whose backward only slices": Bug(
-        slice_without_sum, "qwen2_5_vl", "CP2", "straddling"
-    ),
-    "5 SP scatter scales by 1/TP": Bug(scaled_scatter, "qwen2_5_vl", "TP2+SP"),
-    "7 DeepStack on the first stage only": Bug(first_stage_only, "qwen3_vl", "PP4"),
-    "7 DeepStack on the first chunk only": Bug(first_stage_only, "qwen3_vl", "PP2 virtual 2"),
-    "9 shared critic's head unused, TP2": Bug(
-        unused_head, "qwen2_5_vl", "TP2", options="shared critic"
-    ),
-    "9 separate critic's head unused, PP2": Bug(
-        unused_head, "qwen2_5_vl", "PP2", options="separate critic"
-    ),
-    "9 separate critic's head unused, CP2": Bug(
-        unused_head, "qwen2_5_vl", "CP2", options="separate critic"
-    ),
-    "10 M-RoPE over the packed row": Bug(
-        counted_over_the_row, "qwen2_5_vl", "one rank", "branches"
-    ),
-    "10 M-RoPE over a context rank's part": Bug(
-        counted_over_the_part, "qwen2_5_vl", "CP2", "branches"
-    ),
-}
-
-
-class Models:
-    """Models, inputs and what transformers computes, each made once."""
-
+class Library(Models):
     def __init__(self, root: Path) -> None:
-        self._root = root
-        self._inputs: dict[str, Inputs] = {}
+        super().__init__(root)
         self._expected: dict[Any, Expected] = {}
 
-    def folder(self, family: str) -> Path:
-        folder = self._root / family
-        if family not in self._inputs:
-            launch(1, make_model, folder, family, False)
-            self._inputs[family] = Inputs(folder)
-        return folder
-
-    def inputs(self, family: str) -> Inputs:
-        self.folder(family)
-        return self._inputs[family]
-
-    def arguments(self, case: Case, sequences: Sequence[Sequences] | None = None) -> tuple:
-        """Of `compare`. `sequences`: in place of the case's own."""
-        folder, inputs = self.folder(case.family), self.inputs(case.family)
-        head = OPTIONS[case.options].head
-        if sequences is None:
-            sequences = inputs.sequences(case.inputs)
-        key = (case.family, case.inputs, head)
+    def arguments(self, case: Case) -> tuple[Any, ...]:
+        """Of `compare`."""
+        folder, head = self.folder(case.family), OPTIONS[case.options].head
+        make = self.inputs(folder)
+        own = case.inputs == "few pictures"
+        sequences = few_pictures(make) if own else make.sequences(case.inputs)
+        key = (folder, case.inputs, head)
         if key not in self._expected:
             (self._expected[key],) = launch(1, expect, folder, sequences, head)
-        return folder, inputs.config, case, sequences, self._expected[key]
+        return folder, make.config, case, sequences, self._expected[key]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return Library(tmp_path_factory.mktemp("models"))
 
 
 def without_and_with(
-    inject: Callable[[Patch], None], *arguments: Any
-) -> tuple[Differences, Differences]:
-    without = compare(*arguments)
+    inject: Inject, function: Callable[..., Any], *arguments: Any
+) -> tuple[Any, Any]:
+    """What a function gives on this rank without a bug, and with it."""
+    return function(*arguments), with_bug(inject, function, *arguments)
+
+
+def with_bug(inject: Inject, function: Callable[..., Any], *arguments: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         inject(patch)
-        return without, compare(*arguments)
+        return function(*arguments)
 
 
-@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
-def test_the_bug_would_be_seen(models: Models, bug: Bug) -> None:
+def assert_equals_transformers(results: Sequence[Differences]) -> None:
+    for result in results:
+        assert result.logits < TOLERANCE
+        assert result.gradients < TOLERANCE, result.parameter
+        assert result.norm < NORM_TOLERANCE
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_comparison_with_transformers(library: Library, bug: Bug) -> None:
     case = Case(bug.family, bug.layout, bug.inputs, bug.options)
-    results = launch(case.ranks.world_size, without_and_with, bug.inject, *models.arguments(case))
-    for without, _ in results:
-        assert without.logits < TOLERANCE
-        assert without.gradients < TOLERANCE
-        assert without.norm < NORM_TOLERANCE
-    for without, broken in results:
-        print(without, broken)
-    assert max(max(broken.logits, broken.gradients) for _, broken in results) > FAR
+    arguments = (bug.inject, compare, *library.arguments(case))
+    results = launch(case.ranks.world_size, without_and_with, *arguments)
+    without, broken = zip(*results, strict=True)
+    assert_equals_transformers(without)
+    far = FAR_FOR_GELU if bug.inject is tanh_gelu else FAR
+    assert max(max(result.logits, result.gradients) for result in broken) > far
+
+
+# 2
+
+
+def test_adapters_stay_out_of_the_tower(library: Library) -> None:
+    folder = library.folder("qwen3_vl")
+    config = library.inputs(folder).config
+    ((without, broken),) = launch(1, without_and_with, leaf_names, adapted, folder, config)
+    assert without and all(name.startswith("language_model.") for name in without)
+    assert any(name.startswith("visual.") for name in broken)
+
+
+def adapted(folder: Path, config: Any) -> list[str]:
+    """What adapters are put on if nothing says where; and a leaf name is no answer."""
+    _, _, (chunk,) = build(folder, config, Ranks(), ModelOptions())
+    with pytest.raises(ValueError, match="the same leaf name can be in the language model and in"):
+        choose(["linear_fc1"], linear_names(chunk.config, chunk.visual), has_tower=True)
+    add_adapters(chunk, LoRA(rank=2, alpha=4))
+    return [name for name, _ in adapters(chunk)]
+
+
+def test_a_towers_merged_adapters_are_the_adapters(library: Library) -> None:
+    folder = library.folder("qwen3_vl")
+    inputs = library.inputs(folder)
+    arguments = folder, inputs.config, inputs.sequences("one image")
+    ((without, broken),) = launch(1, without_and_with, vision_qkv_by_head, merged, *arguments)
+    assert without < TOLERANCE and broken > FAR
+
+
+def merged(folder: Path, config: Any, cases: Sequence[Sequences]) -> float:
+    """The model with adapters on the tower, against transformers with their merged weights."""
+    run = Run.start(folder, config, Ranks(), ModelOptions(), distinct_pictures(cases))
+    (chunk,) = run.chunks
+    add_adapters(chunk, LoRA(rank=2, alpha=4, targets=("vision.attention",)))
+    reference = Reference(folder)
+    weights = dict(reference.model.named_parameters())
+    entries = {entry.megatron: entry for entry in run.entries}
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, layer in adapters(chunk):
+            for b in layer.lora_B.values():
+                b.normal_(std=0.2, generator=generator)
+            entry = entries[f"{name}.weight"]
+            for hf, tensor in zip(entry.hf, entry.to_hf(layer.merged_weight()), strict=True):
+                weights[hf].copy_(tensor)
+        theirs = [reference.scores(case.prompt, r).logits for case in cases for r in case.responses]
+    ours = run.logits(packs_of([[case] for case in cases], config, Ranks()))
+    return difference(torch.cat(ours), torch.cat(theirs))
+
+
+# 6
+
+
+def test_conversion_is_compared_bit_by_bit(library: Library, tmp_path: Path) -> None:
+    folder = library.folder("qwen2_5_vl", rounded=True)
+
+    def converted(name: str) -> tuple[list[str], list[str]]:
+        """Tensors that are not equal after import and export, and those beyond a tolerance."""
+        import_hf(folder, tmp_path / name)
+        export_hf(tmp_path / name, tmp_path / f"{name}_hf")
+        before, after = HFFolder(folder), HFFolder(tmp_path / f"{name}_hf")
+        assert set(before) == set(after)
+        unequal = [x for x in before if not torch.equal(before[x], after[x])]
+        return unequal, [x for x in unequal if not torch.allclose(before[x], after[x], atol=0.1)]
+
+    assert converted("without") == ([], [])
+    with pytest.MonkeyPatch.context() as patch:
+        one_ulp(patch)
+        unequal, beyond = converted("broken")
+    assert unequal and not beyond
+
+
+# 7
+
+
+@pytest.mark.parametrize(
+    ("layout", "levels"), [("PP4", [[0], [1], [2], []]), ("PP2 virtual 2", [[0, 2], [1]])]
+)
+def test_every_stage_adds_its_levels(library: Library, layout: str, levels: Any) -> None:
+    folder, ranks = library.folder("qwen3_vl"), LAYOUTS[layout]
+    inputs = library.inputs(folder)
+    arguments = folder, inputs.config, inputs.sequences("one image"), ranks
+    assert launch(ranks.world_size, added_levels, *arguments) == levels
+
+
+def added_levels(folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks) -> list[int]:
+    run = Run.start(folder, config, ranks, ModelOptions(), distinct_pictures(cases))
+    added = set()
+    plain = deepstack.StageLayout.level
+
+    def level(self: deepstack.StageLayout, levels: Tensor, index: int) -> Tensor:
+        added.add(index)
+        return plain(self, levels, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepstack.StageLayout, "level", level)
+        run.logits(packs_of([[case] for case in cases], config, ranks))
+    return sorted(added)
+
+
+# 8
+
+EVERYTHING = ["has a buffer", "has gradients", "keeps activations", "requires gradients"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("frozen", "tower", "merger"),
+    [
+        ((False, False), EVERYTHING, EVERYTHING),
+        ((True, False), [], EVERYTHING),
+        ((False, True), EVERYTHING, ["keeps activations"]),  # the tower's gradient passes through
+        ((True, True), [], []),
+    ],
+)
+def test_switches_are_read(
+    library: Library, family: str, frozen: tuple[bool, bool], tower: list[str], merger: list[str]
+) -> None:
+    folder = library.folder(family)
+    inputs = library.inputs(folder)
+    options = ModelOptions(freeze_tower=frozen[0], freeze_merger=frozen[1])
+    arguments = folder, inputs.config, options, inputs.sequences("one image")
+    ((without, broken),) = launch(1, without_and_with, unread_switches, training, *arguments)
+    assert without == {"tower": tower, "merger": merger}
+    assert broken == {"tower": EVERYTHING, "merger": EVERYTHING}
+
+
+def training(
+    folder: Path, config: Any, options: ModelOptions, cases: Sequence[Sequences]
+) -> dict[str, list[str]]:
+    """What the tower and its mergers show of training; "partly" if not all of their parameters."""
+    run = Run.start(folder, config, Ranks(), options, distinct_pictures(cases))
+    visual = run.chunks[0].visual
+    gradients = run.backward(packs_of([[case] for case in cases], config, Ranks()))
+    kept = activations(visual, next(iter(run.pictures.values())))
+    of_mergers = {id(x) for merger in visual.mergers() for x in merger.parameters()}
+    found = {}
+    for part in ("tower", "merger"):
+        parameters = {
+            f"visual.{name}": x
+            for name, x in visual.named_parameters()
+            if (id(x) in of_mergers) is (part == "merger")
+        }
+        signs = {
+            "requires gradients": [x.requires_grad for x in parameters.values()],
+            "has a buffer": [hasattr(x, "main_grad") for x in parameters.values()],
+            "has gradients": [
+                bool(gradients[x, None].any()) if (x, None) in gradients else False
+                for x in parameters
+            ],
+            "keeps activations": [part in kept],
+        }
+        found[part] = sorted(
+            sign if all(shown) else f"partly {sign}" for sign, shown in signs.items() if any(shown)
+        )
+    return found
+
+
+def activations(visual: Any, picture: Picture) -> set[str]:
+    """In which of the tower and its mergers a forward pass keeps something for backward."""
+    kept, inside = set[str](), ["tower"]
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            kept.add(inside[-1])
+        return tensor
+
+    for merger in visual.mergers():
+        merger.register_forward_pre_hook(lambda *_: inside.append("merger"))
+        merger.register_forward_hook(lambda *_: inside.remove("merger"))
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        visual(picture.patches, [picture.grid])
+    return kept
+
+
+# 15
+
+
+@pytest.mark.parametrize("layout", ["DP2", "TP2", "CP2", "PP2"])
+def test_packs_without_pictures(library: Library, layout: str) -> None:
+    case = Case("qwen3_vl", layout, "few pictures")
+    assert_equals_transformers(launch(2, compare, *library.arguments(case)))
+
+
+def test_a_rank_without_pictures_takes_part_in_backward(library: Library) -> None:
+    arguments = library.arguments(Case("qwen3_vl", "CP2", "few pictures"))
+    with pytest.raises(TimeoutError):  # the rank that has the picture waits for the other
+        launch(2, with_bug, no_graph_without_pictures, compare, *arguments, timeout=10)

@@ -1,0 +1,92 @@
+"""A tree equals the sequences from its root to its leaves, each computed by itself: in our own
+model, and in transformers.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.data.packing import Pack, Tree, make_pack
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.loading import MEMORY
+from tests.distributed.fork import launch
+from tests.parity.conversations import Conversation, expect, two_conversations
+from tests.parity.runs import Models, Run, difference
+from tests.parity.table import LAYOUTS, Ranks
+
+pytestmark = pytest.mark.parity
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def arguments(models: Models, request: pytest.FixtureRequest) -> tuple[Any, ...]:
+    """A model folder, its configuration, conversations, and what transformers computes."""
+    folder = models.folder(request.param)
+    inputs = models.inputs(folder)
+    conversations = two_conversations(inputs)
+    (expected,) = launch(1, expect, folder, conversations)
+    return folder, inputs.config, conversations, expected
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP2+SP", "PP2", "CP2"])
+def test_a_tree_equals_its_sequences(arguments: tuple[Any, ...], layout: str) -> None:
+    ranks = LAYOUTS[layout]
+    for results in launch(ranks.world_size, compare, *arguments, ranks):
+        for name, value in results.items():
+            assert value < TOLERANCE, name
+
+
+def compare(
+    folder: Path, config: Any, conversations: Sequence[Conversation], expected: Any, ranks: Ranks
+) -> dict[str, float]:
+    """The largest relative differences on this rank."""
+    options = ModelOptions(freeze_tower=False, freeze_merger=False)
+    pictures = {
+        key: x for conversation in conversations for key, x in conversation.pictures.items()
+    }
+    run = Run.start(folder, config, ranks, options, pictures)
+    trees = packs([[conversation.tree() for conversation in conversations]], config, ranks)
+    sequences = packs([[t] for c in conversations for t in c.sequences()], config, ranks)
+
+    (together,), apart = run.logits(trees), run.logits(sequences)
+    results = {"logits": 0.0, "transformers' logits": 0.0}
+    for index, sequence, hf in zip(targets(conversations), apart, expected["logits"], strict=True):
+        for name, other in ("logits", sequence), ("transformers' logits", torch.from_numpy(hf)):
+            results[name] = max(results[name], difference(together[index], other))
+
+    gradients, others = run.backward(trees), run.backward(sequences)
+    hf = {name: torch.from_numpy(gradient) for name, gradient in expected["gradients"].items()}
+    for name, (theirs, scale) in run.shards(hf, MEMORY).items():
+        results[f"gradient of {name}"] = difference(gradients[name], others[name], scale)
+        results[f"transformers' gradient of {name}"] = difference(gradients[name], theirs, scale)
+    return results
+
+
+def packs(groups: Sequence[Sequence[Tree]], config: Any, ranks: Ranks) -> list[Pack]:
+    return [
+        make_pack(
+            trees,
+            vision_token_ids=(config.image_token_id, config.video_token_id),
+            multiple=ranks.mesh.tensor if ranks.sequence else 1,
+            context_size=ranks.mesh.context,
+        )
+        for trees in groups
+    ]
+
+
+def targets(conversations: Sequence[Conversation]) -> list[torch.Tensor]:
+    """Of each path, which of all targets of one pack are its own."""
+    indices, start = [], 0
+    for conversation in conversations:
+        of_paths = [conversation.targets(path) for path in conversation.paths()]
+        indices += [start + index for index in of_paths]
+        start += 1 + max(int(index.max()) for index in of_paths)
+    return indices
