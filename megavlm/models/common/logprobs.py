@@ -52,10 +52,11 @@ def token_scores(
     *,
     scoring: Scoring,
     group: dist.ProcessGroup,
-    chunk_size: int = 1024,
+    chunk_size: int = 256,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] and entropies [N] of targets. The gradient with respect to `hidden_NH`
-    is this rank's part of a sum over the tensor axis.
+    is this rank's part of a sum over the tensor axis. Beside inputs and gradients it holds two fp32
+    tensors [chunk_size, V/tp].
 
     Source: d logp/dz = onehot - p; d entropy/dz = -p (log p + entropy), z the scaled logits.
     """
@@ -65,17 +66,41 @@ def token_scores(
             scoring.suppressed_ids, device=weight_VH.device
         ) - group.rank() * weight_VH.size(0)
         suppressed = ids[(ids >= 0) & (ids < weight_VH.size(0))]
+    logits = _Logits(weight_VH.detach(), scoring.temperature, suppressed)
     logprobs, entropy = _ChunkedScores.apply(
-        hidden_NH, weight_VH, target_ids_N, scoring.temperature, suppressed, group, chunk_size
+        hidden_NH, weight_VH, target_ids_N, logits, group, chunk_size
     )
     return logprobs, entropy
 
 
-def _scaled_logits(
-    hidden_CH: Tensor, weight_VH: Tensor, temperature: float, suppressed: Tensor | None
-) -> Tensor:
-    logits_CV = (hidden_CH @ weight_VH.t()).float() / temperature
-    return logits_CV if suppressed is None else logits_CV.index_fill_(1, suppressed, SUPPRESSED)
+@dataclass(frozen=True)
+class _Logits:
+    """Scaled logits of hidden states. `suppressed`: of this rank's vocabulary."""
+
+    weight_VH: Tensor
+    temperature: float
+    suppressed: Tensor | None
+
+    def write(self, hidden_CH: Tensor, out: Tensor) -> Tensor:
+        """Into the first C rows of `out`, fp32, which are the answer: new memory for every chunk
+        would be as much again, and on a CPU as slow as the arithmetic.
+        """
+        logits_CV = out[: len(hidden_CH)]
+        if self.weight_VH.dtype == torch.float32:
+            torch.mm(hidden_CH, self.weight_VH.t(), out=logits_CV)
+        else:
+            logits_CV.copy_(hidden_CH @ self.weight_VH.t())
+        if self.temperature != 1.0:
+            logits_CV /= self.temperature
+        if self.suppressed is not None:
+            logits_CV.index_fill_(1, self.suppressed, SUPPRESSED)
+        return logits_CV
+
+    def buffers(self, num_targets: int, chunk_size: int) -> tuple[Tensor, Tensor]:
+        """Two of a chunk's logits."""
+        shape = (2, min(num_targets, chunk_size), self.weight_VH.size(0))
+        first, second = self.weight_VH.new_empty(shape, dtype=torch.float32)
+        return first, second
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -85,23 +110,23 @@ class _ChunkedScores(torch.autograd.Function):
         hidden_NH: Tensor,
         weight_VH: Tensor,
         target_ids_N: Tensor,
-        temperature: float,
-        suppressed: Tensor | None,
+        logits: _Logits,
         group: dist.ProcessGroup,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         local_ids_N = target_ids_N - group.rank() * weight_VH.size(0)
+        first, second = logits.buffers(len(hidden_NH), chunk_size)
         logprobs, entropies, log_sums = [], [], []
         for hidden_CH, ids_C in zip(
             hidden_NH.split(chunk_size), local_ids_N.split(chunk_size), strict=True
         ):
-            logits_CV = _scaled_logits(hidden_CH, weight_VH, temperature, suppressed)
+            logits_CV = logits.write(hidden_CH, first)
             max_C = logits_CV.amax(1)
             dist.all_reduce(max_C, op=dist.ReduceOp.MAX, group=group)
-            exp_CV = (logits_CV - max_C[:, None]).exp()
+            exp_CV = torch.sub(logits_CV, max_C[:, None], out=second[: len(ids_C)]).exp_()
             here_C = (ids_C >= 0) & (ids_C < weight_VH.size(0))
             target_C = logits_CV.gather(1, ids_C.where(here_C, 0)[:, None])[:, 0] * here_C
-            sums_3C = torch.stack([exp_CV.sum(1), (exp_CV * logits_CV).sum(1), target_C])
+            sums_3C = torch.stack([exp_CV.sum(1), logits_CV.mul_(exp_CV).sum(1), target_C])
             dist.all_reduce(sums_3C, group=group)
             log_sum_C = sums_3C[0].log() + max_C
             log_sums.append(log_sum_C)
@@ -112,36 +137,41 @@ class _ChunkedScores(torch.autograd.Function):
             torch.cat([empty, *x]) for x in (logprobs, entropies, log_sums)
         )
         ctx.save_for_backward(hidden_NH, weight_VH, local_ids_N, log_sum_N, entropy_N)
-        ctx.temperature, ctx.suppressed, ctx.chunk_size = temperature, suppressed, chunk_size
+        ctx.set_materialize_grads(False)
+        ctx.logits, ctx.chunk_size = logits, chunk_size
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, local_ids_N, log_sum_N, entropy_N = ctx.saved_tensors
+        grad_logprob_N = torch.zeros_like(log_sum_N) if grads[0] is None else grads[0]
+        grad_entropy_N = grads[1]  # None where the loss has no entropy in it
         grad_hidden = torch.empty_like(hidden_NH)
         grad_weight = (
             torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         )
+        first, second = ctx.logits.buffers(len(hidden_NH), ctx.chunk_size)
         for start in range(0, hidden_NH.size(0), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
-            ids_C, grad_logprob_C, grad_entropy_C = (
-                local_ids_N[part],
-                grads[0][part],
-                grads[1][part],
-            )
-            logits_CV = _scaled_logits(hidden_NH[part], weight_VH, ctx.temperature, ctx.suppressed)
-            logp_CV = logits_CV - log_sum_N[part, None]
-            grad_CV = -logp_CV.exp() * (
-                grad_logprob_C[:, None]
-                + grad_entropy_C[:, None] * (logp_CV + entropy_N[part, None])
-            )
+            ids_C, grad_logprob_C = local_ids_N[part], grad_logprob_N[part]
+            logp_CV = ctx.logits.write(hidden_NH[part], first).sub_(log_sum_N[part, None])
+            grad_CV = torch.exp(logp_CV, out=second[: len(ids_C)]).neg_()
+            if grad_entropy_N is None:
+                grad_CV *= grad_logprob_C[:, None]
+            else:
+                weights_CV = logp_CV.add_(entropy_N[part, None]).mul_(grad_entropy_N[part, None])
+                grad_CV *= weights_CV.add_(grad_logprob_C[:, None])
             here_C = (ids_C >= 0) & (ids_C < weight_VH.size(0))
             grad_CV.scatter_add_(
                 1, ids_C.where(here_C, 0)[:, None], (grad_logprob_C * here_C)[:, None]
             )
-            grad_CV = (grad_CV / ctx.temperature).to(weight_VH.dtype)
+            if ctx.logits.temperature != 1.0:
+                grad_CV /= ctx.logits.temperature
+            grad_CV = grad_CV.to(weight_VH.dtype)
             grad_hidden[part] = grad_CV @ weight_VH
-            if grad_weight is not None:
+            if grad_weight is not None and weight_VH.dtype == torch.float32:
+                grad_weight.addmm_(grad_CV.t(), hidden_NH[part])
+            elif grad_weight is not None:
                 grad_weight += grad_CV.t() @ hidden_NH[part]
         weight_grad = None if grad_weight is None else grad_weight.to(weight_VH.dtype)
-        return grad_hidden, weight_grad, None, None, None, None, None
+        return grad_hidden, weight_grad, None, None, None, None

@@ -1,5 +1,7 @@
 """Chunked, vocabulary-parallel scores against a plain softmax over the whole vocabulary."""
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,12 +56,12 @@ def parallel(scoring: Scoring, chunk_size: int) -> list[Any]:
     assert group is not None
     rows = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
     hidden.requires_grad_()
-    scores = token_scores(
+    logprobs, entropy = token_scores(
         hidden, rows, targets, scoring=scoring, group=group, chunk_size=chunk_size
     )
-    loss = (scores.logprobs * logprob_weights).sum() + (scores.entropy * entropy_weights).sum()
+    loss = (logprobs * logprob_weights).sum() + (entropy * entropy_weights).sum()
     loss.backward()
-    return [scores.logprobs, scores.entropy, hidden.grad, rows.grad]
+    return [logprobs, entropy, hidden.grad, rows.grad]
 
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
@@ -79,13 +81,71 @@ def no_targets() -> list[Any]:
     hidden.requires_grad_()
     group = dist.group.WORLD
     assert group is not None
-    scores = token_scores(
+    logprobs, _ = token_scores(
         hidden[:0], weight, torch.empty(0, dtype=torch.long), scoring=Scoring(), group=group
     )
-    scores.logprobs.sum().backward()
-    return [scores.logprobs, hidden.grad]
+    logprobs.sum().backward()
+    return [logprobs, hidden.grad]
 
 
 def test_a_pack_without_targets_has_a_zero_gradient() -> None:
     ((logprobs, gradient),) = launch(1, no_targets)
     assert logprobs.shape == (0,) and not gradient.any()
+
+
+def one_of_two(name: str, dtype: torch.dtype) -> list[Any]:
+    """Gradients of a loss of log-probs alone, or of entropies alone."""
+    hidden, weight, targets, *weights = inputs()
+    hidden, weight = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+    group = dist.group.WORLD
+    assert group is not None
+    scores = token_scores(hidden, weight, targets, scoring=Scoring(), group=group, chunk_size=4)
+    chosen = ("logprobs", "entropy").index(name)
+    (scores[chosen] * weights[chosen]).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    assert {hidden.grad.dtype, weight.grad.dtype} == {dtype}
+    return [hidden.grad.float(), weight.grad.float()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
+@pytest.mark.parametrize("name", ["logprobs", "entropy"])
+def test_a_loss_of_one_of_the_two(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    hidden, weight, targets, *weights = (x.to(dtype).float() for x in inputs())
+    hidden.requires_grad_(), weight.requires_grad_()
+    logp = (hidden @ weight.t()).log_softmax(-1)
+    if name == "logprobs":
+        loss = (logp.gather(1, targets.long()[:, None])[:, 0] * weights[0]).sum()
+    else:
+        loss = (-(logp.exp() * logp).sum(-1) * weights[1]).sum()
+    loss.backward()
+    (ours,) = launch(1, one_of_two, name, dtype)
+    for mine, parameter in zip(ours, (hidden, weight), strict=True):
+        assert parameter.grad is not None
+        difference = (torch.from_numpy(mine) - parameter.grad).abs().max()
+        assert difference < tolerance * parameter.grad.abs().max()
+
+
+def added_bytes(num_targets: int) -> int:
+    """How far the process' memory rises above what it held, forward and backward."""
+    vocabulary, chunk_size = 50_000, 64
+    hidden = torch.randn(num_targets, 8).requires_grad_()
+    weight = torch.randn(vocabulary, 8).requires_grad_()
+    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
+    targets = torch.randint(0, vocabulary, (num_targets,))
+    group = dist.group.WORLD
+    assert group is not None
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    logprobs, entropy = token_scores(
+        hidden, weight, targets, scoring=Scoring(), group=group, chunk_size=chunk_size
+    )
+    (logprobs - entropy).sum().backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+
+def test_memory_does_not_grow_with_the_targets() -> None:
+    """Two chunks of logits are 26 MB; all logits of 1,024 targets would be 205 MB."""
+    (few,), (many,) = (launch(1, added_bytes, count) for count in (64, 1024))
+    assert few < 60e6
+    assert many < few + 20e6
