@@ -62,6 +62,8 @@ def run_demo(
         from checkpoint_tools.import_hf import import_hf
 
         import_hf(model, imported)
+    # Under tensor parallelism experts need sequence parallelism.
+    experts = ["parallel.sequence=true"] if family == "qwen3_vl_moe" else []
     common = [
         f"model.folder={model}",
         f"run.seed={seed}",
@@ -103,6 +105,7 @@ def run_demo(
                 f"data.train_files=[{sets.train}]",
                 "run.summary=false",
                 *longest,
+                *experts,
                 *overrides,
             ],
         )
