@@ -1,19 +1,20 @@
 """Checkpoint folder -> HuggingFace folder."""
 
 import json
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoint_tools.ahead import one_ahead
 from checkpoint_tools.family import read_mapping
 from checkpoint_tools.output import output_folder
+from checkpoint_tools.safetensors_file import SafetensorsWriter, Spec
 from megavlm.checkpointing import folder
-from megavlm.checkpointing.checksums import first_difference
+from megavlm.checkpointing.checksums import first_difference, size_difference
 from megavlm.checkpointing.reader import StepReader
 from megavlm.models.common.hf_source import INDEX, SINGLE
 from megavlm.models.common.mapping import Entry, by_key
@@ -44,12 +45,20 @@ def export_hf(
     """
     path = folder.locate(checkpoint_dir, step)
     manifest = folder.Manifest.read(path)
-    if problem := first_difference(path, manifest.files, manifest.files):
+    small = [name for name in manifest.files if not name.endswith(".distcp")]
+    if problem := size_difference(path, manifest.files, manifest.files) or first_difference(
+        path, manifest.files, small
+    ):
         raise ValueError(problem)
     hf_files = path.parent / folder.HF
     groups = by_key(read_mapping(hf_files))
     reader = StepReader(path)
     _check(groups, reader, path)
+
+    def read(entry: Entry) -> list[Tensor]:
+        """Tensors of the hub, or an expert's rows of them."""
+        full = reader.read(entry.megatron, entry.expert)
+        return [tensor.contiguous() for tensor in entry.to_hf(full)]
 
     files = _plan(list(groups.values()), reader, max_shard_bytes)
     with output_folder(hf_dir, force=force, mark="config.json") as output:
@@ -61,32 +70,21 @@ def export_hf(
             name = (
                 f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
             )
-            tensors = {}
-            for group in part:
-                for hf_name, tensor in _hub_tensors(group, reader.read(group[0].megatron)):
-                    tensors[hf_name] = _own(tensor)
-            save_file(tensors, output / name, metadata={"format": "pt"})
-            # safetensors writes for the owner alone; other people serve these files.
-            shutil.copymode(output / "config.json", output / name)
-            places |= dict.fromkeys(tensors, name)
-            total += sum(tensor.nbytes for tensor in tensors.values())
+            specs = {
+                hf: Spec(reader.dtype(group[0].megatron), shape)
+                for group in part
+                for hf, shape in zip(group[0].hf, group[0].hf_shapes, strict=True)
+            }
+            with SafetensorsWriter(output / name, specs) as file:
+                for tensors in one_ahead(read, chain.from_iterable(part)):
+                    for tensor in tensors:
+                        file.write(tensor)
+            places |= dict.fromkeys(specs, name)
+            total += sum(spec.nbytes for spec in specs.values())
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             (output / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return Export(step=manifest.step, num_tensors=len(places), num_files=len(files))
-
-
-def _hub_tensors(group: Group, full: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of one key's tensor, of experts the stacks in the hub's form."""
-    entry = group[0]
-    if entry.expert is None:
-        yield from zip(entry.hf, entry.to_hf(full), strict=True)
-        return
-    stacks = [full.new_empty(shape) for shape in entry.hf_shapes]
-    for entry, expert in zip(group, full, strict=True):
-        for stack, row in zip(stacks, entry.to_hf(expert), strict=True):
-            stack[entry.expert].copy_(row)
-    yield from zip(entry.hf, stacks, strict=True)
 
 
 def _check(groups: dict[str, Group], reader: StepReader, path: Path) -> None:
@@ -117,13 +115,6 @@ def _plan(groups: Sequence[Group], reader: StepReader, max_shard_bytes: int) -> 
         files[-1].append(group)
         size += nbytes
     return files
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Contiguous, and alone in its storage: safetensors refuses tensors that share one."""
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -1,13 +1,18 @@
 """Sizes and checksums of a step's files: a flipped byte is found, and its file named."""
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 _BLOCK = 1 << 24
 
+Sums = dict[str, int]  # {"bytes": ..., "crc32": ...}
 
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, Sums]:
     return {
         name: {"bytes": (folder / name).stat().st_size, "crc32": _crc32(folder / name)}
         for name in names
@@ -19,20 +24,64 @@ def first_difference(
 ) -> str | None:
     """One sentence about the first of `names` that is not as the manifest says."""
     for name in names:
-        path, expected = folder / name, files[name]
+        if problem := size_difference(folder, files, [name]):
+            return problem
+        if _crc32(folder / name) != files[name]["crc32"]:
+            return f"{folder / name} is damaged: its checksum differs from the manifest's."
+    return None
+
+
+def size_difference(
+    folder: Path, files: Mapping[str, Mapping[str, int]], names: Iterable[str]
+) -> str | None:
+    """The same without reading the files: about one that is missing or of another size."""
+    for name in names:
+        path, expected = folder / name, files[name]["bytes"]
         if not path.is_file():
             return f"{path} is missing."
         size = path.stat().st_size
-        if size != expected["bytes"]:
-            return f"{path} has {size} bytes, its manifest says {expected['bytes']}."
-        if _crc32(path) != expected["crc32"]:
-            return f"{path} is damaged: its checksum differs from the manifest's."
+        if size != expected:
+            return f"{path} has {size} bytes, its manifest says {expected}."
     return None
+
+
+class SummedFile:
+    """A new file that is summed up while it is written, so that nobody reads it again. It is on the
+    disk when it is closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self.sums: Sums = {"bytes": 0, "crc32": 0}
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.sums["crc32"] = zlib.crc32(data, self.sums["crc32"])
+        count = self._file.write(data)
+        self.sums["bytes"] += count
+        return count
+
+    def flush(self) -> None:
+        """torch.save asks for it after each tensor; close() is early enough."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._file:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 def _crc32(path: Path) -> int:
     value = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            value = zlib.crc32(block, value)
+    buffer = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            value = zlib.crc32(buffer[:count], value)
     return value

@@ -4,16 +4,23 @@ torch keeps a checkpoint's table of contents (`.metadata`) as a pickle. It is re
 unpickler that builds the table's own classes and nothing else: a prepared file cannot run code.
 """
 
+import io
 import pickle
-import warnings
+import zipfile
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+Shape = tuple[int, ...]
 
 _SAFE = {
     "torch": {
@@ -35,9 +42,9 @@ _SAFE = {
 
 
 # What the pickle module says that reading a broken pickle may raise.
-_UNREADABLE = (
-    OSError, pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError,
-    TypeError, ValueError,
+_BROKEN = (
+    pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, TypeError,
+    ValueError,
 )  # fmt: skip
 
 
@@ -54,44 +61,126 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
-    except _UNREADABLE as error:
+    except (OSError, *_BROKEN) as error:
         raise ValueError(f"{path} cannot be read as a checkpoint's contents: {error}.") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path} cannot be read as a checkpoint's contents.")
     return metadata
 
 
-class StepReader(dcp.FileSystemReader):
-    """The tensors of one step by key."""
+class StepReader:
+    """The tensors of one step by key. Each is checked against its checksum as it is read."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._metadata = read_metadata(folder)
+        self.folder = folder
+        metadata = read_metadata(folder)
+        self._places = metadata.storage_data
         self.tensors = {
             key: value
-            for key, value in self._metadata.state_dict_metadata.items()
+            for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def shape(self, key: str) -> tuple[int, ...]:
+    def shape(self, key: str) -> Shape:
         return tuple(self.tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
         return self.tensors[key].properties.dtype
 
-    def read(self, key: str) -> Tensor:
-        """The full tensor, whatever layout saved it."""
-        tensor = torch.empty(self.shape(key), dtype=self.dtype(key))
-        with warnings.catch_warnings():
-            # One process on purpose: torch.distributed is not needed.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                {key: tensor},
-                storage_reader=self,
-                planner=DefaultLoadPlanner(flatten_state_dict=False),
-                no_dist=True,
+    def nbytes(self, key: str) -> int:
+        return self.tensors[key].size.numel() * self.dtype(key).itemsize
+
+    def read(self, key: str, row: int | None = None) -> Tensor:
+        """The full tensor, or one row of it, whatever layout saved it.
+
+        ValueError where a part is missing or damaged.
+        """
+        full = self.shape(key)
+        start = (0,) * len(full) if row is None else (row, *(0 for _ in full[1:]))
+        sizes = full if row is None else (1, *full[1:])
+        tensor = self._box(key, start, sizes)
+        return tensor if row is None else tensor[0]
+
+    def _box(self, key: str, start: Shape, sizes: Shape) -> Tensor:
+        """The part of a tensor that begins at `start`, put together from the pieces in it."""
+        box: Tensor | None = None
+        found = 0
+        for chunk in self.tensors[key].chunks:
+            if (tuple(chunk.offsets), tuple(chunk.sizes)) == (start, sizes):
+                return self._record(key, chunk)
+            low = [max(a, b) for a, b in zip(start, chunk.offsets, strict=True)]
+            ends = zip(start, sizes, chunk.offsets, chunk.sizes, strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            if box is None:
+                box = torch.empty(sizes, dtype=self.dtype(key))
+            here = [slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True)]
+            there = [slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True)]
+            part = self._record(key, chunk)[tuple(there)]
+            box[tuple(here)].copy_(part)
+            found += part.numel()
+        if box is None or found != box.numel():
+            raise ValueError(f"{self.folder} holds only a part of {key}.")
+        return box
+
+    def _record(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """A piece, as torch.save wrote it: a zip archive with a checksum of each of its files."""
+        place = self._places[MetadataIndex(key, chunk.offsets)]
+        path = self.folder / place.relative_path
+        try:
+            with path.open("rb", buffering=0) as file:
+                record = _Part(file, place.offset, place.length)
+                archive = zipfile.ZipFile(record)
+                numbers = [x for x in archive.infolist() if x.filename.endswith("/data/0")]
+                for info in archive.infolist():
+                    if info not in numbers:
+                        archive.read(info)  # small; checks its checksum
+                record.seek(0)
+                tensor: Tensor = torch.load(
+                    cast(IO[bytes], record), map_location="cpu", weights_only=True
+                )
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} is missing.") from error
+        except (RuntimeError, zipfile.BadZipFile, *_BROKEN) as error:
+            raise ValueError(f"{path} is damaged where {key} lies: {error}.") from error
+        if [_crc32(tensor)] != [info.CRC for info in numbers]:
+            raise ValueError(f"{path} is damaged: the checksum of {key} differs.")
+        if (tensor.dtype, tensor.shape) != (self.dtype(key), chunk.sizes):
+            raise ValueError(
+                f"{path} holds {tensor.dtype} {tuple(tensor.shape)} as {key}; the contents say "
+                f"{self.dtype(key)} {tuple(chunk.sizes)}."
             )
         return tensor
+
+
+class _Part(io.RawIOBase):
+    """Part of a file as a file: what torch.load and zipfile ask for."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = max(0, min(len(buffer), self._length - self._position))
+        self._file.seek(self._start + self._position)
+        done = self._file.readinto(memoryview(buffer)[:count])
+        self._position += done
+        return done
+
+
+def _crc32(tensor: Tensor) -> int:
+    """Of the bytes as they lie in the tensor's storage."""
+    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return zlib.crc32(storage.numpy().data)

@@ -1,46 +1,81 @@
-"""Writes whole tensors as a step, in one process, without a model, one tensor at a time."""
+"""Writes tensors as a step without a model, one piece at a time, in the form that megatron-core's
+`dist_checkpointing.load` reads. Its own writer wants all of a process's tensors in memory first.
+"""
 
-import warnings
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megavlm.checkpointing.checksums import SummedFile
+
+Shape = tuple[int, ...]
 
 
-class _LazyPlanner(DefaultSavePlanner):
-    """Plans with tensors on the meta device; makes each when its turn to be written comes.
+@dataclass(frozen=True)
+class Record:
+    """A piece of the tensor `key` that begins at `offsets` and has `sizes`, and where it lies."""
 
-    megatron-core's own writer wants all of them in memory first.
-    """
-
-    def __init__(self, make: Callable[[str], Tensor]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._make = make
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._make(index.fqn)
+    key: str
+    offsets: Shape
+    sizes: Shape
+    file: str
+    start: int
+    length: int
 
 
-def write_tensors(
-    folder: Path, shapes: Mapping[str, Tensor], make: Callable[[str], Tensor]
-) -> None:
-    """Writes the form that megatron-core's `dist_checkpointing.load` reads.
+class RecordFile(SummedFile):
+    """One file of pieces. `records` says where they lie, `sums` is for the manifest."""
 
-    `shapes`: key -> tensor on the meta device; `make(key)`: the tensor itself.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(
-            dict(shapes),
-            storage_writer=dcp.FileSystemWriter(folder, sync_files=False),
-            planner=_LazyPlanner(make),
-            no_dist=True,
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.name = f"__{rank}_0.distcp"
+        self.records: list[Record] = []
+        super().__init__(folder / self.name)
+
+    def add(self, key: str, piece: Tensor, offsets: Shape | None = None) -> None:
+        """`offsets`: where the piece begins in the tensor; by default it is all of it."""
+        start = self.sums["bytes"]
+        if piece.untyped_storage().nbytes() != piece.nbytes:  # torch.save writes the whole storage
+            piece = piece.clone()
+        torch.save(piece, cast(IO[bytes], self))
+        sizes = tuple(piece.shape)
+        length = self.sums["bytes"] - start
+        self.records.append(
+            Record(key, offsets or (0,) * len(sizes), sizes, self.name, start, length)
         )
+
+
+def write_contents(folder: Path, tensors: Mapping[str, Tensor], records: Iterable[Record]) -> None:
+    """Writes what a step holds besides its record files. `tensors`: key -> the whole tensor, on the
+    meta device.
+    """
+    contents: dict[str, Any] = {
+        key: TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks=[])
+        for key, tensor in tensors.items()
+    }
+    places = {}
+    for record in records:
+        chunks = contents[record.key].chunks
+        index = MetadataIndex(record.key, record.offsets, len(chunks))
+        chunks.append(ChunkStorageMetadata(torch.Size(record.offsets), torch.Size(record.sizes)))
+        places[index] = _StorageInfo(record.file, record.start, record.length)
+    metadata = Metadata(
+        contents, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
+    )
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     torch.save({}, folder / "common.pt")
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))

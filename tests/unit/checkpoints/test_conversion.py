@@ -186,7 +186,7 @@ def test_an_export_keeps_the_old_folder_when_it_fails(
     def full_disk(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr("checkpoint_tools.export_hf.save_file", full_disk)
+    monkeypatch.setattr("checkpoint_tools.export_hf.SafetensorsWriter", full_disk)
     before = (hf / "model.safetensors").read_bytes()
     with pytest.raises(OSError, match="No space left"):
         export_hf(checkpoint, hf, force=True)

@@ -1,0 +1,3 @@
+from megavlm.parallel import platform
+
+platform.install()  # before anything imports megatron
