@@ -20,6 +20,8 @@ settings.load_profile("megavlm")
 
 TINY_CONFIG = {
     "model_type": "qwen2_5_vl",
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 256,

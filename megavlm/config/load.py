@@ -66,8 +66,9 @@ def _check_known(section: str, given: Iterable[Any], classes: Mapping[str, Any])
     for key in map(str, given):
         if key in known:
             continue
-        near = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
-        near = near or [elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, n=1)]
+        near = [elsewhere[key]] if key in elsewhere else []
+        near += [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
+        near += [elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, n=1)]
         hint = f"did you mean {near[0]}? " if near else ""
         owner = f"the keys of {section}" if section else "the sections"
         raise ValueError(f"unknown key {prefix}{key}: {hint}{owner} are {', '.join(known)}")

@@ -61,11 +61,14 @@ def test_train_starts_a_rank_for_each_place_of_the_layout(
     started = []
     monkeypatch.setattr("megavlm.launcher.run_workers", lambda *given: started.append(given) or 5)
     recipe = write_recipe(parallel={"tensor": 2})
+    layout = ["parallel.pipeline=2", "parallel.context=2"]
     assert megavlm("train", recipe)[0] == 5
     assert megavlm("evaluate", recipe, "parallel.data=3")[0] == 5
+    assert megavlm("train", recipe, *layout)[0] == 5
     assert started == [
         (["train", str(recipe)], 2),
         (["evaluate", str(recipe), "parallel.data=3"], 6),
+        (["train", str(recipe), *layout], 8),
     ]
 
 
@@ -74,6 +77,14 @@ BAD = [
     (["train", "RECIPE", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
     (["train", "RECIPE", "model.folder=none"], "model.folder=none is no folder"),
     (["train", "RECIPE", "--dry-run", "data.prompt_key=none"], "data.prompt_key"),
+    (["train", "RECIPE", "--dry-run", "parallel.sequence=true"], "parallel.tensor=1 has only one"),
+    (
+        ["train", "RECIPE", "--dry-run", "parallel.pipeline=3"],
+        "does not split the model's 4 layers",
+    ),
+    (["train", "RECIPE", "--dry-run", "parallel.expert=2"], "and the model has none"),
+    (["train", "RECIPE", "--dry-run", "lora.rank=4", "lora.targets=[mlp]"], "lora.targets holds"),
+    (["train", "RECIPE", "--dry-run", "recompute.modules=[norm]"], "recompute.modules names norm"),
     (["evaluate", "RECIPE", "data.test_files=[]"], "data.test_files=[] names no data"),
     (["report", "none"], "none is no run directory: it has no metrics.jsonl"),
     (["demo", "--data", "none"], "--data none is no folder"),
@@ -128,11 +139,19 @@ def test_demo_passes_its_options_on(
     monkeypatch.setattr("megavlm.demo.pipeline", pipeline, raising=False)
     assert megavlm("demo")[0] == 0
     options = ["--data", tmp_path, "--seed", 3, "--run-dir", "r", "--warm-steps", 5]
-    options += ["--tasks", "kind,length"]
+    options += ["--tasks", "kind,length", "--family", "qwen3_vl"]
     assert megavlm("demo", "algorithm.steps=3", *options)[0] == 0
-    plain = {"seed": 0, "data": None, "tasks": None, "warm_steps": None, "overrides": []}
+    plain = {
+        "seed": 0,
+        "family": "qwen2_5_vl",
+        "data": None,
+        "tasks": None,
+        "warm_steps": None,
+        "overrides": [],
+    }
     given = {
         "seed": 3,
+        "family": "qwen3_vl",
         "data": tmp_path,
         "tasks": ["kind", "length"],
         "warm_steps": 5,

@@ -6,23 +6,9 @@ from typing import Any
 
 import pytest
 
-from megavlm.config.load import load
 from megavlm.training import preflight
-from tests.conftest import png, row, write_model_folder, write_rows
-
-WriteRecipe = Callable[..., Path]
-
-
-def check(recipe: Path, *overrides: str, **arguments: Any) -> None:
-    config = load(recipe, overrides)
-    preflight.check(config, **{"world_size": config.parallel.num_ranks, **arguments})
-
-
-def refused(recipe: Path, *overrides: str, **arguments: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        check(recipe, *overrides, **arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+from tests.conftest import png, row, write_rows
+from tests.unit.cli.checks import WriteRecipe, check, refused
 
 
 def test_a_complete_run_passes_and_nothing_is_written(write_recipe: WriteRecipe) -> None:
@@ -41,22 +27,6 @@ def test_what_is_kept_here_to_import_little_is_still_true() -> None:
     assert folder.step_folder(Path(), 3).match("step_*")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "message"),
-    [
-        (["parallel.tensor=2"], 3, "parallel.tensor=2 does not divide the world size 3"),
-        (["parallel.tensor=2", "parallel.data=2"], 8, "is 4 ranks, but the world size is 8"),
-        (["algorithm.minibatches=16"], 2, "is 1, too few for 2 data-parallel ranks"),
-        (["algorithm.name=sft", "algorithm.batch_size=3"], 4, "algorithm.batch_size is 3, too few"),
-    ],
-)
-def test_layout(
-    write_recipe: WriteRecipe, overrides: list[str], world_size: int, message: str
-) -> None:
-    assert message in refused(write_recipe(), *overrides, world_size=world_size)
-    check(write_recipe(), "parallel.tensor=2", world_size=4)
-
-
 def test_reward_and_data_are_needed_by_the_recipe_alone(write_recipe: WriteRecipe) -> None:
     recipe = write_recipe()
     assert "reward.name='exact' is unknown" in refused(recipe, "reward.name=exact", files=False)
@@ -64,40 +34,6 @@ def test_reward_and_data_are_needed_by_the_recipe_alone(write_recipe: WriteRecip
     assert "data.test_files=[]" in refused(recipe, "data.test_files=[]", phase="evaluate")
     check(recipe, "data.train_files=[]", phase="evaluate")
     check(recipe, "model.folder=none", "data.train_files=[none]", files=False)
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_tensor_parallel_divides_the_model(write_recipe: WriteRecipe, size: int) -> None:
-    message = refused(write_recipe(), f"parallel.tensor={size}")
-    name = {3: "num_attention_heads=4", 4: "num_key_value_heads=2"}[size]
-    assert f"parallel.tensor={size} does not divide the model's {name}" in message
-
-
-@pytest.mark.parametrize("name", ["vocab_size", "intermediate_size"])
-def test_tensor_parallel_divides_vocabulary_and_ffn(
-    write_recipe: WriteRecipe, tmp_path: Path, name: str
-) -> None:
-    folder = write_model_folder(tmp_path / "odd", **{name: 257})
-    overrides = [f"model.folder={folder}", "parallel.tensor=2"]
-    assert f"the model's {name}=257" in refused(write_recipe(), *overrides)
-
-
-def test_the_server_may_repeat_heads_but_not_cut_them(write_recipe: WriteRecipe) -> None:
-    check(write_recipe(), "rollout.tensor_parallel=4")
-    assert "rollout.tensor_parallel=8 does not" in refused(
-        write_recipe(), "rollout.tensor_parallel=8"
-    )
-
-
-def test_text_config_is_read_where_it_is(write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    write_recipe()
-    nested = json.loads((tmp_path / "model" / "config.json").read_text())
-    nested = {"model_type": nested.pop("model_type"), "text_config": nested}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(nested))
-    check(write_recipe())
-    nested["text_config"].pop("vocab_size")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(nested))
-    assert "config.json has no vocab_size" in refused(write_recipe())
 
 
 def _pickled(folder: Path) -> None:
@@ -122,7 +58,7 @@ def _missing_shard(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("[]"), "is not a JSON object"),
         (
             lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
-            "type 'llama', which is not supported: use one of qwen2_5_vl",
+            "type 'llama', which is not supported: use one of qwen2_vl, qwen2_5_vl, qwen3_vl",
         ),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no *.safetensors"),
         (_pickled, "pickled weights (pytorch_model.bin), which can run any code"),

@@ -1,9 +1,10 @@
 import json
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
-from megavlm.config import schema
+from megavlm.config import model_rules, schema
 from megavlm.config.load import load
 
 BASE = {"run": {"dir": "x"}, "model": {"folder": "m"}}
@@ -22,6 +23,56 @@ BROKEN = {
     ("algorithm.responses_per_prompt=1",): "algorithm.responses_per_prompt=1 is out of range",
     ("algorithm.clip_low=1",): "set it to a number above 0 and below 1",
     ("parallel.sequence=true",): "parallel.sequence=true splits",
+    ("parallel.context=0",): "parallel.context=0 is out of range",
+    ("parallel.virtual=2",): "parallel.virtual=2 is about pipeline stages, and parallel.pipeline=1",
+    ("parallel.first_stage_layers=1",): "parallel.first_stage_layers=1 is about pipeline stages",
+    ("parallel.last_stage_layers=9",): "parallel.last_stage_layers=9 is about pipeline stages",
+    (
+        "parallel.tensor=2",
+        "parallel.data=3",
+        "parallel.expert=4",
+    ): "parallel.expert=4 x parallel.expert_tensor=1 x parallel.pipeline=1 does not divide the 6",
+    (
+        "parallel.pipeline=2",
+        "parallel.data=2",
+        "parallel.expert_tensor=4",
+    ): "parallel.expert_tensor=4 x parallel.pipeline=2 does not divide the 4 ranks of the other",
+    ("model.attention=flash",): "model.attention=flash does not compute in model.dtype=float32",
+    ("model.attention=transformer_engine",): "set model.dtype=bfloat16, or model.attention to sdpa",
+    (
+        "recompute.language=selective",
+        "recompute.modules=[mlp, norms]",
+    ): "recompute.modules names norms, which cannot be recomputed alone: choose from core_attn, m",
+    ("recompute.layers=0",): "recompute.layers=0 is out of range",
+    ("lora.rank=-1",): "lora.rank=-1 is out of range",
+    ("lora.rank=4", "lora.alpha=0"): "lora.alpha=0.0 is out of range",
+    ("lora.rank=4", "lora.dropout=1"): "lora.dropout=1.0 is out of range",
+    (
+        "lora.rank=4",
+        "model.freeze_tower=false",
+    ): "lora.rank=4 trains adapters alone, so the tower cannot be trained itself",
+    ("lora.rank=4", "model.freeze_merger=false"): "set model.freeze_tower=true and model.freeze_me",
+    ("lora.rank=4", "lora.targets=[]"): "lora.targets=[] leaves nothing to train with lora.rank=4",
+    (
+        "lora.rank=4",
+        "lora.targets=[language.mlp, q_proj]",
+    ): "lora.targets holds 'q_proj': choose from language.attention, language.mlp",
+    (
+        "lora.rank=4",
+        "lora.dropout=0.1",
+        "lora.targets=[vision.mlp]",
+        "recompute.tower=true",
+    ): "lora.dropout=0.1 with adapters in the tower does not go with recompute.tower=true",
+    (
+        "data.video_key=videos",
+        FILES,
+    ): "data.video_key=videos with algorithm.name=grpo: the rollout servers do not take videos",
+    (
+        SFT,
+        "data.video_key=videos",
+        "evaluation.after=true",
+        FILES,
+    ): "data.video_key=videos with evaluation.after: the rollout servers do not take videos",
     ("data.min_pixels=9", "data.max_pixels=8"): "data.min_pixels=9 is above data.max_pixels=8",
     ("data.pack_tokens=1023",): "data.pack_tokens=1023 cannot hold a prompt",
     ("rollout.max_new_tokens=385",): "1024 + 8 x rollout.max_new_tokens=385 is 4104",
@@ -44,6 +95,16 @@ BROKEN = {
 
 KEPT = [
     ("parallel.sequence=true", "parallel.tensor=2"),
+    ("parallel.pipeline=2", "parallel.virtual=2", "parallel.first_stage_layers=1"),
+    ("parallel.pipeline=2", "parallel.expert=2", "parallel.data=2"),
+    ("parallel.tensor=2", "parallel.data=2", "parallel.expert=2", "parallel.expert_tensor=2"),
+    ("model.attention=flash", "model.dtype=bfloat16"),
+    ("model.attention=flex",),
+    ("recompute.language=selective", "recompute.modules=[mlp, moe, core_attn]"),
+    ("lora.rank=4", "lora.dropout=0.1", "recompute.tower=true"),
+    ("lora.rank=4", "lora.targets=[vision.merger, 'language_model.decoder.layers.0.mlp.*']"),
+    ("lora.targets=[]", "model.freeze_tower=false"),  # without a rank there are no adapters
+    (SFT, "data.video_key=videos"),
     ("data.min_pixels=8", "data.max_pixels=8"),
     ("rollout.max_new_tokens=384",),
     ("algorithm.minibatches=8", "parallel.data=2"),
@@ -55,6 +116,17 @@ KEPT = [
     ("optimizer.clip_grad=0",),
     ("checkpoint.verify_export=true", "checkpoint.export_hf=true"),
 ]
+
+
+def test_what_is_kept_here_to_import_little_is_still_true() -> None:
+    from megavlm.models.common import lora_targets
+    from megavlm.models.common.attention_backends import BACKENDS
+
+    assert model_rules.COMPONENTS == lora_targets.COMPONENTS
+    assert model_rules.LANGUAGE == lora_targets.LANGUAGE
+    assert model_rules.VISION == lora_targets.VISION
+    names = set(get_args(get_type_hints(schema.Model)["attention"]))
+    assert names == {"auto", *BACKENDS}
 
 
 @pytest.fixture
@@ -106,3 +178,20 @@ def test_external_servers_are_not_configured(recipe: Path, key: str, value: str)
     external = ["rollout.mode=external", "rollout.urls=['http://a:1']"]
     with pytest.raises(ValueError, match=r"rollout\.mode=external starts none"):
         load(recipe, [*external, f"rollout.{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        ([], 1),
+        (["parallel.tensor=2", "parallel.pipeline=3", "parallel.context=2"], 12),
+        (["parallel.tensor=2", "parallel.data=3"], 6),
+        (["parallel.expert=4"], 4),  # the data axis grows until experts divide it
+        (["parallel.tensor=2", "parallel.expert=3"], 6),
+        (["parallel.pipeline=2", "parallel.expert=2", "parallel.context=2"], 4),
+    ],
+)
+def test_a_run_has_as_many_ranks_as_its_axes_make(
+    recipe: Path, overrides: list[str], ranks: int
+) -> None:
+    assert load(recipe, overrides).parallel.num_ranks == ranks

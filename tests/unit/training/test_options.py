@@ -19,7 +19,14 @@ WriteRecipe = Callable[..., Path]
 
 
 def test_a_layout_is_of_the_parallel_section(write_recipe: WriteRecipe) -> None:
-    axes = {"tensor": 2, "pipeline": 3, "virtual": 4, "context": 5, "expert": 6, "expert_tensor": 7}
+    axes = {
+        "tensor": 2,
+        "pipeline": 3,
+        "virtual": 4,
+        "context": 5,
+        "expert": 6,
+        "expert_tensor": 10,
+    }
     assert set(axes) == {field.name for field in fields(Layout)}
     assert set(axes) < {field.name for field in fields(Parallel)}
     config = load(write_recipe(parallel=axes))
@@ -63,3 +70,24 @@ def test_adapters_are_those_of_the_lora_section(write_recipe: WriteRecipe) -> No
     assert lora(load(write_recipe())) is None
     settings = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "targets": ["vision.mlp"]}
     assert lora(load(write_recipe(lora=settings))) == LoRA(4, 8.0, 0.1, ("vision.mlp",))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "works"),
+    [
+        ({"expert_tensor": 2}, False),
+        ({"expert_tensor": 4, "tensor": 2}, False),
+        ({"expert_tensor": 2, "tensor": 2}, True),
+        ({"expert_tensor": 2, "context": 2}, True),
+        ({"expert": 2}, True),
+    ],
+)
+def test_a_cpu_does_not_cut_experts_over_data_ranks(
+    write_recipe: WriteRecipe, parallel: dict[str, int], works: bool
+) -> None:
+    config = load(write_recipe(parallel=parallel))
+    if works:
+        layout(config)
+    else:
+        with pytest.raises(ValueError, match=r"gloo gathers equal numbers only: on a CPU set it"):
+            layout(config)
