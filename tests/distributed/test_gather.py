@@ -1,0 +1,189 @@
+"""Full HF tensors on rank 0 from the ranks that hold the shards, and which of them a push sends."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.numpy import load_file
+
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.lora import LoRA, adapters, add_adapters
+from megavlm.parallel.mesh import Layout
+from megavlm.rollout.weights.gather import gather
+from megavlm.rollout.weights.plan import local_shards, make_plan
+from tests.distributed.fork import launch
+from tests.distributed.lora_reference import ALPHA, RANK, SCALE, pair, projections
+from tests.distributed.lora_runs import cut, whole_sizes
+from tests.parity.runs import Models, build
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+
+pytestmark = pytest.mark.distributed
+ALL_LAYOUTS = {
+    **LAYOUTS,
+    **EXPERT_LAYOUTS,
+    "expert TP2xDP2": Ranks(Layout(expert_tensor=2), data=2),  # experts are cut, nothing else is
+}
+PORTION_BYTES = 2**16
+Names = set[str]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+def gathered(
+    folder: Path,
+    ranks: Ranks,
+    full: bool,
+    options: ModelOptions,
+    targets: tuple[str, ...],
+) -> dict[str, Any]:
+    """Tensors by HF name, how often each name came, and the ranks that gave something. Adapters on
+    `targets` have the pairs of `lora_reference`.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    mesh, entries, chunks = build(folder, config, ranks, options)
+    if targets:
+        for chunk in chunks:
+            add_adapters(chunk, LoRA(RANK, ALPHA, targets=targets))
+        set_pairs(chunks)
+    shards, changed = local_shards(entries, chunks)
+    plan = make_plan(entries, shards, changed, mesh.place, mesh.objects)
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for portion in plan.portions(full=full, itemsize=4, max_bytes=PORTION_BYTES):
+        tensors += gather(plan, portion, shards, torch.float32)
+    assert (dist.get_rank() == 0) == bool(tensors), "only rank 0 puts them together"
+    return {
+        "tensors": dict(tensors),
+        "count": len(tensors),
+        "givers": {rank for givers in plan.givers.values() for rank in givers},
+    }
+
+
+@torch.no_grad()
+def set_pairs(chunks: Any) -> None:
+    for chunk in chunks:
+        for name, layer in adapters(chunk):
+            for part, a, b in layer.pairs():
+                whole = pair((name, part.name), *whole_sizes(layer, a, b))
+                for mine, given in zip((a, b), cut(layer, *whole), strict=True):
+                    mine.copy_(given)
+
+
+def run(
+    folder: Path,
+    layout: str,
+    *,
+    full: bool,
+    options: ModelOptions | None = None,
+    targets: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    ranks = ALL_LAYOUTS[layout]
+    arguments = (folder, ranks, full, options or ModelOptions(), targets)
+    first, *_ = launch(ranks.world_size, gathered, *arguments)
+    assert first["count"] == len(first["tensors"]), "each name once"
+    return first
+
+
+def in_folder(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "givers"),
+    [
+        ("qwen2_5_vl", "TP2xDP2", {0, 1}),  # the first data rank's
+        ("qwen3_vl", "TP2xPP2", {0, 1, 2, 3}),
+        ("qwen3_vl", "PP2 virtual 2", {0, 1}),
+        ("qwen3_vl_moe", "EP2xPP2", {0, 1, 2, 3}),
+        ("qwen3_vl_moe", "EP2xTP2+SP", {0, 1}),  # EP2 divides the same two ranks
+        ("qwen3_vl_moe", "EP4", {0, 1, 2, 3}),
+        ("qwen3_vl_moe", "expert TP2+SP", {0, 1}),
+        ("qwen3_vl_moe", "expert TP2xDP2", {0, 1}),
+    ],
+)
+def test_shards_of_any_layout_arrive_whole(
+    models: Models, model: str, layout: str, givers: set[int]
+) -> None:
+    """Bit for bit, stacks of experts too."""
+    folder = models.folder(model)
+    result, expected = run(folder, layout, full=True), in_folder(folder)
+    assert result["tensors"].keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(result["tensors"][name], tensor, err_msg=name)
+    assert result["givers"] == givers
+
+
+def test_an_expert_stack_is_one_tensor(models: Models) -> None:
+    result = run(models.folder("qwen3_vl_moe"), "EP2", full=False)
+    stacks = [name for name in result["tensors"] if ".mlp.experts." in name]
+    assert len(stacks) == 2 * 3, "gate_up_proj and down_proj of each layer with experts"
+    assert all(result["tensors"][name].shape[0] == 8 for name in stacks)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "PP2", "TP2"])
+def test_a_frozen_tower_is_left_out(models: Models, layout: str) -> None:
+    folder = models.folder("qwen3_vl")
+    names = set(in_folder(folder))
+    tower = {name for name in names if "visual." in name}
+    mergers = {name for name in tower if "merger" in name}
+    assert mergers < tower < names
+    for options, left_out in (
+        (ModelOptions(), tower),
+        (ModelOptions(freeze_merger=False), tower - mergers),
+        (ModelOptions(freeze_tower=False), mergers),
+    ):
+        sent = run(folder, layout, full=False, options=options)["tensors"]
+        assert sent.keys() == names - left_out
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "targets"),
+    [
+        ("qwen2_5_vl", "TP2", ("language.attention", "language.mlp")),
+        ("qwen2_5_vl", "PP2", ("language.attention", "vision.merger")),
+        ("qwen2_5_vl", "TP2xPP2", ("language.mlp",)),
+        ("qwen3_vl_moe", "EP2", ("language.experts",)),
+        ("qwen3_vl_moe", "expert TP2+SP", ("language.experts", "language.attention")),
+    ],
+)
+def test_adapters_are_sent_merged_and_only_their_targets(
+    models: Models, model: str, layout: str, targets: tuple[str, ...]
+) -> None:
+    folder = models.folder(model)
+    expected, adapted = merged(folder, targets)
+    sent = run(folder, layout, full=False, targets=targets)["tensors"]
+    assert sent.keys() == adapted
+    full = run(folder, layout, full=True, targets=targets)["tensors"]
+    assert full.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if name in adapted:
+            scale = np.abs(tensor).max()
+            np.testing.assert_allclose(full[name], tensor, atol=1e-6 * scale, err_msg=name)
+            np.testing.assert_array_equal(full[name], sent[name])
+        else:
+            np.testing.assert_array_equal(full[name], tensor, err_msg=name)
+
+
+def merged(folder: Path, targets: tuple[str, ...]) -> tuple[dict[str, np.ndarray], Names]:
+    """The folder's tensors with scale B A added, and the names of those that it was added to."""
+    from transformers import AutoConfig
+
+    start = in_folder(folder)
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in start.items()}
+    by_end = {name.replace("language_model.", ""): tensor for name, tensor in tensors.items()}
+    by_end |= {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    for name, projection in projections(AutoConfig.from_pretrained(folder), targets).items():
+        tensor = by_end[projection.hf]
+        # `projection` sees a stack of experts as transformers holds it in memory
+        weight = projection.of(tensor if projection.expert is None else tensor.transpose(1, 2))
+        a, b = pair(name, *weight.shape)
+        weight += SCALE * b @ a
+    result = {name: tensor.numpy() for name, tensor in tensors.items()}
+    return result, {name for name in result if not np.array_equal(result[name], start[name])}
