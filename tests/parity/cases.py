@@ -63,24 +63,52 @@ def expect(folder: Path, cases: Sequence[Sequences], head: str) -> Expected:
     }
 
 
+Job = tuple[Case, Sequence[Sequences], Expected]
+
+
+class Built:
+    """This rank's part of a model, with whole gradients, to compare."""
+
+    def __init__(self, folder: Path, config: Any, case: Case, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.options = replace(OPTIONS[case.options], sequence=case.ranks.sequence)
+        self.entries = family(config.model_type).mapping(config)
+        self.chunks = build_model(config, mesh, self.options)
+        for chunk in self.chunks:
+            load_hf(chunk, self.entries, HFFolder(folder), mesh)
+            if chunk.value_head is not None:
+                weight, bias = value_parameters(config.text_config.hidden_size)
+                chunk.value_head.weight.data.copy_(weight[None])
+                chunk.value_head.bias.data.fill_(bias)
+        self.wrapped = wrap(self.chunks, shard_optimizer=False)
+
+
+def compare_all(folder: Path, config: Any, jobs: Sequence[Job]) -> list[Differences]:
+    """On each rank: cases of one model and layout, one after the other, in fp32."""
+    mesh = build_mesh(jobs[0][0].ranks.mesh)
+    built: dict[str, Built] = {}
+    results = []
+    for case, cases, expected in jobs:
+        if case.options not in built:
+            built = {case.options: Built(folder, config, case, mesh)}
+        results.append(_compare(built[case.options], case, cases, expected))
+    return results
+
+
 def compare(
     folder: Path, config: Any, case: Case, cases: Sequence[Sequences], expected: Expected
 ) -> Differences:
     """On each rank: forward and every parameter's gradient, in fp32."""
-    options = replace(OPTIONS[case.options], sequence=case.ranks.sequence)
-    mesh = build_mesh(case.ranks.mesh)
-    chunks = build_model(config, mesh, options)
-    entries = family(config.model_type).mapping(config)
-    for chunk in chunks:
-        load_hf(chunk, entries, HFFolder(folder), mesh)
-        if chunk.value_head is not None:
-            weight, bias = value_parameters(config.text_config.hidden_size)
-            chunk.value_head.weight.data.copy_(weight[None])
-            chunk.value_head.bias.data.fill_(bias)
-    wrapped = wrap(chunks, shard_optimizer=False)  # whole gradients, to compare
+    return compare_all(folder, config, [(case, cases, expected)])[0]
+
+
+def _compare(
+    built: Built, case: Case, cases: Sequence[Sequences], expected: Expected
+) -> Differences:
+    config, mesh, options = built.config, built.mesh, built.options
+    chunks, wrapped, entries = built.chunks, built.wrapped, built.entries
     for chunk in wrapped:
         chunk.zero_grad_buffer()
-
     mine = list(range(len(cases)))[mesh.data_rank :: mesh.data_size]
     groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
     packs = packs_of([[cases[i] for i in group] for group in groups], config, case.ranks)

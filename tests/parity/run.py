@@ -6,9 +6,11 @@ python -m tests.parity.run [WORDS]     only cases whose name has all of the word
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
+from tests.parity.cases import Differences
 from tests.parity.table import Case, everything
 from tests.parity.test_parity import NORM_TOLERANCE, TOLERANCE, Library
 
@@ -27,17 +29,20 @@ Norm: relative difference of the whole gradient's norm. Bounds: {tolerance:.0e},
 
 def main(words: Sequence[str]) -> int:
     cases = [case for case in everything() if all(word in str(case) for word in words)]
+    cases.sort(key=_place)
     lines, failed = [], 0
     with tempfile.TemporaryDirectory() as folder:
         library = Library(Path(folder))
-        for number, case in enumerate(cases, 1):
+        for place, group in groupby(cases, key=_place):
             started = time.monotonic()
-            line, passed = _run(library, case)
-            failed += not passed
-            lines.append(line)
-            mark = "" if passed else "   FAILED"
+            results = [_line(case, found) for case, found in _run(library, list(group))]
+            lines += [line for line, _ in results]
+            misses = sum(not passed for _, passed in results)
+            failed += misses
+            note = f"   {misses} FAILED" if misses else ""
             seconds = time.monotonic() - started
-            print(f"{number}/{len(cases)}  {case}  {seconds:.1f} s{mark}", flush=True)
+            name = ", ".join(part for part in (*place[:2], "tied" if place[2] else "") if part)
+            print(f"{len(lines)}/{len(cases)}  {name}  {seconds:.0f} s{note}", flush=True)
     if not words:
         header = HEADER.format(tolerance=TOLERANCE, norm=NORM_TOLERANCE)
         RESULTS.write_text(header + "\n".join(lines) + "\n")
@@ -45,13 +50,32 @@ def main(words: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _run(library: Library, case: Case) -> tuple[str, bool]:
+def _place(case: Case) -> tuple[str, str, bool]:
+    return case.family, case.layout, case.tied
+
+
+def _run(library: Library, cases: list[Case]) -> Iterator[tuple[Case, list[Differences]]]:
+    """Cases of one model and layout with what each rank found; nothing for one that ended with an
+    error, which is printed.
+    """
+    try:
+        ranks = library.run(cases)
+    except (RuntimeError, TimeoutError) as error:
+        if len(cases) == 1:
+            print(error)
+            yield cases[0], []
+            return
+        for case in cases:  # which one is it?
+            yield from _run(library, [case])
+        return
+    for index, case in enumerate(cases):
+        yield case, [rank[index] for rank in ranks]
+
+
+def _line(case: Case, results: list[Differences]) -> tuple[str, bool]:
     options = ", ".join(x for x in (case.options, "tied embeddings" if case.tied else "") if x)
     start = f"| {case.family} | {case.layout} | {case.inputs} | {options} | "
-    try:
-        results = library.run(case)
-    except (RuntimeError, TimeoutError) as error:
-        print(error)
+    if not results:
         return f"{start}failed | | |", False
     logits, gradients, norm = (
         max(getattr(result, name) for result in results) for name in ("logits", "gradients", "norm")
