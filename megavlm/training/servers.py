@@ -19,6 +19,7 @@ from megavlm.rollout.weights.transports.base import Transport
 from megavlm.rollout.weights.transports.disk import DiskTransport
 from megavlm.rollout.weights.transports.distributed import DistributedTransport
 from megavlm.rollout.weights.transports.tensor import TensorTransport
+from megavlm.training.options import trains_tower
 
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
 # directory.
@@ -51,7 +52,7 @@ def connect(config: Config, model_folder: str | Path) -> Iterator[Connection]:
         port=rollout.port,
         log_path=Path(config.run.dir) / "rollout_server.log",
         start_timeout=rollout.start_timeout,
-        cache_pictures=config.model.freeze_tower and config.model.freeze_merger,
+        cache_pictures=not trains_tower(config),
         server_args=rollout.server_args,
     )
     with server:

@@ -11,6 +11,35 @@ from megavlm.rollout.errors import RolloutServerError, WeightSyncError
 from megavlm.training import servers
 
 
+@pytest.mark.parametrize(
+    ("sections", "cached"),
+    [
+        ({}, True),
+        ({"model": {"freeze_tower": False}}, False),
+        ({"model": {"freeze_merger": False}}, False),
+        ({"lora": {"rank": 2}}, True),
+        ({"lora": {"rank": 2, "targets": ["language.mlp", "vision.merger"]}}, False),
+        ({"lora": {"rank": 2, "targets": ["visual.blocks.0.attn.qkv"]}}, False),
+        ({"lora": {"targets": ["vision.mlp"]}}, True),  # without a rank there are no adapters
+    ],
+)
+def test_features_of_pictures_are_kept_while_the_tower_does_not_change(
+    write_recipe: Any, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], cached: bool
+) -> None:
+    """SGLang never drops them when weights change."""
+    given: list[bool] = []
+
+    def start(*_: Any, cache_pictures: bool, **__: Any) -> Server:
+        given.append(cache_pictures)
+        return Server(dead=False)
+
+    monkeypatch.setattr(servers, "ManagedServer", start)
+    monkeypatch.setattr(servers, "_transport", lambda *_: SimpleNamespace(close=lambda: None))
+    with servers.connect(load(write_recipe(**sections)), Path("model")):
+        pass
+    assert given == [cached]
+
+
 class Server:
     """A server that is dead, or not."""
 
