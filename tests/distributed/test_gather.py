@@ -10,13 +10,11 @@ import torch.distributed as dist
 from safetensors.numpy import load_file
 
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.common.lora import LoRA, adapters, add_adapters
 from megavlm.parallel.mesh import Layout
 from megavlm.rollout.weights.gather import gather
 from megavlm.rollout.weights.plan import local_shards, make_plan
 from tests.distributed.fork import launch
-from tests.distributed.lora_reference import ALPHA, RANK, SCALE, pair, projections
-from tests.distributed.lora_runs import cut, whole_sizes
+from tests.distributed.merged import add_pairs, merged
 from tests.parity.runs import Models, build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
@@ -27,7 +25,6 @@ ALL_LAYOUTS = {
     "expert TP2xDP2": Ranks(Layout(expert_tensor=2), data=2),  # experts are cut, nothing else is
 }
 PORTION_BYTES = 2**16
-Names = set[str]
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +47,7 @@ def gathered(
     config = AutoConfig.from_pretrained(folder)
     mesh, entries, chunks = build(folder, config, ranks, options)
     if targets:
-        for chunk in chunks:
-            add_adapters(chunk, LoRA(RANK, ALPHA, targets=targets))
-        set_pairs(chunks)
+        add_pairs(chunks, targets)
     shards, changed = local_shards(entries, chunks)
     plan = make_plan(entries, shards, changed, mesh.place, mesh.objects)
     tensors: list[tuple[str, torch.Tensor]] = []
@@ -64,16 +59,6 @@ def gathered(
         "count": len(tensors),
         "givers": {rank for givers in plan.givers.values() for rank in givers},
     }
-
-
-@torch.no_grad()
-def set_pairs(chunks: Any) -> None:
-    for chunk in chunks:
-        for name, layer in adapters(chunk):
-            for part, a, b in layer.pairs():
-                whole = pair((name, part.name), *whole_sizes(layer, a, b))
-                for mine, given in zip((a, b), cut(layer, *whole), strict=True):
-                    mine.copy_(given)
 
 
 def run(
@@ -164,26 +149,8 @@ def test_adapters_are_sent_merged_and_only_their_targets(
     assert full.keys() == expected.keys()
     for name, tensor in expected.items():
         if name in adapted:
-            scale = np.abs(tensor).max()
+            scale = float(tensor.abs().max())
             np.testing.assert_allclose(full[name], tensor, atol=1e-6 * scale, err_msg=name)
             np.testing.assert_array_equal(full[name], sent[name])
         else:
             np.testing.assert_array_equal(full[name], tensor, err_msg=name)
-
-
-def merged(folder: Path, targets: tuple[str, ...]) -> tuple[dict[str, np.ndarray], Names]:
-    """The folder's tensors with scale B A added, and the names of those that it was added to."""
-    from transformers import AutoConfig
-
-    start = in_folder(folder)
-    tensors = {name: torch.from_numpy(array.copy()) for name, array in start.items()}
-    by_end = {name.replace("language_model.", ""): tensor for name, tensor in tensors.items()}
-    by_end |= {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    for name, projection in projections(AutoConfig.from_pretrained(folder), targets).items():
-        tensor = by_end[projection.hf]
-        # `projection` sees a stack of experts as transformers holds it in memory
-        weight = projection.of(tensor if projection.expert is None else tensor.transpose(1, 2))
-        a, b = pair(name, *weight.shape)
-        weight += SCALE * b @ a
-    result = {name: tensor.numpy() for name, tensor in tensors.items()}
-    return result, {name for name in result if not np.array_equal(result[name], start[name])}
