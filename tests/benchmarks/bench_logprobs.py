@@ -1,0 +1,94 @@
+"""Peak memory and time of scoring tokens under a vocabulary of 151,936: megavlm's `token_scores`
+against the plain form, all logits [T, V] and their log-softmax.
+
+Both start from the hidden states of T tokens, N of which predict a token that the loss counts, and
+both run forward and backward, gradients of the hidden states and of the output weight included.
+Memory: how far the resident set of a process of its own rises above what it held before, which is
+what the machine must have; torch's profiler sees allocations, not when they come back.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavlm.models.common.logprobs import Scoring, token_scores
+from megavlm.parallel import platform
+from tests.distributed.fork import launch
+
+VOCABULARY, HIDDEN = 151_936, 256
+# T tokens, N of them scored; whether the plain form is run: for 8,192 tokens it takes 15 GB
+CASES = ((2048, 128, True), (2048, 2048, True), (8192, 128, False), (8192, 2048, False))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`added`: bytes above what the process held before; the sum of log-probs shows that two forms
+    computed the same.
+    """
+
+    seconds: float
+    added: int
+    total: float
+
+
+def scored(hidden: Tensor, weight: Tensor, index: Tensor, targets: Tensor) -> Tensor:
+    """Log-probs [N] of `targets`, predicted by the hidden states [T, H] at `index`."""
+    group = dist.group.WORLD
+    assert group is not None
+    return token_scores(hidden[index], weight, targets, scoring=Scoring(), group=group)[0]
+
+
+def plain(hidden: Tensor, weight: Tensor, index: Tensor, targets: Tensor) -> Tensor:
+    logprobs = F.log_softmax(hidden @ weight.t(), dim=-1)
+    return logprobs[index].gather(1, targets[:, None])[:, 0]
+
+
+FORMS = {"megavlm": scored, "plain": plain}
+
+
+def measure(form: str, num_tokens: int, num_scored: int) -> Cost:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, HIDDEN, generator=generator).requires_grad_()
+    weight = (torch.randn(VOCABULARY, HIDDEN, generator=generator) / 16).requires_grad_()
+    index = torch.arange(num_tokens - num_scored, num_tokens)
+    targets = torch.randint(0, VOCABULARY, (num_scored,), generator=generator)
+    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
+    torch.set_num_threads(2)
+    before = resident_bytes()
+    start = time.perf_counter()
+    total = FORMS[form](hidden, weight, index, targets).sum()
+    total.backward()
+    seconds = time.perf_counter() - start
+    return Cost(seconds, platform.peak_memory_bytes() - before, float(total))
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+@pytest.mark.timeout(0)
+def bench_logprobs() -> None:
+    print(f"\nforward and backward, vocabulary {VOCABULARY}, hidden {HIDDEN}, fp32, two threads")
+    print(f"{'tokens':>8}{'scored':>8}{'megavlm':>20}{'plain':>20}{'less memory':>13}{'faster':>8}")
+    for num_tokens, num_scored, run_plain in CASES:
+        (ours,) = launch(1, measure, "megavlm", num_tokens, num_scored)
+        line = f"{num_tokens:8}{num_scored:8}{shown(ours):>20}"
+        if run_plain:
+            (theirs,) = launch(1, measure, "plain", num_tokens, num_scored)
+            assert abs(ours.total - theirs.total) < 1e-4 * abs(theirs.total)
+            memory, speed = theirs.added / ours.added, theirs.seconds / ours.seconds
+            line += f"{shown(theirs):>20}{memory:12.1f}x{speed:7.1f}x"
+        else:
+            line += f"{'not run':>20}"
+        print(line)
+
+
+def shown(cost: Cost) -> str:
+    return f"{cost.added / 1e9:.2f} GB {cost.seconds:6.2f} s"

@@ -1,0 +1,203 @@
+"""Forward and backward of megavlm's model against transformers', with the same weights and inputs,
+in one process with two threads, fp32.
+
+An answer to a question about a picture; and eight answers to one question, which transformers
+computes as a batch of eight sequences and megavlm as one tree (or as eight sequences, to see what
+the tree is worth). Towers are frozen, as they are by default, and encode in every run. Seconds are
+medians of runs in turn. They differ between machines, and so does their ratio, but less.
+"""
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megavlm.data.packing import Tree, make_pack, prompt_tree
+from megavlm.data.positions import Span, mrope_positions
+from megavlm.data.processor import Picture, Prompt
+from megavlm.data.rows import Row
+from megavlm.demo.tiny_configs import TinySizes, tiny_config
+from megavlm.models.common.loading import MEMORY, load_hf
+from megavlm.models.common.logprobs import Scoring
+from megavlm.models.registry import build_model, family
+from megavlm.parallel.mesh import build_mesh
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from megavlm.training.optimizer import wrap
+from megavlm.training.passes import VisionFeatures, forward_backward
+from megavlm.training.policy_loss import supervised_loss
+from tests.distributed.fork import launch
+
+VOCABULARY = 8192
+TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+TOKEN_IDS = {token: i for i, token in enumerate((*TOKENS, "<|video_pad|>"))}
+GRID = (1, 32, 32)  # patches of the picture, 256 tokens
+SIZES = {
+    "tiny": {"hidden_size": 256, "num_layers": 4, "ffn_size": 768, "num_heads": 8},
+    "0.3B": {
+        "hidden_size": 1024,
+        "num_layers": 24,
+        "ffn_size": 2816,
+        "num_heads": 8,
+        "vision_depth": 8,
+        "vision_hidden_size": 512,
+        "vision_ffn_size": 1536,
+        "vision_num_heads": 8,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`text`: tokens of the question beside the picture's. `answers`: how many of which length."""
+
+    name: str
+    text: int
+    answers: tuple[int, int]
+
+
+ONE = Shape("a picture, one answer of 64", 40, (1, 64))
+EIGHT = Shape("prompt of 400, 8 answers of 60", 144, (8, 60))
+# Model, family, shape, and runs after a first one. Eight answers of the larger model are left out:
+# transformers needs 15 GB for them.
+ROWS = [
+    ("tiny", "qwen2_5_vl", ONE, 9),
+    ("tiny", "qwen2_5_vl", EIGHT, 5),
+    ("tiny", "qwen3_vl", ONE, 9),
+    ("tiny", "qwen3_vl", EIGHT, 5),
+    ("0.3B", "qwen2_5_vl", ONE, 3),
+    ("0.3B", "qwen3_vl", ONE, 3),
+]
+Step = Callable[[], float]  # forward and backward once; gives the loss
+
+
+def measure(size: str, model_type: str, rows: Sequence[tuple[Shape, int]]) -> list[Any]:
+    """(seconds, losses) of each row, by the names of `steps_of`."""
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    config = tiny_config(model_type, TinySizes(**SIZES[size]), VOCABULARY, TOKEN_IDS)
+    theirs, mesh = in_transformers(config), build_mesh()
+    chunks = build_model(config, mesh)
+    load_hf(chunks[0], family(model_type).mapping(config), theirs.state_dict(), mesh, MEMORY)
+    # Whole gradients, as transformers leaves them: no rank has a share of its own.
+    ours = wrap(chunks, shard_optimizer=False)
+    return [timed(steps_of(ours, theirs, config, shape), repeats) for shape, repeats in rows]
+
+
+def steps_of(ours: Any, theirs: Any, config: Any, shape: Shape) -> dict[str, Step]:
+    prompt, answers = inputs(config, shape)
+    tree = [prompt_tree(prompt, answers)]
+    apart = [prompt_tree(prompt, [answer]) for answer in answers]
+    return {
+        "tree": our_step(ours, config, prompt, tree),
+        **({"apart": our_step(ours, config, prompt, apart)} if len(apart) > 1 else {}),
+        "transformers": their_step(theirs, config, prompt, answers),
+    }
+
+
+def timed(steps: dict[str, Step], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, float] = {}
+    for _ in range(1 + repeats):
+        for name, step in steps.items():
+            gc.collect()
+            start = time.perf_counter()
+            losses[name] = step()
+            seconds[name].append(time.perf_counter() - start)
+    return {n: statistics.median(x[1:]) for n, x in seconds.items()}, losses
+
+
+def in_transformers(config: Any) -> Any:
+    define_torchvision_operators()
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_config(config)
+    model.model.visual.requires_grad_(False)
+    return model.train()
+
+
+def inputs(config: Any, shape: Shape) -> tuple[Prompt, list[list[int]]]:
+    generator = torch.Generator().manual_seed(1)
+    count, length = shape.answers
+    words = torch.randint(len(TOKEN_IDS), VOCABULARY, (shape.text - 2,), generator=generator)
+    start, end, image = (
+        config.vision_start_token_id,
+        TOKEN_IDS["<|vision_end|>"],
+        config.image_token_id,
+    )
+    merge = config.vision_config.spatial_merge_size
+    num_tokens = GRID[0] * GRID[1] * GRID[2] // merge**2
+    ids = torch.cat([torch.tensor([start] + [image] * num_tokens + [end]), words])
+    positions, following = mrope_positions(
+        ids, [Span(GRID)], vision_token_ids=[image], merge_size=merge
+    )
+    vision = config.vision_config
+    columns = 3 * vision.temporal_patch_size * vision.patch_size**2
+    patches = torch.randn(GRID[1] * GRID[2], columns, generator=generator)
+    picture = Picture("picture", b"", patches, GRID)
+    row = Row(0, "", "", (), "", "")
+    prompt = Prompt(row, ids, tuple(ids.tolist()), positions, following, (picture,))
+    answers = torch.randint(len(TOKEN_IDS), VOCABULARY, (count, length), generator=generator)
+    return prompt, answers.tolist()
+
+
+def our_step(chunks: list[Any], config: Any, prompt: Prompt, trees: list[Tree]) -> Step:
+    pack = make_pack(trees, vision_token_ids={config.image_token_id})
+    pictures = {picture.key: picture for picture in prompt.pictures}
+    loss = supervised_loss(pack.num_targets)
+
+    def step() -> float:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        features = VisionFeatures(chunks, pictures)
+        (measures,) = forward_backward(chunks, [pack], features, Scoring(), loss)
+        return float(measures["loss"]) / pack.num_targets
+
+    return step
+
+
+def their_step(model: Any, config: Any, prompt: Prompt, answers: list[list[int]]) -> Step:
+    """As their users do it: a padded batch, labels where an answer is."""
+    ids = torch.stack([torch.cat([prompt.token_ids, torch.tensor(x)]) for x in answers])
+    labels = ids.clone()
+    labels[:, : len(prompt.token_ids)] = -100
+    batch: dict[str, Tensor] = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": labels,
+        "mm_token_type_ids": (ids == config.image_token_id).long(),
+        "pixel_values": torch.cat([prompt.pictures[0].patches] * len(answers)),
+        "image_grid_thw": torch.tensor([GRID] * len(answers)),
+    }
+
+    def step() -> float:
+        model.zero_grad()
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        return float(loss.detach())
+
+    return step
+
+
+@pytest.mark.timeout(0)
+def bench_model() -> None:
+    print(f"\n{'':18}{'':32}{'megavlm':>10}{'apart':>10}{'transformers':>14}{'faster':>9}")
+    for (size, model_type), group in itertools.groupby(ROWS, key=lambda row: row[:2]):
+        rows = [(shape, repeats) for _, _, shape, repeats in group]
+        (results,) = launch(1, measure, size, model_type, rows, timeout=900)
+        for (shape, _), (seconds, losses) in zip(rows, results, strict=True):
+            for loss in losses.values():
+                assert abs(loss - losses["transformers"]) < 1e-4 * loss
+            apart = f"{seconds['apart']:8.2f} s" if "apart" in seconds else ""
+            tree, theirs = seconds["tree"], seconds["transformers"]
+            print(
+                f"{size:6}{model_type:12}{shape.name:32}{tree:8.2f} s{apart:>10}{theirs:12.2f} s"
+                f"{theirs / tree:8.2f}x",
+                flush=True,
+            )
