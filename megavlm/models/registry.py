@@ -68,7 +68,13 @@ def build_model(
     parts = family(hf_config.model_type)
     architecture = parts.architecture(hf_config)
     vocab_size = hf_config.text_config.vocab_size
-    check_model_layout(architecture, mesh.layout, options, vocab_size=vocab_size)
+    check_model_layout(
+        architecture,
+        mesh.layout,
+        options,
+        vocab_size=vocab_size,
+        recompute_layers=options.recompute_layers if options.recompute == "full" else 1,
+    )
     levels = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", []))
     config = language_config(architecture, mesh.layout, options, deepstack_levels=levels)
     chunks = mesh.layout.virtual

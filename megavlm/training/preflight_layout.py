@@ -58,7 +58,14 @@ def check_sizes(config: Config, values: Values, folder: Path) -> None:
     architecture = architecture_of(text, folder)
     parallel: Any = config.parallel  # has the fields of Layout and of ModelOptions that are asked
     vocab_size = _count(text, "vocab_size", folder)
-    check_model_layout(architecture, parallel, parallel, vocab_size=vocab_size)
+    recompute = config.recompute
+    check_model_layout(
+        architecture,
+        parallel,
+        parallel,
+        vocab_size=vocab_size,
+        recompute_layers=recompute.layers if recompute.language == "full" else 1,
+    )
     # The server repeats key-value heads and pads the vocabulary.
     heads, ranks = architecture["num_attention_heads"], config.rollout.tensor_parallel
     if heads % ranks:

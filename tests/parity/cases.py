@@ -109,6 +109,8 @@ def _compare(
     chunks, wrapped, entries = built.chunks, built.wrapped, built.entries
     for chunk in wrapped:
         chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.grad = None  # that the norm's optimizer left, of the case before
     mine = list(range(len(cases)))[mesh.data_rank :: mesh.data_size]
     groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
     packs = packs_of([[cases[i] for i in group] for group in groups], config, case.ranks)

@@ -106,6 +106,12 @@ class Case:
     def ranks(self) -> Ranks:
         return (LAYOUTS | EXPERT_LAYOUTS)[self.layout]
 
+    @property
+    def is_possible(self) -> bool:
+        """Regions of two layers need chunks of two; the models have four layers."""
+        mesh = self.ranks.mesh
+        return self.options != "recompute two layers" or mesh.pipeline * mesh.virtual <= 2
+
     def __str__(self) -> str:
         parts = [self.family, self.layout, self.inputs, self.options, "tied" if self.tied else ""]
         return ", ".join(part for part in parts if part)
@@ -126,8 +132,9 @@ def everything() -> Iterator[Case]:
             for inputs in INPUTS:
                 yield Case(family, layout, inputs)
             for options in OPTIONS:
-                if options:
-                    yield Case(family, layout, options=options)
+                case = Case(family, layout, options=options)
+                if options and case.is_possible:
+                    yield case
             yield Case(family, layout, tied=True)
 
 
@@ -139,5 +146,7 @@ def subset() -> Iterator[Case]:
     for family in FAMILIES:
         for layout in layouts(family):
             yield Case(family, layout)
-            yield Case(family, layout, **variants[count % len(variants)])
+            while not (case := Case(family, layout, **variants[count % len(variants)])).is_possible:
+                count += 1
+            yield case
             count += 1

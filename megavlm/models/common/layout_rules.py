@@ -16,11 +16,20 @@ Architecture = Mapping[str, Any]  # a family's `architecture(hf_config)`
 
 
 def check_model_layout(
-    architecture: Architecture, layout: "Layout", options: "ModelOptions", *, vocab_size: int
+    architecture: Architecture,
+    layout: "Layout",
+    options: "ModelOptions",
+    *,
+    vocab_size: int,
+    recompute_layers: int = 1,
 ) -> None:
-    """ValueError with one sentence, which names the key, its value and what would work."""
+    """ValueError with one sentence, which names the key, its value and what would work.
+
+    recompute_layers: between kept inputs, where all of a layer's activations are recomputed.
+    """
     _check_tensor(architecture, layout.tensor, vocab_size)
     _check_stages(architecture["num_layers"], layout, options)
+    _check_recompute(architecture["num_layers"], layout, options, recompute_layers)
     _check_experts(architecture, layout, options)
 
 
@@ -70,14 +79,32 @@ def _check_stages(num_layers: int, layout: "Layout", options: "ModelOptions") ->
     )
 
 
+def _check_recompute(
+    num_layers: int, layout: "Layout", options: "ModelOptions", recompute_layers: int
+) -> None:
+    """megatron-core cuts each chunk into regions of so many layers, and has none for a rest."""
+    given = [options.first_stage_layers, options.last_stage_layers]
+    for stage in _per_stage(num_layers, layout, given):
+        chunk = stage // layout.virtual
+        if chunk % recompute_layers:
+            raise ValueError(
+                f"recompute.layers={recompute_layers} does not divide the {chunk} layers of a "
+                "pipeline stage or chunk of one: set recompute.layers to a number that does"
+            )
+
+
 def _splits(num_layers: int, layout: "Layout", given: list[int | None]) -> bool:
+    per_stage = _per_stage(num_layers, layout, given)
+    return all(count > 0 and count % layout.virtual == 0 for count in per_stage)
+
+
+def _per_stage(num_layers: int, layout: "Layout", given: list[int | None]) -> list[int]:
+    """The numbers of layers that stages have; 0 where that does not come out even."""
     named = [count for count in given if count is not None]
     left, others = num_layers - sum(named), layout.pipeline - len(named)
     if others <= 0:
-        per_stage = named if (left, others) == (0, 0) else [0]
-    else:
-        per_stage = [*named, left // others if left % others == 0 else 0]
-    return all(count > 0 and count % layout.virtual == 0 for count in per_stage)
+        return named if (left, others) == (0, 0) else [0]
+    return [*named, left // others if left % others == 0 else 0]
 
 
 def _split_that_works(num_layers: int, layout: "Layout") -> str:

@@ -207,3 +207,23 @@ def _one_head(folder: Path, family: str) -> None:
         init_std=0.05,
         randomise_norms_and_biases=True,
     )
+
+
+def test_recomputed_regions_divide_a_chunk() -> None:
+    architecture = {
+        "num_layers": 12,
+        "num_attention_heads": 4,
+        "num_query_groups": 4,
+        "kv_channels": 8,
+        "ffn_hidden_size": 64,
+    }
+    layout = Layout(pipeline=2, virtual=2)
+
+    def check_regions(layers: int) -> None:
+        check_model_layout(
+            architecture, layout, ModelOptions(), vocab_size=64, recompute_layers=layers
+        )
+
+    check_regions(3)
+    with pytest.raises(ValueError, match=r"recompute\.layers=2 does not divide the 3 layers"):
+        check_regions(2)
