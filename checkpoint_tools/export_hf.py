@@ -1,25 +1,25 @@
 """Checkpoint folder -> HuggingFace folder."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from checkpoint_tools.ahead import one_ahead
-from checkpoint_tools.family import read_mapping
+from checkpoint_tools.model_card import model_card
 from checkpoint_tools.output import output_folder
+from checkpoint_tools.progress import Show, silent
 from checkpoint_tools.safetensors_file import SafetensorsWriter, Spec
+from checkpoint_tools.weights import Group, Weights, step_weights
 from megavlm.checkpointing import folder
-from megavlm.checkpointing.checksums import first_difference, size_difference
-from megavlm.checkpointing.reader import StepReader
 from megavlm.models.common.hf_source import INDEX, SINGLE
-from megavlm.models.common.mapping import Entry, by_key
-
-Group = list[Entry]  # the entries of one key
+from megavlm.models.common.lora_linear import is_adapter
+from megavlm.models.common.mapping import Entry
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Export:
     step: int
     num_tensors: int
     num_files: int
+    num_bytes: int
 
 
 def export_hf(
@@ -36,91 +37,111 @@ def export_hf(
     step: int | None = None,
     force: bool = False,
     max_shard_bytes: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+    show: Show = silent,
 ) -> Export:
-    """Writes a step's weights (default: the latest) under hub names, and the model's other files.
+    """Writes a step's weights (default: the latest) under hub names, the model's other files, and a
+    model card.
 
-    Reads any layout, one tensor (or one layer's stack of experts) at a time, and holds one output
-    file in memory. ValueError where the step is missing or damaged, or does not hold the tensors of
-    its config.json.
+    Reads any layout, and holds two tensors in memory, of experts one by one. `dtype`: of the
+    weights, by default the one that they have. ValueError where the step is missing or damaged,
+    does not hold the tensors of its config.json, or holds adapters; where the output folder is in
+    use, or its disk has no room.
     """
-    path = folder.locate(checkpoint_dir, step)
-    manifest = folder.Manifest.read(path)
-    small = [name for name in manifest.files if not name.endswith(".distcp")]
-    if problem := size_difference(path, manifest.files, manifest.files) or first_difference(
-        path, manifest.files, small
-    ):
-        raise ValueError(problem)
-    hf_files = path.parent / folder.HF
-    groups = by_key(read_mapping(hf_files))
-    reader = StepReader(path)
-    _check(groups, reader, path)
+    weights = step_weights(checkpoint_dir, step)
+    if any(is_adapter(name) for name, *_ in weights.extras):
+        raise ValueError(
+            f"{weights.path} holds a model with adapters: megavlm-convert lora-merge makes a model "
+            f"of it, lora-export takes the adapters alone."
+        )
+    plan = _plan(weights, dtype, max_shard_bytes)
+    total = sum(file.nbytes for file in plan)
+    assert weights.manifest is not None
 
     def read(entry: Entry) -> list[Tensor]:
         """Tensors of the hub, or an expert's rows of them."""
-        full = reader.read(entry.megatron, entry.expert)
-        return [tensor.contiguous() for tensor in entry.to_hf(full)]
+        full = weights.read(entry)
+        tensors = entry.to_hf(full if dtype is None else full.to(dtype))
+        return [tensor.contiguous() for tensor in tensors]
 
-    files = _plan(list(groups.values()), reader, max_shard_bytes)
-    with output_folder(hf_dir, force=force, mark="config.json") as output:
-        folder.copy_hf_files(hf_files, output)
-        _set_dtype(output / "config.json", reader.dtype(next(reversed(groups))))
-        places: dict[str, str] = {}
-        total = 0
-        for number, part in enumerate(files, start=1):
-            name = (
-                f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
-            )
-            specs = {
-                hf: Spec(reader.dtype(group[0].megatron), shape)
-                for group in part
-                for hf, shape in zip(group[0].hf, group[0].hf_shapes, strict=True)
-            }
-            with SafetensorsWriter(output / name, specs) as file:
-                for tensors in one_ahead(read, chain.from_iterable(part)):
+    with (
+        output_folder(hf_dir, force=force, mark="config.json", nbytes=total) as output,
+        show("export", total) as advance,
+    ):
+        folder.copy_hf_files(weights.hf_files, output)
+        _set_dtype(output / "config.json", dtype or weights.dtypes[next(reversed(weights.groups))])
+        (output / "README.md").write_text(model_card(weights))
+        for part in plan:
+            with SafetensorsWriter(output / part.name, part.specs) as file:
+                for tensors in one_ahead(read, chain.from_iterable(part.groups)):
                     for tensor in tensors:
                         file.write(tensor)
-            places |= dict.fromkeys(specs, name)
-            total += sum(spec.nbytes for spec in specs.values())
-        if len(files) > 1:
+                        advance(tensor.nbytes)
+        places = {name: part.name for part in plan for name in part.specs}
+        if len(plan) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             (output / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return Export(step=manifest.step, num_tensors=len(places), num_files=len(files))
+    return Export(weights.manifest.step, len(places), len(plan), total)
 
 
-def _check(groups: dict[str, Group], reader: StepReader, path: Path) -> None:
-    for key, group in groups.items():
-        if key not in reader.tensors:
-            raise ValueError(f"{path} has no tensor {key}, which the model's config.json asks for.")
-        if reader.shape(key) != group[0].checkpoint_shape:
-            raise ValueError(
-                f"{key} in {path} has shape {reader.shape(key)}; "
-                f"the model's config.json makes it {group[0].checkpoint_shape}."
-            )
-    parts = {key.split(".")[0] for key in groups}
-    for key in reader.tensors:
-        if key.split(".")[0] in parts and key not in groups:
-            raise ValueError(f"{key} in {path} is no tensor of the model in its config.json.")
+@dataclass
+class _File:
+    """A weight file to be written. `specs`: of its tensors by hub name, in order."""
+
+    name: str
+    groups: list[Group]
+    specs: dict[str, Spec]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs.values())
 
 
-def _plan(groups: Sequence[Group], reader: StepReader, max_shard_bytes: int) -> list[list[Group]]:
-    """Groups by output file, in order. A file is above `max_shard_bytes` for one group only."""
-    files: list[list[Group]] = [[]]
-    size = 0
-    for group in groups:
-        metadata = reader.tensors[group[0].megatron]
-        nbytes = metadata.size.numel() * metadata.properties.dtype.itemsize
-        if files[-1] and size + nbytes > max_shard_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(group)
-        size += nbytes
+def _plan(weights: Weights, dtype: torch.dtype | None, max_shard_bytes: int) -> list[_File]:
+    """In the mapping's order. A file is above `max_shard_bytes` for one key only."""
+    files: list[_File] = []
+    for key, group in weights.groups.items():
+        specs = {
+            name: Spec(dtype or weights.dtypes[key], shape)
+            for name, shape in zip(group[0].hf, group[0].hf_shapes, strict=True)
+        }
+        nbytes = sum(spec.nbytes for spec in specs.values())
+        if not files or files[-1].nbytes + nbytes > max_shard_bytes:
+            files.append(_File(SINGLE, [], {}))
+        files[-1].groups.append(group)
+        files[-1].specs |= specs
+    for number, file in enumerate(files, start=1):
+        if len(files) > 1:
+            file.name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        _large_items_first(file)
     return files
+
+
+def _large_items_first(file: _File) -> None:
+    """As SafetensorsWriter asks for; where all have one dtype, the order stays."""
+
+    def itemsize(name: str) -> int:
+        return -file.specs[name].dtype.itemsize
+
+    file.groups.sort(key=lambda group: itemsize(group[0].hf[0]))
+    file.specs = {name: file.specs[name] for name in sorted(file.specs, key=itemsize)}
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:
     """config.json names the dtype of the weights beside it: training may have changed it."""
     config = json.loads(path.read_bytes())
     name = str(dtype).removeprefix("torch.")
-    changed = [key for key in ("dtype", "torch_dtype") if config.get(key, name) != name]
+    changed = False
+    for section, key in _dtype_keys(config):
+        changed |= section[key] != name
+        section[key] = name
     if changed:
-        path.write_text(json.dumps(config | dict.fromkeys(changed, name), indent=2) + "\n")
+        path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _dtype_keys(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where a configuration, or that of a part of the model, names a dtype."""
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in ("dtype", "torch_dtype"):
+            if section.get(key) is not None:
+                yield section, key

@@ -1,56 +1,132 @@
 """HuggingFace folder -> checkpoint folder."""
 
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from checkpoint_tools.ahead import one_ahead
-from checkpoint_tools.family import read_mapping
-from checkpoint_tools.hub_files import HubFiles
 from checkpoint_tools.output import output_folder
+from checkpoint_tools.progress import Show, silent
+from checkpoint_tools.ranks import Ranks
+from checkpoint_tools.weights import Weights, hub_weights
 from megavlm.checkpointing import atomic, folder
-from megavlm.checkpointing.checksums import checksums
-from megavlm.checkpointing.writer import RecordFile, write_contents
-from megavlm.models.common.loading import HUB, Form, HubTensors
-from megavlm.models.common.mapping import Entry, by_key
+from megavlm.checkpointing.checksums import Sums, checksums
+from megavlm.checkpointing.writer import Record, RecordFile, write_contents
+from megavlm.models.common.loading import HUB, Form
+from megavlm.models.common.mapping import Entry
+
+
+@dataclass(frozen=True)
+class Import:
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Written:
+    """One rank's file."""
+
+    name: str
+    sums: Sums
+    records: list[Record]
 
 
 def import_hf(
-    hf_dir: Path, checkpoint_dir: Path, *, force: bool = False, experts: Form = HUB
-) -> int:
-    """Writes the weights as step 0, in the dtypes that they have. Returns the number of tensors.
+    hf_dir: Path,
+    checkpoint_dir: Path,
+    *,
+    force: bool = False,
+    experts: Form = HUB,
+    ranks: Ranks | None = None,
+    show: Show = silent,
+) -> Import:
+    """Writes the weights as step 0, in the dtypes that they have.
 
-    Holds two tensors in memory, of experts one by one. `experts`: the form of stacks, as in
-    HubTensors. ValueError, before anything is written, for another family, a missing, truncated
-    or pickled weight file, a missing or unknown tensor, a shape that config.json does not give, or
-    an output folder that is in use.
+    Holds two tensors in memory, of experts one by one. With several `ranks` each reads its share
+    of the tensors and writes a file of its own. `experts`: the form of stacks, as in HubTensors.
+    ValueError, before anything is written, for what `hub_weights` refuses, an output folder that is
+    in use, or a disk without room.
     """
-    entries = read_mapping(hf_dir)
-    groups = by_key(entries)
-    tensors = HubTensors(entries, HubFiles(hf_dir), experts)
-    whole = {
-        key: torch.empty(group[0].checkpoint_shape, dtype=tensors.dtype(group), device="meta")
-        for key, group in groups.items()
-    }
+    ranks = ranks or Ranks()
+    opened: list[Weights] = []
+    ranks.together("reading", lambda: opened.append(hub_weights(hf_dir, experts)))
+    (weights,) = opened
+    with ExitStack() as stack:
+
+        def prepare() -> Path | None:
+            if not ranks.is_lead:
+                return None
+            output = stack.enter_context(
+                output_folder(
+                    checkpoint_dir, force=force, mark="step_*", nbytes=weights.total_bytes
+                )
+            )
+            folder.copy_hf_files(hf_dir, output / folder.HF)
+            atomic.partial(folder.step_folder(output, 0)).mkdir()
+            return output
+
+        output, *_ = ranks.together("preparing", prepare)
+        assert output is not None
+        step = atomic.partial(folder.step_folder(output, 0))
+        bar = show if ranks.is_lead else silent
+        files = ranks.together("writing", lambda: _write(weights, step, ranks, bar))
+
+        def publish() -> None:
+            if ranks.is_lead:
+                _describe(weights, step, files)
+                folder.publish(output, 0)
+                stack.close()
+
+        ranks.together("publishing", publish)
+    return Import(len(weights.groups), weights.total_bytes)
+
+
+def _write(weights: Weights, step: Path, ranks: Ranks, show: Show) -> _Written:
+    """This rank's share."""
 
     def read(entry: Entry) -> tuple[Entry, Tensor]:
-        return entry, tensors.read(entry)
+        return entry, weights.read(entry)
 
-    with output_folder(checkpoint_dir, force=force, mark="step_*") as output:
-        folder.copy_hf_files(hf_dir, output / folder.HF)
-        step = atomic.partial(folder.step_folder(output, 0))
-        step.mkdir()
-        with RecordFile(step) as file:
-            for entry, tensor in one_ahead(read, entries):
-                if entry.expert is None:
-                    file.add(entry.megatron, tensor)
-                else:
-                    offsets = (entry.expert, *(0 for _ in tensor.shape))
-                    file.add(entry.megatron, tensor[None], offsets)
-        write_contents(step, whole, file.records)
-        names = {path.name for path in step.iterdir()} - {file.name}
-        files = {file.name: file.sums, **checksums(step, sorted(names))}
-        folder.Manifest(step=0, has_optimizer=False, layout={}, files=files).write(step)
-        folder.publish(output, 0)
-    return len(groups)
+    entries = share(weights, ranks)
+    nbytes = sum(_nbytes(weights, entry) for entry in entries)
+    with RecordFile(step, ranks.rank) as file, show("import", nbytes) as advance:
+        for entry, tensor in one_ahead(read, entries):
+            if entry.expert is None:
+                file.add(entry.megatron, tensor)
+            else:
+                offsets = (entry.expert, *(0 for _ in tensor.shape))
+                file.add(entry.megatron, tensor[None], offsets)
+            advance(tensor.nbytes)
+    return _Written(file.name, file.sums, file.records)
+
+
+def share(weights: Weights, ranks: Ranks) -> list[Entry]:
+    """The entries of one rank: about as many bytes as of any other, one after the other."""
+    entries, done = [], 0
+    for entry in weights.entries():
+        nbytes = _nbytes(weights, entry)
+        if (done + nbytes // 2) * ranks.size // weights.total_bytes == ranks.rank:
+            entries.append(entry)
+        done += nbytes
+    return entries
+
+
+def _nbytes(weights: Weights, entry: Entry) -> int:
+    return weights.nbytes(entry.megatron) // len(weights.groups[entry.megatron])
+
+
+def _describe(weights: Weights, step: Path, files: Iterable[_Written]) -> None:
+    """Contents and manifest of what the ranks have written."""
+    tensors = {
+        key: torch.empty(group[0].checkpoint_shape, dtype=weights.dtypes[key], device="meta")
+        for key, group in weights.groups.items()
+    }
+    write_contents(step, tensors, (record for file in files for record in file.records))
+    sums = {file.name: file.sums for file in files}
+    others = {path.name for path in step.iterdir()} - sums.keys()
+    sums |= checksums(step, sorted(others))
+    folder.Manifest(step=0, has_optimizer=False, layout={}, files=sums).write(step)

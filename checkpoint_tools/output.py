@@ -1,34 +1,72 @@
 """An output folder: refused where something is, complete or not there at all."""
 
+import errno
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from checkpoint_tools.progress import size
 from megavlm.checkpointing import atomic
+
+# For configuration, tokenizer and tables of contents, beside the weights.
+_SPARE_BYTES = 50 * 10**6
 
 
 @contextmanager
-def output_folder(target: Path, *, force: bool, mark: str) -> Iterator[Path]:
+def output_folder(target: Path, *, force: bool, mark: str, nbytes: int) -> Iterator[Path]:
     """Yields a partial folder beside `target`, and gives it that name at the end.
 
     With `force` an older folder is replaced, but only one that holds a file like `mark`, so that a
-    mistyped path does not delete a home directory. On an error nothing is left.
+    mistyped path does not delete a home directory. On an error nothing is left; what a killed
+    conversion left is removed. ValueError where another conversion writes the same folder, or its
+    disk has less room than `nbytes` of weights need.
     """
     target = target.absolute()
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file: name a folder.")
+    for path in (target, *target.parents):
+        if path.is_file():
+            raise ValueError(f"{path} is a file: name a folder.")
     if target.is_dir() and any(target.iterdir()):
         if not force:
             raise ValueError(f"{target} is not empty: choose another folder, or add --force.")
         if not any(target.glob(mark)):
             raise ValueError(f"{target} holds no {mark}: --force does not replace such a folder.")
     partial = atomic.partial(target)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        atomic.replace_folder(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target):
+        if partial.exists():
+            shutil.rmtree(partial)
+        _check_room(target, nbytes)
+        try:
+            partial.mkdir()
+            yield partial
+            atomic.replace_folder(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """One conversion at a time: a second would remove the partial folder of the first."""
+    path = target.with_name(f".{target.name}.lock")
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{target} is being written by another process.") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+                raise
+        try:
+            yield
+        finally:
+            path.unlink()
+
+
+def _check_room(target: Path, nbytes: int) -> None:
+    disk = os.statvfs(target.parent)
+    free, needed = disk.f_bavail * disk.f_frsize, nbytes + _SPARE_BYTES
+    if free < needed:
+        raise ValueError(f"{target} needs {size(needed)}, and {size(free)} are free on its disk.")

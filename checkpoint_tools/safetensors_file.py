@@ -84,7 +84,11 @@ class SafetensorsWriter:
 
     def write(self, tensor: Tensor) -> None:
         """The next tensor, or the next rows of it."""
-        self._left -= self._file.write(raw_bytes(tensor.contiguous()))
+        try:
+            self._left -= self._file.write(raw_bytes(tensor.contiguous()))
+        except OSError as error:
+            error.filename = self._file.name
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -53,10 +53,16 @@ class SummedFile:
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
         self.sums: Sums = {"bytes": 0, "crc32": 0}
+        self.problem: OSError | None = None  # a full disk, most likely
 
     def write(self, data: bytes | memoryview) -> int:
+        try:
+            count = self._file.write(data)
+        except OSError as error:
+            error.filename = self._file.name
+            self.problem = error
+            raise
         self.sums["crc32"] = zlib.crc32(data, self.sums["crc32"])
-        count = self._file.write(data)
         self.sums["bytes"] += count
         return count
 

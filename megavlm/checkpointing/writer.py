@@ -51,7 +51,12 @@ class RecordFile(SummedFile):
         start = self.sums["bytes"]
         if piece.untyped_storage().nbytes() != piece.nbytes:  # torch.save writes the whole storage
             piece = piece.clone()
-        torch.save(piece, cast(IO[bytes], self))
+        try:
+            torch.save(piece, cast(IO[bytes], self))
+        except RuntimeError as error:
+            if self.problem is not None:  # torch says something else about a failed write
+                raise self.problem from error
+            raise
         sizes = tuple(piece.shape)
         length = self.sums["bytes"] - start
         self.records.append(

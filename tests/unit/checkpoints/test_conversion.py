@@ -76,9 +76,9 @@ def test_there_and_back_is_bit_exact(tmp_path: Path, tied: bool, dtype: torch.dt
     assert set(after) == set(before) and done.num_tensors == len(before)
     for name, tensor in before.items():
         assert after[name].dtype == dtype and torch.equal(after[name], tensor), name
-    # Everything else in the folder is the same, byte by byte.
+    # Everything else in the folder is the same, byte by byte; a model card is added.
     names = sorted(path.name for path in hf.iterdir())
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", *names]
     names.remove("model.safetensors")
     assert filecmp.cmpfiles(hf, tmp_path / "out", names, shallow=False) == (names, [], [])
 
@@ -304,7 +304,7 @@ def test_a_wrong_model_folder_is_one_sentence_and_exit_code_2(
 def test_the_command_line(hf: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "checkpoint_tools", "import", hf, tmp_path / "checkpoint"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert re.search(r"\d+ tensors imported into", done.stdout)
+    assert re.search(r"\d+ tensors, [\d.]+ MB, imported into", done.stdout)
     assert not done.stderr
 
     arguments = ["export", f"{tmp_path}/checkpoint", f"{tmp_path}/out", "--max-shard-size", "0.5MB"]
@@ -322,7 +322,7 @@ def test_the_command_line(hf: Path, tmp_path: Path) -> None:
         ("export {checkpoint} {new} --step 7", "no complete checkpoint of step 7; it has steps 0."),
         ("export {hf} {new}", "holds no complete checkpoint"),
         ("export {checkpoint} {new} --max-shard-size many", "is not a size: write it as 5GB"),
-        ("export {checkpoint} {hf}/config.json/x", "Not a directory"),
+        ("export {checkpoint} {hf}/config.json/x", "config.json is a file: name a folder"),
     ],
 )
 def test_a_command_line_error_is_one_sentence_and_exit_code_2(

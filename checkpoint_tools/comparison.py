@@ -1,0 +1,112 @@
+"""Two models on the disk, tensor by tensor and bit by bit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from checkpoint_tools.ahead import one_ahead
+from checkpoint_tools.progress import Show, silent
+from checkpoint_tools.weights import Weights
+from megavlm.models.common.mapping import Entry
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LISTED = 10
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass
+class Comparison:
+    """Counts of the hub's tensors, of experts row by row. `first`: a sentence about each of the
+    first that differ.
+    """
+
+    equal: int = 0
+    different: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, problem: str | None) -> None:
+        if problem is None:
+            self.equal += 1
+            return
+        self.different += 1
+        if len(self.first) < _LISTED:
+            self.first.append(problem)
+
+
+def compare(a: Weights, b: Weights, *, show: Show = silent) -> Comparison:
+    """Tensors are equal when dtype, shape and every bit are. ValueError for an unreadable one."""
+    result = Comparison()
+    others = {(entry.megatron, entry.expert): entry for entry in b.entries()}
+    pairs: list[tuple[Entry, Entry]] = []
+    for entry in a.entries():
+        other = others.pop((entry.megatron, entry.expert), None)
+        problem = _alone(a) if other is None else _unlike(a, entry, b, other)
+        if other is not None and problem is None:
+            pairs.append((entry, other))
+            continue
+        for name in _names(entry):
+            result.add(f"{name} {problem}")
+    for entry in others.values():
+        for name in _names(entry):
+            result.add(f"{name} {_alone(b)}")
+
+    def read(pair: tuple[Entry, Entry]) -> tuple[list[str], Tensors, Tensors]:
+        entry, other = pair
+        return _names(entry), entry.to_hf(a.read(entry)), other.to_hf(b.read(other))
+
+    with show("verify", a.total_bytes) as advance:
+        for names, left, right in one_ahead(read, pairs):
+            for name, x, y in zip(names, left, right, strict=True):
+                problem = difference(x, y)
+                result.add(problem and f"{name} {problem}")
+                advance(x.nbytes)
+    return result
+
+
+def difference(a: Tensor, b: Tensor) -> str | None:
+    """How many entries of two tensors, alike in dtype and shape, differ in their bits, and where
+    they do so first.
+    """
+    bits = _BITS[a.dtype.itemsize]
+    unequal = a.contiguous().view(bits) != b.contiguous().view(bits)
+    count = int(unequal.sum())
+    if not count:
+        return None
+    place = unequal.flatten().view(torch.uint8).argmax()  # of the first
+    where = tuple(int(x) for x in torch.unravel_index(place, a.shape))
+    return (
+        f"differs in {count} of {a.numel()} entries, first at {list(where)}: "
+        f"{a[where].item():.9g} and {b[where].item():.9g}"
+    )
+
+
+def _unlike(a: Weights, entry: Entry, b: Weights, other: Entry) -> str | None:
+    """What tells entries of one Megatron tensor apart without their numbers."""
+    if entry.hf_shapes != other.hf_shapes:
+        return f"makes a Megatron tensor {entry.megatron_shape} and {other.megatron_shape}"
+    left, right = a.dtypes[entry.megatron], b.dtypes[entry.megatron]
+    return f"has dtypes {left} and {right}" if left != right else None
+
+
+def _alone(weights: Weights) -> str:
+    return f"is in {weights.path} alone"
+
+
+def _names(entry: Entry) -> list[str]:
+    return [name if entry.expert is None else f"{name}[{entry.expert}]" for name in entry.hf]
+
+
+def sentences(result: Comparison) -> Iterator[str]:
+    """The result for a reader."""
+    total = result.equal + result.different
+    if not result.different:
+        yield f"All {total} tensors are equal, bit by bit."
+        return
+    yield f"{result.different} of {total} tensors differ:"
+    for problem in result.first:
+        yield f"  {problem}"
+    if result.different > len(result.first):
+        yield f"  and {result.different - len(result.first)} more"

@@ -1,0 +1,142 @@
+"""What an HF folder or a checkpoint holds, as a table."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from checkpoint_tools.weights import Weights
+from megavlm.models.common.lora_linear import is_adapter
+from megavlm.models.common.mapping import Shape
+from megavlm.models.sizes import ParameterSize
+
+
+@dataclass(frozen=True)
+class Component:
+    """Tensors, parameters and bytes of one part of the model; bytes by dtype."""
+
+    name: str
+    tensors: int
+    parameters: int
+    bytes: int
+    dtypes: dict[str, int]
+
+
+def components(weights: Weights) -> list[Component]:
+    """In the order of the model, adapters last."""
+    found: dict[str, list[ParameterSize]] = defaultdict(list)
+    for key, shape, dtype in _tensors(weights):
+        size = ParameterSize(key, shape, dtype, trained=False, pieces=1)
+        found["adapters" if is_adapter(key) else size.component].append(size)
+    return [_component(name, sizes) for name, sizes in found.items()]
+
+
+def summary(weights: Weights) -> dict[str, Any]:
+    """Everything about `weights`, JSON-able."""
+    parts = components(weights)
+    step = weights.manifest
+    return {
+        "path": str(weights.path),
+        "kind": "checkpoint" if step else "HuggingFace folder",
+        "family": weights.config.model_type,
+        "step": step.step if step else None,
+        "layout": step.layout if step else None,
+        "has_optimizer": step.has_optimizer if step else None,
+        "parameters": sum(part.parameters for part in parts),
+        "bytes": sum(part.bytes for part in parts),
+        "components": [vars(part) for part in parts],
+    }
+
+
+def mapping_rows(weights: Weights) -> Iterator[dict[str, Any]]:
+    """One of each Megatron tensor: what it is made of, and how tensor parallelism cuts it."""
+    for key, group in weights.groups.items():
+        shard = group[0].shard
+        yield {
+            "megatron": key,
+            "shape": list(group[0].checkpoint_shape),
+            "dtype": _name(weights.dtypes[key]),
+            "cut": None if shard.dim is None else {**vars(shard)},
+            "hf": list(group[0].hf),
+            "experts": None if group[0].expert is None else len(group),
+        }
+
+
+def table(weights: Weights) -> RenderableType:
+    facts = summary(weights)
+    head = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    head.add_column(style="dim", no_wrap=True)
+    head.add_column(overflow="fold")
+    head.add_row(facts["kind"], escape(facts["path"]))
+    head.add_row("family", facts["family"])
+    if weights.manifest is not None:
+        head.add_row("step", str(facts["step"]))
+        cut = ", ".join(f"{axis} {size}" for axis, size in facts["layout"].items() if size > 1)
+        head.add_row("saved under", cut or ("one rank" if facts["layout"] else "no layout"))
+        head.add_row("optimizer", "its state is there" if facts["has_optimizer"] else "none")
+    body = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    body.add_column("component")
+    for name in ("tensors", "parameters", "MB", "dtypes"):
+        body.add_column(name, justify="right", no_wrap=True)
+    parts = components(weights)
+    for part in parts:
+        body.add_row(*_cells(part), end_section=part is parts[-1])
+    total = Component(
+        "all",
+        sum(part.tensors for part in parts),
+        facts["parameters"],
+        facts["bytes"],
+        {dtype: 0 for part in parts for dtype in part.dtypes},
+    )
+    body.add_row(*_cells(total), style="bold")
+    return Group(head, body)
+
+
+def mapping_table(weights: Weights) -> RenderableType:
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("Megatron", "shape", "cut", "HuggingFace"):
+        rows.add_column(name, overflow="fold")
+    for row in mapping_rows(weights):
+        cut = row["cut"]
+        parts = f" in {cut['parts']} parts" if cut and cut["parts"] > 1 else ""
+        rows.add_row(
+            row["megatron"],
+            " x ".join(map(str, row["shape"])),
+            f"dim {cut['dim']}{parts} over {cut['axis']}" if cut else "-",
+            "\n".join(row["hf"]),
+        )
+    return rows
+
+
+def _tensors(weights: Weights) -> Iterator[tuple[str, Shape, torch.dtype]]:
+    for key, group in weights.groups.items():
+        yield key, group[0].checkpoint_shape, weights.dtypes[key]
+    yield from weights.extras
+
+
+def _component(name: str, sizes: list[ParameterSize]) -> Component:
+    dtypes: dict[str, int] = defaultdict(int)
+    for size in sizes:
+        dtypes[_name(size.dtype)] += size.bytes
+    parameters = sum(size.numel for size in sizes)
+    return Component(name, len(sizes), parameters, sum(dtypes.values()), dict(dtypes))
+
+
+def _cells(part: Component) -> list[str]:
+    return [
+        part.name,
+        f"{part.tensors:,}",
+        f"{part.parameters:,}",
+        f"{part.bytes / 1e6:,.1f}",
+        ", ".join(part.dtypes),
+    ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,119 @@
+"""Logits of two models, through transformers, on a text and on a picture."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from checkpoint_tools.export_hf import export_hf
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+
+_TEXT = "The quick brown fox jumps over the lazy dog, and then?"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest over all positions and the vocabulary. `relative`: to the largest logit of the
+    first model. `token`: what stands at `position`; `vocabulary`: the entry that differs most.
+    """
+
+    prompt: str
+    largest: float
+    relative: float
+    position: int
+    token: str
+    vocabulary: int
+
+    def sentence(self) -> str:
+        if self.largest == 0:
+            return f"{self.prompt}: logits are equal"
+        where = f"token {self.position} ({self.token!r}), vocabulary entry {self.vocabulary}"
+        return (
+            f"{self.prompt}: logits differ by at most {self.largest:.3g}, {self.relative:.3g} of "
+            f"the largest, at {where}"
+        )
+
+
+def compare_logits(a: Path, b: Path) -> list[Difference]:
+    """Of HF folders or checkpoints, in fp32, one model in memory at a time. Both get the inputs
+    that the processor of `a` makes. ValueError for vocabularies of different sizes.
+    """
+    with _hf_folder(a) as left, _hf_folder(b) as right:
+        inputs = _inputs(left)
+        first, second = _logits(left, inputs), _logits(right, inputs)
+        tokenizer = _processor(left).tokenizer
+    differences = []
+    for prompt, x in first.items():
+        y = second[prompt]
+        if x.shape != y.shape:
+            raise ValueError(
+                f"{a} and {b} have {x.shape[1]} and {y.shape[1]} logits a token: they cannot be "
+                f"compared."
+            )
+        gap = (x - y).abs()
+        place = int(gap.argmax())
+        position, vocabulary = divmod(place, gap.shape[1])
+        largest = float(gap.flatten()[place])
+        token = tokenizer.convert_ids_to_tokens(int(inputs[prompt]["input_ids"][0, position]))
+        relative = largest / float(x.abs().max())
+        differences.append(Difference(prompt, largest, relative, position, token, vocabulary))
+    return differences
+
+
+@contextmanager
+def _hf_folder(path: Path) -> Iterator[Path]:
+    """The folder itself, or a checkpoint's export for as long as it is needed."""
+    if (path / "config.json").is_file():
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="megavlm-verify-") as folder:
+        export_hf(path, Path(folder) / "hf")
+        yield Path(folder) / "hf"
+
+
+def _inputs(folder: Path) -> dict[str, Any]:
+    """A text and a picture that is not alike anywhere, as the model's processor makes them."""
+    processor = _processor(folder)
+    steps = torch.linspace(0, 255, 112)
+    channels = [steps.expand(112, 112), steps[:, None].expand(112, 112), steps.outer(steps) / 255]
+    picture = Image.fromarray(torch.stack(channels, dim=2).to(torch.uint8).numpy())
+    content = {
+        "text": [{"type": "text", "text": _TEXT}],
+        "picture": [{"type": "image", "image": picture}, {"type": "text", "text": _TEXT}],
+    }
+    return {
+        prompt: processor.apply_chat_template(
+            [{"role": "user", "content": parts}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        for prompt, parts in content.items()
+    }
+
+
+@torch.no_grad()
+def _logits(folder: Path, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """By prompt: [T, V]."""
+    define_torchvision_operators()
+    from transformers import AutoModelForImageTextToText
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    return {prompt: model(**values, use_cache=False).logits[0] for prompt, values in inputs.items()}
+
+
+def _processor(folder: Path) -> Any:
+    define_torchvision_operators()
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(folder)

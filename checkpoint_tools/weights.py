@@ -1,0 +1,124 @@
+"""A model's weights on the disk, in an HF folder or in a step, read alike."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint_tools.family import read_config
+from checkpoint_tools.hub_files import HubFiles
+from megavlm.checkpointing import folder
+from megavlm.checkpointing.checksums import first_difference, size_difference
+from megavlm.checkpointing.folder import Manifest
+from megavlm.checkpointing.reader import StepReader
+from megavlm.models.common.loading import HUB, Form, HubTensors
+from megavlm.models.common.lora_linear import is_adapter
+from megavlm.models.common.mapping import Entry, Shape, by_key
+from megavlm.models.registry import family
+
+Group = list[Entry]  # the entries of one key
+
+
+@dataclass(frozen=True)
+class Weights:
+    """`path`: the HF folder, or the step's own. `hf_files`: where the model's other files lie.
+    `read` gives the full Megatron tensor of an entry. `dtypes`: by key. `extras`: shapes and dtypes
+    of a step's tensors that are the model's, but not its HF folder's: adapters, a value head.
+    """
+
+    path: Path
+    hf_files: Path
+    config: Any
+    groups: dict[str, Group]
+    dtypes: dict[str, torch.dtype]
+    read: Callable[[Entry], Tensor]
+    manifest: Manifest | None = None
+    extras: tuple[tuple[str, Shape, torch.dtype], ...] = ()
+
+    def entries(self) -> Iterator[Entry]:
+        for group in self.groups.values():
+            yield from group
+
+    def nbytes(self, key: str) -> int:
+        return prod(self.groups[key][0].checkpoint_shape) * self.dtypes[key].itemsize
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.nbytes(key) for key in self.groups)
+
+
+def open_weights(path: Path, *, step: int | None = None, experts: Form = HUB) -> Weights:
+    """Of an HF folder (`experts` as in HubTensors), or of a checkpoint (default: its latest step).
+
+    ValueError where it is neither, or incomplete.
+    """
+    if (path / "config.json").is_file():
+        return hub_weights(path, experts)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder.")
+    if folder.latest(path) is None and not (path / folder.MANIFEST).is_file():
+        raise ValueError(f"{path} is neither a HuggingFace model folder nor a checkpoint.")
+    return step_weights(path, step)
+
+
+def hub_weights(path: Path, experts: Form = HUB) -> Weights:
+    """ValueError for another family, a missing, truncated or pickled weight file, a missing or
+    unknown tensor, or a shape that config.json does not give.
+    """
+    config = read_config(path)
+    entries = family(config.model_type).mapping(config)
+    tensors = HubTensors(entries, HubFiles(path), experts)
+    groups = by_key(entries)
+    dtypes = {key: tensors.dtype(group) for key, group in groups.items()}
+    return Weights(path, path, config, groups, dtypes, tensors.read)
+
+
+def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:
+    """ValueError where the step is missing or its files are not as its manifest says, or it does
+    not hold the tensors of its config.json. Tensors are checked when they are read.
+    """
+    path = folder.locate(checkpoint_dir, step)
+    manifest = Manifest.read(path)
+    small = [name for name in manifest.files if not name.endswith(".distcp")]
+    if problem := (
+        size_difference(path, manifest.files, manifest.files)
+        or first_difference(path, manifest.files, small)
+    ):
+        raise ValueError(problem)
+    hf_files = path.parent / folder.HF
+    config = read_config(hf_files)
+    groups = by_key(family(config.model_type).mapping(config))
+    reader = StepReader(path)
+    extras = tuple(_check(groups, reader))
+    dtypes = {key: reader.dtype(key) for key in groups}
+
+    def read(entry: Entry) -> Tensor:
+        return reader.read(entry.megatron, entry.expert)
+
+    return Weights(path, hf_files, config, groups, dtypes, read, manifest, extras)
+
+
+def _check(
+    groups: dict[str, Group], reader: StepReader
+) -> Iterator[tuple[str, Shape, torch.dtype]]:
+    """The step holds the model's tensors, in its shapes. Gives those that it has besides."""
+    path = reader.folder
+    for key, group in groups.items():
+        if key not in reader.tensors:
+            raise ValueError(f"{path} has no tensor {key}, which the model's config.json asks for.")
+        if reader.shape(key) != group[0].checkpoint_shape:
+            raise ValueError(
+                f"{key} in {path} has shape {reader.shape(key)}; "
+                f"the model's config.json makes it {group[0].checkpoint_shape}."
+            )
+    parts = {key.split(".")[0] for key in groups}
+    for key in reader.tensors:
+        part = key.split(".")[0]
+        if part == "value_head" or (part in parts and is_adapter(key)):
+            yield key, reader.shape(key), reader.dtype(key)
+        elif part in parts and key not in groups:
+            raise ValueError(f"{key} in {path} is no tensor of the model in its config.json.")

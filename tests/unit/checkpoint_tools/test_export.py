@@ -1,0 +1,142 @@
+"""What an export holds, and who can read it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.import_hf import import_hf
+from checkpoint_tools.logits import compare_logits
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from tests.parity.table import FAMILIES
+from tests.unit.checkpoint_tools.conftest import Folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads_in_transformers_with_the_same_logits(
+    family: str, hf_folder: Folder, imported: Folder, tmp_path: Path
+) -> None:
+    define_torchvision_operators()
+    from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
+
+    done = export_hf(imported(family), tmp_path / "out", max_shard_bytes=2 * 10**6)
+    assert done.num_files > 1
+    _, report = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    texts = [
+        AutoProcessor.from_pretrained(folder).chat_template
+        for folder in (hf_folder(family), tmp_path / "out")
+    ]
+    assert texts[0] == texts[1] and texts[0]
+    ends = GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
+    assert ends == GenerationConfig.from_pretrained(hf_folder(family)).eos_token_id
+
+    differences = compare_logits(hf_folder(family), tmp_path / "out")
+    assert [one.prompt for one in differences] == ["text", "picture"]
+    assert [one.largest for one in differences] == [0, 0]
+
+
+def test_the_index_names_every_tensor_and_shards_are_as_small_as_asked(
+    hf_folder: Folder, imported: Folder, tmp_path: Path
+) -> None:
+    done = export_hf(imported("qwen3_vl_moe"), tmp_path / "out", max_shard_bytes=10**6)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in tmp_path.glob("out/*.safetensors")}
+    assert (
+        len(files) == done.num_files
+        and max(sum(x.nbytes for x in file.values()) for file in files.values()) <= 10**6
+    )
+    assert index["weight_map"] == {key: name for name, file in files.items() for key in file}
+    tensors = HFFolder(hf_folder("qwen3_vl_moe"))
+    assert set(tensors) == set(index["weight_map"]) and len(tensors) == done.num_tensors
+    total = sum(x.nbytes for x in tensors.values())
+    assert index["metadata"]["total_size"] == total == done.num_bytes
+
+
+def test_weights_and_their_configuration_get_the_dtype_that_is_asked_for(
+    hf_folder: Folder, imported: Folder, tmp_path: Path
+) -> None:
+    done = export_hf(imported("qwen3_vl_moe"), tmp_path / "out", dtype=torch.bfloat16)
+    before, after = HFFolder(hf_folder("qwen3_vl_moe")), HFFolder(tmp_path / "out")
+    assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
+    assert done.num_bytes == sum(x.nbytes for x in before.values()) // 2
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert json.loads(text)["dtype"] == "bfloat16" and "float32" not in text
+
+
+def test_tensors_of_several_dtypes_keep_theirs(hf_folder: Folder, tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    for path in hf_folder("qwen2_5_vl").iterdir():
+        (hf / path.name).write_bytes(path.read_bytes())
+    tensors = {
+        name: x if "norm" in name else x.bfloat16()
+        for name, x in load_file(hf / "model.safetensors").items()
+    }
+    save_file(tensors, hf / "model.safetensors", {"format": "pt"})
+    import_hf(hf, tmp_path / "checkpoint")
+    export_hf(tmp_path / "checkpoint", tmp_path / "out")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == tensors.keys() and {x.dtype for x in after.values()} == {
+        torch.float32,
+        torch.bfloat16,
+    }
+    for name, x in tensors.items():
+        assert after[name].dtype == x.dtype and torch.equal(after[name], x), name
+
+
+def share(value: float) -> dict[str, object]:
+    cell = {"share": value, "count": 8, "interval": [0.1, 0.9]}
+    return {"overall": cell, "by_category": {"colour|hue": cell}}
+
+
+def evaluation(step: int, accuracy: float) -> str:
+    measures = {name: share(0.25) for name in ("valid", "blind", "shuffled")}
+    record = {"step": step, "greedy": share(accuracy), "sampled": None, "seconds": 1.0}
+    return json.dumps(record | measures) + "\n"
+
+
+def test_the_card_of_a_run_tells_base_recipe_data_and_evaluation(
+    hf_folder: Folder, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    import_hf(hf_folder("qwen2_vl"), run / "checkpoints")
+    recipe = {
+        "run": {"dir": "/secret/place"},
+        "model": {"folder": "/home/me/Qwen2-VL-2B", "checkpoint": None},
+        "data": {"train_files": ["/home/me/train.parquet"], "test_files": []},
+        "algorithm": {"name": "grpo", "steps": 40, "clip_low": 0.2},
+        "optimizer": {"lr": 1e-6},
+    }
+    (run / "config.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    (run / "evaluations.jsonl").write_text(evaluation(0, 0.5) + evaluation(40, 0.75))
+    export_hf(run / "checkpoints", tmp_path / "start")
+    (run / "evaluations.jsonl").write_text(evaluation(0, 0.5))
+    step = run / "checkpoints" / "step_00000000"
+    manifest = json.loads((step / "manifest.json").read_text()) | {"step": 40}
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    export_hf(run / "checkpoints", tmp_path / "unmeasured")
+    (run / "evaluations.jsonl").write_text(evaluation(0, 0.5) + evaluation(40, 0.75))
+    export_hf(step, tmp_path / "end")
+
+    start, unmeasured, end = (
+        (tmp_path / name / "README.md").read_text() for name in ("start", "unmeasured", "end")
+    )
+    for text in ("Qwen2-VL-2B", "train.parquet", "step 40 of 40", "clip_low: 0.2", "lr: 1.0e-06"):
+        assert text in end
+    assert "pipeline_tag: image-text-to-text" in end and "/home" not in end and "secret" not in end
+    assert r"| colour\|hue | 8 | 50.0 % | 75.0 % | 25.0 % | 25.0 % |" in end
+    assert "| all | 8 | - | 50.0 % | 25.0 % | 25.0 % |" in start
+    assert "Evaluation" not in unmeasured
+
+
+def test_the_card_of_an_import_tells_what_is_known(imported: Folder, tmp_path: Path) -> None:
+    export_hf(imported("qwen2_vl"), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# qwen2_vl, 0.00" in card and "megavlm 0." in card and "Training" not in card
