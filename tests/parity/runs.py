@@ -40,16 +40,16 @@ class Models:
         self._root = root
         self._inputs: dict[Path, Inputs] = {}
 
-    def folder(self, name: str, *, rounded: bool = False) -> Path:
-        """`rounded`: weights that bf16 holds exactly, in files that say so."""
-        folder = self._root / f"{name}{'_rounded' if rounded else ''}"
+    def folder(self, name: str, *, bf16: bool = False) -> Path:
+        """`bf16`: see `make_bf16`."""
+        folder = self._root / f"{name}{'_bf16' if bf16 else ''}"
         if not folder.exists():
             # Once, before ranks are forked: each would import it again.
             define_torchvision_operators()
             importlib.import_module(f"transformers.models.{name}.modeling_{name}")
             launch(1, make_model, folder, name, False)
-            if rounded:
-                round_weights(folder)
+            if bf16:
+                launch(1, make_bf16, folder)
         return folder
 
     def inputs(self, folder: Path) -> Inputs:
@@ -58,10 +58,19 @@ class Models:
         return self._inputs[folder]
 
 
-def round_weights(folder: Path) -> None:
-    """Makes a folder's weights bf16."""
+def make_bf16(folder: Path) -> None:
+    """Rounds a folder's weights to bf16, with queries four times as large: attention that tells
+    positions apart, as that of random weights hardly does.
+    """
     path = folder / "model.safetensors"
-    save_file({name: x.bfloat16() for name, x in load_file(path).items()}, path, {"format": "pt"})
+    tensors = load_file(path)
+    has_norm = any(".q_norm." in name for name in tensors)
+    for name, tensor in tensors.items():
+        if ".attn.qkv." in name:
+            tensor[: len(tensor) // 3] *= 4
+        elif (".q_norm." if has_norm else ".q_proj.") in name:
+            tensor *= 4
+    save_file({name: x.bfloat16() for name, x in tensors.items()}, path, {"format": "pt"})
 
 
 def build(

@@ -150,7 +150,7 @@ def merged(folder: Path, config: Any, cases: Sequence[Sequences]) -> float:
 
 
 def test_conversion_is_compared_bit_by_bit(library: Library, tmp_path: Path) -> None:
-    folder = library.folder("qwen2_5_vl", rounded=True)
+    folder = library.folder("qwen2_5_vl", bf16=True)
 
     def converted(name: str) -> tuple[list[str], list[str]]:
         """Tensors that are not equal after import and export, and those beyond a tolerance."""

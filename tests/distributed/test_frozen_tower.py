@@ -1,0 +1,152 @@
+"""A frozen tower keeps nothing for backward and encodes a picture once a step; a trained one has
+the right gradients on ranks that encode none.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.logprobs import Scoring
+from megavlm.models.common.vision_merge import split_by_cost
+from megavlm.training.passes import forward_backward, score
+from tests.distributed.fork import launch
+from tests.parity.cases import packs_of
+from tests.parity.inputs import picture
+from tests.parity.reference import Sequences, distinct_pictures
+from tests.parity.runs import Models, Run, difference, weighted
+from tests.parity.table import LAYOUTS, Ranks
+
+pytestmark = pytest.mark.distributed
+FROZEN = ModelOptions()
+TRAINED = ModelOptions(freeze_tower=False, freeze_merger=False)
+MERGER_TRAINED = ModelOptions(freeze_merger=False)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def model(models: Models, request: pytest.FixtureRequest) -> tuple[Path, Any]:
+    """A folder and its configuration."""
+    folder = models.folder(request.param)
+    return folder, models.inputs(folder).config
+
+
+def test_a_frozen_tower_keeps_nothing(models: Models, model: tuple[Path, Any]) -> None:
+    cases = models.inputs(model[0]).sequences("one image")
+    for options, keeps in ((FROZEN, False), (MERGER_TRAINED, True), (TRAINED, True)):
+        for num_saved, has_graph in launch(2, kept, *model, options, cases):
+            assert (num_saved > 0) is keeps
+            assert has_graph == [keeps] * len(cases)
+
+
+def kept(
+    folder: Path, config: Any, options: ModelOptions, cases: Sequence[Sequences]
+) -> tuple[int, list[bool]]:
+    """On one of two tensor ranks: tensors that are saved for backward where a pack's pictures are
+    encoded, and which of the pictures' features have a graph.
+    """
+    ranks = LAYOUTS["TP2"]
+    run = Run.start(folder, config, ranks, options, distinct_pictures(cases))
+    (pack,) = packs_of([cases], config, ranks)
+    saved = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        encoded = run.features().of(pack)
+    return len(saved), [feature.requires_grad for feature in encoded.values()]
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP2xCP2", "PP2xCP2"])
+def test_each_picture_is_encoded_once_a_step(
+    models: Models, model: tuple[Path, Any], layout: str
+) -> None:
+    """By the ranks of the first stage together, each its share of the cost."""
+    ranks = LAYOUTS[layout]
+    cases = models.inputs(model[0]).sequences("mixed")
+    shown = [picture.key for case in cases for picture in case.prompt.pictures]
+    pictures = distinct_pictures(cases)
+    assert len(pictures) < len(shown), "some pictures are shown twice"
+    grids = [picture.grid for picture in pictures.values()]
+    costs = [t * h * w * (1 + h * w / 4096) for t, h, w in grids]
+    keys, num_shares = list(pictures), ranks.mesh.tensor * ranks.mesh.context
+    shares = split_by_cost(costs, num_shares)
+    expected = [[keys[index] for index in share] for share in shares]
+    later_stages = [[]] * (ranks.world_size - num_shares)
+
+    encoded = launch(ranks.world_size, encoded_in_a_step, *model, cases, ranks)
+    assert encoded == expected + later_stages
+    assert sorted(chain(*encoded)) == sorted(pictures)
+    loads = [sum(costs[index] for index in share) for share in shares]
+    assert max(loads) - min(loads) <= max(costs)
+
+
+def encoded_in_a_step(
+    folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks
+) -> list[str]:
+    """Keys of what this rank's tower is given in a step of three passes over several packs."""
+    run = Run.start(folder, config, ranks, FROZEN, distinct_pictures(cases))
+    packs = packs_of([cases[:3], cases[3:5], cases[5:]], config, ranks)
+    parts = [pack.part(run.mesh.context_rank) for pack in packs]
+    keys: list[str] = []
+
+    def note(tower: Any, inputs: tuple[Tensor, Sequence[Any]]) -> None:
+        patches, grids = inputs
+        for piece in patches.split([t * h * w for t, h, w in grids]):
+            keys.extend(
+                key for key, picture in run.pictures.items() if torch.equal(picture.patches, piece)
+            )
+
+    if run.chunks[0].visual is not None:
+        run.chunks[0].visual.register_forward_pre_hook(note)
+    features = run.features()
+    for _ in range(2):
+        score(run.wrapped, parts, features, Scoring())
+    forward_backward(run.wrapped, parts, features, Scoring(), weighted)
+    return keys
+
+
+@pytest.mark.parametrize("layout", ["TP4", "CP4", "TP2+SPxCP2"])
+def test_gradients_are_right_where_a_rank_has_no_picture(
+    models: Models, model: tuple[Path, Any], layout: str
+) -> None:
+    """One pack shows one picture, the other two; there are four ranks."""
+    make = models.inputs(model[0])
+    cases = [
+        make.case(1, images=[picture(128, 96, 1)]),
+        make.case(2, images=[picture(64, 96, 2), picture(96, 96, 3)]),
+    ]
+    ((expected, _),) = launch(1, tower_gradients, *model, cases, LAYOUTS["one rank"])
+    results = launch(4, tower_gradients, *model, cases, LAYOUTS[layout])
+    assert [num_pictures for _, num_pictures in results] == [2, 1, 0, 0]
+    for gradients, _ in results:
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            whole = torch.from_numpy(expected[name])
+            assert difference(torch.from_numpy(gradient), whole) < 1e-5, name
+
+
+def tower_gradients(
+    folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks
+) -> tuple[dict[str, Tensor], int]:
+    """By name; and the number of pictures that this rank encoded for them."""
+    run = Run.start(folder, config, ranks, TRAINED, distinct_pictures(cases))
+    num_pictures: list[int] = []
+    run.chunks[0].visual.register_forward_pre_hook(
+        lambda tower, inputs: num_pictures.append(len(inputs[1]))
+    )
+    gradients = run.backward(packs_of([[case] for case in cases], config, ranks))
+    of_tower = {key: x for (key, _), x in gradients.items() if key.startswith("visual.")}
+    return of_tower, sum(num_pictures)
