@@ -1,6 +1,9 @@
-"""One real SGLang server for all these tests, on a tiny model with random norms and biases."""
+"""Real SGLang servers for all these tests, one for a family, on tiny models with random norms and
+biases.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +15,8 @@ from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.server import ManagedServer
 from megavlm.rollout.weights.servers import Servers
 from tests.sglang.questions import QUESTION
+
+PLAIN = "qwen2_5_vl"
 
 
 @dataclass(frozen=True)
@@ -32,36 +37,66 @@ class Served:
             [self.server.url], api_key=self.server.api_key, admin_key=self.server.admin_key
         )
 
+    def restore(self) -> "Served":
+        """With the folder's weights, whatever the test before left in it."""
+        self.control.post(
+            "/update_weights_from_disk", {"model_path": str(self.folder), "weight_version": "start"}
+        )
+        return self
+
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sglang") / "model"
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """The server of a family. That of PLAIN stays; of the others one runs at a time, for memory."""
+    root = tmp_path_factory.mktemp("sglang")
+    running: dict[str, Served] = {}
+    with ExitStack() as plain, ExitStack() as others:
+
+        def start(family: str) -> Served:
+            if family in running:
+                return running[family]
+            if family != PLAIN:
+                others.close()
+                for other in running.keys() - {PLAIN}:
+                    del running[other]
+            folder, log = root / family, root / f"{family}.log"
+            if not folder.exists():
+                make_model(folder, family)
+            server = ManagedServer(folder, dtype="float32", device="cpu", log_path=log)
+            (plain if family == PLAIN else others).enter_context(server)
+            processor = Processor(folder, min_pixels=None, max_pixels=None)
+            running[family] = Served(folder, processor, server)
+            return running[family]
+
+        yield start
+
+
+def make_model(folder: Path, family: str) -> None:
+    sizes = {"full_attention_blocks": [1]} if family == PLAIN else {}
     make_tiny_model(
         folder,
         [QUESTION] * 10,
         seed=3,
+        family=family,
         num_layers=2,
-        full_attention_blocks=[1],
         init_std=0.05,
         randomise_norms_and_biases=True,
         max_vocab=300,
+        **sizes,
     )
-    return folder
 
 
 @pytest.fixture(scope="session")
-def started(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The server, with whatever weights the test before left in it."""
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    processor = Processor(folder, min_pixels=None, max_pixels=None)
-    with ManagedServer(folder, dtype="float32", device="cpu", log_path=log) as server:
-        yield Served(folder, processor, server)
+def started(servers: Callable[[str], Served]) -> Served:
+    """A server with whatever weights the test before left in it."""
+    return servers(PLAIN)
+
+
+@pytest.fixture(scope="session")
+def folder(started: Served) -> Path:
+    return started.folder
 
 
 @pytest.fixture
 def served(started: Served) -> Served:
-    """The server, with the folder's weights."""
-    started.control.post(
-        "/update_weights_from_disk", {"model_path": str(started.folder), "weight_version": "start"}
-    )
-    return started
+    return started.restore()

@@ -1,15 +1,24 @@
-"""A push as the trainer does it: two ranks with tensor parallelism, to a real server."""
+"""A push as the trainer does it, from ranks of a layout to a real server; and what those ranks say
+of the server's responses.
+"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig
 
-from megavlm.models.common.loading import HFFolder, load_hf
-from megavlm.models.registry import build_model, family
-from megavlm.parallel.mesh import build_mesh
+from megavlm.data.packing import make_pack, prompt_tree
+from megavlm.data.processor import Prompt
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.logprobs import Scoring
+from megavlm.models.common.mapping import Entry
+from megavlm.models.common.model import VisionLanguageModel
+from megavlm.parallel.mesh import Mesh
+from megavlm.rollout.messages import Response, Sampling
 from megavlm.rollout.server import free_port
 from megavlm.rollout.weights.servers import Servers
 from megavlm.rollout.weights.sync import SyncReport, WeightSync
@@ -17,6 +26,11 @@ from megavlm.rollout.weights.transports.base import Transport
 from megavlm.rollout.weights.transports.disk import DiskTransport
 from megavlm.rollout.weights.transports.distributed import DistributedTransport
 from megavlm.rollout.weights.transports.tensor import TensorTransport
+from megavlm.training.optimizer import wrap
+from megavlm.training.passes import VisionFeatures, score
+from tests.distributed.merged import add_pairs
+from tests.parity.runs import build
+from tests.parity.table import LAYOUTS, Ranks
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,29 @@ class Target:
     url: str
     api_key: str
     admin_key: str
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """`weights`: a folder. `targets`: of adapters on it, with the pairs of `lora_reference`."""
+
+    weights: Path
+    layout: str = "TP2"
+    freeze_tower: bool = True
+    targets: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> Ranks:
+        return LAYOUTS[self.layout]
+
+    def start(self) -> tuple[Mesh, list[Entry], list[VisionLanguageModel]]:
+        """On each rank."""
+        config = AutoConfig.from_pretrained(self.weights)
+        frozen = ModelOptions(freeze_tower=self.freeze_tower, freeze_merger=self.freeze_tower)
+        mesh, entries, chunks = build(self.weights, config, self.ranks, frozen)
+        if self.targets:
+            add_pairs(chunks, self.targets)
+        return mesh, entries, chunks
 
 
 def transport(kind: str, servers: Servers, folder: Path) -> Transport:
@@ -36,25 +73,17 @@ def transport(kind: str, servers: Servers, folder: Path) -> Transport:
     )
 
 
-def push(
-    target: Target, kind: str, weights: Path, scratch: Path, version: int, freeze_tower: bool
-) -> SyncReport:
-    """On each of two ranks. Small portions, so that there are several."""
-    mesh = build_mesh(tensor=2)
-    config = AutoConfig.from_pretrained(weights)
-    model = build_model(
-        config, mesh, dtype=torch.float32, freeze_tower=freeze_tower, freeze_merger=freeze_tower
-    )
-    entries = family(config.model_type).mapping(config)
-    load_hf(model, entries, HFFolder(weights), mesh.tensor_rank, mesh.tensor_size)
+def push(target: Target, kind: str, trainer: Trainer, scratch: Path, version: int) -> SyncReport:
+    """On each rank. Small portions, so that there are several."""
+    mesh, entries, chunks = trainer.start()
     servers = way = None
     if mesh.is_driver:
         servers = Servers([target.url], api_key=target.api_key, admin_key=target.admin_key)
         way = transport(kind, servers, scratch)
     sync = WeightSync(
         entries,
-        model,
-        tp_group=mesh.groups.tp,
+        chunks,
+        place=mesh.place,
         servers=servers,
         transport=way,
         dtype=torch.float32,
@@ -68,6 +97,30 @@ def push(
     return report
 
 
+def trainer_logprobs(
+    trainer: Trainer,
+    prompts: Sequence[Prompt],
+    groups: Sequence[Sequence[Response]],
+    sampling: Sampling,
+) -> list[Tensor]:
+    """On each rank: log-probs of each prompt's responses, in their order; none on early stages."""
+    mesh, _, chunks = trainer.start()
+    config = AutoConfig.from_pretrained(trainer.weights)
+    packs = [
+        make_pack(
+            [prompt_tree(prompt, [list(response.token_ids) for response in responses])],
+            vision_token_ids=(config.image_token_id, config.video_token_id),
+        )
+        for prompt, responses in zip(prompts, groups, strict=True)
+    ]
+    wrapped = wrap(chunks)
+    pictures = {picture.key: picture for prompt in prompts for picture in prompt.pictures}
+    scoring = Scoring(sampling.temperature, tuple(sampling.suppressed_ids))
+    scores = score(wrapped, packs, VisionFeatures(wrapped, pictures), scoring)
+    assert bool(scores) == mesh.is_last_stage
+    return [pack_scores.logprobs for pack_scores in scores]
+
+
 def changed(folder: Path, to: Path, *, tower: bool, seed: int) -> Path:
     """The folder with noise on its language model, and on its tower if asked."""
     generator = torch.Generator().manual_seed(seed)
@@ -75,6 +128,11 @@ def changed(folder: Path, to: Path, *, tower: bool, seed: int) -> Path:
     for name in sorted(tensors):
         if tower or "visual" not in name:
             tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=generator)
+    return with_tensors(folder, to, tensors)
+
+
+def with_tensors(folder: Path, to: Path, tensors: dict[str, Tensor]) -> Path:
+    """The folder's files with other weights."""
     to.mkdir()
     for path in folder.iterdir():
         if path.suffix != ".safetensors":

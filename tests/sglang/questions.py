@@ -1,26 +1,14 @@
 """Prompts for a real server, and what transformers says of the responses."""
 
-import io
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from PIL import Image
 
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.rollout.messages import Response, Sampling
+from tests.parity.inputs import QUESTION, picture
 from tests.parity.reference import Reference
-
-QUESTION = "Find x in the triangle. How many blue circles?"
-
-
-def picture(width: int, height: int, seed: int) -> bytes:
-    generator = np.random.default_rng(seed)
-    pixels = generator.integers(0, 255, (height // 7, width // 7, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def prompts(processor: Processor, seed: int = 0) -> dict[str, Prompt]:
@@ -57,7 +45,6 @@ def largest_difference(
 def expected(
     reference: Reference, prompt: Prompt, response: Response, sampling: Sampling
 ) -> torch.Tensor:
-    logits = reference.logits(prompt, response.token_ids)
-    logits[:, list(sampling.suppressed_ids)] = -torch.inf
-    logprobs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
-    return logprobs[torch.arange(len(response.token_ids)), torch.tensor(response.token_ids)]
+    scores = reference.scores(prompt, response.token_ids)
+    scores.logits[:, list(sampling.suppressed_ids)] = -torch.inf
+    return scores.logprobs(response.token_ids, sampling.temperature or 1.0)

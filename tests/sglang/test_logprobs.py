@@ -1,5 +1,7 @@
 """What the server samples and says of it, against transformers in fp32 on the same weights."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -24,8 +26,19 @@ def sampling(served: Served, temperature: float = 1.0, max_new_tokens: int = 16)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs(served: Served, reference: Reference, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2_5_vl",
+        pytest.param("qwen2_vl", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
+        "qwen3_vl",  # last: the pushes of test_weights ask for it again
+    ],
+)
+def test_logprobs(servers: Callable[[str], Served], family: str, temperature: float) -> None:
     """In one batch, so that an order mixed up between prompts shows; lengths are checked inside."""
+    served = servers(family).restore()
+    reference = Reference(served.folder)
     by_name = prompts(served.processor)
     drawn = sampling(served, temperature)
     groups = served.client.generate(
@@ -50,7 +63,7 @@ def test_temperature_zero_is_greedy(served: Served, reference: Reference) -> Non
     groups = served.client.generate(list(by_name.values()), n=1, sampling=greedy)
     for prompt, (response,) in zip(by_name.values(), groups, strict=True):
         with torch.no_grad():
-            logits = reference.logits(prompt, response.token_ids)
+            logits = reference.scores(prompt, response.token_ids).logits
         logits[:, list(greedy.suppressed_ids)] = -torch.inf
         assert tuple(logits.argmax(-1).tolist()) == response.token_ids
         assert largest_difference(reference, prompt, [response], greedy) < 1e-4

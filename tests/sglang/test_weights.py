@@ -1,7 +1,9 @@
-"""Weights pushed by two tensor-parallel trainer ranks into a real server."""
+"""Weights pushed by two trainer ranks into a real server."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,9 +13,17 @@ from megavlm.rollout.messages import Sampling
 from megavlm.rollout.server import ManagedServer
 from megavlm.rollout.weights.verify import check_checksums, checksums
 from tests.distributed.fork import launch
+from tests.distributed.merged import merged
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
-from tests.sglang.pushes import Target, changed, push
+from tests.sglang.pushes import (
+    Target,
+    Trainer,
+    changed,
+    push,
+    trainer_logprobs,
+    with_tensors,
+)
 from tests.sglang.questions import largest_difference, prompts
 
 pytestmark = pytest.mark.sglang
@@ -42,14 +52,27 @@ def differences(
     return largest
 
 
-@pytest.mark.parametrize("kind", ["tensor", "disk", "distributed"])
-def test_push(kind: str, served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind", "layout"),
+    [
+        ("qwen2_5_vl", "tensor", "TP2"),
+        ("qwen2_5_vl", "disk", "TP2"),
+        ("qwen2_5_vl", "distributed", "TP2"),
+        ("qwen2_5_vl", "tensor", "PP2"),
+        ("qwen3_vl", "tensor", "TP2"),
+        ("qwen3_vl", "distributed", "PP2"),
+    ],
+)
+def test_push(
+    servers: Callable[[str], Served], family: str, kind: str, layout: str, tmp_path: Path
+) -> None:
     """Only what is trained travels, and the server then computes what transformers does with it."""
+    served = servers(family).restore()
     weights = changed(served.folder, tmp_path / "weights", tower=False, seed=11)
     # Pictures and prefixes with the old weights are in the server's caches by now.
     differences(served, Reference(served.folder), "start", seed=0)
-    scratch = tmp_path / "scratch"
-    report, other = launch(2, push, target(served.server), kind, weights, scratch, 7, True)
+    scratch, trainer = tmp_path / "scratch", Trainer(weights, layout)
+    report, other = launch(2, push, target(served.server), kind, trainer, scratch, 7)
     assert report == other
 
     names = [name for name in load_file(weights / "model.safetensors") if "visual" not in name]
@@ -63,6 +86,45 @@ def test_push(kind: str, served: Served, tmp_path: Path) -> None:
     assert info["weight_version"] == "7"
     after = differences(served, Reference(weights), 7, seed=0)
     assert max(after.values()) < 1e-4, after
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "targets"),
+    [
+        ("qwen2_5_vl", "TP2", ("language.attention", "language.mlp")),
+        ("qwen3_vl", "PP2", ("language.attention",)),
+    ],
+)
+def test_adapters_are_pushed_merged(
+    servers: Callable[[str], Served],
+    family: str,
+    layout: str,
+    targets: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    """The server then computes what transformers does with merged weights, and what the trainer's
+    ranks do with adapters beside them.
+    """
+    served = servers(family).restore()
+    trainer = Trainer(served.folder, layout, targets=targets)
+    report, _ = launch(2, push, target(served.server), "tensor", trainer, tmp_path, 8)
+    tensors, adapted = merged(served.folder, targets)
+    assert report.tensors == len(adapted)
+    folder = with_tensors(served.folder, tmp_path / "merged", tensors)
+    after = differences(served, Reference(folder), 8, seed=0)
+    assert max(after.values()) < 1e-4, after
+    assert trainer_difference(served, trainer, 8) < 1e-4
+
+
+def trainer_difference(served: Served, trainer: Trainer, version: int) -> float:
+    """Between the server's log-probs and those of the trainer's ranks."""
+    questions = list(prompts(served.processor).values())
+    drawn = Sampling(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
+    groups = served.client.generate(questions, n=2, sampling=drawn, weight_version=version)
+    arguments = (trainer, questions, groups, drawn)
+    *_, last = launch(trainer.ranks.world_size, trainer_logprobs, *arguments)
+    theirs = [[p for response in group for p in response.logprobs] for group in groups]
+    return max(float(abs(a - b).max()) for a, b in zip(last, map(np.array, theirs), strict=True))
 
 
 def served_names(served: Served) -> list[str]:
@@ -88,7 +150,7 @@ def test_refused_push_leaves_the_version_and_the_next_one_heals(
     """The session is taken, so the push is refused before anything is sent; ending it heals."""
     weights = changed(served.folder, tmp_path / "weights", tower=False, seed=12)
     served.control.post("/begin_weight_update", {})
-    arguments = (target(served.server), "tensor", weights, tmp_path, 8, True)
+    arguments = (target(served.server), "tensor", Trainer(weights), tmp_path, 8)
     with pytest.raises(RuntimeError, match=r"weight version 8 was not pushed.*already open"):
         launch(2, push, *arguments)
     assert served.control.get("/model_info")[0]["weight_version"] == "start"
@@ -100,7 +162,8 @@ def test_kept_pictures_go_stale(served: Served, tmp_path: Path) -> None:
     """Why `cache_pictures` is there: SGLang keeps a seen picture's features over any update."""
     differences(served, Reference(served.folder), "start", seed=100)
     weights = changed(served.folder, tmp_path / "weights", tower=True, seed=15)
-    launch(2, push, target(served.server), "tensor", weights, tmp_path, 9, False)
+    trainer = Trainer(weights, freeze_tower=False)
+    launch(2, push, target(served.server), "tensor", trainer, tmp_path, 9)
     after = differences(served, Reference(weights), 9, seed=100)
     assert after.pop("text at 1.0") < 1e-4 and after.pop("text at 0.7") < 1e-4
     assert min(after.values()) > 1e-3, after
@@ -122,7 +185,8 @@ def test_trained_tower_and_two_server_ranks(folder: Path, started: Served, tmp_p
         assert max(before.values()) < 1e-4, before
         for version, kind in enumerate(("tensor", "distributed")):
             weights = changed(folder, tmp_path / kind, tower=True, seed=13 + version)
-            launch(2, push, target(server), kind, weights, tmp_path / "scratch", version, False)
+            trainer = Trainer(weights, freeze_tower=False)
+            launch(2, push, target(server), kind, trainer, tmp_path / "scratch", version)
             after = differences(served, Reference(weights), version, seed=0)
             assert max(after.values()) < 1e-4, after
 
