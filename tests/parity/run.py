@@ -1,6 +1,7 @@
 """`make parity`: the whole matrix, and RESULTS.md with what each case differs by.
 
 python -m tests.parity.run [WORDS]     only cases whose name has all of the words
+python -m tests.parity.run --subset    what `make test` runs
 """
 
 import sys
@@ -11,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tests.parity.cases import Differences
-from tests.parity.table import Case, everything
+from tests.parity.table import Case, everything, subset
 from tests.parity.test_parity import NORM_TOLERANCE, TOLERANCE, Library
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -20,7 +21,7 @@ HEADER = """# The model against transformers
 fp32 on CPUs, random weights, norms and biases. Logits (and a critic's values) and the gradient of
 every parameter: largest difference over all ranks, relative to the largest entry of the tensor.
 Norm: relative difference of the whole gradient's norm. Bounds: {tolerance:.0e}, {tolerance:.0e},
-{norm:.0e}. Written by `make parity`.
+{norm:.0e}. {scope}
 
 | family | layout | inputs | options | logits | gradient | norm |
 |---|---|---|---|---|---|---|
@@ -28,7 +29,10 @@ Norm: relative difference of the whole gradient's norm. Bounds: {tolerance:.0e},
 
 
 def main(words: Sequence[str]) -> int:
-    cases = [case for case in everything() if all(word in str(case) for word in words)]
+    is_subset = list(words) == ["--subset"]
+    cases = list(subset() if is_subset else everything())
+    if not is_subset:
+        cases = [case for case in cases if all(word in str(case) for word in words)]
     cases.sort(key=_place)
     lines, failed = [], 0
     with tempfile.TemporaryDirectory() as folder:
@@ -43,8 +47,11 @@ def main(words: Sequence[str]) -> int:
             seconds = time.monotonic() - started
             name = ", ".join(part for part in (*place[:2], "tied" if place[2] else "") if part)
             print(f"{len(lines)}/{len(cases)}  {name}  {seconds:.0f} s{note}", flush=True)
-    if not words:
-        header = HEADER.format(tolerance=TOLERANCE, norm=NORM_TOLERANCE)
+    if not words or is_subset:
+        scope = "Written by `make parity`."
+        if is_subset:
+            scope = "The cases of `make test`; `make parity` writes all of the matrix."
+        header = HEADER.format(tolerance=TOLERANCE, norm=NORM_TOLERANCE, scope=scope)
         RESULTS.write_text(header + "\n".join(lines) + "\n")
     print(f"{len(cases) - failed} of {len(cases)} cases within the bounds")
     return 1 if failed else 0
