@@ -140,7 +140,7 @@ def inspect(
         typer.echo(json.dumps({**inspection.summary(weights), **rows}))
         return
     # Names and numbers are to be read, and copied, whole: a pipe is no narrow terminal.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 250)
     console.print(inspection.table(weights))
     if mapping:
         console.print(inspection.mapping_table(weights))

@@ -92,7 +92,7 @@ def _write(weights: Weights, step: Path, ranks: Ranks, show: Show) -> _Written:
         return entry, weights.read(entry)
 
     entries = share(weights, ranks)
-    nbytes = sum(_nbytes(weights, entry) for entry in entries)
+    nbytes = sum(weights.entry_bytes(entry) for entry in entries)
     with RecordFile(step, ranks.rank) as file, show("import", nbytes) as advance:
         for entry, tensor in one_ahead(read, entries):
             if entry.expert is None:
@@ -108,15 +108,11 @@ def share(weights: Weights, ranks: Ranks) -> list[Entry]:
     """The entries of one rank: about as many bytes as of any other, one after the other."""
     entries, done = [], 0
     for entry in weights.entries():
-        nbytes = _nbytes(weights, entry)
+        nbytes = weights.entry_bytes(entry)
         if (done + nbytes // 2) * ranks.size // weights.total_bytes == ranks.rank:
             entries.append(entry)
         done += nbytes
     return entries
-
-
-def _nbytes(weights: Weights, entry: Entry) -> int:
-    return weights.nbytes(entry.megatron) // len(weights.groups[entry.megatron])
 
 
 def _describe(weights: Weights, step: Path, files: Iterable[_Written]) -> None:

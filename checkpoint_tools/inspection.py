@@ -55,16 +55,19 @@ def summary(weights: Weights) -> dict[str, Any]:
 
 
 def mapping_rows(weights: Weights) -> Iterator[dict[str, Any]]:
-    """One of each Megatron tensor: what it is made of, and how tensor parallelism cuts it."""
+    """One of each Megatron tensor: what it is made of, and how tensor parallelism cuts it. Shapes
+    and dims count the experts of a stack.
+    """
     for key, group in weights.groups.items():
         shard = group[0].shard
+        stacked = int(group[0].expert is not None)
         yield {
             "megatron": key,
             "shape": list(group[0].checkpoint_shape),
             "dtype": _name(weights.dtypes[key]),
-            "cut": None if shard.dim is None else {**vars(shard)},
+            "cut": None if shard.dim is None else {**vars(shard), "dim": shard.dim + stacked},
             "hf": list(group[0].hf),
-            "experts": None if group[0].expert is None else len(group),
+            "experts": len(group) if stacked else None,
         }
 
 

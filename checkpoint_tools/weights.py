@@ -46,6 +46,10 @@ class Weights:
     def nbytes(self, key: str) -> int:
         return prod(self.groups[key][0].checkpoint_shape) * self.dtypes[key].itemsize
 
+    def entry_bytes(self, entry: Entry) -> int:
+        """Of one expert, where the key is of several."""
+        return self.nbytes(entry.megatron) // len(self.groups[entry.megatron])
+
     @property
     def total_bytes(self) -> int:
         return sum(self.nbytes(key) for key in self.groups)

@@ -1,0 +1,150 @@
+"""`verify`: equal to the last bit, or the tensors that are not, by name."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_tools.cli import main
+from checkpoint_tools.comparison import difference
+from checkpoint_tools.export_hf import export_hf
+from tests.unit.checkpoint_tools.conftest import Folder
+
+MOE = "qwen3_vl_moe"
+GATE_UP = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+
+
+def verify(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify", *map(str, arguments)])
+    code = exit_.value.code
+    assert code is None or isinstance(code, int)
+    return code or 0
+
+
+def changed(hf: Path, folder: Path, **tensors: Any) -> Path:
+    """A copy with other tensors: what each function makes of the tensor that there is."""
+    shutil.copytree(hf, folder)
+    path = folder / "model.safetensors"
+    found = load_file(path)
+    for name, change in tensors.items():
+        found[name] = change(found[name].clone())
+    save_file(found, path, {"format": "pt"})
+    return folder
+
+
+def set_entry(place: tuple[int, ...], value: float) -> Any:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[place] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize("kind", ["hf hf", "hf checkpoint", "checkpoint hf", "checkpoint itself"])
+def test_equal_models_of_either_kind(
+    hf_folder: Folder,
+    imported: Folder,
+    tmp_path: Path,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    export_hf(imported(MOE), tmp_path / "out", max_shard_bytes=10**6)
+    sides = {
+        "hf hf": (hf_folder(MOE), tmp_path / "out"),
+        "hf checkpoint": (hf_folder(MOE), imported(MOE)),
+        "checkpoint hf": (imported(MOE), tmp_path / "out"),
+        "checkpoint itself": (imported(MOE), imported(MOE) / "step_00000000"),
+    }
+    assert verify(*sides[kind]) == 0
+    stacks = load_file(hf_folder(MOE) / "model.safetensors")
+    count = sum(len(x) if ".experts." in name else 1 for name, x in stacks.items())
+    assert capsys.readouterr().out == f"All {count} tensors are equal, bit by bit.\n"
+
+
+def test_tensors_that_differ_are_named_with_place_and_count(
+    hf_folder: Folder, imported: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = "model.language_model.layers.1.self_attn.k_proj.weight"
+    other = changed(
+        hf_folder(MOE),
+        tmp_path / "other",
+        **{GATE_UP: set_entry((5, 7, 3), 2.0), key: set_entry((0, 1), 3.0)},
+    )
+    assert verify(imported(MOE), other) == 1
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("2 of ")
+    assert lines[0].startswith(f"  {GATE_UP}[5] differs in 1 of 24576 entries, first at [7, 3]: ")
+    assert lines[1].startswith(f"  {key} differs in 1 of 8192 entries, first at [0, 1]: ")
+    assert lines[0].endswith(" and 2") and len(lines) == 2
+
+
+def test_the_record_is_json_and_only_the_first_are_named(
+    hf_folder: Folder, imported: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_hf(imported("qwen2_vl"), tmp_path / "half", dtype=torch.bfloat16)
+    assert verify(hf_folder("qwen2_vl"), tmp_path / "half", "--json") == 1
+    record = json.loads(capsys.readouterr().out)
+    total = len(load_file(hf_folder("qwen2_vl") / "model.safetensors"))
+    assert (record["is_equal"], record["equal"], record["different"]) == (False, 0, total)
+    assert len(record["first"]) == 10
+    assert record["first"][0].endswith(" has dtypes torch.float32 and torch.bfloat16")
+    assert verify(hf_folder("qwen2_vl"), tmp_path / "half", "--quiet") == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_models_of_different_families_differ(
+    hf_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(hf_folder("qwen3_vl"), hf_folder(MOE), "--json") == 1
+    record = json.loads(capsys.readouterr().out)
+    assert any(
+        "q_proj.weight makes a Megatron tensor (384, 128) and (256, 128)" in one
+        for one in record["first"]
+    )
+    assert any(f"is in {hf_folder('qwen3_vl')} alone" in one for one in record["first"])
+
+
+def test_bits_count_not_values() -> None:
+    zero, nan = torch.tensor([0.0]), torch.tensor([float("nan")])
+    assert difference(zero, -zero) is not None
+    assert difference(nan, nan) is None
+    assert difference(torch.empty(0), torch.empty(0)) is None
+    a, b = torch.zeros(3, 4).bfloat16(), torch.zeros(4, 3).bfloat16().t()
+    assert difference(a, b) is None
+    b[1, 2] = b[2, 0] = 1
+    problem = difference(a, b)
+    assert problem == "differs in 2 of 12 entries, first at [1, 2]: 0 and 1"
+
+
+def test_logits_with_the_largest_difference_and_its_place(
+    hf_folder: Folder, imported: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify("--logits", hf_folder("qwen2_5_vl"), imported("qwen2_5_vl")) == 0
+    assert capsys.readouterr().out == "text: logits are equal\npicture: logits are equal\n"
+
+    # A bias of the tower is seen on a picture alone.
+    bias = "visual.merger.mlp.2.bias"
+    other = changed(hf_folder("qwen2_5_vl"), tmp_path / "other", **{bias: lambda x: x + 1})
+    assert verify("--logits", imported("qwen2_5_vl"), other, "--json") == 1
+    text, picture = json.loads(capsys.readouterr().out)["logits"]
+    assert text["largest"] == 0 < picture["largest"]
+    assert 0 < picture["relative"] < 1 and picture["position"] > 0 and picture["token"]
+    assert verify("--logits", imported("qwen2_5_vl"), other, "--tolerance", "1") == 0
+    assert "of the largest, at token" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_neither_is_one_sentence(
+    imported: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder, message in (
+        (tmp_path / "empty", "is neither a HuggingFace model folder nor a checkpoint."),
+        (tmp_path / "nowhere", "is not a folder."),
+    ):
+        assert verify(imported("qwen2_vl"), folder) == 2
+        assert capsys.readouterr().err == f"error: {folder} {message}\n"
