@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from megavlm.demo.data import DemoData
 from megavlm.demo.shapes import write_dataset
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.rollout.server import ManagedServer
+from megavlm.training.servers import ADMIN_KEY, API_KEY
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,14 @@ class World:
         path.write_text(json.dumps(recipe))  # JSON is YAML
         return path
 
-    def megavlm(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    def megavlm(self, *words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs the command; what it starts must be gone when it returns."""
         done = subprocess.run(
             [sys.executable, "-m", "megavlm", *map(str, words)],
             capture_output=True,
             text=True,
             timeout=280,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
         left = [p.cmdline() for p in psutil.process_iter() if str(self.root) in " ".join(_words(p))]
         assert not left, left
@@ -72,3 +75,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     train, test, warm_start = files
     make_tiny_model(root / "model", DemoData(train, test, warm_start, "task").texts(), seed=0)
     return World(root)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that several runs share: each pushes its own weights at its start."""
+
+    rollout: dict[str, Any]  # keys of the recipe's section
+    keys: dict[str, str]  # for the environment
+
+
+@pytest.fixture(scope="session")
+def running(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "model").symlink_to(world.root / "model")
+    log = folder / "server.log"
+    with ManagedServer(folder / "model", dtype="float32", device="cpu", log_path=log) as server:
+        yield Running(
+            {"mode": "external", "urls": [server.url]},
+            {API_KEY: server.api_key, ADMIN_KEY: server.admin_key},
+        )

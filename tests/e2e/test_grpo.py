@@ -15,6 +15,7 @@ GRPO = {
     "prompts_per_step": 4,
     "responses_per_prompt": 4,
     "minibatches": 2,
+    "entropy_coefficient": 0.01,  # the gradient is never zero, even where no response is right
 }
 METRICS = """reward accuracy response_length truncated_share groups_without_signal
 kl_reference entropy clip_share rollout_kl rollout_max_difference gradient_norm learning_rate
