@@ -1,0 +1,239 @@
+"""Model folders that cannot be right: one sentence, exit code 2, nothing written."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
+
+from checkpoint_tools.cli import main
+from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.import_hf import import_hf
+from megavlm.models.common.hf_source import HFFolder
+from tests.unit.checkpoint_tools.conftest import Folder
+
+MOE = "qwen3_vl_moe"
+NORM = "model.language_model.norm.weight"
+GATE_UP = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+DOWN = "model.language_model.layers.0.mlp.experts.down_proj"
+K_PROJ = "model.language_model.layers.0.self_attn.k_proj.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def hf(hf_folder: Folder, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(hf_folder(MOE), tmp_path / "hf"))
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def shard(folder: Path) -> None:
+    """Into two files with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for part in set(places.values()):
+        save_file({k: x for k, x in tensors.items() if places[k] == part}, folder / part)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def lose_a_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "part-1.safetensors").unlink()
+
+
+def lose_a_tensor_of_a_shard(folder: Path) -> None:
+    shard(folder)
+    path = folder / "part-0.safetensors"
+    tensors = load_file(path)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, path)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def pickle(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def configure(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def other_family(folder: Path, source: Path) -> None:
+    """The weights of one family under the configuration of another."""
+    shutil.copyfile(source / "config.json", folder / "config.json")
+
+
+CASES = {
+    "missing shard": (lose_a_shard, r"part-1\.safetensors is missing: .* places \d+ tensors in it"),
+    "missing in shard": (lose_a_tensor_of_a_shard, r"part-0\.safetensors does not hold .*\.weight"),
+    "truncated": (truncate, r"model\.safetensors is not a complete safetensors file"),
+    "pickle": (pickle, r"pytorch_model\.bin.* can run code when read: convert them to safetensors"),
+    "unknown key": (
+        lambda hf: rewrite(hf, lambda tensors: tensors.update(extra=torch.ones(2))),
+        r"extra in .*model\.safetensors is no tensor of the model that its config\.json describes",
+    ),
+    "missing key": (
+        lambda hf: rewrite(hf, lambda tensors: tensors.pop(NORM)),
+        rf"has no tensor {NORM}, which its config\.json asks for",
+    ),
+    "wrong shape": (
+        lambda hf: rewrite(hf, lambda tensors: tensors.update({NORM: torch.ones(5)})),
+        rf"{NORM} in .* has shape \(5,\); config\.json makes it \(128,\)",
+    ),
+    "dtype that is not read": (
+        lambda hf: save_arrays({"x": np.ones(2, np.uint16)}, hf / "model.safetensors"),
+        r"model\.safetensors holds x as U16; only F64, F32, F16, BF16, .* are read",
+    ),
+    "family of nobody": (
+        lambda hf: configure(hf, model_type="llava"),
+        r"config\.json: model_type 'llava' is not supported: use one of qwen2_5_vl, qwen2_vl",
+    ),
+    "no configuration": (
+        lambda hf: (hf / "config.json").unlink(),
+        r"is no HuggingFace model folder: No such file or directory: .*/config\.json",
+    ),
+    "no weights": (
+        lambda hf: (hf / "model.safetensors").unlink(),
+        r"holds neither model\.safetensors nor model\.safetensors\.index\.json",
+    ),
+    "index of garbage": (
+        lambda hf: (shard(hf), (hf / "model.safetensors.index.json").write_text("{")),
+        r"index\.json is not a safetensors index",
+    ),
+    "one key of two dtypes": (
+        lambda hf: rewrite(
+            hf,
+            lambda tensors: tensors.update(
+                {
+                    "model.language_model.layers.0.self_attn.k_proj.weight": torch.ones(
+                        64, 128
+                    ).half()
+                }
+            ),
+        ),
+        r"q_proj.*k_proj.*v_proj.* make one tensor, but have different dtypes",
+    ),
+}
+
+
+def refused(tmp_path: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()  # of the fixtures
+    with pytest.raises(SystemExit) as exit_:
+        main(["import", f"{tmp_path}/hf", f"{tmp_path}/checkpoint"])
+    assert exit_.value.code == 2
+    out, error = capsys.readouterr()
+    assert not out and error.count("\n") == 1 and error.endswith(".\n"), error
+    assert error.startswith("error: ")
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_folder_is_one_sentence(
+    case: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, message = CASES[case]
+    spoil(hf)
+    refused(tmp_path, message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("config_of", "message"),
+    [
+        ("qwen2_vl", r"has no tensor visual\.blocks\.0\.mlp\.fc1\.weight \(and \d+ more\)"),
+        ("qwen3_vl", r"has no tensor model\.language_model\.layers\.0\.mlp\.gate_proj\.weight"),
+    ],
+)
+def test_weights_of_another_family_than_the_configuration(
+    config_of: str,
+    message: str,
+    hf: Path,
+    hf_folder: Folder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other_family(hf, hf_folder(config_of))
+    refused(tmp_path, message, capsys)
+
+
+def unstack(tensors: Tensors) -> None:
+    """A tensor for each expert and projection, [out, in]."""
+    for name in [name for name in tensors if ".experts." in name]:
+        layer = name.rpartition(".")[0]
+        for number, row in enumerate(tensors.pop(name)):
+            parts = {"down_proj": row.t()}
+            if name.endswith("gate_up_proj"):
+                parts = dict(zip(("gate_proj", "up_proj"), row.t().chunk(2), strict=True))
+            for part, x in parts.items():
+                tensors[f"{layer}.{number}.{part}.weight"] = x.contiguous().clone()
+
+
+def transpose(tensors: Tensors) -> None:
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].mT.contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "form"), [(unstack, "hub"), (unstack, "memory"), (transpose, "memory")]
+)
+def test_experts_in_every_layout_become_one_checkpoint(
+    change: Callable[[Tensors], None], form: str, hf: Path, hf_folder: Folder, tmp_path: Path
+) -> None:
+    """A tensor each is told by its keys, whatever --experts says; stacks by --experts alone."""
+    rewrite(hf, change)
+    import_hf(hf, tmp_path / "checkpoint", experts=form)  # type: ignore[arg-type]
+    export_hf(tmp_path / "checkpoint", tmp_path / "out")
+    before, after = HFFolder(hf_folder(MOE)), HFFolder(tmp_path / "out")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_square_stack_is_read_as_told_and_never_guessed(hf: Path, tmp_path: Path) -> None:
+    """With H = 2I gate_up_proj looks alike in both forms, and down_proj does not."""
+    configure(
+        hf,
+        text_config=json.loads((hf / "config.json").read_text())["text_config"]
+        | {"moe_intermediate_size": 64},
+    )
+
+    def square(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("gate_up_proj")]:
+            tensors[name] = tensors[name][..., :128].contiguous()
+            down = name.replace("gate_up", "down")
+            tensors[down] = tensors[down][:, :64].contiguous()
+
+    rewrite(hf, square)
+    with pytest.raises(ValueError, match=r"down_proj .* form of .* --experts hub"):
+        import_hf(hf, tmp_path / "checkpoint", experts="memory")
+    import_hf(hf, tmp_path / "checkpoint")
+    export_hf(tmp_path / "checkpoint", tmp_path / "out")
+    before, after = HFFolder(hf), HFFolder(tmp_path / "out")
+    assert before.shape(GATE_UP) == (8, 128, 128) and before.shape(DOWN) == (8, 64, 128)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_stacks_in_the_other_form_are_refused_with_the_way_out(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(hf, transpose)
+    refused(tmp_path, r"form of megavlm-convert import --experts memory", capsys)

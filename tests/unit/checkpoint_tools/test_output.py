@@ -1,0 +1,176 @@
+"""Folders appear whole or not at all: kills, full disks, forbidden places, two at a time."""
+
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpoint_tools import output
+from checkpoint_tools.cli import main
+from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.import_hf import import_hf
+from checkpoint_tools.safetensors_file import SafetensorsWriter
+from checkpoint_tools.weights import open_weights
+from megavlm.checkpointing import atomic
+from megavlm.checkpointing.writer import RecordFile
+from tests.unit.checkpoint_tools.conftest import Folder
+
+FAMILY = "qwen2_vl"
+# What is killed on its way in, and how many calls are let through.
+POINTS = [
+    (RecordFile, "add", 0),
+    (RecordFile, "add", 20),
+    (atomic, "replace_folder", 0),  # the step in the folder, all of it written
+    (atomic, "replace_folder", 1),  # the folder itself
+    (SafetensorsWriter, "write", 0),
+    (SafetensorsWriter, "write", 20),
+]
+
+
+def die_at(owner: Any, name: str, count: int, convert: Callable[..., Any], *args: Any) -> None:
+    """In a child: the call after `count` calls kills the process."""
+    calls = iter(range(count))
+    original = getattr(owner, name)
+
+    def step(*values: Any) -> Any:
+        if next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*values)
+
+    setattr(owner, name, step)
+    convert(*args)
+
+
+@pytest.mark.parametrize(("owner", "name", "count"), POINTS)
+def test_a_killed_conversion_leaves_nothing_that_looks_whole_and_can_be_repeated(
+    owner: Any, name: str, count: int, hf_folder: Folder, imported: Folder, tmp_path: Path
+) -> None:
+    exports = owner is SafetensorsWriter
+    convert: Callable[..., Any] = export_hf if exports else import_hf
+    source = (imported if exports else hf_folder)(FAMILY)
+    target = tmp_path / "out"
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=die_at, args=(owner, name, count, convert, source, target))
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    assert not target.exists() and list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="is not a folder"):
+        open_weights(target)
+
+    convert(source, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    open_weights(target)
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main([str(x) for x in arguments])
+    code = exit_.value.code
+    assert code is None or isinstance(code, int)
+    return code or 0
+
+
+def sentence(capsys: pytest.CaptureFixture[str]) -> str:
+    out, error = capsys.readouterr()
+    assert not out and error.startswith("error: ") and error.endswith(".\n"), error
+    assert error.count("\n") == 1
+    return error.removeprefix("error: ").strip()
+
+
+@pytest.fixture(params=["import", "export"])
+def command(request: pytest.FixtureRequest, hf_folder: Folder, imported: Folder) -> list[object]:
+    source = hf_folder(FAMILY) if request.param == "import" else imported(FAMILY)
+    return [request.param, source]
+
+
+def test_a_disk_without_room_is_known_before_anything_is_written(
+    command: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    free = SimpleNamespace(f_bavail=3, f_frsize=10**6)
+    monkeypatch.setattr(output.os, "statvfs", lambda _: free)
+    assert run(*command, tmp_path / "out") == 2
+    assert sentence(capsys) == f"{tmp_path}/out needs 54.97 MB, and 3 MB are free on its disk."
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file of this process gets longer than 1 MB: writes fail as they do on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_in_the_middle(
+    command: list[object], tmp_path: Path, small_files: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*command, tmp_path / "out") == 2
+    assert sentence(capsys).startswith(f"File too large: {tmp_path}/.out.partial/")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_is_forbidden(
+    command: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def forbidden(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", forbidden)
+    assert run(*command, tmp_path / "place" / "out") == 2
+    assert sentence(capsys) == f"Permission denied: {tmp_path}/place."
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_in_the_way(
+    command: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").touch()
+    assert run(*command, tmp_path / "out" / "deeper") == 2
+    assert sentence(capsys) == f"{tmp_path}/out is a file: name a folder."
+
+
+def test_one_process_writes_a_folder(
+    command: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with output.output_folder(tmp_path / "out", force=False, mark="*", nbytes=0) as partial:
+        (partial / "kept").touch()
+        assert run(*command, tmp_path / "out") == 2
+        assert sentence(capsys) == f"{tmp_path}/out is being written by another process."
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_older_folder_stays_until_the_new_one_is_whole(
+    hf_folder: Folder, imported: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = Path(shutil.copytree(hf_folder(FAMILY), tmp_path / "hf"))
+    (hf / "stale.txt").touch()
+    names = {path.name for path in hf.iterdir()}
+
+    def interrupted(*_: Any) -> None:
+        assert {path.name for path in hf.iterdir()} == names
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsWriter, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            export_hf(imported(FAMILY), hf, force=True)
+    assert {path.name for path in hf.iterdir()} == names
+    export_hf(imported(FAMILY), hf, force=True)
+    assert not (hf / "stale.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
