@@ -42,8 +42,7 @@ def grpo(world: World, running: Running, name: str, **sections: dict[str, Any]) 
     for step in steps:
         assert step["rollout_max_difference"] < 1e-4
         assert step["skipped_updates"] == 0 < step["gradient_norm"]
-    first, second = (step["kl_reference"] for step in steps)
-    assert first < second > 1e-4, "it moves away from the start"
+    assert steps[1]["kl_reference"] > 1e-4, "it moved from the start"
     result: dict[str, Any] = json.loads((world.root / name / "result.json").read_text())
     return result
 
