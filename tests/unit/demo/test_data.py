@@ -76,5 +76,13 @@ def test_no_train_file_is_one_sentence(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_earlier_demo_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="no earlier demo"):
-        pipeline.run_demo(tmp_path, seed=0, data=None, tasks=None, warm_steps=None, overrides=[])
+        pipeline.run_demo(
+            tmp_path,
+            seed=0,
+            family="qwen2_5_vl",
+            data=None,
+            tasks=None,
+            warm_steps=None,
+            overrides=[],
+        )
     assert (tmp_path / "thesis.tex").exists()

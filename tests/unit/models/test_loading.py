@@ -194,7 +194,8 @@ def loaded(folder: Path, layout: Layout, dtype: torch.dtype) -> set[tuple[str, i
     table = {(entry.megatron, entry.expert): entry for entry in entries}
     tensors = HubTensors(entries, HFFolder(folder))
     seen = set()
-    for chunk in build_model(config, mesh, ModelOptions(dtype=dtype)):
+    options = ModelOptions(dtype=dtype, sequence=layout.tensor > 1)
+    for chunk in build_model(config, mesh, options):
         load_hf(chunk, entries, HFFolder(folder), mesh)
         for target in local_tensors(chunk):
             entry = table[target.key, target.expert]

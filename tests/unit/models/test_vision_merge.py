@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -30,8 +31,11 @@ def test_split_keeps_every_picture_and_balances(costs: list[float], num_parts: i
     assert max(loads) - min(loads) <= max(costs, default=0) + 1e-9
 
 
-def encode() -> list[Any]:
-    """Features, the encoder's gradient on this rank, and the pictures that this rank encoded."""
+def encode(is_context: bool) -> list[Any]:
+    """Features, the encoder's gradient on this rank, and the pictures that this rank encoded.
+
+    Ranks of the tensor axis have the whole loss each, those of the context axis a part.
+    """
     weight = (
         torch.arange(PATCH * FEATURE, dtype=torch.float32).view(PATCH, FEATURE).requires_grad_()
     )
@@ -45,21 +49,30 @@ def encode() -> list[Any]:
 
     group = dist.group.WORLD
     assert group is not None
+    alone, _ = dist.new_subgroups(group_size=1)
     features = encode_pictures(
-        encoder, patches, GRIDS, merge_size=MERGE, feature_size=FEATURE, group=group
+        encoder,
+        patches,
+        GRIDS,
+        merge_size=MERGE,
+        feature_size=FEATURE,
+        dtype=torch.float32,
+        group=group,
+        context_group=group if is_context else alone,
     )
-    loss = sum((feature * (i + 1)).sin().sum() for i, feature in enumerate(features))
+    mine = [i for i in range(len(GRIDS)) if not is_context or i % group.size() == group.rank()]
+    loss = sum((features[i] * (i + 1)).sin().sum() for i in mine) + 0 * features[0].sum()
     assert isinstance(loss, Tensor)
-    if seen:  # the gather's backward is no collective: a rank without pictures has nothing to do
-        loss.backward()
+    loss.backward()
     gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
     return [torch.cat(features), gradient, np.array(seen).reshape(-1, 3)]
 
 
-def test_features_and_gradients_equal_one_rank() -> None:
-    ((features, gradient, _),) = launch(1, encode)
+@pytest.mark.parametrize("is_context", [False, True])
+def test_features_and_gradients_equal_one_rank(is_context: bool) -> None:
+    ((features, gradient, _),) = launch(1, encode, is_context)
     for world_size in (2, 4):  # with four ranks and three pictures one rank has none
-        results = launch(world_size, encode)
+        results = launch(world_size, encode, is_context)
         for result in results:
             np.testing.assert_allclose(result[0], features, rtol=1e-6)
         np.testing.assert_allclose(
