@@ -142,7 +142,7 @@ class StepReader:
                 )
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing.") from error
-        except (RuntimeError, zipfile.BadZipFile, *_BROKEN) as error:
+        except (RuntimeError, zipfile.BadZipFile, zlib.error, *_BROKEN) as error:
             raise ValueError(f"{path} is damaged where {key} lies: {error}.") from error
         if [_crc32(tensor)] != [info.CRC for info in numbers]:
             raise ValueError(f"{path} is damaged: the checksum of {key} differs.")
@@ -170,6 +170,8 @@ class _Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         self._position = origin + offset
+        if not 0 <= self._position <= self._length:
+            raise ValueError("it names a place outside of itself")
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
