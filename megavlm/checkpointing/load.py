@@ -24,6 +24,7 @@ from megavlm.checkpointing.checksums import first_difference
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.state import layout, replica_group, sharded_state
 from megavlm.checkpointing.together import together
+from megavlm.models.common.lora_linear import is_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def load(
     needs `optimizer.reload_model_params()`.
 
     ValueError, the same on every rank, where there is no such step, a file is missing or damaged,
-    or a tensor is missing or of another shape.
+    a tensor is missing or of another shape, or the step's adapters would be left behind.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     (path, *_) = together("load", lambda: form.locate(Path(folder), step) if rank == 0 else Path())
@@ -52,14 +53,21 @@ def load(
     if optimizer is not None and not manifest.has_optimizer:
         raise ValueError(f"{path} holds weights alone, without the optimizer's state.")
 
-    def verify() -> None:
-        """Each rank reads its share of the files."""
+    def verify() -> bool:
+        """Each rank reads its share of the files. Whether its part of the model has adapters."""
         names = sorted(manifest.files)[rank::world_size]
         if problem := first_difference(path, manifest.files, names):
             raise ValueError(problem)
-        _check_tensors(sharded_state(chunks, None, None, is_loading=True), StepReader(path), path)
+        model = sharded_state(chunks, None, None, is_loading=True)["model"]
+        tensors = [value for part in model.values() for value in part.values()]
+        _check_tensors(tensors, StepReader(path), path, trains=optimizer is not None)
+        return any(is_adapter(value.key) for value in tensors)
 
-    together("load", verify)
+    if not any(together("load", verify)) and any(map(is_adapter, StepReader(path).tensors)):
+        raise ValueError(
+            f"{path} holds adapters, and this model has none to load them into: merge them "
+            "(megavlm-convert lora-merge), or set lora as the run that saved them did."
+        )
     state = dist_checkpointing.load(
         sharded_state(chunks, optimizer, scheduler, is_loading=True),
         str(path),
@@ -88,9 +96,11 @@ def load(
     return json.loads(extra.read_text()) if extra.is_file() else {}
 
 
-def _check_tensors(state: dict[str, Any], reader: StepReader, path: Path) -> None:
-    """The step holds the model's tensors, in the model's global shapes."""
-    for value in (value for part in state["model"].values() for value in part.values()):
+def _check_tensors(tensors: Sequence[Any], reader: StepReader, path: Path, *, trains: bool) -> None:
+    """The step holds the model's tensors, in the model's global shapes; `trains`: and the
+    optimizer's state of those that are trained.
+    """
+    for value in tensors:
         parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
         for part in parts:
             assert isinstance(part, ShardedTensor), part
@@ -101,3 +111,14 @@ def _check_tensors(state: dict[str, Any], reader: StepReader, path: Path) -> Non
                     f"{part.key} in {path} has shape {reader.shape(part.key)}; "
                     f"the model's has {tuple(part.global_shape)}."
                 )
+            if trains and value.data.requires_grad and _moment(part.key) not in reader.tensors:
+                raise ValueError(
+                    f"{path} has no optimizer state of {part.key}, which the run that saved it did "
+                    "not train: train what it trained, or start another run from its weights "
+                    "(model.checkpoint)."
+                )
+
+
+def _moment(key: str) -> str:
+    """A tensor of the optimizer's state, as megatron-core names it."""
+    return f"optimizer.state.exp_avg.{key}"

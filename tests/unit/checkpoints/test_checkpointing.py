@@ -14,10 +14,12 @@ from checkpoint_tools.import_hf import import_hf
 from megavlm import checkpointing
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
-from megavlm.models.common.loading import HFFolder
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.lora import LoRA, add_adapters
+from megavlm.training.optimizer import build_updater
 from tests.distributed.fork import launch
 from tests.parity.table import LAYOUTS, Ranks
-from tests.unit.checkpoints.ranks import ONE_RANK, TP2, make_hf, start
+from tests.unit.checkpoints.ranks import ONE_RANK, SETTINGS, TP2, make_hf, start
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +206,15 @@ def test_an_imported_checkpoint_loads_under_any_layout(
     assert all(launch(ranks.world_size, load_weights, hf, ranks, tmp_path / "checkpoint", dtype))
 
 
-def load_error(hf: Path, ranks: Ranks, folder: Path, step: int | None, weights: bool) -> str:
-    run = start(hf, ranks)
+def load_error(
+    hf: Path,
+    ranks: Ranks,
+    folder: Path,
+    step: int | None,
+    weights: bool,
+    options: dict[str, Any] | None = None,
+) -> str:
+    run = start(hf, ranks, **options or {})
     try:
         if weights:
             checkpointing.load(folder, step=step, chunks=run.chunks)
@@ -233,6 +242,39 @@ def test_what_cannot_be_loaded_is_named_on_every_rank(hf: Path, tmp_path: Path) 
         for layout in ("TP2", "PP2"):  # of two stages, the first could do without what is missing
             first, second = launch(2, load_error, source, LAYOUTS[layout], folder, step, weights)
             assert first == second and message in first, first
+
+
+@pytest.mark.distributed
+def test_a_run_that_trains_more_than_the_saved_one_is_refused(hf: Path, tmp_path: Path) -> None:
+    """Also on the pipeline stage that holds no tower; the weights alone can be taken."""
+    launch(1, train_and_save, hf, ONE_RANK, tmp_path, 0)
+    arguments = (load_error, hf, LAYOUTS["PP2"], tmp_path, None)
+    first, second = launch(2, *arguments, False, {"freeze": False})
+    assert first == second and "no optimizer state of visual." in first, first
+    assert launch(2, *arguments, True, {"freeze": False}) == ["", ""]
+    launch(1, train_and_save, hf, ONE_RANK, tmp_path / "all", 0, {"freeze": False})
+    assert launch(1, load_error, hf, ONE_RANK, tmp_path / "all", None, False) == [""]
+
+
+ADAPTERS = LoRA(2, 4.0, targets=("language.mlp",))
+
+
+def adapters_error(hf: Path, ranks: Ranks, folder: Path) -> str:
+    """A plain model on the weights of one with adapters."""
+    run = start(hf, ranks)
+    for chunk in run.chunks:
+        add_adapters(chunk, ADAPTERS)
+    updater = build_updater(run.chunks, SETTINGS, num_steps=10)
+    state = {"optimizer": updater.optimizer, "scheduler": updater.scheduler}
+    checkpointing.save(folder, 1, chunks=run.chunks, **state, extra={})
+    checkpointing.load(folder, chunks=run.chunks)
+    return load_error(hf, ranks, folder, None, True)
+
+
+@pytest.mark.distributed
+def test_adapters_are_not_left_behind(hf: Path, tmp_path: Path) -> None:
+    first, second = launch(2, adapters_error, hf, LAYOUTS["PP2"], tmp_path)
+    assert first == second and "holds adapters, and this model has none" in first, first
 
 
 @pytest.mark.distributed
