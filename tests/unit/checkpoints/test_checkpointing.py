@@ -122,6 +122,19 @@ def load_and_save(hf: Path, ranks: Ranks, source: Path, target: Path) -> None:
 def test_another_layout_goes_on_from_equal_state(
     hf: Path, tmp_path: Path, before: str, after: str
 ) -> None:
+    check_state(hf, tmp_path, before, after)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("before", "after"), [("PP2", "one rank"), ("one rank", "PP2")])
+def test_tied_embeddings_are_on_the_first_and_the_last_stage(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    hf = make_hf(tmp_path / "hf", tied_embeddings=True)
+    check_state(hf, tmp_path, before, after)
+
+
+def check_state(hf: Path, tmp_path: Path, before: str, after: str) -> None:
     """Weights and optimizer state, every tensor."""
     saved, same, other = (tmp_path / name for name in ("saved", "same", "other"))
     first, second = LAYOUTS[before], LAYOUTS[after]
