@@ -106,10 +106,10 @@ def _write(weights: Weights, step: Path, ranks: Ranks, show: Show) -> _Written:
 
 def share(weights: Weights, ranks: Ranks) -> list[Entry]:
     """The entries of one rank: about as many bytes as of any other, one after the other."""
-    entries, done = [], 0
+    entries, done, total = [], 0, weights.total_bytes
     for entry in weights.entries():
         nbytes = weights.entry_bytes(entry)
-        if (done + nbytes // 2) * ranks.size // weights.total_bytes == ranks.rank:
+        if (done + nbytes // 2) * ranks.size // total == ranks.rank:
             entries.append(entry)
         done += nbytes
     return entries

@@ -44,7 +44,8 @@ class Weights:
             yield from group
 
     def nbytes(self, key: str) -> int:
-        return prod(self.groups[key][0].checkpoint_shape) * self.dtypes[key].itemsize
+        """The same on both sides: a transform moves numbers and adds none."""
+        return sum(map(prod, self.groups[key][0].hf_shapes)) * self.dtypes[key].itemsize
 
     def entry_bytes(self, entry: Entry) -> int:
         """Of one expert, where the key is of several."""
