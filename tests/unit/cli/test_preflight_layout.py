@@ -94,6 +94,16 @@ REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["parallel.pipeline=3", "parallel.last_stage_layers=1"], "does not split the model's 4"),
     (
         {},
+        ["recompute.language=full", "recompute.layers=3"],
+        "recompute.layers=3 does not divide the 4 layers of a pipeline stage or chunk of one",
+    ),
+    (
+        {},
+        ["recompute.language=full", "recompute.layers=4", "parallel.pipeline=2"],
+        "recompute.layers=4 does not divide the 2 layers",
+    ),
+    (
+        {},
         ["parallel.expert=2"],
         "parallel.expert=2 divides experts, and the model has none: set parallel.expert=1",
     ),
@@ -131,6 +141,8 @@ FITTING: list[tuple[dict[str, Any], list[str]]] = [
         {},
         ["parallel.pipeline=3", "parallel.first_stage_layers=1", "parallel.last_stage_layers=1"],
     ),
+    ({}, ["recompute.language=full", "recompute.layers=2", "parallel.pipeline=2"]),
+    ({}, ["recompute.layers=3"]),  # nothing is recomputed
     ({}, ["rollout.tensor_parallel=4"]),  # the server repeats key-value heads
     (EXPERTS, ["parallel.expert=8"]),
     # no layer has the dense MLP of intermediate_size

@@ -1,0 +1,55 @@
+"""The proof of an export: whole logits of one pack on every rank, whatever the layout."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megavlm.models.common.config import ModelOptions
+from megavlm.training.export import _trainer_logits
+from megavlm.training.optimizer import wrap
+from tests.distributed.fork import launch
+from tests.parity.cases import packs_of
+from tests.parity.reference import distinct_pictures
+from tests.parity.runs import Models, build
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+def logits(folder: Path, ranks: Ranks, cases: Any) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    mesh, _, chunks = build(folder, config, ranks, ModelOptions())
+    pack, *_ = packs_of([cases], config, ranks)
+    session: Any = SimpleNamespace(mesh=mesh, updater=SimpleNamespace(chunks=wrap(chunks)))
+    return _trainer_logits(session, pack, distinct_pictures(cases))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("qwen3_vl", "TP2xDP2"),
+        ("qwen3_vl", "TP2+SPxPP2 virtual 2"),
+        ("qwen3_vl", "PP2xCP2"),
+        ("qwen3_vl", "CP2xDP2"),
+        ("qwen3_vl_moe", "EP2xPP2"),
+        ("qwen3_vl_moe", "EP2 over TP2+SP"),
+    ],
+)
+def test_every_rank_gets_the_logits_of_one(models: Models, model: str, layout: str) -> None:
+    folder = models.folder(model)
+    cases = models.inputs(folder).sequences("mixed")[:4]
+    (expected,) = launch(1, logits, folder, LAYOUTS["one rank"], cases)
+    assert len(expected) == sum(len(response) for case in cases for response in case.responses)
+    ranks = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    for found in launch(ranks.world_size, logits, folder, ranks, cases):
+        assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()

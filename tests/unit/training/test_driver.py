@@ -1,0 +1,42 @@
+"""What the driver asks of packs is what the layout needs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megavlm.config.load import load
+from megavlm.training.driver import Driver
+from megavlm.training.options import layout
+from megavlm.training.plan import PackShape
+
+VISION = (7, 8)
+PLAIN = {"multiple": 1, "context_size": 1, "count": 1, "equal_counts": False}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ({"tensor": 2}, {}),
+        ({"tensor": 2, "sequence": True}, {"multiple": 2}),
+        ({"context": 4}, {"context_size": 4}),
+        ({"pipeline": 2}, {}),
+        ({"pipeline": 2, "virtual": 3}, {"count": 2}),
+        ({"expert": 2}, {"equal_counts": True}),
+        ({"expert_tensor": 2, "tensor": 2}, {"equal_counts": True}),
+    ],
+)
+def test_pack_shape(
+    write_recipe: Callable[..., Path], parallel: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = load(write_recipe(parallel=parallel, data={"pack_tokens": 9000}))
+    driver: Any = SimpleNamespace(
+        config=config,
+        mesh=SimpleNamespace(layout=layout(config)),
+        processor=SimpleNamespace(vision_token_ids=VISION),
+    )
+    assert Driver.shape.fget is not None
+    shape = PackShape(max_tokens=9000, vision_token_ids=VISION, **{**PLAIN, **expected})
+    assert Driver.shape.fget(driver) == shape
