@@ -5,8 +5,10 @@ s, not torchrun's 6.
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from megavlm.parallel import platform
 
 platform.install()
+GRACE = 5.0  # seconds
 
 
 def launch(
@@ -38,14 +41,7 @@ def launch(
         for _, sender in pipes:
             sender.close()
         try:
-            results = []
-            for rank, (receiver, _) in enumerate(pipes):
-                if not receiver.poll(timeout):
-                    raise TimeoutError(f"rank {rank} gave no result within {timeout} s")
-                result, error = receiver.recv()
-                if error:
-                    raise RuntimeError(f"rank {rank} of {world_size}:\n{error}")
-                results.append(result)
+            results = _results([receiver for receiver, _ in pipes], timeout)
             for worker in workers:
                 worker.join(timeout)
             return results
@@ -53,6 +49,36 @@ def launch(
             for worker in workers:
                 worker.kill()
                 worker.join()
+
+
+def _results(receivers: list[Connection], timeout: float) -> list[Any]:
+    """By rank. A rank that fails ends the wait; what the others say within `GRACE` is told too, as
+    the first to speak often only lost its connection to the one that failed.
+    """
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    while waiting := [r for r in range(len(receivers)) if r not in results.keys() | errors.keys()]:
+        left = max(0.0, deadline - time.monotonic())
+        ready = wait([receivers[rank] for rank in waiting], left)
+        if not ready:
+            break
+        for rank in [rank for rank in waiting if receivers[rank] in ready]:
+            try:
+                result, error = receivers[rank].recv()
+            except EOFError:
+                result, error = None, "died without a word (killed, or out of memory?)"
+            if error:
+                errors[rank] = error
+                deadline = min(deadline, time.monotonic() + GRACE)
+            else:
+                results[rank] = result
+    if errors:
+        told = "\n".join(f"rank {rank} of {len(receivers)}:\n{errors[rank]}" for rank in errors)
+        raise RuntimeError(f"{told}\nno word from ranks {waiting}" if waiting else told)
+    if waiting:
+        raise TimeoutError(f"ranks {waiting} gave no result within {timeout} s")
+    return [results[rank] for rank in range(len(receivers))]
 
 
 def _work(
