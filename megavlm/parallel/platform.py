@@ -140,6 +140,7 @@ def install() -> None:
     _replace_random_states()
     _replace_optimizer()
     _replace_expert_helpers()
+    _replace_exchange_of_shards()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -222,3 +223,19 @@ def _replace_expert_helpers() -> None:
 
 def _sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _replace_exchange_of_shards() -> None:
+    """When ranks exchange the shards that each has read, megatron waits for no broadcast of a shard
+    that this rank will discard: CUDA runs broadcasts in order, gloo does not. With a device to go
+    back to, it waits.
+    """
+    from megatron.core.dist_checkpointing import exchange_utils
+
+    empty_tensor = exchange_utils._get_empty_tensor_for_exchange
+
+    def with_device(*args: Any) -> tuple[torch.Tensor, torch.device]:
+        tensor, original = empty_tensor(*args)
+        return tensor, original or torch.device("cpu")
+
+    exchange_utils._get_empty_tensor_for_exchange = with_device
