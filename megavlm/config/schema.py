@@ -95,6 +95,7 @@ class Recompute:
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Parquet files and their columns; a key that is null says that there is no such column.
+    `extra_keys`: further columns, which environments and rewards get.
     Pixels are of one picture after resizing; `pack_tokens` is the longest packed row of one
     forward."""
 
@@ -105,6 +106,7 @@ class Data:
     image_key: str | None = "images"
     video_key: str | None = None
     category_key: str | None = "task"
+    extra_keys: tuple[str, ...] = ()
     system_prompt: str | None = None
     min_pixels: int | None = bounded(None, least=1)
     max_pixels: int | None = bounded(None, least=1)

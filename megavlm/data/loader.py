@@ -67,6 +67,8 @@ def fingerprint(rows: Sequence[Row]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         parts = [row.problem.encode(), row.answer.encode(), row.category.encode(), *row.images]
+        if row.extra:
+            parts.append(repr(sorted(row.extra.items())).encode())
         for video in row.videos:
             parts += [repr(video.fps).encode(), *video.frames]
         # Lengths first: ("ab", "c") is not ("a", "bc").

@@ -1,8 +1,8 @@
 """Questions about pictures and videos, from Parquet files in the form of hiyouga/geometry3k."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Row:
     category: str  # "" where there is none
     source: str  # "file:row", for messages
     videos: tuple[Video, ...] = ()  # with one VIDEO_PLACEHOLDER per video, or none at all
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what rewards want besides the answer
 
 
 def read_rows(
@@ -47,6 +48,7 @@ def read_rows(
     image_key: str | None = "images",
     category_key: str | None = "task",
     video_key: str | None = None,
+    extra_keys: Sequence[str] = (),
 ) -> list[Row]:
     """All rows of the files, in order.
 
@@ -55,7 +57,7 @@ def read_rows(
     The video column holds a list of videos or a single one. A video is a struct of `frames`, a list
     of pictures, and `fps`, how many of them a second has.
     Null or an empty list is a row without pictures, or without videos; a key that is None says
-    that there is no such column.
+    that there is no such column. Columns of `extra_keys` are kept as they are, for rewards.
 
     Raises ValueError for a file or a column that is missing, and for a row whose values have the
     wrong type or whose placeholders do not match its pictures and videos; the message names file
@@ -72,7 +74,7 @@ def read_rows(
     rows: list[Row] = []
     for file in files:
         path = Path(file)
-        for number, record in enumerate(_records(path, columns)):
+        for number, record in enumerate(_records(path, columns, extra_keys)):
             source = f"{path}:{number}"
             problem = _text(record[prompt_key], prompt_key, source)
             images: tuple[bytes, ...] = ()
@@ -95,24 +97,28 @@ def read_rows(
                     category="" if category is None else str(category),
                     source=source,
                     videos=videos,
+                    extra={key: record[key] for key in extra_keys},
                 )
             )
     return rows
 
 
-def _records(path: Path, columns: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _records(
+    path: Path, columns: Mapping[str, str], extra_keys: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"{path}: no such data file; give Parquet files that exist")
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            for key, column in columns.items():
+            wanted = [*columns.items(), *(("data.extra_keys", key) for key in extra_keys)]
+            for key, column in wanted:
                 if column not in names:
                     raise ValueError(
                         f"{path}: no column {column!r} ({key}); it has {', '.join(names)}"
                         + NULL_MEANS.get(key, "")
                     )
-            for batch in file.iter_batches(batch_size=1024, columns=list(columns.values())):
+            for batch in file.iter_batches(batch_size=1024, columns=[name for _, name in wanted]):
                 yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable Parquet file ({error})") from error

@@ -27,4 +27,5 @@ def read(config: Config, files: Sequence[str]) -> list[Row]:
         image_key=data.image_key,
         category_key=data.category_key,
         video_key=data.video_key,
+        extra_keys=data.extra_keys,
     )

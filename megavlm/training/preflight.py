@@ -151,6 +151,7 @@ def check_data(files: Sequence[str], config: Config) -> None:
         image_key=data.image_key,
         category_key=data.category_key,
         video_key=data.video_key,
+        extra_keys=data.extra_keys,
     )
     if files and not rows:
         raise ValueError(f"{', '.join(files)}: no rows; give data files that have some")

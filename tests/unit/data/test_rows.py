@@ -1,5 +1,6 @@
 """Reading Parquet: every form of the image column, and every mistake named by file and row."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megavlm.data.loader import fingerprint
 from megavlm.data.rows import Row, Video, read_rows
 
 PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -192,3 +194,14 @@ def test_reads_every_real_set() -> None:
     for file in files:
         rows = read_rows([str(file)])
         assert rows and all(row.images and row.answer and row.category for row in rows)
+
+
+def test_extra_columns_are_kept_for_rewards_and_told_apart(tmp_path: Path) -> None:
+    pictures = [[b"one"], [b"two"]]
+    columns: dict[str, list[Any]] = {"lat": [1.5, 2.5], "city": [None, "X"]}
+    file = write(tmp_path / "rows.parquet", pictures, pa.list_(pa.binary()), **columns)
+    first, second = read_rows([file], extra_keys=("lat", "city"))
+    assert first.extra == {"lat": 1.5, "city": None} and second.extra["city"] == "X"
+    assert fingerprint([first]) != fingerprint([replace(first, extra={"lat": 9.0, "city": None})])
+    with pytest.raises(ValueError, match=r"no column 'lon' \(data.extra_keys\)"):
+        read_rows([file], extra_keys=("lon",))
