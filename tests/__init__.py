@@ -1,0 +1,3 @@
+from megavlm.parallel import platform
+
+platform.install()  # before any test imports megatron

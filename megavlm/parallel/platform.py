@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import resource
+import sys
 import warnings
 from typing import Any
 
@@ -40,6 +41,12 @@ def start(local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
     else:
         torch.set_num_threads(1)
+
+
+def join(device: torch.device) -> None:
+    """Has the calling thread, a new one, work on the device of the thread that made it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def synchronize() -> None:
@@ -127,6 +134,8 @@ def install() -> None:
     """Makes megatron-core run on a CPU. Idempotent; without effect where a GPU is."""
     if has_gpu() or torch.cuda.synchronize is _nothing:
         return
+    # Its functions keep torch's factories as defaults: those that it saw when it was imported.
+    assert "megatron.core" not in sys.modules, "install the platform before importing megatron"
     # Each of its modules says that Transformer Engine and Apex are missing: on a CPU they are.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", module="megatron")
     # What megatron-core calls, torch renames; nothing that a user could change.
@@ -140,7 +149,6 @@ def install() -> None:
     _replace_random_states()
     _replace_optimizer()
     _replace_expert_helpers()
-    _replace_exchange_of_shards()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -223,19 +231,3 @@ def _replace_expert_helpers() -> None:
 
 def _sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _replace_exchange_of_shards() -> None:
-    """When ranks exchange the shards that each has read, megatron waits for no broadcast of a shard
-    that this rank will discard: CUDA runs broadcasts in order, gloo does not. With a device to go
-    back to, it waits.
-    """
-    from megatron.core.dist_checkpointing import exchange_utils
-
-    empty_tensor = exchange_utils._get_empty_tensor_for_exchange
-
-    def with_device(*args: Any) -> tuple[torch.Tensor, torch.device]:
-        tensor, original = empty_tensor(*args)
-        return tensor, original or torch.device("cpu")
-
-    exchange_utils._get_empty_tensor_for_exchange = with_device

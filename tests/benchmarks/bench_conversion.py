@@ -23,7 +23,6 @@ import torch
 from checkpoint_tools.progress import size
 from checkpoint_tools.safetensors_file import SafetensorsWriter, Spec
 from megavlm.models.registry import family
-from megavlm.parallel import platform
 from tests.unit.models.releases import released_config
 
 RELEASE, LAYERS = "Qwen2.5-VL-3B", 36
@@ -32,7 +31,6 @@ IMPORTS = "import checkpoint_tools.import_hf, checkpoint_tools.export_hf"
 
 
 def bench_conversion(tmp_path: Path) -> None:
-    platform.install()
     hf = tmp_path / "hf"
     total = write_model(hf, num_layers(tmp_path))
     python = peak_bytes([sys.executable, "-c", f"{install()}; {IMPORTS}"])[1]

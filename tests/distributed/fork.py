@@ -14,9 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megavlm.parallel import platform
-
-platform.install()
 GRACE = 5.0  # seconds
 
 

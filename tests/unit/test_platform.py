@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from megavlm.parallel import platform
 
-platform.install()
-
 
 def test_install_is_idempotent() -> None:
     before = torch.empty, torch.Tensor.cuda, torch.cuda.current_device
@@ -47,6 +45,17 @@ def test_megatron_imports_in_a_fresh_process() -> None:
         "import megatron.core.models.gpt, megatron.core.optimizer, megatron.core.dist_checkpointing"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_installing_after_megatron_is_refused() -> None:
+    """Its functions would go on with the factories that they saw."""
+    code = (
+        "import megatron.core.dist_checkpointing;"
+        "from megavlm.parallel import platform; platform.install()"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1 and "before importing megatron" in result.stderr
 
 
 @given(

@@ -4,12 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.parallel import platform
-
-platform.install()  # before anything imports megatron
-
-from checkpoint_tools.import_hf import import_hf  # noqa: E402
-from tests.parity.models import make_model  # noqa: E402
+from checkpoint_tools.import_hf import import_hf
+from tests.parity.models import make_model
 
 Folder = Callable[[str], Path]
 

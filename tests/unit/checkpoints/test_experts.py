@@ -3,11 +3,9 @@ experts to every other, and experts are stacked in them as in a HuggingFace fold
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig
 
 from megavlm import checkpointing
@@ -16,7 +14,6 @@ from megavlm.checkpointing.reader import StepReader
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.mapping import by_key
 from megavlm.models.registry import family
-from megavlm.parallel import platform
 from megavlm.parallel.mesh import Layout
 from tests.distributed.fork import launch
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
@@ -137,30 +134,3 @@ def test_weights_of_expert_ranks_load_on_one(hf: Path, tmp_path: Path) -> None:
         for row, entry in zip(stack, group, strict=True):
             (name,) = entry.hf
             assert torch.equal(row, entry.to_megatron([source[name][entry.expert]]))
-
-
-def unawaited_broadcasts(hf: Path, ranks: Ranks, folder: Path) -> tuple[int, int]:
-    """Broadcasts of a load that started without being waited for, and all of them."""
-    run = start(hf, ranks)
-    run.save(folder, 0)
-    flags = []
-    plain = dist.broadcast
-
-    def counted(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        flags.append(async_op)
-        return plain(*args, async_op=async_op, **kwargs)
-
-    dist.broadcast = counted
-    try:
-        run.load(folder)
-    finally:
-        dist.broadcast = plain
-    return sum(flags), len(flags)
-
-
-@pytest.mark.skipif(platform.has_gpu(), reason="CUDA streams keep broadcasts in order")
-def test_a_load_waits_for_every_broadcast(hf: Path, tmp_path: Path) -> None:
-    """Also of what a rank does not need: with experts on other ranks there is such."""
-    ranks = ALL_LAYOUTS["EP2xDP4"]
-    for unawaited, total in launch(ranks.world_size, unawaited_broadcasts, hf, ranks, tmp_path):
-        assert unawaited == 0 and total > 0

@@ -1,3 +1,0 @@
-from megavlm.parallel import platform
-
-platform.install()  # before anything imports megatron
