@@ -5,38 +5,48 @@ Everything heavy is imported by the command that needs it.
 
 import json
 import os
-import re
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from checkpoint_tools.progress import Show, progress_bar, silent, size
+from checkpoint_tools import lora_cli
+from checkpoint_tools.command import (
+    Alpha,
+    Dtype,
+    Experts,
+    Force,
+    Json,
+    MaxShardSize,
+    Quiet,
+    Step,
+    files,
+    install_platform,
+    one_process,
+    parse_size,
+    show,
+    tell,
+)
+from checkpoint_tools.progress import size
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="HuggingFace model folders to Megatron checkpoints and back.",
+    help="HuggingFace model folders and PEFT adapters to Megatron checkpoints and back.",
 )
 
-Force = Annotated[bool, typer.Option("--force", help="Replace the output folder.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, no progress.")]
-Step = Annotated[int | None, typer.Option(help="Of a checkpoint (default: the latest).")]
-Experts = Annotated[
-    Literal["hub", "memory"],
-    typer.Option(help="How stacks of experts lie: as on the hub, or as transformers 5 saves."),
-]
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+app.add_typer(lora_cli.app)
 
 
-@app.command("import")
+@app.command(
+    "import", epilog="Example: megavlm-convert import models/Qwen2.5-VL-3B-Instruct checkpoints/3b"
+)
 def import_(
     hf_dir: Path,
     checkpoint_dir: Path,
@@ -49,7 +59,7 @@ def import_(
 
     One process is enough. Under torchrun the ranks share the work.
     """
-    _install_platform()
+    install_platform()
     from checkpoint_tools.import_hf import import_hf
     from checkpoint_tools.ranks import joined
 
@@ -61,12 +71,12 @@ def import_(
             force=force,
             experts=experts,
             ranks=ranks,
-            show=_show(quiet, as_json),
+            show=show(quiet, as_json),
         )
         if not ranks.is_lead:
             return
     seconds = time.perf_counter() - start
-    _tell(
+    tell(
         {**asdict(done), "seconds": seconds},
         f"{hf_dir}: {done.num_tensors} tensors, {size(done.num_bytes)}, imported into "
         f"{checkpoint_dir} in {seconds:.1f} s",
@@ -75,23 +85,24 @@ def import_(
     )
 
 
-@app.command("export")
+@app.command("export", epilog="Example: megavlm-convert export runs/mine/checkpoints models/mine")
 def export(
     checkpoint_dir: Path,
     hf_dir: Path,
     force: Force = False,
     step: Step = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file, as 5GB.")] = "5GB",
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of the weights (default: as they are)."),
-    ] = None,
+    max_shard_size: MaxShardSize = "5GB",
+    dtype: Dtype = None,
+    alpha: Alpha = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Turn a checkpoint, imported or trained under any layout, into a HuggingFace model folder."""
-    max_shard_bytes = _parse_size(max_shard_size)
-    _one_process("export")
+    """Turn a checkpoint, imported or trained under any layout, into a HuggingFace model folder.
+
+    Adapters are merged, as lora-merge does it; lora-export takes them out instead.
+    """
+    max_shard_bytes = parse_size(max_shard_size)
+    one_process("export")
     import torch
 
     from checkpoint_tools.export_hf import export_hf
@@ -104,20 +115,21 @@ def export(
         force=force,
         max_shard_bytes=max_shard_bytes,
         dtype=getattr(torch, dtype) if dtype else None,
-        show=_show(quiet, as_json),
+        alpha=alpha,
+        show=show(quiet, as_json),
     )
     seconds = time.perf_counter() - start
-    _tell(
+    tell(
         {**asdict(done), "seconds": seconds},
         f"{checkpoint_dir}: {done.num_tensors} tensors of step {done.step}, "
-        f"{size(done.num_bytes)}, exported to {hf_dir} in {done.num_files} "
-        f"file{'s' * (done.num_files > 1)}, {seconds:.1f} s",
+        f"{size(done.num_bytes)}, exported to {hf_dir} in {files(done.num_files)}, {seconds:.1f} s"
+        + (f"; adapters of {done.num_merged} projections are merged" if done.num_merged else ""),
         quiet,
         as_json,
     )
 
 
-@app.command()
+@app.command(epilog="Example: megavlm-convert inspect runs/mine/checkpoints --step 40")
 def inspect(
     path: Path,
     step: Step = None,
@@ -128,7 +140,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show what a HuggingFace folder or a checkpoint holds: family, parameters, dtypes, layout."""
-    _one_process("inspect")
+    one_process("inspect")
     from rich.console import Console
 
     from checkpoint_tools import inspection
@@ -146,7 +158,7 @@ def inspect(
         console.print(inspection.mapping_table(weights))
 
 
-@app.command()
+@app.command(epilog="Example: megavlm-convert verify models/mine runs/mine/checkpoints")
 def verify(
     a: Annotated[Path, typer.Argument(help="A HuggingFace folder or a checkpoint.")],
     b: Annotated[Path, typer.Argument(help="Another.")],
@@ -163,7 +175,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Compare two models bit by bit, or by their logits. Exit code 1 where they differ."""
-    _one_process("verify")
+    one_process("verify")
     from checkpoint_tools import comparison
     from checkpoint_tools.weights import open_weights
 
@@ -177,10 +189,10 @@ def verify(
     else:
         left = open_weights(a, experts=experts_a)
         right = open_weights(b, experts=experts_b)
-        result = comparison.compare(left, right, show=_show(quiet, as_json))
+        result = comparison.compare(left, right, show=show(quiet, as_json))
         is_equal = not result.different
         record, lines = asdict(result), list(comparison.sentences(result))
-    _tell({"is_equal": is_equal, **record}, "\n".join(lines), quiet, as_json)
+    tell({"is_equal": is_equal, **record}, "\n".join(lines), quiet, as_json)
     if not is_equal:
         raise typer.Exit(1)
 
@@ -209,34 +221,3 @@ def _fail(sentence: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"error: {sentence}", err=True)
     sys.exit(2)
-
-
-def _one_process(command: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(f"{command} runs in one process: start it without torchrun.")
-    _install_platform()
-
-
-def _install_platform() -> None:
-    """Before the first import of megatron-core."""
-    from megavlm.parallel import platform
-
-    platform.install()
-
-
-def _show(quiet: bool, as_json: bool) -> Show:
-    return silent if quiet or as_json else progress_bar
-
-
-def _tell(record: dict[str, Any], sentence: str, quiet: bool, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(record))
-    elif not quiet:
-        typer.echo(sentence)
-
-
-def _parse_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B|)", text.strip().upper())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise ValueError(f"--max-shard-size {text!r} is not a size: write it as 5GB or 500MB.")
-    return int(float(match[1]) * _UNITS[match[2]])

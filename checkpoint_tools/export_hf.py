@@ -1,4 +1,4 @@
-"""Checkpoint folder -> HuggingFace folder."""
+"""Checkpoint folder -> HuggingFace folder, with adapters merged if there are any."""
 
 import json
 from collections.abc import Iterator
@@ -10,24 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoint_tools.adapters import Adapters, merged
 from checkpoint_tools.ahead import one_ahead
 from checkpoint_tools.model_card import model_card
 from checkpoint_tools.output import output_folder
 from checkpoint_tools.progress import Show, silent
 from checkpoint_tools.safetensors_file import SafetensorsWriter, Spec
+from checkpoint_tools.step_adapters import has_adapters, step_adapters
 from checkpoint_tools.weights import Group, Weights, step_weights
 from megavlm.checkpointing import folder
 from megavlm.models.common.hf_source import INDEX, SINGLE
-from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry
 
 
 @dataclass(frozen=True)
 class Export:
-    step: int
+    """`step`: of a checkpoint. `num_merged`: projections whose adapters are in the weights."""
+
+    step: int | None
     num_tensors: int
     num_files: int
     num_bytes: int
+    num_merged: int
 
 
 def export_hf(
@@ -38,31 +42,49 @@ def export_hf(
     force: bool = False,
     max_shard_bytes: int = 5 * 10**9,
     dtype: torch.dtype | None = None,
+    alpha: float | None = None,
     show: Show = silent,
 ) -> Export:
     """Writes a step's weights (default: the latest) under hub names, the model's other files, and a
-    model card.
+    model card. Adapters are merged: what is written is the model that was trained.
 
     Reads any layout, and holds two tensors in memory, of experts one by one. `dtype`: of the
-    weights, by default the one that they have. ValueError where the step is missing or damaged,
-    does not hold the tensors of its config.json, or holds adapters; where the output folder is in
-    use, or its disk has no room.
+    weights, by default the one that they have. `alpha`: of adapters, where nothing tells it.
+    ValueError where the step is missing or damaged, or does not hold the tensors of its
+    config.json; where the output folder is in use, or its disk has no room.
     """
     weights = step_weights(checkpoint_dir, step)
-    if any(is_adapter(name) for name, *_ in weights.extras):
-        raise ValueError(
-            f"{weights.path} holds a model with adapters: megavlm-convert lora-merge makes a model "
-            f"of it, lora-export takes the adapters alone."
-        )
+    adapters = step_adapters(weights, alpha=alpha) if has_adapters(weights) else None
+    return write_hf(
+        weights,
+        hf_dir,
+        adapters=adapters,
+        force=force,
+        max_shard_bytes=max_shard_bytes,
+        dtype=dtype,
+        show=show,
+    )
+
+
+def write_hf(
+    weights: Weights,
+    hf_dir: Path,
+    *,
+    adapters: Adapters | None = None,
+    force: bool = False,
+    max_shard_bytes: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+    show: Show = silent,
+) -> Export:
+    """The weights, with `adapters` merged in fp32 and rounded once."""
+    source = weights if adapters is None else merged(weights, adapters)
     plan = _plan(weights, dtype, max_shard_bytes)
     total = sum(file.nbytes for file in plan)
-    assert weights.manifest is not None
 
     def read(entry: Entry) -> list[Tensor]:
         """Tensors of the hub, or an expert's rows of them."""
-        full = weights.read(entry)
-        tensors = entry.to_hf(full if dtype is None else full.to(dtype))
-        return [tensor.contiguous() for tensor in tensors]
+        full = source.read(entry).to(dtype or weights.dtypes[entry.megatron])
+        return [tensor.contiguous() for tensor in entry.to_hf(full)]
 
     with (
         output_folder(hf_dir, force=force, mark="config.json", nbytes=total) as output,
@@ -70,7 +92,7 @@ def export_hf(
     ):
         folder.copy_hf_files(weights.hf_files, output)
         _set_dtype(output / "config.json", dtype or weights.dtypes[next(reversed(weights.groups))])
-        (output / "README.md").write_text(model_card(weights))
+        (output / "README.md").write_text(model_card(weights, adapters))
         for part in plan:
             with SafetensorsWriter(output / part.name, part.specs) as file:
                 for tensors in one_ahead(read, chain.from_iterable(part.groups)):
@@ -81,7 +103,9 @@ def export_hf(
         if len(plan) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             (output / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return Export(weights.manifest.step, len(places), len(plan), total)
+    step = weights.manifest.step if weights.manifest else None
+    num_merged = len(list(adapters.projections())) if adapters else 0
+    return Export(step, len(places), len(plan), total, num_merged)
 
 
 @dataclass

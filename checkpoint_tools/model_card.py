@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from checkpoint_tools.adapters import Adapters
 from checkpoint_tools.weights import Weights
 from megavlm.observability.metrics import EVALUATIONS_FILE
 from megavlm.observability.records import read_records
@@ -26,11 +27,12 @@ tags:
 _SECTIONS = ("algorithm", "optimizer", "reward", "lora")
 
 
-def model_card(weights: Weights) -> str:
-    """Markdown, of a step. Where its checkpoints lie in a run's directory, what the run has left
-    there is told too.
+def model_card(weights: Weights, adapters: Adapters | None = None) -> str:
+    """Markdown, of a step, or of a folder into which `adapters` were merged. Where its checkpoints
+    lie in a run's directory, what the run has left there is told too.
     """
-    assert weights.manifest is not None
+    if weights.manifest is None:
+        return "\n".join([_HEAD, *_what(weights, adapters)])
     step = weights.manifest.step
     run_dir = weights.path.absolute().parents[1]
     config_file = run_dir / "config.yaml"
@@ -40,14 +42,16 @@ def model_card(weights: Weights) -> str:
         assert isinstance(recipe, dict)
         parts += _training(recipe, step)
         parts += _evaluation(run_dir, step)
-    return "\n".join([_HEAD, *_what(weights), *parts])
+    return "\n".join([_HEAD, *_what(weights, adapters), *parts])
 
 
-def _what(weights: Weights) -> Iterator[str]:
-    assert weights.manifest is not None
+def _what(weights: Weights, adapters: Adapters | None) -> Iterator[str]:
     numel = sum(weights.nbytes(key) // dtype.itemsize for key, dtype in weights.dtypes.items())
     yield f"# {weights.config.model_type}, {numel / 1e9:.2f} billion parameters\n"
-    yield f"Step {weights.manifest.step} of a checkpoint of {_megavlm()}.\n"
+    step = weights.manifest
+    source = f"Step {step.step} of a checkpoint" if step else f"Weights of {weights.path.name}"
+    merged = f", with adapters of rank {adapters.rank} merged," if adapters else ""
+    yield f"{source}{merged} {'of' if step else 'by'} {_megavlm()}.\n"
 
 
 def _training(recipe: dict[str, Any], step: int) -> Iterator[str]:

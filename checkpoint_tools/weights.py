@@ -28,6 +28,7 @@ class Weights:
     """`path`: the HF folder, or the step's own. `hf_files`: where the model's other files lie.
     `read` gives the full Megatron tensor of an entry. `dtypes`: by key. `extras`: shapes and dtypes
     of a step's tensors that are the model's, but not its HF folder's: adapters, a value head.
+    `reader`: reads them.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Weights:
     read: Callable[[Entry], Tensor]
     manifest: Manifest | None = None
     extras: tuple[tuple[str, Shape, torch.dtype], ...] = ()
+    reader: StepReader | None = None
 
     def entries(self) -> Iterator[Entry]:
         for group in self.groups.values():
@@ -104,7 +106,7 @@ def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:
     def read(entry: Entry) -> Tensor:
         return reader.read(entry.megatron, entry.expert)
 
-    return Weights(path, hf_files, config, groups, dtypes, read, manifest, extras)
+    return Weights(path, hf_files, config, groups, dtypes, read, manifest, extras, reader)
 
 
 def _check(

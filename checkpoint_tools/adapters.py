@@ -1,0 +1,182 @@
+"""A model's adapters, wherever they lie: pairs (A, B) of its HF projections, and what they add.
+
+A projection's weight is W + scale B A with scale = alpha / rank. Shapes: A [rank, columns],
+B [rows, rank].
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from checkpoint_tools.weights import Weights
+from megavlm.models.common.mapping import Entry
+
+Pair = tuple[Tensor, Tensor]
+
+# The linears that `models.common.lora_targets` puts adapters on, by their keys in checkpoints.
+_LAYER = r"language_model\.decoder\.layers\.\d+"
+_COMPONENTS = {
+    "language.attention": rf"{_LAYER}\.self_attention\.linear_(qkv|proj)",
+    "language.mlp": rf"{_LAYER}\.mlp\.linear_fc[12]",
+    "language.experts": rf"{_LAYER}\.mlp\.experts\.experts\.linear_fc[12]",
+    "vision.attention": r"visual\.blocks\.\d+\.attn\..+",
+    "vision.mlp": r"visual\.blocks\.\d+\.mlp\..+",
+    "vision.merger": r"visual\.(merger|deepstack_merger_list)\..+",
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One HF projection. `linear`: the checkpoint's key of the linear that it is a part of, without
+    `.weight`. `module`: its name in transformers 5, an expert's as if experts were modules
+    (`...mlp.experts.3.gate_proj`).
+    """
+
+    linear: str
+    module: str
+    rows: int
+    columns: int
+    expert: int | None = None
+    num_experts: int | None = None
+
+    @property
+    def part(self) -> str:
+        """Its name in the linear."""
+        return self.module.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """`linears`: the adapted ones, each with all of its projections in the order of the mapping.
+    `read` gives a projection's pair. `base`: the model that they were trained on, by name or path.
+    """
+
+    rank: int
+    alpha: float
+    dtype: torch.dtype
+    linears: Mapping[str, list[Projection]]
+    read: Callable[[Projection], Pair]
+    base: str | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def projections(self) -> Iterator[Projection]:
+        for group in self.linears.values():
+            yield from group
+
+    def nbytes(self, projection: Projection) -> int:
+        return self.rank * (projection.rows + projection.columns) * self.dtype.itemsize
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.nbytes(projection) for projection in self.projections())
+
+
+def module_name(name: str) -> str:
+    """A name of a module or tensor in any naming of the Qwen families, as transformers 5 has it."""
+    for old, new in (
+        ("model.language_model.", "model.language_model."),
+        ("model.visual.", "model.visual."),
+        ("language_model.model.", "model.language_model."),
+        ("language_model.", "model.language_model."),
+        ("visual.", "model.visual."),
+        ("model.", "model.language_model."),
+    ):
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def linears(weights: Weights) -> dict[str, list[Projection]]:
+    """Every linear of a model that adapters can be put on, and the projections in it."""
+    found: dict[str, list[Projection]] = defaultdict(list)
+    for entry in weights.entries():
+        linear = entry.megatron.removesuffix(".weight")
+        if component(linear) and linear != entry.megatron and len(entry.megatron_shape) == 2:
+            found[linear] += _projections(linear, entry)
+    return found
+
+
+def component(linear: str) -> str | None:
+    """As `lora.targets` names it."""
+    matches = (name for name, regex in _COMPONENTS.items() if re.fullmatch(regex, linear))
+    return next(matches, None)
+
+
+def targets(adapted: Iterable[str], whole: Iterable[str]) -> list[str]:
+    """What `lora.targets` must say for a run to have adapters on these linears of the whole model:
+    components, or paths with a wildcard for the layer, or single paths.
+    """
+    left, whole = {_trained_name(x) for x in adapted}, [_trained_name(x) for x in whole]
+    found = []
+    for name in (lambda x: component(_saved_name(x)) or x, _any_layer, str):
+        groups: dict[str, set[str]] = defaultdict(set)
+        for linear in whole:
+            groups[name(linear)].add(linear)
+        for target, group in groups.items():
+            if group <= left:
+                found.append(target)
+                left -= group
+    return found
+
+
+def merged(weights: Weights, adapters: Adapters) -> Weights:
+    """The weights with the adapters in them: an adapted tensor is read in fp32, to be rounded once
+    by who writes it.
+    """
+    found = {
+        (linear, expert): list(group)
+        for linear, projections in adapters.linears.items()
+        for expert, group in groupby(projections, key=lambda projection: projection.expert)
+    }
+
+    def read(entry: Entry) -> Tensor:
+        base = weights.read(entry)
+        group = found.get((entry.megatron.removesuffix(".weight"), entry.expert))
+        if group is None or not entry.megatron.endswith(".weight"):
+            return base
+        return base.float() + _added(entry, [adapters.read(one) for one in group], adapters.scale)
+
+    kept = tuple(extra for extra in weights.extras if extra[0].startswith("value_head."))
+    return replace(weights, read=read, extras=kept)
+
+
+def _added(entry: Entry, pairs: list[Pair], scale: float) -> Tensor:
+    """What they add to the Megatron tensor, in fp32."""
+    products = [(b.float() * scale) @ a.float() for a, b in pairs]
+    if entry.expert is not None:  # the hub's stacks hold gate and up as one, transposed
+        products = [torch.cat(products).t()]
+    return entry.to_megatron(products)
+
+
+def _projections(linear: str, entry: Entry) -> Iterator[Projection]:
+    if entry.expert is None:
+        for name, (rows, columns) in zip(entry.hf, entry.hf_shapes, strict=True):
+            yield Projection(linear, module_name(name.removesuffix(".weight")), rows, columns)
+        return
+    (stack,), ((count, columns, rows),) = entry.hf, entry.hf_shapes
+    layer, _, kind = module_name(stack).rpartition(".")
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    for part in parts:
+        module = f"{layer}.{entry.expert}.{part}"
+        yield Projection(linear, module, rows // len(parts), columns, entry.expert, count)
+
+
+def _trained_name(linear: str) -> str:
+    """As `lora_targets` names a linear: the experts of a layer share a name."""
+    return linear.replace(".experts.experts.", ".experts.")
+
+
+def _saved_name(linear: str) -> str:
+    return linear.replace(".experts.", ".experts.experts.")
+
+
+def _any_layer(linear: str) -> str:
+    return re.sub(r"\.(layers|blocks|deepstack_merger_list)\.\d+\.", r".\1.*.", linear)

@@ -1,0 +1,166 @@
+"""PEFT's adapter_config.json: which ranks and scales it gives, and what of it cannot be held."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+CONFIG = "adapter_config.json"
+
+_READ = {
+    "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
+    "target_parameters",
+}  # fmt: skip
+# They say where adapters were put and how training began or ran; the tensors tell the outcome.
+_IGNORED = {
+    "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
+# Ways of initialisation that change the base weights too, and PEFT repeats them when it loads.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_WAY_OUT = "merge it into its model with peft (merge_and_unload) and import that model instead"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What B A is multiplied by: alpha / rank, or alpha / sqrt(rank). Its square is exact."""
+
+    alpha: float
+    rank: int
+    rank_stabilised: bool
+
+    @property
+    def square(self) -> Fraction:
+        alpha, rank = Fraction(self.alpha), Fraction(self.rank)
+        return alpha**2 / (rank if self.rank_stabilised else rank**2)
+
+    def alpha_for(self, rank: int) -> float:
+        """With which the plain form, alpha / rank, gives the same scale at another rank."""
+        if self.rank_stabilised:
+            return self.alpha * rank / math.sqrt(self.rank)
+        return self.alpha * rank / self.rank
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    path: Path
+    rank: int
+    alpha: float
+    rank_stabilised: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    parameters: tuple[str, ...]
+    base: str | None
+
+    def scale(self, name: str) -> Scale:
+        """Rank and scale of a module or parameter, by its name in the model that was adapted."""
+        rank = self.ranks.get(_pattern(self.ranks, name), self.rank)
+        alpha = self.alphas.get(_pattern(self.alphas, name), self.alpha)
+        return Scale(alpha, rank, self.rank_stabilised)
+
+    def targets_parameter(self, name: str) -> bool:
+        return any(name == one or name.endswith(f".{one}") for one in self.parameters)
+
+
+def read_peft_config(folder: Path) -> PeftConfig:
+    """ValueError where it is no configuration of LoRA, or asks for more than pairs (A, B)."""
+    path = folder / CONFIG
+    try:
+        values = json.loads(path.read_bytes())
+        if values["peft_type"] != "LORA":
+            raise ValueError(f"peft_type {values['peft_type']!r} is not LORA")
+        config = PeftConfig(
+            path,
+            int(values["r"]),
+            float(values["lora_alpha"]),
+            bool(values.get("use_rslora")),
+            {key: int(value) for key, value in (values.get("rank_pattern") or {}).items()},
+            {key: float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
+            tuple(values.get("target_parameters") or ()),
+            values.get("base_model_name_or_path"),
+        )
+        for pattern in (*config.ranks, *config.alphas):
+            re.compile(pattern)
+        if min(config.rank, *config.ranks.values(), 1) < 1:
+            raise ValueError("a rank is below 1")
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is no PEFT folder: it has no {CONFIG}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+        raise ValueError(f"{path} is no configuration of LoRA adapters: {error}.") from error
+    _check_held(path, values)
+    return config
+
+
+def config_values(
+    *,
+    rank: int,
+    alpha: float,
+    modules: Iterable[str],
+    parameters: Iterable[str],
+    doubled: str | None,
+    base: str,
+) -> dict[str, Any]:
+    """What adapter_config.json says of adapters of one rank. `doubled`: the parameter that holds
+    two projections side by side, and so has twice the rank.
+    """
+    values: dict[str, Any] = {
+        "alpha_pattern": {doubled: 2 * _plain(alpha)} if doubled else {},
+        "auto_mapping": None,
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": _plain(alpha),
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": {doubled: 2 * rank} if doubled else {},
+        "revision": None,
+        "target_modules": list(modules),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    if parameters := list(parameters):
+        values["target_parameters"] = parameters
+    return values
+
+
+def _check_held(path: Path, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if key in _READ | _IGNORED or not value:
+            continue
+        if key == "bias" and value == "none":
+            continue
+        if key == "init_lora_weights":
+            if not str(value).startswith(_CHANGES_BASE):
+                continue
+            raise ValueError(
+                f"{path} has init_lora_weights={value!r}, which changes the base weights too: "
+                f"convert it with peft (path_initial_model_for_weight_conversion) first."
+            )
+        raise ValueError(
+            f"{path} has {key}={value!r}, and only plain pairs of LoRA matrices can be held: "
+            f"{_WAY_OUT}."
+        )
+
+
+def _pattern(patterns: Iterable[str], name: str) -> str:
+    """The first that matches the end of a name, as PEFT looks them up."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), name)
+
+
+def _plain(alpha: float) -> float | int:
+    """As people write it."""
+    return int(alpha) if alpha == int(alpha) else alpha

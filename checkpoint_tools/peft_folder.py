@@ -1,0 +1,176 @@
+"""A PEFT folder: adapter_config.json and the pairs in adapter_model.safetensors."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from checkpoint_tools.adapters import Pair, module_name
+from checkpoint_tools.peft_config import CONFIG, PeftConfig, Scale, read_peft_config
+from checkpoint_tools.safetensors_file import Spec, read_spans
+from megavlm.models.common.mapping import Shape
+
+TENSORS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Stacks of experts, in the order in which PEFT wraps them: the later around the earlier.
+STACKS = ("gate_up_proj", "down_proj")
+_KEY = re.compile(r"(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+# Some tensors belong to several experts, and each of them reads the whole.
+_KEPT_TENSORS = 4
+
+
+@dataclass(frozen=True)
+class PeftModule:
+    """An adapted module of transformers 5, or a parameter that PEFT adapts: a stack of experts,
+    `...mlp.experts.down_proj`. `a` and `b`: what the pair's tensors are, A [rank, columns] and
+    B [rows, rank]. Of a stack of E experts A is [E * rank, columns], an expert's rows together, and
+    B [rows, rank * E], an expert's columns E apart. `place`: what the tensors' names begin with.
+    """
+
+    name: str
+    place: str
+    scale: Scale
+    a: Spec
+    b: Spec
+    read: Callable[[], Pair]
+
+    @property
+    def is_stack(self) -> bool:
+        return self.name.endswith(tuple(f".experts.{stack}" for stack in STACKS))
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def tensors(self) -> Iterator[tuple[str, Spec]]:
+        """Names and forms in a PEFT folder's file."""
+        yield f"{PREFIX}{self.place}.lora_A.weight", self.a
+        yield f"{PREFIX}{self.place}.lora_B.weight", self.b
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    path: Path
+    config: PeftConfig
+    modules: tuple[PeftModule, ...]
+
+
+def is_peft_folder(path: Path) -> bool:
+    return (path / CONFIG).is_file() and not (path / "config.json").is_file()
+
+
+def open_peft(path: Path) -> PeftFolder:
+    """ValueError where the folder is incomplete or damaged, or holds more than pairs (A, B)."""
+    config = read_peft_config(path)
+    file = path / TENSORS
+    if not file.is_file():
+        raise ValueError(
+            f"{path} has no {TENSORS}; pickled adapters (.bin) can run code when read: convert "
+            f"them to safetensors."
+        )
+    source = _open(file)
+    spans = read_spans(file)
+    halves: dict[str, dict[str, str]] = {}
+    for key in spans:
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise ValueError(
+                f"{file} holds {key}, which is none of a pair of LoRA matrices: merge these "
+                f"adapters into their model with peft (merge_and_unload) and import that instead."
+            )
+        pair = halves.setdefault(match[1].removeprefix(PREFIX), {})
+        if pair.setdefault(match[2], key) != key:
+            raise ValueError(f"{file} holds two adapters for {match[1]}: {pair[match[2]]}, {key}.")
+    tensor = lru_cache(_KEPT_TENSORS)(source.get_tensor)
+    modules: dict[str, PeftModule] = {}
+    for place, pair in halves.items():
+        if len(pair) < 2:
+            raise ValueError(f"{file} holds {', '.join(pair.values())} without its other half.")
+        a, b = (
+            Spec(spans[key].dtype, tuple(source.get_slice(key).get_shape()))
+            for key in (pair["A"], pair["B"])
+        )
+        name = _target(place, config)
+        scale = config.scale(name)
+        # Names tell where a module is, whatever they begin with in the model that was adapted.
+        module = PeftModule(
+            module_name(name),
+            module_name(place),
+            scale,
+            a,
+            b,
+            partial(_read, tensor, pair["A"], pair["B"]),
+        )
+        _check_pair(file, module)
+        if (other := modules.setdefault(module.name, module)) is not module:
+            raise ValueError(
+                f"{file} holds two adapters for {module.name}: {other.place}, {place}."
+            )
+    if not modules:
+        raise ValueError(f"{file} holds no adapters.")
+    return PeftFolder(path, config, tuple(modules.values()))
+
+
+def _read(tensor: Callable[[str], Tensor], a: str, b: str) -> Pair:
+    return tensor(a), tensor(b)
+
+
+def _target(place: str, config: PeftConfig) -> str:
+    """The module or parameter that tensors of this name adapt. Adapters of several parameters of
+    one module are wrapped around each other; only the wrapping tells them apart.
+    """
+    name = re.sub(r"(\.base_layer)+$", "", place)
+    if not name.endswith(".experts"):
+        return place
+    stacks = [stack for stack in STACKS if config.targets_parameter(f"{name}.{stack}")]
+    depth = place.count(".base_layer")
+    if depth >= len(stacks):
+        raise ValueError(
+            f"{config.path} names {len(stacks)} stacks of experts in target_parameters, and the "
+            f"folder holds {place}."
+        )
+    return f"{name}.{stacks[::-1][depth]}"
+
+
+def _check_pair(file: Path, module: PeftModule) -> None:
+    """The matrices have the rank of the configuration."""
+    rank, a, b = module.scale.rank, module.a.shape, module.b.shape
+    fits = len(a) == len(b) == 2 and a[0] == b[1]
+    if module.is_stack:
+        fits = fits and a[0] % rank == 0
+    elif fits:
+        fits = a[0] == rank
+    if not fits or not (module.a.dtype.is_floating_point and module.b.dtype.is_floating_point):
+        raise ValueError(
+            f"{file} holds {module.place} with A {_form(module.a)} and B {_form(module.b)}, and "
+            f"{CONFIG} makes its rank {rank}."
+        )
+
+
+def _form(spec: Spec) -> str:
+    return f"{_dims(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
+
+
+def _dims(shape: Shape) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a complete safetensors file: {error}.") from error
+
+
+def common_dtype(modules: tuple[PeftModule, ...]) -> torch.dtype:
+    """That holds the numbers of all of them."""
+    dtype = modules[0].a.dtype
+    for module in modules:
+        dtype = torch.promote_types(dtype, torch.promote_types(module.a.dtype, module.b.dtype))
+    return dtype

@@ -1,0 +1,216 @@
+"""Adapters of a model's projections, and the modules of PEFT that hold them.
+
+A linear is a module on both sides. transformers 5 stacks experts into parameters, gate on top of
+up, so there PEFT has one pair of twice the rank for both:
+
+    A = [A of gate; A of up]        B = [B of gate, 0; 0, B of up]
+
+Read back, pairs of this form are parted again; of any other, gate and up both get the whole A.
+
+A checkpoint has one rank R and one scale for all. What has another is put in that form exactly: A
+and B get zeros up to R, the largest rank, which training leaves as they are; B is multiplied by the
+ratio of the scales. A ratio that is a power of two rounds nothing. With any other the adapters
+become fp32, whatever they were, so that B is rounded once and to fp32.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from itertools import groupby
+from math import frexp, sqrt
+from statistics import mode
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkpoint_tools.adapters import Adapters, Pair, Projection
+from checkpoint_tools.peft_config import Scale
+from checkpoint_tools.peft_folder import PeftFolder, PeftModule, common_dtype
+from checkpoint_tools.safetensors_file import Spec
+
+Split = Callable[[Tensor, Tensor], Pair]
+
+
+def to_modules(adapters: Adapters) -> list[PeftModule]:
+    """What PEFT holds of them, for transformers 5. Nothing is read yet."""
+    modules = []
+    stacks = {_stack(projection) for projection in adapters.projections()}
+    for projections in adapters.linears.values():
+        if projections[0].expert is None:
+            modules += [_linear(adapters, projection) for projection in projections]
+        else:
+            modules.append(_experts(adapters, projections, stacks))
+    return modules
+
+
+def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> Adapters:
+    """Of a model with these linears. Projections without an adapter get zeros where they share
+    their linear with one that has. ValueError for an adapter that is not of this model.
+    """
+    projections = {one.module: one for group in whole.values() for one in group}
+    is_parted = all(_is_parted(module) for module in peft.modules if _holds_two(module))
+    sources: dict[Projection, _Source] = {}
+    for module in peft.modules:
+        for name, source in _sources(module, projections, is_parted):
+            if name not in projections:
+                raise ValueError(
+                    f"{peft.path} adapts {module.name}, which is no linear of this model that "
+                    f"training puts adapters on: merge it into its model with peft "
+                    f"(merge_and_unload) and import that instead."
+                )
+            _check_shape(peft, source, projections[name])
+            sources[projections[name]] = source
+    rank = max(source.rank for source in sources.values())
+    chosen = mode(source.module.scale.square for source in sources.values())
+    (scale, *_) = (s.module.scale for s in sources.values() if s.module.scale.square == chosen)
+    ratios = {one: source.module.scale.square / chosen for one, source in sources.items()}
+    dtype = common_dtype(peft.modules)
+    if not all(map(_is_power_of_four, ratios.values())):
+        dtype = torch.promote_types(dtype, torch.float32)
+
+    def read(projection: Projection) -> Pair:
+        source = sources.get(projection)
+        if source is None:
+            zeros = torch.zeros(rank, 1, dtype=dtype)
+            return zeros.expand(-1, projection.columns), zeros.t().expand(projection.rows, -1)
+        a, b = source.split(*source.module.read())
+        if ratios[projection] != 1:
+            b = b.double() * sqrt(ratios[projection])
+        missing = rank - source.rank
+        return F.pad(a, (0, 0, 0, missing)).to(dtype), F.pad(b, (0, missing)).to(dtype)
+
+    adapted = {
+        linear: group for linear, group in whole.items() if not sources.keys().isdisjoint(group)
+    }
+    return Adapters(rank, scale.alpha_for(rank), dtype, adapted, read, peft.config.base)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a projection's pair comes from: `split` takes it out of the module's. `a` and `b`: the
+    shapes that this gives.
+    """
+
+    module: PeftModule
+    rank: int
+    rows: int
+    columns: int
+    split: Split
+
+
+def _linear(adapters: Adapters, projection: Projection) -> PeftModule:
+    rank, name = adapters.rank, projection.module
+    return PeftModule(
+        name,
+        name,
+        Scale(adapters.alpha, rank, False),
+        Spec(adapters.dtype, (rank, projection.columns)),
+        Spec(adapters.dtype, (projection.rows, rank)),
+        partial(_in_dtype, adapters, projection),
+    )
+
+
+def _in_dtype(adapters: Adapters, projection: Projection) -> Pair:
+    a, b = adapters.read(projection)
+    return a.to(adapters.dtype), b.to(adapters.dtype)
+
+
+def _experts(
+    adapters: Adapters, projections: Sequence[Projection], stacks: set[str | None]
+) -> PeftModule:
+    experts = [list(group) for _, group in groupby(projections, key=lambda one: one.expert)]
+    parts = experts[0]
+    rank = adapters.rank * len(parts)
+    name = _stack(parts[0])
+    assert name is not None
+    place, _, kind = name.rpartition(".")
+    if kind == "gate_up_proj" and f"{place}.down_proj" in stacks:
+        place += ".base_layer"
+
+    def read() -> Pair:
+        pairs = [[_in_dtype(adapters, projection) for projection in group] for group in experts]
+        a = torch.cat([a for group in pairs for a, _ in group])
+        b = torch.stack([torch.block_diag(*[b for _, b in group]) for group in pairs], dim=2)
+        return a, b.flatten(1)
+
+    rows = sum(projection.rows for projection in parts)
+    return PeftModule(
+        name,
+        place,
+        Scale(adapters.alpha * len(parts), rank, False),
+        Spec(adapters.dtype, (rank * len(experts), parts[0].columns)),
+        Spec(adapters.dtype, (rows, rank * len(experts))),
+        read,
+    )
+
+
+def _stack(projection: Projection) -> str | None:
+    """The parameter of transformers 5 that holds an expert's projection."""
+    if projection.expert is None:
+        return None
+    layer = projection.module.split(".experts.")[0]
+    kind = "down_proj" if projection.part == "down_proj" else "gate_up_proj"
+    return f"{layer}.experts.{kind}"
+
+
+def _holds_two(module: PeftModule) -> bool:
+    return module.is_stack and module.name.endswith(".gate_up_proj")
+
+
+def _is_parted(module: PeftModule) -> bool:
+    """Whether gate and up have a half of the rank each, and none of the other's."""
+    rank, (rows, columns) = module.scale.rank, module.b.shape
+    if rank % 2 or rows % 2:
+        return False
+    _, b = module.read()
+    gate, up = b.view(2, rows // 2, 2, columns // 2).transpose(1, 2)
+    return not gate[1].any() and not up[0].any()
+
+
+def _sources(
+    module: PeftModule, projections: Mapping[str, Projection], is_parted: bool
+) -> Iterator[tuple[str, _Source]]:
+    """By the names of the projections that a module adapts."""
+    rank, (rows, _), (a_rows, columns) = module.scale.rank, module.b.shape, module.a.shape
+    layer, _, kind = module.name.rpartition(".")
+    experts, first = a_rows // rank, projections.get(f"{layer}.0.down_proj")
+    if not module.is_stack or first is None or first.num_experts != experts:
+        yield module.name, _Source(module, rank, rows, columns, lambda a, b: (a, b))
+        return
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    ranks = 2 if len(parts) > 1 and is_parted else 1
+    for expert in range(experts):
+        for index, part in enumerate(parts):
+            split = partial(_split, experts, expert, len(parts), ranks, index)
+            source = _Source(module, rank // ranks, rows // len(parts), columns, split)
+            yield f"{layer}.{expert}.{part}", source
+
+
+def _split(
+    experts: int, expert: int, parts: int, ranks: int, index: int, a: Tensor, b: Tensor
+) -> Pair:
+    """An expert's part: rows of A and columns of B if ranks are parted, and rows of B."""
+    a = a.view(experts, -1, a.size(1))[expert]
+    b = b.view(b.size(0), -1, experts)[:, :, expert].chunk(parts)[index]
+    if ranks > 1:
+        a, b = a.chunk(ranks)[index], b.chunk(ranks, dim=1)[index]
+    return a, b
+
+
+def _check_shape(peft: PeftFolder, source: _Source, projection: Projection) -> None:
+    found, expected = (
+        (source.rows, source.columns),
+        (projection.rows, projection.columns),
+    )
+    if found != expected:
+        raise ValueError(
+            f"{peft.path} adapts {projection.module} as {found[0]} x {found[1]}; the model's is "
+            f"{expected[0]} x {expected[1]}."
+        )
+
+
+def _is_power_of_four(square: Fraction) -> bool:
+    mantissa, exponent = frexp(square)
+    return Fraction(float(square)) == square and mantissa == 0.5 and exponent % 2 == 1

@@ -1,0 +1,139 @@
+"""Adapters in a checkpoint's step, in the form that training saves and loads.
+
+    LINEAR.lora_A           [sum of ranks, columns]: the projections' A's below each other
+    LINEAR.lora_B_<part>    [rows, rank]: of each projection
+
+Experts are stacked in front, as their weights are. What A and B do not tell lies in `lora.json`
+beside them where an import made the step, and in the recipe where a run did.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from checkpoint_tools.adapters import Adapters, Pair, Projection, linears
+from checkpoint_tools.weights import Weights
+from megavlm.models.common.lora_linear import is_adapter
+from megavlm.models.common.mapping import Shape
+
+SETTINGS = "lora.json"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of a step, or an expert's row of it. `shape`: of the whole tensor."""
+
+    key: str
+    expert: int | None
+    shape: Shape
+    tensor: Tensor
+
+
+def has_adapters(weights: Weights) -> bool:
+    return any(is_adapter(name) for name, *_ in weights.extras)
+
+
+def step_adapters(
+    weights: Weights, *, alpha: float | None = None, base: str | None = None
+) -> Adapters:
+    """Of a step. `alpha` and `base` (a model's name or folder) overrule what is known.
+
+    ValueError where the step has none, does not hold those of its model, or nothing tells alpha.
+    """
+    reader, path = weights.reader, weights.path
+    if reader is None or not has_adapters(weights):
+        raise ValueError(f"{path} holds no adapters.")
+    found = {name: (shape, dtype) for name, shape, dtype in weights.extras if is_adapter(name)}
+    adapted = {key: parts for key, parts in linears(weights).items() if f"{key}.lora_A" in found}
+    expected = {key for linear, parts in adapted.items() for key, _ in _names(linear, parts)}
+    if unlike := found.keys() ^ expected:
+        raise ValueError(f"{path} has adapters that are not its model's: {min(unlike)}.")
+    ranks = {shape[-1] for name, (shape, _) in found.items() if "lora_B_" in name}
+    if len(ranks) > 1:
+        raise ValueError(f"{path} holds adapters of ranks {sorted(ranks)}: one rank is expected.")
+    (rank,) = ranks
+    for linear, parts in adapted.items():
+        for key, shape in _shapes(linear, parts, rank):
+            if found[key][0] != shape:
+                raise ValueError(
+                    f"{key} in {path} has shape {found[key][0]}; its model makes it {shape}."
+                )
+    known = _settings(path)
+    if alpha is None:
+        alpha = known.get("alpha")
+    if alpha is None:
+        raise ValueError(
+            f"{path} does not tell the alpha of its adapters, as neither {SETTINGS} nor a run's "
+            f"config.yaml lies there: give --alpha."
+        )
+
+    def read(projection: Projection) -> Pair:
+        a = reader.read(f"{projection.linear}.lora_A", projection.expert)
+        names = [one.part for one in adapted[projection.linear] if one.expert == projection.expert]
+        a = a.split(rank)[names.index(projection.part)]
+        return a, reader.read(f"{projection.linear}.lora_B_{projection.part}", projection.expert)
+
+    dtypes = [dtype for _, dtype in found.values()]
+    dtype = dtypes[0]
+    for other in dtypes:
+        dtype = torch.promote_types(dtype, other)
+    return Adapters(rank, alpha, dtype, adapted, read, base or known.get("base"))
+
+
+def adapter_pieces(adapters: Adapters) -> Iterator[Piece]:
+    """The adapters' part of a step, tensor by tensor, of experts one by one."""
+    for linear, parts in adapters.linears.items():
+        shapes = dict(_shapes(linear, parts, adapters.rank))
+        for expert, group in groupby(parts, key=lambda projection: projection.expert):
+            pairs = {projection.part: adapters.read(projection) for projection in group}
+            key = f"{linear}.lora_A"
+            yield Piece(key, expert, shapes[key], torch.cat([a for a, _ in pairs.values()]))
+            for part, (_, b) in pairs.items():
+                key = f"{linear}.lora_B_{part}"
+                yield Piece(key, expert, shapes[key], b)
+
+
+def write_settings(adapters: Adapters, step: Path) -> None:
+    settings = {"rank": adapters.rank, "alpha": adapters.alpha, "base": adapters.base}
+    (step / SETTINGS).write_text(json.dumps(settings))
+
+
+def _settings(step: Path) -> dict[str, Any]:
+    """What is known of the adapters in a step: their alpha, and the model that they belong to."""
+    if (step / SETTINGS).is_file():
+        settings: dict[str, Any] = json.loads((step / SETTINGS).read_bytes())
+        return settings
+    recipe = step.absolute().parents[1] / "config.yaml"
+    if not recipe.is_file():
+        return {}
+    config = OmegaConf.load(recipe)
+    alpha = OmegaConf.select(config, "lora.alpha")
+    # Adapters of a run that began with a checkpoint belong to the weights in that one.
+    started = OmegaConf.select(config, "model.checkpoint")
+    base = None if started else OmegaConf.select(config, "model.folder")
+    return {"alpha": alpha, "base": base}
+
+
+def _names(linear: str, parts: list[Projection]) -> Iterator[tuple[str, list[Projection]]]:
+    """Keys of a linear's tensors, and the projections (of one expert) in each."""
+    one = [projection for projection in parts if projection.expert == parts[0].expert]
+    yield f"{linear}.lora_A", one
+    for projection in one:
+        yield f"{linear}.lora_B_{projection.part}", [projection]
+
+
+def _shapes(linear: str, parts: list[Projection], rank: int) -> Iterator[tuple[str, Shape]]:
+    count = parts[0].num_experts
+    stack = () if count is None else (count,)
+    for key, projections in _names(linear, parts):
+        if key.endswith("lora_A"):
+            yield key, (*stack, rank * len(projections), parts[0].columns)
+        else:
+            yield key, (*stack, projections[0].rows, rank)
