@@ -1,25 +1,46 @@
-"""Group-relative advantages.
+"""Advantages of whole responses, relative to the other responses to their prompt.
 
-GRPO (arXiv 2402.03300); without the division by the deviation, Dr. GRPO (arXiv 2503.20783).
+S responses; `rewards` [S]; `groups` [S] int64, the group that each response belongs to, in
+0..S-1. A group whose rewards are all equal gets exactly zero: subtracting a rounded mean would
+leave noise that a division by a tiny deviation, or Adam, makes large. Sums are in float64.
 """
 
 from torch import Tensor
 
-from megavlm.algorithms.filters import has_signal
+from megavlm.algorithms.filters import differs
+from megavlm.algorithms.segments import segment_mean, segment_sum
 
 # Only keeps the division defined: rewards that differ at all differ by far more than this.
 _EPSILON = 1e-6
 
 
-def group_advantages(rewards: Tensor, normalize_by_std: bool) -> Tensor:
-    """Each response's reward relative to its group.
-
-    rewards: [num_groups, n], one per response to each prompt. Returns [num_groups, n].
-    A group whose rewards are all equal, or that has one response, gets exactly zero: subtracting a
-    rounded mean would leave noise that the division by a tiny deviation makes large.
+def grpo(rewards: Tensor, groups: Tensor, *, normalize_by_std: bool) -> Tensor:
+    """(r - mean) / (std + 1e-6) over the group, std with n - 1: GRPO (arXiv 2402.03300). Without
+    the division: Dr. GRPO (arXiv 2503.20783).
     """
-    signal = has_signal(rewards)[:, None]
-    advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    if normalize_by_std and rewards.shape[1] > 1:
-        advantages = advantages / (rewards.std(dim=1, keepdim=True) + _EPSILON)
-    return advantages.where(signal, 0.0)
+    num = len(rewards)
+    exact = rewards.double()
+    centred = exact - segment_mean(exact, groups, num)[groups]
+    if normalize_by_std:
+        count = segment_sum(exact.new_ones(num), groups, num)
+        variance = segment_sum(centred.square(), groups, num) / (count - 1).clamp(min=1.0)
+        centred = centred / (variance.sqrt() + _EPSILON)[groups]
+    return centred.where(differs(rewards, groups), 0.0).to(rewards.dtype)
+
+
+def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """r minus the mean of the group's other rewards: RLOO (arXiv 2402.14740). 0 for a response that
+    is alone.
+    """
+    num = len(rewards)
+    exact = rewards.double()
+    count = segment_sum(exact.new_ones(num), groups, num)[groups]
+    others = (segment_sum(exact, groups, num)[groups] - exact) / (count - 1).clamp(min=1.0)
+    return (exact - others).where(differs(rewards, groups), 0.0).to(rewards.dtype)
+
+
+def group_advantages(rewards, normalize_by_std):  # type: ignore
+    import torch
+
+    groups = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
+    return grpo(rewards.flatten(), groups, normalize_by_std=normalize_by_std).view_as(rewards)

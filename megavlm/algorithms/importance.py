@@ -1,20 +1,73 @@
-"""The rollout engine's log-probs differ a little from the trainer's, for equal tokens and weights.
+"""The rollout engine's log-probs differ from the trainer's, for equal tokens and weights. What
+corrects that: importance weights of the loss per token or per sequence, truncated (TIS, Yao et al.,
+fengyao.notion.site/off-policy-rl, 2025) or masked (IcePop, arXiv 2510.18855), and the rejection of
+whole sequences.
 
-Truncated importance sampling (fengyao.notion.site/off-policy-rl, 2025) weights each token's loss by
-the ratio of the two, capped so that one badly predicted token cannot dominate.
+Log-probs are [N], in nats, of tokens that the rollout engine sampled; ids [N]: each token's
+sequence, of `num`; `reduce` sums over ranks that hold parts of the same sequences. No gradient.
 """
 
 import torch
 from torch import Tensor
 
+from megavlm.algorithms.ratios import LOG_RATIO_LIMIT
+from megavlm.algorithms.segments import Reduce, alone, segment_mean, segment_sum
 
-def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
-    """min(p_trainer / p_rollout, cap) per token, without gradient. All [N], log-probs in nats."""
-    return (old_logprobs - rollout_logprobs).detach().exp().clamp(max=cap)
+
+def token_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
+    """p_trainer / p_rollout of each token."""
+    return _exp((old_logprobs - rollout_logprobs).detach())
+
+
+def sequence_ratios(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    ids: Tensor,
+    num: int,
+    reduce: Reduce = alone,
+) -> Tensor:
+    """The ratio of the whole sequence's probabilities, the product over its tokens, at each of
+    them.
+    """
+    difference = (old_logprobs - rollout_logprobs).detach()
+    return _exp(segment_sum(difference, ids, num, reduce))[ids]
+
+
+def truncated(ratios: Tensor, cap: float) -> Tensor:
+    """min(ratio, cap): one badly predicted token cannot dominate."""
+    return ratios.clamp(max=cap)
+
+
+def masked(ratios: Tensor, floor: float, cap: float) -> Tensor:
+    """The ratio within floor..cap, and 0 outside of it."""
+    return ratios.where((ratios >= floor) & (ratios <= cap), 0.0)
+
+
+def rejected(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    ids: Tensor,
+    num: int,
+    *,
+    below: float | None,
+    above: float | None,
+    reduce: Reduce = alone,
+) -> Tensor:
+    """[N] bool: tokens of sequences whose ratio per token (the geometric mean) is outside of
+    below..above; None is no bound.
+    """
+    difference = (old_logprobs - rollout_logprobs).detach()
+    means = _exp(segment_mean(difference, ids, num, reduce))
+    outside = torch.zeros_like(means, dtype=torch.bool)
+    if below is not None:
+        outside |= means < below
+    if above is not None:
+        outside |= means > above
+    return outside[ids]
 
 
 def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """How far the two engines are apart, on tokens that the rollout engine sampled.
+    """How far the two engines are apart.
 
     Returns the k3 estimate of KL(rollout || trainer) per token, [N], and the largest absolute
     log-prob difference, a scalar tensor (zero for N = 0). Sums and maxima over ranks are the
@@ -23,3 +76,11 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor) -> tuple[Tensor, Te
     difference = (old_logprobs - rollout_logprobs).detach()
     largest = difference.abs().amax() if difference.numel() else difference.new_zeros(())
     return torch.expm1(difference) - difference, largest
+
+
+def _exp(log_ratios: Tensor) -> Tensor:
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def truncated_weights(old_logprobs, rollout_logprobs, cap):  # type: ignore
+    return truncated(token_ratios(old_logprobs, rollout_logprobs), cap)

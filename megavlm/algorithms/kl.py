@@ -1,9 +1,9 @@
 """Estimators of KL(policy || reference) per token, from tokens that the policy sampled.
 
 Source: John Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html). k1 is
-unbiased with high variance and can be negative; k2 is biased and small; k3 is unbiased and never
-negative. As a term of a loss, k2 has the unbiased gradient on the policy's own samples; k3 is what
-GRPO uses.
+unbiased with high variance and can be negative; its own gradient is zero on average, so that it
+belongs in the reward. k2 is biased and small; k3 is unbiased and never negative. In a loss, k2 has
+the unbiased gradient on the policy's own samples; k3, GRPO's, has a biased one.
 All arguments and results are [N] log-probs in nats.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# exp(20) is 5e8: a larger ratio says only "far apart", and exp(89) would overflow float32.
-LOG_RATIO_LIMIT = 20.0
+from megavlm.algorithms.ratios import LOG_RATIO_LIMIT, ratios
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -32,11 +31,30 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def estimator(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimator of that name; an unknown name is a ValueError."""
-    estimators = {"k1": k1, "k2": k2, "k3": k3}
-    if name not in estimators:
-        raise ValueError(
-            f"algorithm.kl_estimator={name!r} is unknown: choose one of {', '.join(estimators)}."
-        )
-    return estimators[name]
+def unbiased(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """k3 times p / p_old, where p_old made the samples: unbiased in value and in gradient, which is
+    (p / p_old) (log p - log q) grad(log p), also after updates (DeepSeek-V3.2, arXiv 2512.02556).
+    """
+    return ratios(logprobs, old_logprobs) * k3(logprobs, reference_logprobs)
+
+
+def estimator(name: str) -> Callable[..., Tensor]:
+    """The estimator of that name, of (log-probs, reference's, old ones); an unknown name is a
+    ValueError.
+    """
+    plain = {"k1": k1, "k2": k2, "k3": k3}
+    if name == "unbiased":
+        return unbiased
+    if name not in plain:
+        known = ", ".join([*plain, "unbiased"])
+        raise ValueError(f"algorithm.kl_estimator={name!r} is unknown: choose one of {known}.")
+    return lambda logprobs, reference, old=None: plain[name](logprobs, reference)
+
+
+def adapted(coefficient: float, kl: float, *, target: float, horizon: int, samples: int) -> float:
+    """The next coefficient of an adaptive controller (arXiv 1909.08593, section 2.2): raised where
+    the measured `kl` is above the target, lowered where it is below, by at most a fifth per
+    `horizon` sampled responses.
+    """
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + error * samples / horizon)

@@ -1,0 +1,62 @@
+"""Sums and scans over sequences that lie in one flat row of tokens.
+
+N tokens, S sequences. `ids` [N] int64 in 0..S-1 names each token's sequence; a sequence's tokens
+come in their own order, and other sequences' tokens may stand between them. Where a sequence is cut
+over ranks (context parallelism), `reduce` sums a tensor over those ranks; nothing here knows how.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """The `reduce` of a rank that holds whole sequences."""
+    return tensor
+
+
+def segment_sum(values: Tensor, ids: Tensor, num: int, reduce: Reduce = alone) -> Tensor:
+    """[S] sums of `values` [N], S = `num`."""
+    return reduce(values.new_zeros(num).index_add(0, ids, values))
+
+
+def segment_mean(values: Tensor, ids: Tensor, num: int, reduce: Reduce = alone) -> Tensor:
+    """[S] means; 0 for a sequence without tokens."""
+    both = torch.stack([values, torch.ones_like(values)])
+    sums, counts = reduce(values.new_zeros(2, num).index_add(1, ids, both))
+    return sums / counts.clamp(min=1.0)
+
+
+def next_in_sequence(values: Tensor, ids: Tensor) -> Tensor:
+    """[N]: at each token the value at its sequence's next token, 0 at the last one. Whole sequences
+    only.
+    """
+    order = ids.argsort(stable=True)
+    following, same = values[order].roll(-1), ids[order] == ids[order].roll(-1)
+    if len(order):
+        same[-1] = False
+    result = torch.empty_like(values)
+    result[order] = following * same
+    return result
+
+
+def discounted_sums(values: Tensor, ids: Tensor, discount: float) -> Tensor:
+    """[N]: y_t = values_t + discount * y_(t+1) within each sequence, from its last token backward.
+    Whole sequences only. One step of tensor work per token of the longest.
+    """
+    if not len(values):
+        return values.clone()
+    order = ids.argsort(stable=True)
+    _, rows, lengths = ids[order].unique_consecutive(return_inverse=True, return_counts=True)
+    starts = lengths.cumsum(0) - lengths
+    columns = torch.arange(len(order), device=ids.device) - starts[rows]
+    table = values.new_zeros(int(lengths.max()), len(lengths))  # [length, S]: a row is contiguous
+    table[columns, rows] = values[order]
+    for step in range(len(table) - 2, -1, -1):
+        table[step] += discount * table[step + 1]
+    result = torch.empty_like(values)
+    result[order] = table[columns, rows]
+    return result

@@ -1,0 +1,22 @@
+"""One mean and one deviation for a whole batch of tokens, whatever ranks hold them."""
+
+import torch
+from torch import Tensor
+
+from megavlm.algorithms.segments import Reduce, alone
+
+_EPSILON = 1e-8
+
+
+def whiten(values: Tensor, counted: Tensor, reduce: Reduce = alone) -> Tensor:
+    """(v - mean) / sqrt(variance + 1e-8) over the counted tokens of all ranks: REINFORCE++ (arXiv
+    2501.03262), and common in PPO. values: [N]; counted: [N] bool; `reduce` sums over all ranks
+    that hold tokens of the batch. Exactly zero where all are equal: sums are in float64, so that
+    the mean of equal numbers is the number.
+    """
+    exact = values.double()
+    total, count = reduce(torch.stack([exact[counted].sum(), counted.double().sum()]))
+    centred = exact - total / count.clamp(min=1.0)
+    squares = reduce(centred[counted].square().sum())
+    variance = squares / (count - 1).clamp(min=1.0)
+    return (centred / (variance + _EPSILON).sqrt()).to(values.dtype)
