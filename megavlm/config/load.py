@@ -49,7 +49,7 @@ def build(raw: DictConfig | Mapping[str, Any]) -> schema.Config:
     return config
 
 
-def _algorithm(values: Any) -> type[schema.GRPO] | type[schema.SFT]:
+def _algorithm(values: Any) -> type[schema.Algorithm]:
     name = str(values.get("name", "grpo")) if isinstance(values, dict) else "grpo"
     if name not in schema.ALGORITHMS:
         raise ValueError(

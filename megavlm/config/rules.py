@@ -4,10 +4,11 @@ Each rule raises ValueError with one sentence: the key, its value, the rule and 
 that need files, ports or a world size are in megavlm/training/preflight.py.
 """
 
+from megavlm.config.algorithm_rules import check_algorithm
 from megavlm.config.bounds import out_of_range
 from megavlm.config.model_rules import check_model
 from megavlm.config.rollout_rules import check_rollout
-from megavlm.config.schema import GRPO, SFT, Config, Evaluation
+from megavlm.config.schema import Config, Evaluation, PolicyOptimization
 
 
 def check(config: Config) -> None:
@@ -21,10 +22,7 @@ def check(config: Config) -> None:
             )
     check_model(config)
     _check_data(config)
-    if isinstance(config.algorithm, GRPO):
-        _check_grpo(config, config.algorithm)
-    else:
-        _check_sft(config, config.algorithm)
+    check_algorithm(config)
     check_rollout(config.rollout)
     _check_optimizer(config)
     _check_evaluation(config.evaluation, config)
@@ -48,43 +46,6 @@ def _check_data(config: Config) -> None:
         )
 
 
-def _check_grpo(config: Config, algorithm: GRPO) -> None:
-    prompts, minibatches = algorithm.prompts_per_step, algorithm.minibatches
-    if prompts % minibatches:
-        raise ValueError(
-            f"algorithm.minibatches={minibatches} must divide algorithm.prompts_per_step={prompts}:"
-            " a minibatch holds whole groups of responses; change one of them"
-        )
-    ranks = config.parallel.data or 1
-    if prompts // minibatches < ranks:
-        raise ValueError(
-            f"algorithm.prompts_per_step={prompts} over algorithm.minibatches={minibatches} leaves "
-            f"fewer prompts than parallel.data={ranks} ranks: raise the first or lower another"
-        )
-    responses, new = algorithm.responses_per_prompt, config.rollout.max_new_tokens
-    longest = config.data.max_prompt_tokens + responses * new
-    if longest > config.data.pack_tokens:
-        raise ValueError(
-            f"data.pack_tokens={config.data.pack_tokens} cannot hold a prompt and its responses: "
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {responses} x "
-            f"rollout.max_new_tokens={new} is {longest}; raise it or lower one of the others"
-        )
-    if config.rollout.top_p != 1:
-        raise ValueError(
-            f"rollout.top_p={config.rollout.top_p} cuts the distribution that the trainer scores "
-            "whole, so its log-probs would not be the sampler's: set rollout.top_p=1.0 for grpo"
-        )
-
-
-def _check_sft(config: Config, algorithm: SFT) -> None:
-    ranks = config.parallel.data or 1
-    if algorithm.batch_size < ranks:
-        raise ValueError(
-            f"algorithm.batch_size={algorithm.batch_size} is less than a row for each of "
-            f"parallel.data={ranks} ranks: raise it or lower the other"
-        )
-
-
 def _check_optimizer(config: Config) -> None:
     optimizer, steps = config.optimizer, config.algorithm.steps
     if optimizer.min_lr > optimizer.lr:
@@ -101,8 +62,9 @@ def _check_optimizer(config: Config) -> None:
 
 def _check_evaluation(evaluation: Evaluation, config: Config) -> None:
     wanted = [name for name in ("every", "before", "after") if getattr(evaluation, name)]
-    if config.data.video_key is not None and (wanted or isinstance(config.algorithm, GRPO)):
-        key = f"evaluation.{wanted[0]}" if wanted else "algorithm.name=grpo"
+    generates = wanted or isinstance(config.algorithm, PolicyOptimization)
+    if config.data.video_key is not None and generates:
+        key = f"evaluation.{wanted[0]}" if wanted else f"algorithm.name={config.algorithm.name}"
         raise ValueError(
             f"data.video_key={config.data.video_key} with {key}: the rollout servers do not take "
             "videos yet; use algorithm.name=sft without evaluation, or data.video_key=null"

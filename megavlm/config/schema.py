@@ -3,9 +3,11 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from megavlm.config.algorithms import ALGORITHMS, GRPO, PPO, SFT, Algorithm, PolicyOptimization
 from megavlm.config.bounds import bounded
 
 MISSING: Any = "???"
+__all__ = ["ALGORITHMS", "GRPO", "PPO", "SFT", "PolicyOptimization"]  # imported from here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,38 +114,6 @@ class Data:
     max_pixels: int | None = bounded(None, least=1)
     max_prompt_tokens: int = bounded(1024, least=1)
     pack_tokens: int = bounded(4096, least=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPO:
-    """Group-relative policy optimisation: `prompts_per_step` x `responses_per_prompt` rollouts a
-    step, trained on in `minibatches` updates."""
-
-    name: Literal["grpo"] = "grpo"
-    steps: int = bounded(40, least=1)
-    prompts_per_step: int = bounded(16, least=1)
-    responses_per_prompt: int = bounded(8, least=2)
-    minibatches: int = bounded(1, least=1)
-    normalize_by_std: bool = True
-    clip_low: float = bounded(0.2, above=0, below=1)
-    clip_high: float = bounded(0.2, above=0)
-    kl_coefficient: float = bounded(0.005, least=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    importance_cap: float = bounded(2.0, least=1)
-    entropy_coefficient: float = bounded(0.0, least=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFT:
-    """Supervised fine-tuning on the answers, `batch_size` rows a step."""
-
-    name: Literal["sft"] = "sft"
-    steps: int = bounded(300, least=1)
-    batch_size: int = bounded(32, least=1)
-
-
-Algorithm = GRPO | SFT
-ALGORITHMS: dict[str, type[GRPO] | type[SFT]] = {"grpo": GRPO, "sft": SFT}
 
 
 @dataclass(frozen=True, kw_only=True)

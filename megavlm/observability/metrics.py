@@ -14,7 +14,7 @@ A training step writes one record. What a name means is fixed here and nowhere e
     kl_reference             KL to the reference per token, nats (estimator of the recipe)
     entropy                  mean entropy of the policy per token, nats
     clip_share               share of tokens at which the policy loss is clipped
-    rollout_kl               KL of the rollout engine from the trainer per token, nats
+    rollout_train_kl         KL of the rollout engine from the trainer per token, nats
     rollout_max_difference   largest log-prob difference of the two engines, nats
     gradient_norm            before clipping
     learning_rate            that of this update

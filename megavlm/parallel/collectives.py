@@ -1,6 +1,6 @@
 """Collectives over Python objects and over measures, on the groups of a mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,17 @@ def any_rank(flag: bool) -> bool:
     vote = torch.tensor(float(flag), device=platform.device())
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
     return vote.item() > 0
+
+
+def summing(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The sum of a tensor over the ranks of `group`, as a function; it changes its argument."""
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        if group.size() > 1:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+    return reduce
 
 
 def reduce_measures(reports: Sequence[dict[str, torch.Tensor]], mesh: Mesh) -> dict[str, float]:

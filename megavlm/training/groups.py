@@ -2,14 +2,16 @@
 made of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megavlm.algorithms.advantages import group_advantages
+from megavlm.algorithms.aggregation import token_weights
 from megavlm.algorithms.filters import has_signal
+from megavlm.algorithms.shaping import overlong_penalty
+from megavlm.config.algorithms import PolicyOptimization
 from megavlm.data.packing import Tree, prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.observability.samples import SampledGroup, SampledResponse
@@ -41,10 +43,62 @@ def judge(
     return groups
 
 
-def policy_trees(groups: Sequence[Group], *, normalize_by_std: bool) -> list[Tree]:
-    """A group's prompt once, and its responses with advantages and rollout log-probs per token."""
-    advantages = group_advantages(_rewards(groups), normalize_by_std)
-    return [_tree(group, row) for group, row in zip(groups, advantages, strict=True)]
+@dataclass(frozen=True)
+class Sampled:
+    """A step's groups: all that were sampled, and those that are trained on."""
+
+    everything: Sequence[Group]
+    kept: Sequence[Group]
+
+
+def sample(roll_out: Callable[[int], list[Group]], wanted: int, *, further_rounds: int) -> Sampled:
+    """`wanted` groups. DAPO's dynamic sampling (arXiv 2503.14476): groups whose rewards are all
+    equal are replaced by other prompts', in at most `further_rounds`. What is missing then is
+    filled up with groups without signal, so that a step never has fewer.
+    """
+    groups = roll_out(wanted)
+    for _ in range(further_rounds):
+        missing = wanted - sum(map(_teaches, groups))
+        if missing <= 0:
+            break
+        groups = [*groups, *roll_out(missing)]
+    if further_rounds:
+        return Sampled(groups, sorted(groups, key=_teaches, reverse=True)[:wanted])
+    return Sampled(groups, groups)
+
+
+def policy_trees(
+    groups: Sequence[Group], settings: PolicyOptimization, *, max_new_tokens: int
+) -> list[Tree]:
+    """The trees of one update: a group's prompt once, and its responses. Their tokens' values are
+    those that training/advantages.py and policy_loss.py ask for.
+    """
+    lengths, counted, sequences = [], [], []
+    for number, group in enumerate(groups):
+        for response, score in zip(group.responses, group.scores, strict=True):
+            lengths.append(len(response.token_ids))
+            counted.append(not (settings.mask_truncated and response.finish == "length"))
+            reward = score.reward + shaped(len(response.token_ids), settings, max_new_tokens)
+            sequences.append((number, reward))
+    weights = token_weights(lengths, counted, settings.loss_aggregation, max_new_tokens)
+    columns = iter(
+        [
+            _columns(length, weight, index, number, reward)
+            for index, (length, weight, (number, reward)) in enumerate(
+                zip(lengths, weights, sequences, strict=True)
+            )
+        ]
+    )
+    return [_tree(group, columns) for group in groups]
+
+
+def shaped(length: int, settings: PolicyOptimization, max_new_tokens: int) -> float:
+    """What is added to the reward of a response of that length."""
+    if not settings.overlong_buffer:
+        return 0.0
+    return settings.overlong_penalty * overlong_penalty(
+        length, max_length=max_new_tokens, buffer=settings.overlong_buffer
+    )
 
 
 def metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -89,12 +143,25 @@ def _rewards(groups: Sequence[Group]) -> Tensor:
     return torch.tensor([[score.reward for score in group.scores] for group in groups])
 
 
-def _tree(group: Group, advantages: Tensor) -> Tree:
+def _teaches(group: Group) -> bool:
+    return bool(has_signal(_rewards([group])))
+
+
+def _columns(
+    length: int, weight: float, sequence: int, group: int, reward: float
+) -> dict[str, Tensor]:
+    """Of a response that is one turn: the reward comes at its end."""
+    rewards = torch.zeros(length)
+    rewards[-1] = reward
+    numbers = {"weights": weight, "sequence": sequence, "group": group, "turn": 0.0}
+    return {"rewards": rewards} | {
+        name: torch.full((length,), float(number)) for name, number in numbers.items()
+    }
+
+
+def _tree(group: Group, columns: Iterator[dict[str, Tensor]]) -> Tree:
     values = [
-        {
-            "advantages": advantage.expand(len(response.token_ids)),
-            "rollout_logprobs": torch.tensor(response.logprobs),
-        }
-        for advantage, response in zip(advantages, group.responses, strict=True)
+        next(columns) | {"rollout_logprobs": torch.tensor(response.logprobs)}
+        for response in group.responses
     ]
     return prompt_tree(group.prompt, [response.token_ids for response in group.responses], values)

@@ -2,21 +2,61 @@
 
 from collections.abc import Mapping, Sequence
 
+from megavlm.algorithms.value_loss import explained_variance
+
 Report = Mapping[str, float]
+
+# Metric -> the sum over tokens that it is the mean of.
+_SHARES = {
+    "entropy": "entropy",
+    "ratio_mean": "ratio",
+    "clip_share": "clipped",
+    "clip_low_share": "clipped_low",
+    "clip_high_share": "clipped_high",
+    "clip_dual_share": "clipped_dual",
+    "importance_mean": "importance",
+    "importance_corrected_share": "corrected",
+    "rejected_share": "rejected",
+    "kl_reference": "kl_reference",
+}
 
 
 def policy_metrics(reports: Sequence[Report]) -> dict[str, float]:
-    """Means per token over a step's minibatches."""
+    """Means per token over a step's updates; the gap between the engines over the tokens that tell
+    it.
+    """
+    engine_tokens = max(sum(report["engine_tokens"] for report in reports), 1.0)
     metrics = {
-        "loss": _per_token(reports, "loss"),
-        "entropy": _per_token(reports, "entropy"),
-        "clip_share": _per_token(reports, "clipped"),
-        "rollout_kl": _per_token(reports, "rollout_kl"),
+        "loss": sum(report["loss"] for report in reports) / len(reports),
+        "rollout_train_kl": sum(report["rollout_train_kl"] for report in reports) / engine_tokens,
         "rollout_max_difference": max(report["largest_rollout_difference"] for report in reports),
+        "ratio_max": max(report["largest_ratio"] for report in reports),
+        "updates_without_signal": sum(report["updates_without_signal"] for report in reports),
     }
-    if "kl_reference" in reports[0]:
-        metrics["kl_reference"] = _per_token(reports, "kl_reference")
+    for metric, name in _SHARES.items():
+        if name in reports[0]:
+            metrics[metric] = _per_token(reports, name)
     return metrics | _update(reports)
+
+
+def value_metrics(reports: Sequence[Report]) -> dict[str, float]:
+    """The critic's part of a step's updates. How well it knew the returns is told by the first pass
+    over the rollout, with the values that advantages were made with.
+    """
+    total = {name: sum(report[name] for report in reports) for name in reports[0]}
+    sums = ("value_tokens", "returns", "returns_squared", "errors", "errors_squared")
+    return {
+        "value_loss": total["value_loss"] / len(reports),
+        "value_clip_share": total["value_clipped"] / max(total["value_tokens"], 1.0),
+        "value_mean": total["values"] / max(total["value_tokens"], 1.0),
+        "explained_variance": explained_variance(*(total[name] for name in sums)),
+    }
+
+
+def critic_metrics(reports: Sequence[Report]) -> dict[str, float]:
+    """Of a critic with an optimizer of its own."""
+    update = _update(reports)
+    return value_metrics(reports) | {f"critic_{name}": value for name, value in update.items()}
 
 
 def supervised_metrics(report: Report) -> dict[str, float]:

@@ -11,7 +11,13 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -28,6 +34,12 @@ class Updater:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    start: int  # the schedule's count before the first update
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether an update was made since the run's start, before a resume or after it."""
+        return self.scheduler.num_steps > self.start
 
     def zero_gradients(self) -> None:
         for chunk in self.chunks:
@@ -43,8 +55,14 @@ class Updater:
         ]
         return not any_rank(any(not buffer.grad_data.isfinite().all() for buffer in buffers))
 
-    def step(self) -> float:
-        """Clips, updates, moves the schedule on. Returns the gradient's norm before clipping."""
+    def step(self, *, value_head_alone: bool = False) -> float:
+        """Clips, updates, moves the schedule on. Returns the gradient's norm before clipping.
+        `value_head_alone`: everything else stays as it is, bit for bit.
+        """
+        if value_head_alone:
+            for group in self.optimizer.param_groups:
+                if not group["is_decoupled_lr"]:  # megatron-core's mark of a rate of its own
+                    group["lr"] = 0.0
         updated, norm, _ = self.optimizer.step()
         assert updated, "finite gradients were refused"
         self.scheduler.step(increment=1)
@@ -52,7 +70,8 @@ class Updater:
 
     @property
     def learning_rate(self) -> float:
-        return self.optimizer.param_groups[0]["lr"]
+        """Of what has none of its own."""
+        return next(g["lr"] for g in self.optimizer.param_groups if not g["is_decoupled_lr"])
 
 
 def build_updater(
@@ -61,9 +80,10 @@ def build_updater(
     *,
     num_steps: int,
     updates_per_step: int = 1,
+    value_head_lr: float | None = None,
 ) -> Updater:
     """`settings`: the `optimizer` section. Its schedule counts training steps, of which the run has
-    `num_steps`.
+    `num_steps`. `value_head_lr`: the rate of a value head beside a policy, which starts at nothing.
     """
     if any_rank(not any(p.requires_grad for chunk in chunks for p in chunk.parameters())):
         raise ValueError(
@@ -86,7 +106,16 @@ def build_updater(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=True)
+    overrides = get_standard_config_overrides(config)
+    if value_head_lr is not None:
+        overrides[ParamKey(name="*value_head.*")] = {
+            "max_lr": value_head_lr,
+            "min_lr": min(settings.min_lr, value_head_lr),
+            "is_decoupled_lr": True,
+        }
+    optimizer = get_megatron_optimizer(
+        config, wrapped, config_overrides=overrides, use_gloo_process_groups=True
+    )
     _make_moments(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -107,7 +136,7 @@ def build_updater(
         scheduler.step(
             increment=1
         )  # megatron's schedule starts at 0: the first update would change nothing
-    return Updater(wrapped, optimizer, scheduler)
+    return Updater(wrapped, optimizer, scheduler, start=scheduler.num_steps)
 
 
 def _make_moments(optimizer: MegatronOptimizer) -> None:

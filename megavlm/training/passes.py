@@ -32,14 +32,14 @@ class VisionFeatures:
         self._model: VisionLanguageModel = chunks[0].module
         self._pictures = pictures
         tower = self._model.visual
-        self._learns = tower is not None and any(p.requires_grad for p in tower.parameters())
+        self.learns = tower is not None and any(p.requires_grad for p in tower.parameters())
         self._encoded: Features = {}
-        if tower is not None and not self._learns:
+        if tower is not None and not self.learns:
             with torch.no_grad():
                 self._encoded = self._model.encode(list(pictures.values()))
 
     def of(self, pack: Pack) -> Features:
-        if not self._learns:
+        if not self.learns:
             return self._encoded
         return self._model.encode([self._pictures[key] for key in dict.fromkeys(pack.pictures)])
 

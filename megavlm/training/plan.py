@@ -30,6 +30,10 @@ class Work:
     pictures: dict[str, Picture]
     num_tokens_everywhere: int  # prompts and responses, on all ranks together
 
+    @property
+    def packs(self) -> list[Pack]:
+        return [pack for minibatch in self.minibatches for pack in minibatch.packs]
+
     def part(self, context_rank: int, device: torch.device) -> "Work":
         """A context rank's part of the packs, on `device`; pictures go there when they are
         encoded.

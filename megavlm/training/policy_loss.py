@@ -1,50 +1,86 @@
-"""The loss of a policy update over one pack, and the measures that it reports."""
+"""The losses of an update over one pack, and the measures that they report."""
 
-from typing import Any
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from megavlm.algorithms.importance import mismatch, truncated_weights
+from megavlm.algorithms import importance
+from megavlm.algorithms.cispo import weighted_loss
+from megavlm.algorithms.clip import clipped_loss
+from megavlm.algorithms.gspo import sequence_loss
 from megavlm.algorithms.kl import estimator
-from megavlm.algorithms.losses import clipped_policy_loss, entropy_bonus, negative_log_likelihood
+from megavlm.algorithms.losses import entropy_bonus, negative_log_likelihood
+from megavlm.algorithms.ratios import PolicyTerm
+from megavlm.algorithms.segments import Reduce, alone
+from megavlm.config.algorithms import PolicyOptimization
 from megavlm.data.packing import Pack
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.passes import LossFunction
 
+Measures = dict[str, Tensor]
 
-def policy_loss(settings: Any, num_targets: int) -> LossFunction:
-    """GRPO's loss per token, averaged over the minibatch's `num_targets`. `settings`: the
-    `algorithm` section.
 
-    A pack's values: advantages, rollout_logprobs; old_logprobs unless this is the first update on
-    its rollout, where the present log-probs are the old ones; reference_logprobs where the KL
-    coefficient is not zero. Each [N].
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What a policy's loss needs to know of the update that it is for.
+
+    is_first: of its rollout, so that the present log-probs are those of the policy that sampled.
+    has_moved: the policy is no longer the reference, so that their KL is more than rounding.
+    reduce: sums over the context ranks that hold parts of the same pack.
+    """
+
+    kl_coefficient: float
+    is_first: bool = True
+    has_moved: bool = True
+    reduce: Reduce = alone
+
+
+def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
+    """The policy's loss, a sum over tokens with the weights that hold its denominators.
+
+    A pack's values, each [N]: weights, advantages, sequence, rollout_logprobs; old_logprobs, which
+    the first update on a rollout puts there if there are none; reference_logprobs where the KL is
+    in the loss. Measures are sums over tokens, and `signal`: tokens with a gradient that is not
+    rounding alone.
     """
     kl = estimator(settings.kl_estimator)
+    kl_coefficient = update.kl_coefficient if settings.kl_in == "loss" else 0.0
 
-    def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
         logprobs, values = scores.logprobs, pack.values
-        old = values.get("old_logprobs", logprobs.detach())
-        policy, clipped = clipped_policy_loss(
-            logprobs, old, values["advantages"], settings.clip_low, settings.clip_high
-        )
-        loss = truncated_weights(old, values["rollout_logprobs"], settings.importance_cap) * policy
-        engine_kl, engine_difference = mismatch(old, values["rollout_logprobs"])
-        measures = {
+        if settings.old_logprobs == "rollout":
+            old = values["rollout_logprobs"]
+        else:
+            old = values.setdefault("old_logprobs", logprobs.detach())
+        term = _policy_term(settings, logprobs, old, pack, update.reduce)
+        correction, measures = _correction(settings, old, pack, update.reduce)
+        loss = correction * term.loss
+        signal = (correction * values["advantages"] != 0) & ~_stopped(settings, term)
+        measures |= _engines(settings, update, logprobs, old, pack)
+        measures |= {
             "tokens": logprobs.new_tensor(float(pack.num_targets)),
             "entropy": scores.entropy.detach().sum(),
-            "clipped": clipped.float().sum(),
-            "rollout_kl": engine_kl.sum(),
-            "largest_rollout_difference": engine_difference,
+            "ratio": term.ratio.sum(),
+            "largest_ratio": _largest(term.ratio),
+            "clipped": term.clipped.float().sum(),
+            "clipped_low": term.low.float().sum(),
+            "clipped_high": term.high.float().sum(),
+            "clipped_dual": term.dual.float().sum(),
         }
-        if settings.kl_coefficient:
-            reference_kl = kl(logprobs, values["reference_logprobs"])
-            loss = loss + settings.kl_coefficient * reference_kl
+        if "reference_logprobs" in values:
+            reference_kl = kl(logprobs, values["reference_logprobs"], old)
             measures["kl_reference"] = reference_kl.detach().sum()
+            if kl_coefficient:
+                loss = loss + kl_coefficient * reference_kl
+                signal |= torch.tensor(update.has_moved, device=signal.device)
         if settings.entropy_coefficient:
             loss = loss + entropy_bonus(scores.entropy, settings.entropy_coefficient)
-        total = loss.sum() / num_targets
-        return total, measures | {"loss": loss.detach().sum()}
+            signal = torch.ones_like(signal)
+        weights = values["weights"]
+        total = (loss * weights).sum()
+        signal &= weights != 0
+        return total, measures | {"loss": total.detach(), "signal": signal.float().sum()}
 
     return loss_function
 
@@ -52,9 +88,91 @@ def policy_loss(settings: Any, num_targets: int) -> LossFunction:
 def supervised_loss(num_targets: int) -> LossFunction:
     """Mean negative log-likelihood of the batch's `num_targets` answer tokens."""
 
-    def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
         loss = negative_log_likelihood(scores.logprobs).sum()
         tokens = scores.logprobs.new_tensor(float(pack.num_targets))
         return loss / num_targets, {"tokens": tokens, "loss": loss.detach()}
 
     return loss_function
+
+
+def _policy_term(
+    settings: PolicyOptimization, logprobs: Tensor, old: Tensor, pack: Pack, reduce: Reduce
+) -> PolicyTerm:
+    advantages = pack.values["advantages"]
+    low, high, dual = settings.clip_low, settings.clip_high, settings.dual_clip
+    if settings.policy_loss == "cispo":
+        return weighted_loss(logprobs, old, advantages, clip_low=low, clip_high=high)
+    if settings.policy_loss == "clip":
+        return clipped_loss(logprobs, old, advantages, clip_low=low, clip_high=high, dual_clip=dual)
+    ids, num = _sequences(pack)
+    return sequence_loss(
+        logprobs,
+        old,
+        advantages,
+        ids,
+        num,
+        clip_low=low,
+        clip_high=high,
+        dual_clip=dual,
+        reduce=reduce,
+    )
+
+
+def _correction(
+    settings: PolicyOptimization, old: Tensor, pack: Pack, reduce: Reduce
+) -> tuple[Tensor, Measures]:
+    """Each token's importance weight, 0 where its sequence is rejected."""
+    rollout, (ids, num) = pack.values["rollout_logprobs"], _sequences(pack)
+    weights = torch.ones_like(rollout)
+    measures = {}
+    if settings.importance != "none":
+        if settings.importance == "token":
+            ratios = importance.token_ratios(old, rollout)
+        else:
+            ratios = importance.sequence_ratios(old, rollout, ids, num, reduce)
+        if settings.importance_mode == "truncate":
+            weights = importance.truncated(ratios, settings.importance_cap)
+        else:
+            floor, cap = settings.importance_floor, settings.importance_cap
+            weights = importance.masked(ratios, floor, cap)
+        measures["corrected"] = (weights != ratios).float().sum()
+    below, above = settings.reject_below, settings.reject_above
+    if below is not None or above is not None:
+        out = importance.rejected(old, rollout, ids, num, below=below, above=above, reduce=reduce)
+        weights = weights.where(~out, 0.0)
+        measures["rejected"] = out.float().sum()
+    return weights, measures | {"importance": weights.sum()}
+
+
+def _engines(
+    settings: PolicyOptimization, update: Update, logprobs: Tensor, old: Tensor, pack: Pack
+) -> Measures:
+    """How far rollout engine and trainer are apart, wherever the trainer's log-probs are those of
+    the weights that sampled.
+    """
+    rollout, present = pack.values["rollout_logprobs"], logprobs.detach()
+    if settings.old_logprobs == "trainer":
+        present = old
+    elif not update.is_first:
+        rollout = present = present[:0]
+    kl, largest = importance.mismatch(present, rollout)
+    return {
+        "engine_tokens": kl.new_tensor(float(len(kl))),
+        "rollout_train_kl": kl.sum(),
+        "largest_rollout_difference": largest,
+    }
+
+
+def _sequences(pack: Pack) -> tuple[Tensor, int]:
+    """Each token's sequence, and a bound on their number that needs no look at a tensor."""
+    return pack.values["sequence"].long(), len(pack.parents)
+
+
+def _stopped(settings: PolicyOptimization, term: PolicyTerm) -> Tensor:
+    """Tokens whose gradient the clip takes away."""
+    return torch.zeros_like(term.low) if settings.policy_loss == "cispo" else term.clipped
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.amax() if values.numel() else values.new_zeros(())

@@ -5,7 +5,7 @@ in a model folder's config.json allow it. Nothing here imports megatron-core.
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.schema import GRPO, Config
+from megavlm.config.schema import Config, PolicyOptimization
 from megavlm.models.common.layout_rules import check_model_layout
 
 Values = dict[str, Any]  # of a config.json
@@ -38,7 +38,7 @@ def check_ranks(config: Config, world_size: int) -> None:
             f"start a multiple of {parallel.expert_ranks} ranks or change the layout"
         )
     algorithm, ranks = config.algorithm, world_size // size
-    if isinstance(algorithm, GRPO):
+    if isinstance(algorithm, PolicyOptimization):
         work = algorithm.prompts_per_step // algorithm.minibatches
         keys = "algorithm.prompts_per_step / algorithm.minibatches"
     else:

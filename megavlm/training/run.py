@@ -5,17 +5,18 @@ from contextlib import ExitStack
 import torch
 
 from megavlm.config.dump import write
-from megavlm.config.schema import GRPO, Config
+from megavlm.config.schema import PPO, Config, PolicyOptimization
 from megavlm.parallel.mesh import build_mesh, init_distributed, shutdown
 from megavlm.rollout.weights.sync import WeightSync
 from megavlm.training.driver import Driver
 from megavlm.training.finish import finish
 from megavlm.training.loop import Loop
 from megavlm.training.options import layout
+from megavlm.training.ppo import PPOTrainer
 from megavlm.training.servers import Connection, connect
 from megavlm.training.session import Session
 from megavlm.training.sft import SupervisedTrainer
-from megavlm.training.trainer import GRPOTrainer
+from megavlm.training.trainer import PolicyTrainer
 
 
 def train(config: Config) -> None:
@@ -42,14 +43,15 @@ def generates(config: Config) -> bool:
     """Whether the run needs rollout servers: to learn from, or to evaluate with."""
     evaluation = config.evaluation
     evaluates = evaluation.before or evaluation.after or evaluation.every > 0
-    return isinstance(config.algorithm, GRPO) or evaluates
+    return isinstance(config.algorithm, PolicyOptimization) or evaluates
 
 
 def _trainer(session: Session, driver: Driver | None, connection: Connection | None) -> Loop:
     sync = _sync(session, connection) if generates(session.config) else None
-    if isinstance(session.config.algorithm, GRPO):
+    if isinstance(session.config.algorithm, PolicyOptimization):
         assert sync is not None
-        return GRPOTrainer(session, driver, sync)
+        is_ppo = isinstance(session.config.algorithm, PPO)
+        return (PPOTrainer if is_ppo else PolicyTrainer)(session, driver, sync)
     return SupervisedTrainer(session, driver, sync)
 
 

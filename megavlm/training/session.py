@@ -2,25 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoConfig
 
 from megavlm import checkpointing
-from megavlm.config.schema import GRPO, Config
+from megavlm.config.schema import PPO, Config
 from megavlm.data.packing import Pack
-from megavlm.models.common.loading import HFFolder, load_hf
 from megavlm.models.common.logprobs import Scoring
-from megavlm.models.common.lora import add_adapters
-from megavlm.models.registry import build_model, family
+from megavlm.models.registry import family
 from megavlm.observability.phases import Phases
 from megavlm.parallel import platform
-from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh
 from megavlm.training.guards import SkipCounter
 from megavlm.training.optimizer import build_updater
-from megavlm.training.options import lora, model_options
-from megavlm.training.passes import LossFunction, VisionFeatures, forward_backward
+from megavlm.training.passes import LossFunction, VisionFeatures
+from megavlm.training.start import start_model
+from megavlm.training.update import update
 
 CHECKPOINTS = "checkpoints"
 
@@ -33,31 +31,23 @@ class Session:
         self.config, self.mesh = config, mesh
         self.step = 0
         self.phases = Phases(platform.synchronize)
+        self.algorithm_state: dict[str, float] = {}  # of its own, the same on all ranks
         self.seconds_between_steps: dict[str, float] = {}
         self.folder = Path(config.run.dir) / CHECKPOINTS
         self.hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
         self.entries = family(self.hf_config.model_type).mapping(self.hf_config)
-        self.model = build_model(self.hf_config, mesh, model_options(config))
-        self._load_start()
-        if adapters := lora(config):
-            for chunk in self.model:
-                add_adapters(chunk, adapters, seed=config.run.seed)
         algorithm = config.algorithm
+        is_shared = isinstance(algorithm, PPO) and algorithm.critic == "shared"
+        head: Literal["tokens", "both"] = "both" if is_shared else "tokens"
+        self.model = start_model(config, self.hf_config, self.entries, mesh, head)
         self.updater = build_updater(
             self.model,
             config.optimizer,
             num_steps=algorithm.steps,
-            updates_per_step=algorithm.minibatches if isinstance(algorithm, GRPO) else 1,
+            updates_per_step=algorithm.updates_per_step,
+            value_head_lr=algorithm.critic_lr if isinstance(algorithm, PPO) else None,
         )
         self._skips = SkipCounter()
-
-    def _load_start(self) -> None:
-        model = self.config.model
-        if model.checkpoint is not None:
-            checkpointing.load(model.checkpoint, chunks=self.model)
-        else:
-            for chunk in self.model:
-                load_hf(chunk, self.entries, HFFolder(model.folder), self.mesh)
 
     def resume(self) -> dict[str, Any] | None:
         """Goes on from the run's latest checkpoint; None if there is none, else the driver's state
@@ -72,6 +62,7 @@ class Session:
             scheduler=self.updater.scheduler,
         )
         self.step = extra["step"]
+        self.algorithm_state = extra["algorithm"]
         return extra["driver"]
 
     def save(self, driver_state: dict[str, Any] | None) -> None:
@@ -83,7 +74,11 @@ class Session:
                 chunks=self.model,
                 optimizer=self.updater.optimizer,
                 scheduler=self.updater.scheduler,
-                extra={"step": self.step, "driver": driver_state},
+                extra={
+                    "step": self.step,
+                    "driver": driver_state,
+                    "algorithm": self.algorithm_state,
+                },
                 hf_folder=Path(self.config.model.folder),
             )
 
@@ -101,16 +96,20 @@ class Session:
         features: VisionFeatures,
         scoring: Scoring,
         loss_function: LossFunction,
+        *,
+        value_head_alone: bool = False,
     ) -> dict[str, float]:
-        """One optimizer step, or none if a gradient is not finite. Returns measures summed over all
-        ranks.
+        """One optimizer step, or none if a gradient is not finite, or is rounding alone. Returns
+        measures summed over all ranks.
         """
-        self.updater.zero_gradients()
-        reports = forward_backward(self.updater.chunks, packs, features, scoring, loss_function)
-        measures = reduce_measures(reports, self.mesh)
-        skipped = not self.updater.gradients_are_finite()
-        self._skips.record(skipped, self.step + 1)
-        measures["skipped_updates"] = float(skipped)
-        measures["learning_rate"] = self.updater.learning_rate
-        measures["gradient_norm"] = float("nan") if skipped else self.updater.step()
-        return measures
+        return update(
+            self.updater,
+            packs,
+            features,
+            scoring,
+            loss_function,
+            self.mesh,
+            self._skips,
+            self.step,
+            value_head_alone=value_head_alone,
+        )

@@ -18,7 +18,7 @@ GRPO = {
     "entropy_coefficient": 0.01,  # the gradient is never zero, even where no response is right
 }
 METRICS = """reward accuracy response_length truncated_share groups_without_signal
-kl_reference entropy clip_share rollout_kl rollout_max_difference gradient_norm learning_rate
+kl_reference entropy clip_share rollout_train_kl rollout_max_difference gradient_norm learning_rate
 tokens_per_second memory_gib seconds/rollout seconds/vision seconds/reference seconds/old_logprobs
 seconds/update seconds/sync seconds/total""".split()
 

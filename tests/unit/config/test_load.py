@@ -77,7 +77,7 @@ MISTAKES = {
     "optimizer.clip_low=1": "unknown key optimizer.clip_low: did you mean algorithm.clip_low?",
     "lr=1": "unknown key lr: did you mean optimizer.lr?",
     "algorithm.batch_size=1": "unknown key algorithm.batch_size",  # sft's, and this is grpo
-    "algorithm.name=ppo": "algorithm.name='ppo' is unknown: choose one of grpo, sft",
+    "algorithm.name=dpo": "algorithm.name='dpo' is unknown: choose one of grpo, ppo, sft",
     "optimizer.lr=fast": 'optimizer.lr="fast" has the wrong type: it must be a number',
     "run.seed=1.5": "run.seed=1.5 has the wrong type: it must be a whole number",
     "run.seed=null": "run.seed=null has the wrong type: it must be a whole number",

@@ -67,7 +67,7 @@ def metrics(step: int) -> dict[str, float]:
         "kl_reference": 0.001 * step,
         "entropy": 0.5,
         "clip_share": 0.01,
-        "rollout_kl": 1e-9,
+        "rollout_train_kl": 1e-9,
         "rollout_max_difference": 1e-6,
         "gradient_norm": 0.8,
         "learning_rate": 5e-4,

@@ -1,4 +1,6 @@
-"""The loss of a pack: one denominator for all packs, and what is measured."""
+"""The loss of a pack: its denominators are in the weights, what is measured, and which updates have a
+signal.
+"""
 
 from typing import Any
 
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from megavlm.config.schema import GRPO
 from megavlm.models.common.logprobs import TokenScores
-from megavlm.training.policy_loss import policy_loss, supervised_loss
+from megavlm.training.policy_loss import Update, policy_loss, supervised_loss
 
 N = 12
 
@@ -19,29 +21,41 @@ class Targets:
     def __init__(self, values: dict[str, Tensor]) -> None:
         self.values = values
         self.num_targets = len(next(iter(values.values())))
+        self.parents = (-1, 0, 0, 0)  # three responses
 
 
 def columns(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     names = ("logprobs", "entropy", "advantages", "rollout", "old", "reference")
     drawn = {name: torch.randn(N, generator=generator) * 0.3 for name in names}
-    return drawn | {"logprobs": drawn["logprobs"] - 2, "old": drawn["old"] - 2}
+    return drawn | {
+        "logprobs": drawn["logprobs"] - 2,
+        "old": drawn["old"] - 2,
+        "sequence": torch.tensor([0.0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2]),
+    }
 
 
-def run(part: slice, settings: GRPO, *, first_update: bool = False) -> tuple[Tensor, Any, Tensor]:
+def run(
+    part: slice, settings: GRPO, *, first_update: bool = False, **values: Any
+) -> tuple[Tensor, Any, Tensor]:
     """Loss, measures and the gradient of log-probs over some of the targets."""
     c = {name: value[part] for name, value in columns().items()}
-    values = {
+    given = {
+        "weights": torch.full_like(c["old"], 1 / N),
+        "sequence": c["sequence"],
         "advantages": c["advantages"],
         "rollout_logprobs": c["old"] + c["rollout"],
         "reference_logprobs": c["old"] + c["reference"],
     }
     if not first_update:
-        values["old_logprobs"] = c["old"]
+        given["old_logprobs"] = c["old"]
+    given |= {name: value[part] for name, value in values.items() if isinstance(value, Tensor)}
     logprobs = c["logprobs"].clone().requires_grad_()
     scores = TokenScores(logprobs, c["entropy"], torch.empty(0))
-    pack: Any = Targets(values)
-    loss, measures = policy_loss(settings, N)(pack, scores)
+    pack: Any = Targets(given)
+    options = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    update = Update(kl_coefficient=settings.kl_coefficient, is_first=first_update, **options)
+    loss, measures = policy_loss(settings, update)(pack, scores)
     loss.backward()
     assert logprobs.grad is not None
     return loss.detach(), measures, logprobs.grad
@@ -50,7 +64,12 @@ def run(part: slice, settings: GRPO, *, first_update: bool = False) -> tuple[Ten
 SETTINGS = [
     GRPO(),
     GRPO(kl_coefficient=0.1, kl_estimator="k2", entropy_coefficient=0.01),
-    GRPO(kl_coefficient=0, importance_cap=1.0),
+    GRPO(kl_coefficient=0, importance_cap=1.0, dual_clip=1.3),
+    GRPO(policy_loss="cispo", kl_estimator="unbiased"),
+    GRPO(policy_loss="gspo", loss_aggregation="sequence_mean"),
+    GRPO(importance="sequence", importance_mode="mask", importance_cap=1.1, importance_floor=0.5),
+    GRPO(importance="none", reject_below=0.9, reject_above=1.1),
+    GRPO(old_logprobs="rollout", importance="none"),
 ]
 
 
@@ -93,6 +112,75 @@ def test_the_first_update_is_never_clipped_and_has_the_plain_policy_gradient() -
     weight = (c["logprobs"] - c["old"] - c["rollout"]).exp()
     assert measures["clipped"] == 0
     torch.testing.assert_close(gradient, -weight * c["advantages"] / N)
+
+
+def test_the_first_update_leaves_its_log_probs_for_later_ones() -> None:
+    c = columns()
+    values = {
+        "weights": torch.ones(N),
+        "sequence": c["sequence"],
+        "advantages": c["advantages"],
+        "rollout_logprobs": c["old"],
+    }
+    pack: Any = Targets(values)
+    loss = policy_loss(GRPO(kl_coefficient=0), Update(kl_coefficient=0))
+    loss(pack, TokenScores(c["logprobs"], c["entropy"], torch.empty(0)))
+    assert torch.equal(pack.values["old_logprobs"], c["logprobs"])
+    loss(pack, TokenScores(c["logprobs"] + 1, c["entropy"], torch.empty(0)))
+    assert torch.equal(pack.values["old_logprobs"], c["logprobs"])
+
+
+@pytest.mark.parametrize("first_update", [False, True])
+def test_the_gap_between_the_engines_is_measured_where_it_can_be(first_update: bool) -> None:
+    c = columns()
+    settings = GRPO(old_logprobs="rollout", importance="none", kl_coefficient=0)
+    _, measures, _ = run(slice(None), settings, first_update=first_update)
+    gap = c["logprobs"] - c["old"] - c["rollout"]
+    if first_update:
+        assert measures["engine_tokens"] == N
+        assert measures["largest_rollout_difference"] == gap.abs().max()
+        torch.testing.assert_close(measures["rollout_train_kl"], (gap.exp() - 1 - gap).sum())
+    else:  # the present policy is not the one that sampled, and there is no pass that tells
+        assert measures["engine_tokens"] == 0 == measures["rollout_train_kl"]
+    _, measures, _ = run(slice(None), GRPO(), first_update=first_update)
+    assert measures["engine_tokens"] == N
+
+
+ZERO = torch.zeros(N)
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "signal"),
+    [
+        (GRPO(kl_coefficient=0), {}, True),
+        (GRPO(kl_coefficient=0), {"advantages": ZERO}, False),
+        (GRPO(kl_coefficient=0), {"weights": ZERO}, False),
+        # The policy is the reference: its KL is rounding. Once it has moved it is not.
+        (GRPO(), {"advantages": ZERO, "has_moved": False}, False),
+        (GRPO(), {"advantages": ZERO, "has_moved": True}, True),
+        (GRPO(kl_in="reward", kl_estimator="k1"), {"advantages": ZERO}, False),
+        (GRPO(kl_coefficient=0, entropy_coefficient=1e-3), {"advantages": ZERO}, True),
+        (GRPO(kl_coefficient=0, reject_above=1 + 1e-9), {"rollout_logprobs": ZERO - 99}, False),
+        (GRPO(kl_coefficient=0, clip_high=1e-9, clip_low=1e-9), {"advantages": ZERO + 1}, True),
+        (  # every ratio is above the bound, and good: nothing has a gradient
+            GRPO(kl_coefficient=0),
+            {"advantages": ZERO + 1, "old_logprobs": ZERO - 99},
+            False,
+        ),
+        (
+            GRPO(kl_coefficient=0, policy_loss="cispo"),
+            {"advantages": ZERO + 1, "old_logprobs": ZERO - 99},
+            True,
+        ),
+    ],
+)
+def test_an_update_has_a_signal_or_has_none(
+    settings: GRPO, values: dict[str, Any], signal: bool
+) -> None:
+    _, measures, gradient = run(slice(None), settings, **values)
+    assert (measures["signal"] > 0) == signal
+    if not signal and values.get("has_moved") is not False:
+        assert not gradient.any()
 
 
 def test_supervised_loss_is_the_mean_over_all_answers() -> None:

@@ -1,0 +1,95 @@
+"""A critic of its own: a second model, with a value head in place of the output layer, that starts
+from the policy's weights and is trained and saved beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megavlm import checkpointing
+from megavlm.checkpointing import atomic
+from megavlm.checkpointing.folder import complete_steps, step_folder
+from megavlm.config.algorithms import PPO
+from megavlm.data.packing import Pack
+from megavlm.models.common.logprobs import Scoring
+from megavlm.training.guards import SkipCounter
+from megavlm.training.optimizer import build_updater
+from megavlm.training.passes import LossFunction, VisionFeatures, score
+from megavlm.training.session import Session
+from megavlm.training.start import start_model
+from megavlm.training.update import update
+
+CHECKPOINTS = "critic_checkpoints"
+
+
+class Critic:
+    def __init__(self, session: Session, settings: PPO) -> None:
+        """At the run's start, or where the session resumed."""
+        config = session.config
+        self._session = session
+        self._folder = Path(config.run.dir) / CHECKPOINTS
+        self.model = start_model(config, session.hf_config, session.entries, session.mesh, "values")
+        self.updater = build_updater(
+            self.model,
+            replace(config.optimizer, lr=settings.critic_lr, min_lr=0.0),
+            num_steps=settings.steps,
+            updates_per_step=settings.updates_per_step,
+        )
+        self._skips = SkipCounter()
+        if session.step:
+            checkpointing.load(self._folder, step=session.step, **self._parts)
+
+    def features(self, of_policy: VisionFeatures, pictures: Any) -> VisionFeatures:
+        """A frozen tower is the policy's: its features are too."""
+        if not of_policy.learns:
+            return of_policy
+        return VisionFeatures(self.updater.chunks, pictures)
+
+    def add_values(self, packs: Sequence[Pack], features: VisionFeatures) -> None:
+        scores = score(self.updater.chunks, packs, features, Scoring())
+        if self._session.mesh.is_last_stage:
+            for pack, pack_scores in zip(packs, scores, strict=True):
+                pack.values["values"] = pack_scores.values
+
+    def update(
+        self, packs: Sequence[Pack], features: VisionFeatures, loss_function: LossFunction
+    ) -> dict[str, float]:
+        session = self._session
+        return update(
+            self.updater,
+            packs,
+            features,
+            Scoring(),
+            loss_function,
+            session.mesh,
+            self._skips,
+            session.step,
+        )
+
+    def save(self) -> None:
+        """Before the policy's checkpoint of the same step, which is the one that a run resumes
+        from.
+        """
+        session = self._session
+        session.saver.finish()
+        with session.phases("checkpoint"):
+            self._prune()
+            checkpointing.save(
+                self._folder, session.step, extra={"step": session.step}, **self._parts
+            )
+
+    def _prune(self) -> None:
+        """Steps that the policy does not have any more cannot be resumed from."""
+        if self._session.mesh.is_driver and self._folder.exists():
+            kept = complete_steps(self._session.folder)
+            for step in set(complete_steps(self._folder)) - set(kept):
+                atomic.remove_folder(step_folder(self._folder, step))
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "chunks": self.model,
+            "optimizer": self.updater.optimizer,
+            "scheduler": self.updater.scheduler,
+        }

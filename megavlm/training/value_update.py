@@ -1,0 +1,60 @@
+"""The critic's loss over one pack, and what it measures."""
+
+from torch import Tensor
+
+from megavlm.algorithms.value_loss import value_loss
+from megavlm.config.algorithms import PPO
+from megavlm.data.packing import Pack
+from megavlm.models.common.logprobs import TokenScores
+from megavlm.training.passes import LossFunction
+from megavlm.training.policy_loss import Measures
+
+
+def critic_loss(settings: PPO) -> LossFunction:
+    """The loss of a critic of its own."""
+
+    def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
+        return weighted_value_loss(settings, pack, scores)
+
+    return loss_function
+
+
+def with_value_loss(settings: PPO, policy: LossFunction, *, critic_alone: bool) -> LossFunction:
+    """The loss of a policy with a shared critic. `critic_alone`: the policy's part is computed, and
+    its gradient is exactly zero.
+    """
+
+    def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
+        policy_part, measures = policy(pack, scores)
+        value_part, value_measures = weighted_value_loss(settings, pack, scores)
+        total = policy_part * (0.0 if critic_alone else 1.0)
+        total = total + settings.value_coefficient * value_part
+        measures |= value_measures
+        measures["signal"] = measures["tokens"]  # a critic always has something to learn
+        return total, measures | {"loss": total.detach()}
+
+    return loss_function
+
+
+def weighted_value_loss(settings: PPO, pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
+    """With the policy's weights per token. A pack's values: weights, values (those that advantages
+    were made with) and returns.
+    """
+    values = pack.values
+    loss, clipped = value_loss(
+        scores.values, values["values"], values["returns"], settings.value_clip
+    )
+    total = (loss * values["weights"]).sum()
+    counted = values["weights"] > 0
+    returns = values["returns"][counted]
+    errors = returns - values["values"][counted]
+    return total, {
+        "value_tokens": counted.float().sum(),
+        "value_loss": total.detach(),
+        "value_clipped": (clipped & counted).float().sum(),
+        "values": values["values"][counted].sum(),
+        "returns": returns.sum(),
+        "returns_squared": returns.square().sum(),
+        "errors": errors.sum(),
+        "errors_squared": errors.square().sum(),
+    }
