@@ -12,6 +12,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megavlm*", "checkpoint_tools*"]),
     install_requires=[
+        "fsspec>=2024.6",
         "httpx>=0.28",
         "matplotlib>=3.10",
         "megatron-core==0.16.1",
@@ -25,6 +26,7 @@ setup(
         "tensorboard>=2.18",
         "tokenizers>=0.22",
         "torch>=2.11",
+        "torchdata>=0.11",
         "torchvision>=0.26",
         "transformers>=5.12,<6",
         "typer>=0.15",

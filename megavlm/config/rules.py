@@ -6,6 +6,7 @@ that need files, ports or a world size are in megavlm/training/preflight.py.
 
 from megavlm.config.algorithm_rules import check_algorithm
 from megavlm.config.bounds import out_of_range
+from megavlm.config.data_rules import check_data
 from megavlm.config.model_rules import check_model
 from megavlm.config.rollout_rules import check_rollout
 from megavlm.config.schema import Config, Evaluation, PolicyOptimization
@@ -21,7 +22,7 @@ def check(config: Config) -> None:
                 f"{'numbers' if isinstance(value, tuple) else 'a number'} {bounds}"
             )
     check_model(config)
-    _check_data(config)
+    check_data(config.data)
     check_algorithm(config)
     check_rollout(config.rollout)
     _check_optimizer(config)
@@ -30,19 +31,6 @@ def check(config: Config) -> None:
         raise ValueError(
             "checkpoint.verify_export=true has nothing to verify with checkpoint.export_hf=false: "
             "set both or neither"
-        )
-
-
-def _check_data(config: Config) -> None:
-    low, high = config.data.min_pixels, config.data.max_pixels
-    if low is not None and high is not None and low > high:
-        raise ValueError(
-            f"data.min_pixels={low} is above data.max_pixels={high}: lower it or raise the other"
-        )
-    if config.data.max_prompt_tokens > config.data.pack_tokens:
-        raise ValueError(
-            f"data.pack_tokens={config.data.pack_tokens} cannot hold a prompt of "
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens}: raise it or lower the other"
         )
 
 

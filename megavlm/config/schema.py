@@ -96,16 +96,22 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Parquet files and their columns; a key that is null says that there is no such column.
-    `extra_keys`: further columns, which environments and rewards get.
-    Pixels are of one picture after resizing; `pack_tokens` is the longest packed row of one
-    forward."""
+    """Parquet, JSONL and CSV files, here or at any URL that fsspec knows, and their columns; a key
+    that is null says that there is no such column. An entry of the files is one data set, and may
+    be a glob; `train_weights` gives each its share of the prompts (none: all rows are one set).
+    `question` is asked of every row where `prompt_key` is null. `extra_keys`: further columns,
+    which environments and rewards get. Pixels are of one picture after resizing; `pack_tokens` is
+    the longest packed row of one forward. `bad_samples`, `long_prompts`: whether a row that cannot
+    be used, or has more than `max_prompt_tokens`, ends the run or is left out and counted.
+    `workers`: processes that make prompts ahead; 0 makes them when they are needed."""
 
     train_files: tuple[str, ...] = ()
     test_files: tuple[str, ...] = ()
-    prompt_key: str = "problem"
-    answer_key: str = "answer"
-    image_key: str | None = "images"
+    train_weights: tuple[float, ...] = bounded((), above=0)
+    prompt_key: str | None = "problem"
+    question: str | None = None
+    answer_key: str | None = "answer"
+    image_keys: tuple[str, ...] = ("images",)
     video_key: str | None = None
     category_key: str | None = "task"
     extra_keys: tuple[str, ...] = ()
@@ -114,6 +120,9 @@ class Data:
     max_pixels: int | None = bounded(None, least=1)
     max_prompt_tokens: int = bounded(1024, least=1)
     pack_tokens: int = bounded(4096, least=1)
+    bad_samples: Literal["refuse", "skip"] = "refuse"
+    long_prompts: Literal["refuse", "skip"] = "refuse"
+    workers: int = bounded(0, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

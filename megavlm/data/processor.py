@@ -1,7 +1,7 @@
 """From a row to what the model and the rollout server get: token ids, positions, pictures."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
 from megavlm.data.pictures import PatchCache, Picture, PictureProcessor
 from megavlm.data.positions import Span, mrope_positions
-from megavlm.data.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row
+from megavlm.data.rows import Row
 from megavlm.data.videos import VideoProcessor, video_tokens
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
+
+
+class PromptTooLong(ValueError):
+    """A prompt of more than max_prompt_tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +132,7 @@ class Processor:
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
         if self._max_prompt_tokens is not None and len(token_ids) > self._max_prompt_tokens:
-            raise ValueError(
+            raise PromptTooLong(
                 f"{row.source}: the prompt has {len(token_ids)} tokens, more than "
                 f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that, lower "
                 "data.max_pixels or show fewer frames of a video"
@@ -185,7 +190,12 @@ class Processor:
 
 
 def _messages(row: Row, system_prompt: str | None) -> list[dict[str, object]]:
-    # A mark is one only in a row that has such items; what the text does not mark comes first.
+    """What the chat template gets. A system message of the row's own replaces `system_prompt`."""
+    messages = row.messages or (Message("user", row.problem),)
+    if system_prompt is not None and messages[0].role != "system":
+        messages = (Message("system", system_prompt), *messages)
+    # A mark is one only in a row that has such items; what no text marks comes before the first
+    # text of the user.
     marked = {
         mark: (kind, len(items))
         for mark, kind, items in (
@@ -194,15 +204,25 @@ def _messages(row: Row, system_prompt: str | None) -> list[dict[str, object]]:
         )
         if items
     }
-    problem = row.problem
-    first = "".join(mark * number for mark, (_, number) in marked.items() if mark not in problem)
-    parts = re.split(f"({'|'.join(marked)})", first + problem) if marked else [problem]
+    first = "".join(
+        mark * number
+        for mark, (_, number) in marked.items()
+        if not any(mark in message.text for message in messages)
+    )
+    asked = next(i for i, message in enumerate(messages) if message.role == "user")
+    return [
+        _message(message.role, first * (i == asked) + message.text, marked)
+        for i, message in enumerate(messages)
+    ]
+
+
+def _message(role: str, text: str, marked: Mapping[str, tuple[str, int]]) -> dict[str, object]:
+    if role != "user" and not any(mark in text for mark in marked):
+        return {"role": role, "content": text}
+    parts = re.split(f"({'|'.join(marked)})", text) if marked else [text]
     content = [
         {"type": marked[part][0]} if part in marked else {"type": "text", "text": part}
         for part in parts
         if part
     ]
-    user: dict[str, object] = {"role": "user", "content": content}
-    if system_prompt is None:
-        return [user]
-    return [{"role": "system", "content": system_prompt}, user]
+    return {"role": role, "content": content}

@@ -1,18 +1,26 @@
-"""Questions about pictures and videos, from Parquet files in the form of hiyouga/geometry3k."""
+"""Questions about pictures and videos: rows of Parquet, JSONL and CSV files, read when they are
+asked for.
+"""
 
+import hashlib
 import math
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from itertools import accumulate
+from typing import Any, overload
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message, read_chat
+from megavlm.data.files import DataFile, expand
+from megavlm.data.references import Place, is_url, picture_bytes
+from megavlm.data.tables import Block, open_table
 
-IMAGE_PLACEHOLDER = "<image>"
-VIDEO_PLACEHOLDER = "<video>"
+CACHE_BYTES = 2**28  # of blocks that a process keeps; larger blocks are kept one at a time
 NULL_MEANS = {
-    "data.image_key": "; null means no pictures",
+    "data.prompt_key": "; null asks data.question of every row",
+    "data.answer_key": "; null means no answers",
+    "data.image_keys": "; [] means no pictures",
     "data.category_key": "; null means no categories",
     "data.video_key": "; null means no videos",
 }
@@ -31,160 +39,295 @@ class Row:
     """One question; its pictures and frames stay encoded until they are used."""
 
     index: int  # position in all the files read together
-    problem: str  # with one IMAGE_PLACEHOLDER per picture, or none at all
-    answer: str
+    problem: str  # with one IMAGE_PLACEHOLDER per picture, or none at all; a chat's last user text
+    answer: str  # "" where there is none
     images: tuple[bytes, ...]  # files as they are stored: PNG, JPEG, ...
     category: str  # "" where there is none
     source: str  # "file:row", for messages
     videos: tuple[Video, ...] = ()  # with one VIDEO_PLACEHOLDER per video, or none at all
     extra: Mapping[str, Any] = field(default_factory=dict)  # what rewards want besides the answer
+    messages: tuple[Message, ...] = ()  # the whole chat; () where `problem` is all of it
+    dataset: str = field(default="", compare=False)  # the set it is of: "geo3k/train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What is read of a record. `question` is asked of every row where `prompt` is None."""
+
+    prompt: str | None = "problem"
+    question: str | None = None
+    answer: str | None = "answer"
+    images: tuple[str, ...] = ("images",)
+    category: str | None = "task"
+    videos: str | None = None
+    extra: tuple[str, ...] = ()
+
+    def named(self) -> list[tuple[str, str]]:
+        """(configuration key, column) of all that must be there."""
+        one = (
+            ("data.prompt_key", self.prompt),
+            ("data.answer_key", self.answer),
+            ("data.category_key", self.category),
+            ("data.video_key", self.videos),
+        )
+        several = (("data.image_keys", self.images), ("data.extra_keys", self.extra))
+        return [(key, name) for key, name in one if name is not None] + [
+            (key, name) for key, names in several for name in names
+        ]
 
 
 def read_rows(
     files: Sequence[str],
     *,
-    prompt_key: str = "problem",
-    answer_key: str = "answer",
-    image_key: str | None = "images",
+    prompt_key: str | None = "problem",
+    answer_key: str | None = "answer",
+    image_keys: Sequence[str] = ("images",),
     category_key: str | None = "task",
     video_key: str | None = None,
     extra_keys: Sequence[str] = (),
+    question: str | None = None,
 ) -> list[Row]:
-    """All rows of the files, in order.
+    """All rows of the files in memory; see Rows."""
+    columns = Columns(
+        prompt=prompt_key,
+        question=question,
+        answer=answer_key,
+        images=tuple(image_keys),
+        category=category_key,
+        videos=video_key,
+        extra=tuple(extra_keys),
+    )
+    return list(Rows(files, columns))
 
-    The image column holds a list of pictures or a single one. A picture is a struct of `bytes` and
-    `path`, bytes, or a path; a path is relative to the Parquet file and stays inside its folder.
-    The video column holds a list of videos or a single one. A video is a struct of `frames`, a list
-    of pictures, and `fps`, how many of them a second has.
-    Null or an empty list is a row without pictures, or without videos; a key that is None says
-    that there is no such column. Columns of `extra_keys` are kept as they are, for rewards.
 
-    Raises ValueError for a file or a column that is missing, and for a row whose values have the
-    wrong type or whose placeholders do not match its pictures and videos; the message names file
-    and row.
+class Rows(Sequence[Row]):
+    """The rows of some files, in order. Only the blocks last used are in memory.
+
+    The prompt column holds text or a chat (see chat.py); a chat whose last message is by the
+    assistant gives the answer, if no column does. An image column holds a list of pictures or one,
+    in any form of references.py; paths are relative to the data file and stay inside its folder.
+    The video column holds a list of videos or one: a struct of `frames`, a list of pictures, and
+    `fps`, how many of them a second has. Null or an empty list is a row without. Columns of `extra`
+    are kept as they are. In JSONL a key that a line lacks is null.
+
+    May be used after a fork, and be pickled.
     """
-    keys = {
-        "data.prompt_key": prompt_key,
-        "data.answer_key": answer_key,
-        "data.image_key": image_key,
-        "data.video_key": video_key,
-        "data.category_key": category_key,
-    }
-    columns = {key: column for key, column in keys.items() if column is not None}
-    rows: list[Row] = []
-    for file in files:
-        path = Path(file)
-        for number, record in enumerate(_records(path, columns, extra_keys)):
-            source = f"{path}:{number}"
-            problem = _text(record[prompt_key], prompt_key, source)
-            images: tuple[bytes, ...] = ()
-            if image_key is not None:
-                images = _images(record[image_key], path.parent, source)
-                marked = f"{prompt_key!r} but {len(images)} pictures in {image_key!r}"
-                _check_placeholders(problem, IMAGE_PLACEHOLDER, len(images), source, marked)
-            videos: tuple[Video, ...] = ()
-            if video_key is not None:
-                videos = _videos(record[video_key], path.parent, source)
-                marked = f"{prompt_key!r} but {len(videos)} videos in {video_key!r}"
-                _check_placeholders(problem, VIDEO_PLACEHOLDER, len(videos), source, marked)
-            category = "" if category_key is None else record[category_key]
-            rows.append(
-                Row(
-                    index=len(rows),
-                    problem=problem,
-                    answer=_text(record[answer_key], answer_key, source),
-                    images=images,
-                    category="" if category is None else str(category),
-                    source=source,
-                    videos=videos,
-                    extra={key: record[key] for key in extra_keys},
+
+    def __init__(self, files: Sequence[str], columns: Columns) -> None:
+        """Files as in files.expand. Raises ValueError for a file or a column that is missing."""
+        self._columns = columns
+        self.files = expand(files)
+        self._tables = [open_table(file) for file in self.files]
+        for file, table in zip(self.files, self._tables, strict=True):
+            _check_columns(file, table.columns, columns)
+        self.blocks = [
+            (number, block)
+            for number, table in enumerate(self._tables)
+            for block in range(len(table.block_rows))
+        ]
+        self.block_rows = [n for table in self._tables for n in table.block_rows]
+        self.block_bytes = [n for table in self._tables for n in table.block_bytes]
+        self._starts = list(accumulate(self.block_rows, initial=0))
+        sizes = [sum(table.block_rows) for table in self._tables]
+        self.file_starts = list(accumulate(sizes, initial=0))
+        self._cache: OrderedDict[int, Block] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        """Raises ValueError, naming file and row, for values of the wrong type, pictures that are
+        not there, and placeholders that do not match the pictures and videos.
+        """
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._row(range(len(self))[index], fetches=True)
+
+    def peek(self, index: int) -> Row:
+        """The row without pictures that only the network has; ValueError as for the row."""
+        return self._row(index, fetches=False)
+
+    def texts(self) -> Iterator[Row]:
+        """Every row without its pictures and videos, which are not even read from Parquet.
+
+        Rows whose text cannot be used are left out.
+        """
+        columns = self._columns
+        plain = Columns(**{**vars(columns), "images": (), "videos": None})
+        names = [name for _, name in plain.named()]
+        for number, (file, block) in enumerate(self.blocks):
+            content = self._tables[file].read(block, names)
+            for offset in range(self.block_rows[number]):
+                try:
+                    yield self._make(content, number, offset, plain, fetches=False, checked=False)
+                except ValueError:
+                    continue
+
+    def fingerprint(self) -> str:
+        """Tells data sets apart by their files' content and order, wherever the files lie, and by
+        the columns that are read. Pictures in files of their own are not looked at.
+        """
+        digest = hashlib.sha256(repr(self._columns).encode())
+        for file in self.files:
+            digest.update(file.digest().encode())
+        return digest.hexdigest()
+
+    def _row(self, index: int, *, fetches: bool) -> Row:
+        number = bisect_right(self._starts, index) - 1
+        offset = index - self._starts[number]
+        content = self._block(number)
+        return self._make(content, number, offset, self._columns, fetches=fetches, checked=True)
+
+    def _block(self, number: int) -> Block:
+        if number not in self._cache:
+            file, block = self.blocks[number]
+            columns = [name for _, name in self._columns.named()]
+            self._cache[number] = self._tables[file].read(block, columns)
+            held = sum(self.block_bytes[n] for n in self._cache)
+            while held > CACHE_BYTES and len(self._cache) > 1:
+                oldest, _ = self._cache.popitem(last=False)
+                held -= self.block_bytes[oldest]
+        self._cache.move_to_end(number)
+        return self._cache[number]
+
+    def _make(
+        self,
+        content: Block,
+        number: int,
+        offset: int,
+        columns: Columns,
+        *,
+        fetches: bool,
+        checked: bool,
+    ) -> Row:
+        file = self.files[self.blocks[number][0]]
+        index = self._starts[number] + offset
+        source = f"{file.url}:{index - self.file_starts[self.blocks[number][0]]}"
+        try:
+            record = content.record(offset)
+            maker = _RowMaker(columns, record, Place(file.folder), fetches, checked)
+            return maker.row(index, source, file.dataset)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": OrderedDict()}
+
+
+@dataclass(frozen=True)
+class _RowMaker:
+    """`fetches`: pictures of URLs, too; `checked`: placeholders against what there is."""
+
+    columns: Columns
+    record: Mapping[str, Any]
+    place: Place
+    fetches: bool
+    checked: bool
+
+    def row(self, index: int, source: str, dataset: str) -> Row:
+        columns, record = self.columns, self.record
+        messages, held = self._prompt()
+        answer = "" if columns.answer is None else _text(record, columns.answer)
+        if len(messages) > 1 and messages[-1].role == "assistant":
+            if columns.answer is not None:
+                raise ValueError(
+                    "the chat ends with the assistant, but answers are in "
+                    f"{columns.answer!r}: set data.answer_key=null, or leave that message out"
                 )
+            messages, answer = messages[:-1], messages[-1].text
+        found = [item for name in columns.images for item in _listed(record.get(name))]
+        if found and held:
+            raise ValueError(f"pictures both in the messages and in {', '.join(columns.images)}")
+        found = found or held
+        videos = () if columns.videos is None else _listed(record.get(columns.videos))
+        if self.checked:
+            for mark, items, name in (
+                (IMAGE_PLACEHOLDER, found, ", ".join(columns.images)),
+                (VIDEO_PLACEHOLDER, videos, columns.videos),
+            ):
+                if name or held:
+                    _check_placeholders(messages, mark, len(items), columns.prompt, name)
+        category = None if columns.category is None else record.get(columns.category)
+        whole = len(messages) == 1 and messages[0].role == "user"
+        last = next(message for message in reversed(messages) if message.role == "user")
+        return Row(
+            index=index,
+            problem=last.text,
+            answer=answer,
+            images=tuple(self._picture(item) for item in found if self.fetches or not is_url(item)),
+            category="" if category is None else str(category),
+            source=source,
+            videos=tuple(self._video(item) for item in videos),
+            extra={name: record.get(name) for name in columns.extra},
+            messages=() if whole else messages,
+            dataset=dataset,
+        )
+
+    def _prompt(self) -> tuple[tuple[Message, ...], list[Any]]:
+        """The chat, and the pictures that it holds itself."""
+        columns = self.columns
+        if columns.prompt is None:
+            assert columns.question is not None
+            return (Message("user", columns.question),), []
+        value = self.record.get(columns.prompt)
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            chat = read_chat(value)
+            return chat.messages, list(chat.images)
+        return (Message("user", _text(self.record, columns.prompt)),), []
+
+    def _picture(self, value: object) -> bytes:
+        return picture_bytes(value, self.place)
+
+    def _video(self, value: object) -> Video:
+        if not isinstance(value, dict) or not isinstance(value.get("frames"), list):
+            raise ValueError(
+                "a video must be a struct of frames (a list of pictures) and fps; "
+                "take the frames out of the film that the model is to see"
             )
-    return rows
+        fps = value.get("fps")
+        if not isinstance(fps, int | float) or not 0 < fps < math.inf:
+            raise ValueError(f"a video's fps is {fps!r}; it must be a number above 0")
+        return Video(tuple(map(self._picture, value["frames"])), float(fps))
 
 
-def _records(
-    path: Path, columns: Mapping[str, str], extra_keys: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such data file; give Parquet files that exist")
-    try:
-        with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            wanted = [*columns.items(), *(("data.extra_keys", key) for key in extra_keys)]
-            for key, column in wanted:
-                if column not in names:
-                    raise ValueError(
-                        f"{path}: no column {column!r} ({key}); it has {', '.join(names)}"
-                        + NULL_MEANS.get(key, "")
-                    )
-            for batch in file.iter_batches(batch_size=1024, columns=[name for _, name in wanted]):
-                yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a readable Parquet file ({error})") from error
+def _check_columns(file: DataFile, names: Sequence[str] | None, columns: Columns) -> None:
+    if columns.prompt is None and columns.question is None:
+        raise ValueError("data.prompt_key=null asks nothing: set data.question=TEXT")
+    for key, column in columns.named():
+        if names is not None and column not in names:
+            raise ValueError(
+                f"{file.url}: no column {column!r} ({key}); it has {', '.join(names)}"
+                + NULL_MEANS.get(key, "")
+            )
 
 
-def _text(value: object, column: str, source: str) -> str:
+def _text(record: Mapping[str, Any], column: str) -> str:
+    value = record.get(column)
     if not isinstance(value, str | int | float):
-        raise ValueError(f"{source}: {column!r} is {value!r}; it must be text or a number")
+        raise ValueError(f"{column!r} is {value!r:.200}; it must be text or a number")
     return str(value)
 
 
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
 def _check_placeholders(
-    problem: str, placeholder: str, number: int, source: str, columns: str
+    messages: Sequence[Message], mark: str, number: int, prompt: str | None, items: str | None
 ) -> None:
-    placeholders = problem.count(placeholder)
+    placeholders = sum(message.text.count(mark) for message in messages)
     if placeholders not in (0, number):
+        kind = mark.strip("<>")
+        kind = "picture" if kind == "image" else kind
+        where = f" in {items!r}" if items else ""
         raise ValueError(
-            f"{source}: {placeholders} {placeholder} placeholders in {columns}; they must be as "
-            "many, or the text must have none (the column's items then come first)"
+            f"{placeholders} {mark} placeholders in {prompt or 'data.question'!r} but {number} "
+            f"{kind}s{where}; they must be as many, or the text must have none (what the column "
+            "holds then comes first)"
         )
-
-
-def _images(value: object, folder: Path, source: str) -> tuple[bytes, ...]:
-    if value is None:
-        return ()
-    pictures = value if isinstance(value, list) else [value]
-    return tuple(_image(picture, folder, source) for picture in pictures)
-
-
-def _image(value: object, folder: Path, source: str) -> bytes:
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, str):
-        return _read_beside(folder, value, source)
-    if not isinstance(value, bytes):
-        raise ValueError(f"{source}: a picture has neither bytes nor a path")
-    return value
-
-
-def _videos(value: object, folder: Path, source: str) -> tuple[Video, ...]:
-    if value is None:
-        return ()
-    videos = value if isinstance(value, list) else [value]
-    return tuple(_video(video, folder, source) for video in videos)
-
-
-def _video(value: object, folder: Path, source: str) -> Video:
-    if not isinstance(value, dict) or not isinstance(value.get("frames"), list):
-        raise ValueError(
-            f"{source}: a video must be a struct of frames (a list of pictures) and fps; "
-            "take the frames out of the film that the model is to see"
-        )
-    fps = value.get("fps")
-    if not isinstance(fps, int | float) or not 0 < fps < math.inf:
-        raise ValueError(f"{source}: a video's fps is {fps!r}; it must be a number above 0")
-    frames = tuple(_image(frame, folder, source) for frame in value["frames"])
-    return Video(frames, float(fps))
-
-
-def _read_beside(folder: Path, name: str, source: str) -> bytes:
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise ValueError(
-            f"{source}: picture path {name!r} leaves the data file's folder; "
-            "use a path inside it, or store the picture's bytes"
-        )
-    if not path.is_file():
-        raise ValueError(f"{source}: no picture at {path}")
-    return path.read_bytes()

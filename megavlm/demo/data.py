@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megavlm.data.rows import IMAGE_PLACEHOLDER, Row, read_rows
+from megavlm.data.chat import IMAGE_PLACEHOLDER
+from megavlm.data.rows import Row, read_rows
 from megavlm.demo.shapes import SCHEMA, write_dataset
 
 NUM_TRAIN, NUM_TEST = 8000, 800

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-from megavlm.data.rows import IMAGE_PLACEHOLDER
+from megavlm.data.chat import IMAGE_PLACEHOLDER
 
 SIZE = 56
 GRID = 2

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from megavlm.config.schema import Config
-from megavlm.data.loader import RowStream
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Prompt
 from megavlm.models.registry import family
@@ -16,8 +15,9 @@ from megavlm.observability.samples import SampledGroup, SampleWriter
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.client import RolloutClient
 from megavlm.training.cost import ModelCost
+from megavlm.training.dataset import read
 from megavlm.training.evaluation import evaluate
-from megavlm.training.inputs import make_processor, read
+from megavlm.training.inputs import make_processor, make_stream
 from megavlm.training.plan import PackShape, Work, by_rank, plan_step
 
 
@@ -31,7 +31,7 @@ class Driver:
         self.processor = make_processor(config)
         self.rows = read(config, config.data.train_files)
         self.test_rows = read(config, config.data.test_files)
-        self.stream = RowStream(self.rows, config.run.seed)
+        self.stream = make_stream(config, self.rows, self.processor)
 
     def start(self, step: int, state: dict[str, Any] | None) -> None:
         """Opens the records at `step`; `state` is what `state_dict` gave when it was saved."""
@@ -45,6 +45,7 @@ class Driver:
         return self.stream.state_dict()
 
     def record(self, step: int, metrics: dict[str, float], samples: Sequence[SampledGroup]) -> None:
+        metrics |= self.stream.measures()
         self.metrics.write(step, metrics)
         self.samples.write(step, samples)
         print(step_line(step, self.config.algorithm.steps, metrics), flush=True)
@@ -56,6 +57,7 @@ class Driver:
         print(result.line(f" after {step} steps"), flush=True)
 
     def close(self) -> None:
+        self.stream.close()
         self.metrics.close()
 
     @property
@@ -64,7 +66,7 @@ class Driver:
         return self._client
 
     def draw(self, count: int) -> list[Prompt]:
-        return [self.processor.prompt(self.rows[index]) for index in self.stream.take(count)]
+        return self.stream.take(count)
 
     def plan(self, minibatches: Sequence[Sequence[Tree]], prompts: Sequence[Prompt]) -> list[Work]:
         """Work by rank."""

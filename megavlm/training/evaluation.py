@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,13 +10,14 @@ from checkpoint_tools.export_hf import export_hf
 from megavlm.config.dump import write
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
-from megavlm.data.rows import Row
+from megavlm.data.rows import Rows
 from megavlm.evaluation.result import EvaluationResult
 from megavlm.evaluation.runner import evaluate as run_evaluation
 from megavlm.rewards.registry import get
 from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.messages import Sampling
-from megavlm.training.inputs import make_processor, read
+from megavlm.training.dataset import read
+from megavlm.training.inputs import make_processor
 from megavlm.training.servers import connect
 
 RESULT_FILE = "evaluation.json"
@@ -26,8 +27,8 @@ def evaluate(
     config: Config,
     client: RolloutClient,
     processor: Processor,
-    rows: Sequence[Row],
-    train_rows: Sequence[Row],
+    rows: Rows,
+    train_rows: Rows,
     version: int | None,
 ) -> EvaluationResult:
     """`version`: of the weights that must answer; None: of any."""
@@ -35,7 +36,7 @@ def evaluate(
         client,
         processor,
         rows[: config.evaluation.limit],
-        train_rows=train_rows,
+        train_rows=list(train_rows.texts()),
         reward=get(config.reward.name),
         sampling=sampling(config, processor),
         sampled=config.evaluation.sampled,

@@ -1,10 +1,9 @@
-"""The configured processor and rows."""
+"""The configured processor, and the stream of prompts to train on."""
 
-from collections.abc import Sequence
-
-from megavlm.config.schema import Config
+from megavlm.config.schema import SFT, Config
+from megavlm.data.loader import PromptStream
 from megavlm.data.processor import Processor
-from megavlm.data.rows import Row, read_rows
+from megavlm.data.rows import Rows
 
 
 def make_processor(config: Config) -> Processor:
@@ -18,14 +17,17 @@ def make_processor(config: Config) -> Processor:
     )
 
 
-def read(config: Config, files: Sequence[str]) -> list[Row]:
-    data = config.data
-    return read_rows(
-        files,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        image_key=data.image_key,
-        category_key=data.category_key,
-        video_key=data.video_key,
-        extra_keys=data.extra_keys,
+def make_stream(config: Config, rows: Rows, processor: Processor) -> PromptStream:
+    data, algorithm = config.data, config.algorithm
+    # What a step draws, so that a picture is processed once in it; the order is the same.
+    size = algorithm.batch_size if isinstance(algorithm, SFT) else algorithm.prompts_per_step
+    return PromptStream(
+        rows,
+        processor.prompt,
+        seed=config.run.seed,
+        batch_size=size,
+        workers=data.workers,
+        weights=data.train_weights,
+        bad=data.bad_samples,
+        long=data.long_prompts,
     )

@@ -16,10 +16,11 @@ from safetensors import SafetensorError, safe_open
 
 from megavlm.config.schema import Config
 from megavlm.data.images import decode
-from megavlm.data.rows import read_rows
+from megavlm.data.rows import Rows
 from megavlm.rewards import registry
 from megavlm.rollout.errors import RolloutServerError
 from megavlm.rollout.server import require_free
+from megavlm.training.dataset import read
 from megavlm.training.preflight_layout import check_ranks, check_sizes
 
 SUPPORTED = (
@@ -142,25 +143,31 @@ def check_port(port: int) -> None:
 
 
 def check_data(files: Sequence[str], config: Config) -> None:
-    """Files, columns, placeholders of all rows; the pictures of the first SAMPLE rows."""
-    data = config.data
-    rows = read_rows(
-        files,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        image_key=data.image_key,
-        category_key=data.category_key,
-        video_key=data.video_key,
-        extra_keys=data.extra_keys,
-    )
+    """Files and columns; values, placeholders and pictures of the first SAMPLE rows, but those
+    that only the network has. With data.bad_samples=skip one good row is enough.
+    """
+    rows = read(config, files)
     if files and not rows:
         raise ValueError(f"{', '.join(files)}: no rows; give data files that have some")
-    for row in rows[:SAMPLE]:
-        for number, image in enumerate(row.images, 1):
-            try:
-                decode(image)
-            except ValueError as error:
-                raise ValueError(f"{row.source}: picture {number}: {error}") from error
+    errors = []
+    for index in range(min(len(rows), SAMPLE)):
+        try:
+            _check_row(rows, index)
+        except ValueError as error:
+            if config.data.bad_samples == "refuse":
+                raise
+            errors.append(error)
+    if errors and len(errors) == min(len(rows), SAMPLE):
+        raise ValueError(f"not one of the first {len(errors)} rows can be used: {errors[0]}")
+
+
+def _check_row(rows: Rows, index: int) -> None:
+    row = rows.peek(index)
+    for number, image in enumerate(row.images, 1):
+        try:
+            decode(image)
+        except ValueError as error:
+            raise ValueError(f"{row.source}: picture {number}: {error}") from error
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from PIL import Image
 from transformers import AutoConfig
 
 from megavlm.data.processor import Processor
-from megavlm.data.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Video
+from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.rows import Row, Video
 from tests.parity.reference import Sequences
 
 QUESTION = "Find x in the triangle. How many blue circles?"

@@ -1,0 +1,175 @@
+"""Pictures from http(s) URLs that nobody vouches for.
+
+A data file must not make the trainer talk to the network that it stands in: only addresses of the
+public internet are connected to. Names are resolved once and the checked address is the one that is
+connected to, so that a name cannot change in between; each redirect is checked anew. No proxy is
+used: behind one the address could not be checked.
+"""
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+MAX_BYTES = 2**25  # 32 MiB of an encoded picture
+TIMEOUT = 20.0  # seconds for everything after the name is resolved, redirects included
+MAX_REDIRECTS = 5
+_CHUNK = 2**16
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+# Ranges whose addresses carry an IPv4 address to which they may be translated.
+_TRANSLATED = tuple(ipaddress.ip_network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48"))
+
+
+def fetch(url: str, *, max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> bytes:
+    """The body of a GET request.
+
+    Raises ValueError, with the reason: another scheme than http and https, credentials in the URL,
+    an address that is not public, more than max_bytes or timeout, too many redirects, or a
+    status that is not 200.
+    """
+    deadline = time.monotonic() + timeout
+    for _ in range(MAX_REDIRECTS + 1):
+        answer = _request(_checked(url), max_bytes, deadline)
+        if isinstance(answer, bytes):
+            return answer
+        url = urljoin(url, answer)
+    raise ValueError(f"{_shown(url)}: more than {MAX_REDIRECTS} redirects")
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the public internet: no loopback, private, link-local,
+    shared, multicast or reserved one, and no IPv6 form of such an IPv4 address.
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        carried = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
+        if any(ip in network for network in _TRANSLATED):
+            carried = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if carried and not is_public(str(carried)):
+            return False
+        if int(ip) >> 32 == 0:  # ::a.b.c.d, the deprecated "compatible" form
+            return False
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+def _checked(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"{_shown(url)}: not a URL ({error})") from error
+    if parts.scheme not in ("http", "https"):
+        raise ValueError(f"{_shown(url)}: only http and https URLs are fetched")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("a picture's URL holds credentials; store the picture beside the data")
+    if not parts.hostname:
+        raise ValueError(f"{_shown(url)}: the URL has no host")
+    if not (url.isascii() and url.isprintable()) or " " in url:
+        raise ValueError(f"{_shown(url)}: the URL holds characters that must be quoted")
+    return parts
+
+
+def _resolve(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, str]]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def _connect(parts: SplitResult, deadline: float) -> socket.socket:
+    """To an address of the host, all of which must be public."""
+    host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    assert host is not None
+    try:
+        addresses = _resolve(host, port)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{_shown(parts.geturl())}: the name is not known ({error})") from error
+    for _, address in addresses:
+        if not is_public(address):
+            raise ValueError(
+                f"{_shown(parts.geturl())}: {address} is no address of the public internet"
+            )
+    family, address = addresses[0]
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection.connect((address, port))
+        if parts.scheme == "https":
+            context = ssl.create_default_context()
+            return context.wrap_socket(connection, server_hostname=host)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class _Connection(http.client.HTTPConnection):
+    """Over a socket that is connected already."""
+
+    def __init__(self, host: str, sock: socket.socket) -> None:
+        super().__init__(host)
+        self.sock = sock
+
+
+def _request(parts: SplitResult, max_bytes: int, deadline: float) -> bytes | str:
+    """The body, or where a redirect leads."""
+    url = _shown(parts.geturl())
+    timer = None
+    try:
+        sock = _connect(parts, deadline)
+        # A socket's own timeout is per piece: a server that drips bytes would never meet it.
+        timer = threading.Timer(max(deadline - time.monotonic(), 0.0), _break, (sock,))
+        timer.daemon = True
+        timer.start()
+        connection = _Connection(parts.netloc, sock)
+        try:
+            target = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
+            headers = {"User-Agent": "megavlm", "Accept": "image/*", "Accept-Encoding": "identity"}
+            connection.request("GET", target, headers=headers)
+            response = connection.getresponse()
+            if response.status in _REDIRECTS and (location := response.getheader("Location")):
+                return location
+            if response.status != 200:
+                raise ValueError(f"{url}: the server answers {response.status}")
+            return _body(response, url, max_bytes, deadline)
+        finally:
+            connection.close()
+    except (OSError, http.client.HTTPException) as error:
+        late = time.monotonic() >= deadline
+        reason = "it took too long" if late else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{url}: not fetched ({reason})") from error
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+def _body(response: http.client.HTTPResponse, url: str, max_bytes: int, deadline: float) -> bytes:
+    if response.getheader("Content-Encoding", "identity") != "identity":
+        raise ValueError(f"{url}: the answer is compressed, which was not asked for")
+    chunks, size = [], 0
+    while chunk := response.read(_CHUNK):
+        size += len(chunk)
+        if size > max_bytes:
+            raise ValueError(f"{url}: larger than the limit of {max_bytes} bytes")
+        chunks.append(chunk)
+    # A broken-off connection looks like the end of a body of unknown length.
+    if time.monotonic() >= deadline:
+        raise ValueError(f"{url}: not fetched (it took too long)")
+    if response.length:
+        raise ValueError(f"{url}: the answer is {response.length} bytes short")
+    return b"".join(chunks)
+
+
+def _break(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it is over already
+
+
+def _shown(url: str) -> str:
+    """For messages: without a query, which may hold a token, and not endless."""
+    return ascii(url.partition("?")[0][:200])[1:-1]

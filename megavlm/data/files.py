@@ -1,0 +1,117 @@
+"""Files of a data set, on this machine or behind any URL that fsspec knows (s3://, gs://, ...)."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+from fsspec.registry import known_implementations
+
+SUFFIXES = (".parquet", ".jsonl", ".csv")
+# A file is hashed whole up to this size; of a larger one its end and evenly spread parts are.
+WHOLE_BYTES = 2**28
+_PART = 2**20
+_NUM_PARTS = 64
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """`url` as the recipe names it (globs expanded); the number and the name of its data set."""
+
+    url: str
+    entry: int
+    dataset: str
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.url).suffix
+
+    @property
+    def folder(self) -> str:
+        """What relative picture paths start from: a folder, or the URL of one."""
+        head, slash, _ = self.url.rpartition("/")
+        return head if slash else "."
+
+    def open(self) -> IO[bytes]:
+        """Raises ValueError where the file cannot be opened."""
+        filesystem, path = locate(self.url)
+        try:
+            return filesystem.open(path, "rb")
+        except OSError as error:
+            raise ValueError(f"{self.url}: cannot be read ({error})") from error
+
+    def digest(self) -> str:
+        """SHA-256 of the content; of more than WHOLE_BYTES, of its size, parts and end (where
+        Parquet keeps the sizes and statistics of all columns): a change of a few bytes in the
+        middle of so large a file may go unseen.
+        """
+        digest = hashlib.sha256()
+        with self.open() as file:
+            size = file.seek(0, 2)
+            digest.update(f"{size}:".encode())
+            for start, length in _parts(size):
+                file.seek(start)
+                while length > 0 and (chunk := file.read(min(length, _PART))):
+                    digest.update(chunk)
+                    length -= len(chunk)
+        return digest.hexdigest()
+
+
+def is_remote(url: str) -> bool:
+    return "://" in url or "::" in url
+
+
+def locate(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL or path, and the path in it.
+
+    A file system belongs to the process that made it: do not keep it over a fork. Raises ValueError
+    for a protocol that is unknown, or whose package is not installed.
+    """
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        protocol = fsspec.utils.get_protocol(url)
+        hint = known_implementations.get(protocol, {}).get("err") or f"its package ({error})"
+        raise ValueError(f"{url}: {protocol}:// needs a package that is missing: {hint}") from error
+    except ValueError as error:
+        raise ValueError(f"{url}: fsspec does not know this kind of address ({error})") from error
+
+
+def expand(entries: Sequence[str]) -> list[DataFile]:
+    """The files of a recipe's entries. An entry is a file or a glob (*, ?, [...]) over files; it
+    is one data set, called after its last folder and its name without suffix: "geo3k/train".
+
+    Raises ValueError for an entry without files, and for a file that is no Parquet, JSONL or CSV.
+    """
+    files = []
+    for number, entry in enumerate(entries):
+        filesystem, path = locate(entry)
+        if any(mark in path for mark in "*?["):
+            found = sorted(filesystem.glob(path))
+            urls = [filesystem.unstrip_protocol(p) if is_remote(entry) else p for p in found]
+        else:
+            urls = [entry] if filesystem.exists(path) else []
+        if not urls:
+            raise ValueError(f"{entry}: no such data file; give Parquet, JSONL or CSV files")
+        for url in urls:
+            if Path(url).suffix not in SUFFIXES:
+                raise ValueError(
+                    f"{url}: no data file by its name; it must end in {', '.join(SUFFIXES)}"
+                )
+            files.append(DataFile(url, number, _name(entry)))
+    return files
+
+
+def _name(entry: str) -> str:
+    parts = entry.split("://")[-1].strip("/").split("/")
+    return "/".join([*parts[-2:-1], parts[-1].rpartition(".")[0]])
+
+
+def _parts(size: int) -> list[tuple[int, int]]:
+    """(start, length) of what is hashed."""
+    if size <= WHOLE_BYTES:
+        return [(0, size)]
+    last = size - _PART
+    return [(last * index // (_NUM_PARTS - 1), _PART) for index in range(_NUM_PARTS)]

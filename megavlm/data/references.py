@@ -1,0 +1,119 @@
+"""What a data set puts where a picture is meant, as the bytes of the picture's file.
+
+Bytes; a path beside the data file; base64; a data: URL; an http(s) URL; a struct of bytes and path.
+"""
+
+import base64
+import binascii
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote_to_bytes
+
+from megavlm.data.fetch import fetch
+from megavlm.data.files import is_remote, locate
+
+MAX_FILE_BYTES = 2**26  # of an encoded picture
+
+# How base64 begins of PNG, JPEG, GIF, WEBP and BMP. A path that began so would be 60 characters
+# without a dot.
+_BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where relative paths start: the data file's folder, or its URL."""
+
+    folder: str
+
+    def read(self, name: str) -> bytes:
+        """Raises ValueError for a path that leaves the folder, or where there is no file."""
+        try:
+            return self._read_remote(name) if is_remote(self.folder) else self._read_local(name)
+        except OSError as error:
+            raise ValueError(f"no picture at {name!r} beside the data ({error})") from error
+
+    def _read_local(self, name: str) -> bytes:
+        folder = Path(self.folder).resolve()
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder):
+            raise _leaves(name)
+        if not path.is_file():
+            raise ValueError(f"no picture at {path}")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise _too_large(path.stat().st_size)
+        return path.read_bytes()
+
+    def _read_remote(self, name: str) -> bytes:
+        if name.startswith("/") or ".." in name.split("/") or "::" in name:
+            raise _leaves(name)
+        filesystem, path = locate(f"{self.folder}/{name}")
+        size = filesystem.size(path)
+        if size is not None and size > MAX_FILE_BYTES:
+            raise _too_large(size)
+        return filesystem.cat_file(path)
+
+
+def picture_bytes(value: object, place: Place) -> bytes:
+    """The encoded picture; nothing of it is decoded. Raises ValueError with the reason."""
+    if isinstance(value, dict):
+        value = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
+    if isinstance(value, str) and value:
+        return _of_text(value, place)
+    if not isinstance(value, bytes):
+        raise ValueError("a picture has neither bytes nor a path")
+    if len(value) > MAX_FILE_BYTES:
+        raise _too_large(len(value))
+    return value
+
+
+def is_url(value: object) -> bool:
+    """Whether it takes the network to get the picture."""
+    if isinstance(value, dict):
+        value = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
+    return isinstance(value, str) and value[:8].lower().startswith(("http://", "https://"))
+
+
+def _of_text(text: str, place: Place) -> bytes:
+    scheme = _SCHEME.match(text)
+    name = scheme[1].lower() if scheme else ""
+    if name == "data":
+        return _data_url(text)
+    if name in ("http", "https"):
+        return fetch(text)
+    if scheme and text[scheme.end() :].startswith("/"):
+        raise ValueError(
+            f"a picture at {text[:80]!r}: only http, https and data URLs are read; use a path "
+            "beside the data file"
+        )
+    if _BASE64.fullmatch(text):
+        return _base64(text)
+    return place.read(text)
+
+
+def _data_url(text: str) -> bytes:
+    head, comma, body = text.partition(",")
+    if not comma:
+        raise ValueError("a data: URL has no comma, so no content")
+    return _base64(body) if head.lower().endswith(";base64") else unquote_to_bytes(body)
+
+
+def _base64(text: str) -> bytes:
+    if len(text) > 2 * MAX_FILE_BYTES:
+        raise _too_large(len(text) * 3 // 4)
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"a picture's base64 is broken ({error})") from error
+
+
+def _leaves(name: str) -> ValueError:
+    return ValueError(
+        f"picture path {name!r} leaves the data file's folder; use a path inside it, or store the "
+        "picture's bytes"
+    )
+
+
+def _too_large(size: int) -> ValueError:
+    return ValueError(f"a picture's file has {size} bytes, more than the limit of {MAX_FILE_BYTES}")

@@ -1,0 +1,157 @@
+"""Tables of records that are read block by block: a Parquet row group, a run of JSONL lines."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Protocol
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from megavlm.data.files import DataFile
+
+Record = dict[str, Any]
+
+# A block of JSONL ends at the first of these.
+BLOCK_LINES = 256
+BLOCK_BYTES = 2**24
+
+
+class Table(Protocol):
+    """A file of records. Blocks are what is in memory; a table may be used after a fork."""
+
+    columns: Sequence[str] | None  # None: JSONL, where each record has keys of its own
+    block_rows: Sequence[int]
+    block_bytes: Sequence[int]  # about what a block takes in memory
+
+    def read(self, block: int, columns: Sequence[str] | None) -> "Block":
+        """The block; `columns`: these only, where that saves reading. Raises ValueError."""
+
+
+class Block(Protocol):
+    def record(self, index: int) -> Record:
+        """One record of the block; raises ValueError, with the reason, if it cannot be parsed."""
+
+
+def open_table(file: DataFile) -> Table:
+    """Reads what is needed to find rows; raises ValueError for a file that is not what its name
+    says.
+    """
+    kind: Any = {".parquet": ParquetTable, ".jsonl": LinesTable, ".csv": CsvTable}[file.suffix]
+    return kind(file)
+
+
+class ParquetTable:
+    """Row groups are blocks; a column that nobody asks for is not read."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+        self._reader: tuple[int, pq.ParquetFile] | None = None
+        metadata = self._open().metadata
+        self.columns: Sequence[str] = self._open().schema_arrow.names
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        self.block_rows = [group.num_rows for group in groups]
+        self.block_bytes = [group.total_byte_size for group in groups]
+
+    def read(self, block: int, columns: Sequence[str] | None) -> "ArrowBlock":
+        wanted = None if columns is None else [c for c in columns if c in self.columns]
+        try:
+            # Its threads would not survive a fork.
+            table = self._open().read_row_group(block, columns=wanted, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{self._file.url}: row group {block} is broken ({error})") from error
+        return ArrowBlock(table)
+
+    def _open(self) -> pq.ParquetFile:
+        if self._reader is None or self._reader[0] != os.getpid():
+            try:
+                self._reader = os.getpid(), pq.ParquetFile(self._file.open())
+            except (pa.ArrowException, OSError) as error:
+                raise ValueError(
+                    f"{self._file.url}: not a readable Parquet file ({error})"
+                ) from error
+        return self._reader[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+
+class CsvTable:
+    """A CSV file with a header line; one block: such tables name pictures and hold none."""
+
+    def __init__(self, file: DataFile) -> None:
+        try:
+            with file.open() as stream:
+                self._table = pyarrow.csv.read_csv(stream)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{file.url}: not a readable CSV file ({error})") from error
+        self.columns: Sequence[str] = self._table.schema.names
+        self.block_rows = [self._table.num_rows]
+        self.block_bytes = [self._table.nbytes]
+
+    def read(self, block: int, columns: Sequence[str] | None) -> "ArrowBlock":
+        return ArrowBlock(self._table)
+
+
+class ArrowBlock:
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+
+    def record(self, index: int) -> Record:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+class LinesTable:
+    """JSON objects, one a line; empty lines count for nothing."""
+
+    columns = None
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+        self._starts = [0]  # of each block, and the end
+        self.block_rows: list[int] = []
+        with file.open() as stream:
+            rows, position = 0, 0
+            for line in stream:
+                rows += bool(line.strip())
+                position += len(line)
+                if rows == BLOCK_LINES or (rows and position - self._starts[-1] >= BLOCK_BYTES):
+                    self._end_block(rows, position)
+                    rows = 0
+            if rows:
+                self._end_block(rows, position)
+        bounds = zip(self._starts, self._starts[1:], strict=False)
+        self.block_bytes = [end - start for start, end in bounds]
+
+    def read(self, block: int, columns: Sequence[str] | None) -> "LinesBlock":
+        with self._file.open() as stream:
+            stream.seek(self._starts[block])
+            content = _read_exactly(stream, self.block_bytes[block])
+        return LinesBlock([line for line in content.split(b"\n") if line.strip()])
+
+    def _end_block(self, rows: int, position: int) -> None:
+        self.block_rows.append(rows)
+        self._starts.append(position)
+
+
+class LinesBlock:
+    def __init__(self, lines: Sequence[bytes]) -> None:
+        self._lines = lines
+
+    def record(self, index: int) -> Record:
+        try:
+            record = json.loads(self._lines[index])
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the line is not JSON ({error})") from error
+        if not isinstance(record, Mapping):
+            raise ValueError("the line is no JSON object")
+        return dict(record)
+
+
+def _read_exactly(stream: IO[bytes], size: int) -> bytes:
+    parts = []
+    while size > 0 and (part := stream.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

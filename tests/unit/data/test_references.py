@@ -1,0 +1,177 @@
+"""Every form in which a data set names a picture, and chats that hold them."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megavlm.data import references
+from megavlm.data.chat import Message, read_chat
+from megavlm.data.references import Place, is_url, picture_bytes
+from megavlm.data.rows import read_rows
+from tests.conftest import png
+
+
+def encoded(format_: str) -> bytes:
+    noise = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, format_)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("format_", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_base64_and_data_urls(tmp_path: Path, format_: str) -> None:
+    data, place = encoded(format_), Place(str(tmp_path))
+    text = base64.b64encode(data).decode()
+    assert picture_bytes(text, place) == data
+    assert picture_bytes(text[:76] + "\n" + text[76:], place) == data
+    assert picture_bytes(f"data:image/{format_.lower()};base64,{text}", place) == data
+    quoted = "".join(f"%{byte:02x}" for byte in data)
+    assert picture_bytes(f"data:image/png,{quoted}", place) == data
+
+
+def test_structs_and_paths(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.png").write_bytes(b"file")
+    place = Place(str(tmp_path))
+    assert picture_bytes({"bytes": b"bytes", "path": "a/x.png"}, place) == b"bytes"
+    assert picture_bytes({"bytes": None, "path": "a/x.png"}, place) == b"file"
+    assert picture_bytes("a/x.png", place) == b"file"
+    assert picture_bytes("a/../a/x.png", place) == b"file"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "neither bytes nor a path"),
+        ({"bytes": None, "path": None}, "neither bytes nor a path"),
+        (3, "neither bytes nor a path"),
+        ("", "neither bytes nor a path"),
+        ("../x.png", "leaves the data file's folder"),
+        ("/etc/passwd", "leaves the data file's folder"),
+        ("absent.png", "no picture at"),
+        ("x" * 5000, "no picture at"),
+        ("a\0b", "embedded null byte"),
+        ("file:///etc/passwd", "only http, https and data URLs are read"),
+        ("FILE:/etc/passwd", "only http, https and data URLs are read"),
+        ("s3://bucket/x.png", "only http, https and data URLs are read"),
+        ("gopher://host/x", "only http, https and data URLs are read"),
+        ("data:image/png;base64", "has no comma"),
+        ("data:image/png;base64,a", "base64 is broken"),
+        ("iVBORw0KGgo" + "A" * 50 + "=", "base64 is broken"),
+    ],
+)
+def test_what_is_no_picture_is_refused(tmp_path: Path, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        picture_bytes(value, Place(str(tmp_path)))
+
+
+def test_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(references, "MAX_FILE_BYTES", 10)
+    (tmp_path / "x.png").write_bytes(b"x" * 11)
+    for value in (b"x" * 11, "x.png", "data:;base64," + "A" * 40):
+        with pytest.raises(ValueError, match="more than the limit of 10"):
+            picture_bytes(value, Place(str(tmp_path)))
+
+
+def test_what_needs_the_network() -> None:
+    for url in ("http://a/b", "HTTPS://a/b", {"bytes": None, "path": "https://a"}):
+        assert is_url(url)
+    for other in (b"http://", "a/http.png", None, {"bytes": b"x", "path": "https://a"}):
+        assert not is_url(other)
+
+
+def test_chat_with_parts() -> None:
+    chat = read_chat(
+        [
+            {"role": "system", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "What is "},
+                    {"type": "image", "image": "a.png"},
+                    {"type": "image_url", "image_url": {"url": "https://a/b.png"}},
+                    {"type": "text", "text": "?"},
+                ],
+            },
+        ]
+    )
+    assert chat.messages[1] == Message("user", "What is <image><image>?")
+    assert chat.images == ("a.png", "https://a/b.png")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([{"role": "robot", "content": "x"}], "message 0 has the role 'robot'"),
+        ([{"role": "user", "content": 3}], "message 0 has the content 3"),
+        ([{"role": "user", "content": [{"type": "sound"}]}], "its type must be text, image or"),
+        ([{"role": "assistant", "content": "x"}], "none by the user"),
+        (["x"], "message 0 is 'x'"),
+    ],
+)
+def test_bad_chats_are_refused(value: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_chat(value)
+
+
+def lines(path: Path, *records: dict[str, Any]) -> list[str]:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return [str(path)]
+
+
+def test_rows_of_chats(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    user = {"role": "user", "content": "<image>Why?"}
+    files = lines(
+        tmp_path / "x.jsonl",
+        {"chat": [{"role": "system", "content": "s"}, user], "answer": "b", "images": ["a.png"]},
+        {"chat": [user], "answer": "b", "images": ["a.png"]},
+        {
+            "chat": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, "Why?"]}],
+            "answer": "b",
+        },
+    )
+    first, second, third = read_rows(files, prompt_key="chat")
+    assert first.messages == (Message("system", "s"), Message("user", "<image>Why?"))
+    assert second.messages == () and second.problem == third.problem == "<image>Why?"
+    assert first.images == second.images == third.images == (png(),)
+
+
+def test_the_last_assistant_message_is_the_answer(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "two"},
+    ]
+    files = lines(tmp_path / "x.jsonl", {"chat": chat, "answer": "x"})
+    (row,) = read_rows(files, prompt_key="chat", answer_key=None)
+    assert (row.problem, row.answer, len(row.messages)) == ("2?", "two", 3)
+    with pytest.raises(ValueError, match=r"set data\.answer_key=null"):
+        read_rows(files, prompt_key="chat")
+
+
+def test_several_picture_columns_and_a_question_for_all(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_bytes(name.encode())
+    files = lines(tmp_path / "x.jsonl", {"left": "a.png", "right": ["b.png", "a.png"]})
+    (row,) = read_rows(
+        files, prompt_key=None, question="<image>or<image><image>?", answer_key=None,
+        image_keys=("left", "right"),
+    )  # fmt: skip
+    assert row.images == (b"a", b"b", b"a") and row.answer == ""
+    with pytest.raises(ValueError, match=r":0: 1 <image> placeholders in 'data\.question' but 3"):
+        read_rows(
+            files, prompt_key=None, question="<image>", answer_key=None,
+            image_keys=("left", "right"),
+        )  # fmt: skip
+    mixed = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    files = lines(tmp_path / "y.jsonl", {"problem": mixed, "answer": "1", "images": ["a.png"]})
+    with pytest.raises(ValueError, match="pictures both in the messages and in images"):
+        read_rows(files)

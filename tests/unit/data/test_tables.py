@@ -1,0 +1,173 @@
+"""Parquet, JSONL and CSV: read block by block, here and at URLs."""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megavlm.data import rows as rows_module
+from megavlm.data import tables
+from megavlm.data.files import DataFile, expand
+from megavlm.data.rows import Columns, Rows, read_rows
+from tests.conftest import png
+
+
+def jsonl(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_jsonl_with_missing_keys_and_empty_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"problem": "a", "answer": 1}\n\n{"problem": "b\u2028c", "answer": "2"}')
+    first, second = read_rows([str(path)])
+    assert (first.problem, first.answer, first.images, first.category) == ("a", "1", (), "")
+    assert second.problem == "b\u2028c" and second.source == f"{path}:1"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"x\.jsonl:1: the line is not JSON"),
+        ("[1]", r"x\.jsonl:1: the line is no JSON object"),
+        ("[" * 100_000, r"x\.jsonl:1: the line is not JSON"),
+        ('{"problem": "q"}', r"x\.jsonl:1: 'answer' is None; it must be text"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"problem": "a", "answer": 1}\n' + line)
+    with pytest.raises(ValueError, match=message):
+        read_rows([str(path)])
+
+
+def test_jsonl_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "BLOCK_LINES", 4)
+    file = jsonl(tmp_path / "x.jsonl", [{"problem": f"q{i}", "answer": i} for i in range(10)])
+    rows = Rows([file], Columns())
+    assert rows.block_rows == [4, 4, 2] and len(rows) == 10
+    assert sum(rows.block_bytes) == Path(file).stat().st_size
+    assert [rows[i].answer for i in (9, 0, 5)] == ["9", "0", "5"]
+    assert rows[-1].answer == "9"
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 1)
+    assert Rows([file], Columns()).block_rows == [1] * 10
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text('question,answer,lat\n"a, b",red,1.5\nc,,2\n')
+    columns = {"prompt_key": "question", "image_keys": (), "category_key": None}
+    rows = read_rows([str(path)], extra_keys=("lat",), **columns)
+    assert [(row.problem, row.answer, row.extra["lat"]) for row in rows] == [
+        ("a, b", "red", 1.5),
+        ("c", "", 2.0),
+    ]
+
+
+def test_only_blocks_that_fit_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.parquet"
+    records = [{"problem": f"q{i}", "answer": "a", "other": b"x" * 10_000} for i in range(12)]
+    pq.write_table(pa.Table.from_pylist(records), path, row_group_size=3)
+    reads = []
+    original = tables.ParquetTable.read
+
+    def read(self: Any, block: int, columns: Any) -> Any:
+        reads.append((block, columns))
+        return original(self, block, columns)
+
+    monkeypatch.setattr(tables.ParquetTable, "read", read)
+    rows = Rows([str(path)], Columns(images=(), category=None))
+    monkeypatch.setattr(rows_module, "CACHE_BYTES", sum(rows.block_bytes[:2]))
+    assert [rows[i].problem for i in (0, 1, 3, 2, 0)] == ["q0", "q1", "q3", "q2", "q0"]
+    assert reads == [(0, ["problem", "answer"]), (1, ["problem", "answer"])]
+    _ = rows[6], rows[0], rows[3]
+    assert [block for block, _ in reads] == [0, 1, 2, 1], "the last used stay"
+    assert len(rows._cache) == 2
+
+
+def test_texts_read_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.parquet"
+    table = {"problem": ["<image>a", "b"], "answer": ["1", None], "images": [[b"x"], []]}
+    pq.write_table(pa.table(table), path)
+    rows = Rows([str(path)], Columns(category=None))
+    asked = []
+    original = tables.ParquetTable.read
+    monkeypatch.setattr(tables.ParquetTable, "read", lambda *a: asked.append(a[2]) or original(*a))
+    (row,) = rows.texts()
+    assert (row.problem, row.answer, row.images) == ("<image>a", "1", ())
+    assert asked == [["problem", "answer"]]
+
+
+def test_rows_survive_pickling(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"problem": ["a"], "answer": ["1"]}), path)
+    rows = Rows([str(path)], Columns(images=(), category=None))
+    assert list(pickle.loads(pickle.dumps(rows))) == list(rows)  # noqa: S301
+
+
+def test_any_fsspec_url_with_pictures_beside_it() -> None:
+    files = fsspec.filesystem("memory")
+    line = {"problem": "q", "answer": "a", "images": "pictures/one.png"}
+    files.pipe("/set/train-0.jsonl", json.dumps(line).encode())
+    files.pipe("/set/train-1.jsonl", json.dumps({**line, "images": "../secret.png"}).encode())
+    files.pipe("/set/pictures/one.png", png())
+    files.pipe("/secret.png", png())
+    try:
+        rows = Rows(["memory://set/train-*.jsonl"], Columns())
+        assert len(rows) == 2 and rows[0].images == (png(),)
+        assert rows[0].source.startswith("memory://") and rows[0].source.endswith("train-0.jsonl:0")
+        assert rows[0].dataset == "set/train-*"
+        with pytest.raises(ValueError, match="leaves the data file's folder"):
+            _ = rows[1]
+        assert rows.fingerprint() == Rows(["memory://set/train-*.jsonl"], Columns()).fingerprint()
+    finally:
+        files.store.clear()
+
+
+def test_a_missing_package_and_an_unknown_protocol_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ValueError, match=r"s3://b/x\.parquet: s3:// needs a package .*s3fs"):
+        expand(["s3://b/x.parquet"])
+    with pytest.raises(ValueError, match="does not know this kind of address"):
+        expand(["nonsense://b/x.parquet"])
+
+
+def test_files_and_globs(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        jsonl(tmp_path / f"{name}.jsonl", [{"problem": name, "answer": "1"}])
+    (tmp_path / "notes.txt").touch()
+    files = expand([str(tmp_path / "*.jsonl"), str(tmp_path / "b.jsonl")])
+    assert [(Path(file.url).name, file.entry) for file in files] == [
+        ("a.jsonl", 0),
+        ("b.jsonl", 0),
+        ("b.jsonl", 1),
+    ]
+    with pytest.raises(ValueError, match=r"none-\*\.jsonl: no such data file"):
+        expand([str(tmp_path / "none-*.jsonl")])
+    with pytest.raises(ValueError, match=r"notes\.txt: no data file by its name"):
+        expand([str(tmp_path / "notes.txt")])
+
+
+def test_digest_of_a_large_file_takes_its_end_and_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megavlm.data.files.WHOLE_BYTES", 2**20)
+    path = tmp_path / "x.jsonl"
+    content = bytearray(3 * 2**20)
+    digests = set()
+    for change in (None, 0, 2**21, len(content) - 1):
+        if change is not None:
+            content[change] += 1
+        path.write_bytes(content)
+        digests.add(DataFile(str(path), 0, "").digest())
+    assert len(digests) == 4
