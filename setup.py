@@ -14,6 +14,7 @@ setup(
     install_requires=[
         "fsspec>=2024.6",
         "httpx>=0.28",
+        "math-verify==0.9.0",
         "matplotlib>=3.10",
         "megatron-core==0.16.1",
         "numpy>=2.0",
@@ -21,6 +22,7 @@ setup(
         "pillow>=11.0",
         "psutil>=6.0",
         "pyarrow>=18.0",
+        "pycountry>=24.6",
         "rich>=13.0",
         "safetensors>=0.5",
         "tensorboard>=2.18",

@@ -1,11 +1,56 @@
-"""What a reward function returns."""
+"""What reward functions get and return, and how they fail.
 
-from dataclasses import dataclass
+A reward is a function
+
+    score(response: str, row: Mapping[str, Any], [pictures: Sequence[bytes],] **options)
+
+of a response, the row's columns (problem, answer, category and those of data.extra_keys) and, where
+it asks for them, the row's pictures as they are stored. It returns a number, or a mapping (a Score
+as well) with `reward` and, if it can tell, `correct` and `parts`. A number alone is correct from 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FailureKind = Literal["timeout", "memory", "output", "exception", "value", "crash", "remote"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row as rewards see it. `images`: encoded files."""
+
+    problem: str
+    answer: str
+    category: str = ""
+    images: tuple[bytes, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def columns(self) -> dict[str, Any]:
+        plain = {"problem": self.problem, "answer": self.answer, "category": self.category}
+        return {**self.extra, **plain}
 
 
 @dataclass(frozen=True)
 class Score:
-    """reward: what training maximises. correct: whether the answer is right (for accuracy)."""
+    """reward: what training maximises. correct: whether the answer is right (for accuracy). parts:
+    what the reward is made of, by name, before weights. failure: the kind, where it could not be
+    computed and stands for what reward.on_failure says.
+    """
 
     reward: float
     correct: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+class RewardFailure(Exception):
+    """A reward that was not computed: a limit, an exception, no number."""
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+class RewardStop(RuntimeError):
+    """A reward failed where reward.on_failure=stop."""

@@ -7,7 +7,9 @@ text. Nothing is evaluated: no expression, no power, no symbolic equality (2\sqr
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
 from megavlm.rewards.base import Score
 
@@ -38,11 +40,15 @@ _DROPPED = (
 
 def score(response: str, answer: str) -> Score:
     r"""Reward 0.9 for a correct answer and 0.1 for one in \boxed{...}; the last one counts."""
-    boxed = _last_boxed(response)
-    found = boxed if boxed is not None else _after_answer(response)
+    boxed = last_boxed(response)
+    found = boxed if boxed is not None else after_answer(response)
     correct = found is not None and is_equal(found, answer)
     reward = (1.0 - FORMAT_REWARD) * correct + FORMAT_REWARD * (boxed is not None)
     return Score(reward=reward, correct=correct)
+
+
+def of_row(response: str, row: Mapping[str, Any]) -> Score:
+    return score(response, row["answer"])
 
 
 def is_equal(left: str, right: str) -> bool:
@@ -54,7 +60,7 @@ def is_equal(left: str, right: str) -> bool:
     return left_number is not None and left_number == right_number
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...}; None without one, or if its braces do not close."""
     start = text.rfind(_BOX)
     if start < 0:
@@ -72,7 +78,7 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
-def _after_answer(text: str) -> str | None:
+def after_answer(text: str) -> str | None:
     """The rest of the line after the last "Answer:", or None."""
     matches = deque(_ANSWER.finditer(text), maxlen=1)
     if not matches:

@@ -1,5 +1,8 @@
 """The response is the answer, word for word. For short closed answers ("red", "3")."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from megavlm.rewards.base import Score
 
 
@@ -7,3 +10,7 @@ def score(response: str, answer: str) -> Score:
     """Reward 1 where the two are equal but for surrounding white space, otherwise 0."""
     correct = response.strip() == answer.strip()
     return Score(reward=float(correct), correct=correct)
+
+
+def of_row(response: str, row: Mapping[str, Any]) -> Score:
+    return score(response, row["answer"])

@@ -1,20 +1,69 @@
-"""The names by which a recipe asks for a reward."""
+"""The names by which a recipe asks for a reward: a built-in one, `package.module:function`, or the
+URL of a service.
+"""
 
-from collections.abc import Callable
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from megavlm.rewards import boxed, exact_match
-from megavlm.rewards.base import Score
+RewardFunction = Callable[..., Any]  # of base.py's form
 
-_REWARDS: dict[str, Callable[[str, str], Score]] = {
-    "boxed": boxed.score,
-    "exact_match": exact_match.score,
+# Modules are loaded in the reward processes, when they are asked for: math needs half a second.
+BUILT_IN = {
+    "boxed": "megavlm.rewards.boxed:of_row",
+    "caption": "megavlm.rewards.caption:score",
+    "exact_match": "megavlm.rewards.exact_match:of_row",
+    "geo3k": "megavlm.rewards.geo3k:score",
+    "geospot": "megavlm.rewards.geospot:score",
+    "vqa": "megavlm.rewards.vqa:score",
 }
+REWARD_MODEL = "reward_model"
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def get(name: str) -> Callable[[str, str], Score]:
-    """The function (response, answer) -> Score; ValueError for a name that is not known."""
-    if name not in _REWARDS:
+def check(name: str, key: str = "reward.name") -> None:
+    """Raises ValueError for a name that says nothing; loads nothing."""
+    if name not in BUILT_IN and not is_remote(name) and not _IMPORT_PATH.fullmatch(name):
+        known = ", ".join(sorted([*BUILT_IN, REWARD_MODEL]))
         raise ValueError(
-            f"reward.name={name!r} is unknown: choose one of {', '.join(sorted(_REWARDS))}."
+            f"{key}={name!r} is unknown: choose one of {known}, a function as "
+            "package.module:function, or a service as http://HOST:PORT/PATH"
         )
-    return _REWARDS[name]
+
+
+def is_remote(name: str) -> bool:
+    return name == REWARD_MODEL or name.startswith(("http://", "https://"))
+
+
+def load(name: str, options: Mapping[str, Any]) -> RewardFunction:
+    """Imports the function, and lets a built-in one check its options. Raises ValueError for an
+    option that it does not take, for what is no function, and what the import raises.
+    """
+    module_name, _, attribute = BUILT_IN.get(name, name).partition(":")
+    module = importlib.import_module(module_name)
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise ValueError(f"{name} is no function")
+    takes = arguments(function) - {"pictures"}
+    if unknown := sorted(set(options) - takes):
+        known = ", ".join(sorted(takes)) or "none"
+        raise ValueError(f"it takes no option {unknown[0]!r}; its options are: {known}")
+    if name in BUILT_IN and hasattr(module, "prepare"):
+        module.prepare(**options)
+    return function
+
+
+def arguments(function: RewardFunction) -> set[str]:
+    """Names beyond response and row that the function can be given."""
+    parameters = list(inspect.signature(function).parameters.values())
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return set(names[2:])
+
+
+def get(name: str) -> Callable[[str, str], Any]:
+    """A built-in reward as (response, answer) -> Score; ValueError for a name that is not known."""
+    if name not in ("boxed", "exact_match"):
+        raise ValueError(f"reward.name={name!r} is unknown: choose one of boxed, exact_match.")
+    return getattr(importlib.import_module(f"megavlm.rewards.{name}"), "score")  # noqa: B009

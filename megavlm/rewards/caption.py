@@ -1,0 +1,83 @@
+"""A description against reference captions: the row's `references`, or its answer."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from megavlm.rewards.base import Score
+from megavlm.rewards.caption_metrics import (
+    Corpus,
+    Words,
+    cider_d,
+    coverage,
+    keywords_of,
+    rouge_l,
+)
+from megavlm.rewards.words import tokens
+
+MAX_WORDS = 400  # the rest of a longer response is not read, but counts as length
+METRICS = ("cider", "rouge", "keywords")
+DEFAULT_WEIGHTS = {"rouge": 0.5, "keywords": 0.5}
+
+
+def prepare(
+    weights: Mapping[str, float] | None = None,
+    corpus_files: Sequence[str] = (),
+    reference_key: str = "references",
+    **_: Any,
+) -> None:
+    """Raises ValueError for a metric that is not known, or has not what it needs."""
+    for name in weights or ():
+        if name not in METRICS:
+            raise ValueError(f"caption has no metric {name!r}: choose of {', '.join(METRICS)}")
+    if (weights or {}).get("cider") and not corpus_files:
+        raise ValueError(
+            "cider needs the captions by which words are weighed: set corpus_files to Parquet "
+            "files, ${data.train_files} for example"
+        )
+    if corpus_files:
+        read_corpus(tuple(corpus_files), reference_key)
+
+
+def score(
+    response: str,
+    row: Mapping[str, Any],
+    weights: Mapping[str, float] | None = None,
+    corpus_files: Sequence[str] = (),
+    reference_key: str = "references",
+    correct_from: float = 0.5,
+) -> Score:
+    """The weighted metrics (CIDEr-D 0 to 10, the others 0 to 1), correct from `correct_from`."""
+    weights = weights or DEFAULT_WEIGHTS
+    references = [tokens(text) for text in row.get(reference_key) or [row["answer"]]]
+    words = tokens(response)
+    caption: Words = words[:MAX_WORDS]
+    parts: dict[str, float] = {}
+    if weights.get("rouge"):
+        # A long response's tail is wrong words all.
+        parts["rouge"] = rouge_l(caption, references) * len(caption) / max(len(words), 1)
+    if weights.get("keywords"):
+        keywords = set(map(str, row.get("keywords") or ())) or keywords_of(references)
+        parts["keywords"] = coverage(caption, keywords)
+    if weights.get("cider"):
+        corpus = read_corpus(tuple(corpus_files), reference_key)
+        parts["cider"] = cider_d(caption, references, corpus) if len(words) <= MAX_WORDS else 0.0
+    reward = sum(weights[name] * value for name, value in parts.items())
+    return Score(reward, reward >= correct_from, parts)
+
+
+@lru_cache(maxsize=1)
+def read_corpus(files: tuple[str, ...], reference_key: str) -> Corpus:
+    """Raises ValueError for a file or column that is missing."""
+    references: list[list[Words]] = []
+    for file in files:
+        try:
+            column = pq.read_table(file, columns=[reference_key])[reference_key].to_pylist()
+        except (OSError, KeyError, ValueError) as error:
+            raise ValueError(f"{file} has no captions in {reference_key!r} ({error})") from error
+        for captions in column:
+            texts = captions if isinstance(captions, list) else [captions]
+            references.append([tokens(str(text)) for text in texts])
+    return Corpus.of(references)

@@ -1,0 +1,115 @@
+"""CIDEr-D, ROUGE-L and keyword coverage of one caption.
+
+Not covered: the Penn Treebank tokenizer of the COCO evaluation server (a Java program): words are
+split at white space and punctuation, which gives slightly other numbers on contractions.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Words = Sequence[str]
+Gram = tuple[str, ...]
+_STOP = set(
+    """a an and are as at be by for from has have her his in into is it its of off on or over that
+    the their them there they this to two up with while near next some one s very image picture
+    photo""".split()
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """In how many of `size` pictures' references each n-gram appears."""
+
+    frequency: Counter[Gram]
+    size: int
+
+    @classmethod
+    def of(cls, references: Iterable[Sequence[Words]]) -> "Corpus":
+        frequency: Counter[Gram] = Counter()
+        size = 0
+        for captions in references:
+            frequency.update({gram for words in captions for gram in grams(words)})
+            size += 1
+        return cls(frequency, size)
+
+
+def grams(words: Words, longest: int = 4) -> Counter[Gram]:
+    return Counter(
+        tuple(words[i : i + n]) for n in range(1, longest + 1) for i in range(len(words) - n + 1)
+    )
+
+
+def cider_d(caption: Words, references: Sequence[Words], corpus: Corpus) -> float:
+    """0 to 10. Source: Vedantam et al., "CIDEr: Consensus-based image description evaluation", CVPR
+    2015, section 6: n-grams of 1 to 4 words weighted by tf-idf, counts clipped to the reference's,
+    a Gaussian penalty (sigma 6) on the difference of lengths.
+    """
+    mine = _weights(caption, corpus)
+    total = 0.0
+    for reference in references:
+        theirs = _weights(reference, corpus)
+        penalty = math.exp(-((len(caption) - len(reference)) ** 2) / (2 * 6.0**2))
+        for left, right in zip(mine, theirs, strict=True):
+            norms = _norm(left) * _norm(right)
+            if norms:
+                dot = sum(min(left.get(gram, 0.0), value) * value for gram, value in right.items())
+                total += penalty * dot / norms / len(mine)
+    return 10 * total / len(references) if references else 0.0
+
+
+def _weights(words: Words, corpus: Corpus) -> list[dict[Gram, float]]:
+    """tf-idf by length of the n-gram."""
+    by_length: list[dict[Gram, float]] = [{} for _ in range(4)]
+    for gram, count in grams(words).items():
+        seen = max(corpus.frequency[gram], 1)
+        by_length[len(gram) - 1][gram] = count * (math.log(max(corpus.size, 1)) - math.log(seen))
+    return by_length
+
+
+def _norm(weights: dict[Gram, float]) -> float:
+    return math.sqrt(sum(value**2 for value in weights.values()))
+
+
+def rouge_l(caption: Words, references: Sequence[Words], beta: float = 1.2) -> float:
+    """0 to 1: F-measure of the longest common subsequence, best precision and best recall over the
+    references, as the COCO caption evaluation has it. Source: Lin, "ROUGE: a package for automatic
+    evaluation of summaries", 2004.
+    """
+    if not caption or not any(references):
+        return 0.0
+    lengths = [(common_subsequence(caption, words), len(words)) for words in references if words]
+    precision = max(length for length, _ in lengths) / len(caption)
+    recall = max(length / size for length, size in lengths)
+    if not precision or not recall:
+        return 0.0
+    return (1 + beta**2) * precision * recall / (recall + beta**2 * precision)
+
+
+def common_subsequence(left: Words, right: Words) -> int:
+    """Length of the longest one."""
+    row = [0] * (len(right) + 1)
+    for word in left:
+        diagonal = 0
+        for index, other in enumerate(right, 1):
+            above = row[index]
+            row[index] = diagonal + 1 if word == other else max(above, row[index - 1])
+            diagonal = above
+    return row[-1]
+
+
+def keywords_of(references: Sequence[Words]) -> set[str]:
+    """Words of weight that at least half of the references have."""
+    counts = Counter(word for words in references for word in set(words) - _STOP)
+    return {word for word, count in counts.items() if 2 * count >= len(references)}
+
+
+def coverage(caption: Words, keywords: set[str]) -> float:
+    """Share of the keywords that the caption has, in singular or plural."""
+    said = {_stem(word) for word in caption}
+    return sum(_stem(word) in said for word in keywords) / len(keywords) if keywords else 0.0
+
+
+def _stem(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word

@@ -1,0 +1,65 @@
+r"""Mathematics with a final answer in \boxed{...} or after "Answer:", compared by math-verify.
+
+Equivalence is symbolic (2\sqrt{3} is \sqrt{12}), so sympy evaluates what a model wrote: powers and
+lengths are refused first, and the rest is left to the limits of the process that this runs in.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from math_verify import (
+    ExprExtractionConfig,
+    LatexExtractionConfig,
+    parse,
+    verify,
+)
+
+from megavlm.rewards import boxed
+from megavlm.rewards.base import Score
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits we turn off
+
+MAX_CHARACTERS = 500  # of a final answer
+_HUGE_POWER = re.compile(r"(?:\^|\*\*)\s*[({]?\s*[+-]?\d{4,}|(?:\^|\*\*)[^+\-*/=,]*(?:\^|\*\*)|\d!")
+_LETTER = re.compile(r"\(?([A-Ea-e])\)?[.:]?")
+_FORMS = (LatexExtractionConfig(), ExprExtractionConfig())
+
+
+def score(
+    response: str,
+    row: Mapping[str, Any],
+    right: float = 0.9,
+    wrong: float = 0.0,
+    format_reward: float = 0.1,
+) -> Score:
+    r"""`right` or `wrong` for the last answer, and `format_reward` where it is in \boxed{...}."""
+    in_box = boxed.last_boxed(response)
+    found = in_box if in_box is not None else boxed.after_answer(response)
+    correct = found is not None and is_equivalent(found, str(row["answer"]))
+    has_form = in_box is not None
+    return Score(
+        reward=(right if correct else wrong) + format_reward * has_form,
+        correct=correct,
+        parts={"answer": float(correct), "format": float(has_form)},
+    )
+
+
+def is_equivalent(found: str, answer: str) -> bool:
+    """Whether two final answers say the same. What is too large to evaluate is wrong."""
+    if len(found) > MAX_CHARACTERS:
+        return False
+    if boxed.is_equal(found, answer):
+        return True
+    if _HUGE_POWER.search(found):
+        return False
+    if choice := _LETTER.fullmatch(answer.strip()):
+        given = _LETTER.fullmatch(found.strip())
+        return given is not None and given[1].upper() == choice[1].upper()
+    # Its own time limits are signals, which only a main thread can get: the process has better.
+    gold, forms = (
+        parse(f"${text.strip().strip('$')}$", _FORMS, parsing_timeout=None)
+        for text in (answer, found)
+    )
+    return bool(gold) and verify(gold, forms, timeout_seconds=None)

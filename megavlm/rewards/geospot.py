@@ -1,0 +1,140 @@
+"""Where a picture was taken: country, region, city and coordinates, as far as the row knows them.
+
+    reward = sum of weight x component / sum of the weights of what the row knows
+
+A name's component is 1 where it is right. That of coordinates is exp(-distance / tolerance), the
+great-circle distance and the tolerance in km. Correct is the country. A response says
+"Country: ...", "Region: ...", "City: ...", "Coordinates: latitude, longitude", or is JSON with
+these keys; one short line without them is a country.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megavlm.rewards.base import Score
+from megavlm.rewards.places import city_name, country_code, great_circle_km, region_name
+
+WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
+MAX_CHARACTERS = 20_000
+_FIELD = re.compile(r"^\W*(country|region|state|province|city|town)\b\W*:\W*(.+)$", re.I | re.M)
+_SIGNED = r"(-?\d{1,3}(?:\.\d{1,12})?)\s{0,3}°?\s{0,3}"
+_PAIR = re.compile(_SIGNED + r"([NS])?\s{0,3}[,;/ ]\s{0,3}" + _SIGNED + r"([EW])?", re.I)
+_LABELLED = re.compile(
+    r"\blat(?:itude)?\b[^\w-]{0,8}"
+    + _SIGNED
+    + r"([NS])?\b.{0,40}?\blon(?:g(?:itude)?)?\b[^\w-]{0,8}"
+    rf"{_SIGNED}([EW])?",
+    re.I | re.S,
+)
+_NAMES = {"state": "region", "province": "region", "town": "city"}
+
+
+def prepare(weights: Mapping[str, float] | None = None, tolerance: float = 25.0, **_: Any) -> None:
+    """Raises ValueError for a component that is not known, or a tolerance that is no distance."""
+    unknown = sorted(set(weights or ()) - set(WEIGHTS))
+    if unknown:
+        raise ValueError(f"geospot has no component {unknown[0]!r}: choose of {', '.join(WEIGHTS)}")
+    if not 0 < tolerance < math.inf:
+        raise ValueError(f"geospot's tolerance is {tolerance} km: set it to a distance above 0")
+
+
+def score(
+    response: str,
+    row: Mapping[str, Any],
+    weights: Mapping[str, float] | None = None,
+    tolerance: float = 25.0,
+) -> Score:
+    """`tolerance`: the distance in km at which coordinates are worth 1/e."""
+    said = read(response[-MAX_CHARACTERS:])
+    truth = _truth(row)
+    parts: dict[str, float] = {}
+    if truth["country"]:
+        same = country_code(said.get("country", "")) == country_code(truth["country"])
+        parts["country"] = float(same)
+    for name, spell in (
+        ("region", lambda x: region_name(x, truth["country"])),
+        ("city", city_name),
+    ):
+        if truth[name]:
+            known = {
+                spell(str(alias)) for alias in [truth[name], *(row.get(f"{name}_aliases") or ())]
+            }
+            parts[name] = float(name in said and spell(said[name]) in known)
+    if truth["point"] is not None:
+        parts["coordinates"] = 0.0
+        if said.get("point") is not None:
+            distance = great_circle_km(said["point"], truth["point"])
+            parts["coordinates"] = math.exp(-distance / tolerance)
+    weights = WEIGHTS if weights is None else weights
+    total = sum(weights.get(name, 0.0) for name in parts)
+    gained = sum(weights.get(name, 0.0) * value for name, value in parts.items())
+    return Score(gained / total if total else 0.0, parts.get("country") == 1.0, parts)
+
+
+def read(response: str) -> dict[str, Any]:
+    """What a response says: country, region, city, and `point` (latitude, longitude); the last
+    where it says a thing twice.
+    """
+    said = _read_json(response) or {}
+    for label, value in _FIELD.findall(response):
+        name = _NAMES.get(label.lower(), label.lower())
+        said[name] = value.strip().strip("*").rstrip(".,;").strip()
+    if (point := _read_point(response)) is not None:
+        said["point"] = point
+    line = response.strip()
+    if not said and line and len(line) <= 60 and "\n" not in line:
+        said["country"] = line.rstrip(".")
+    return said
+
+
+def _read_json(response: str) -> dict[str, Any] | None:
+    """The last flat object of the response."""
+    end = response.rfind("}")
+    start = response.rfind("{", 0, end)
+    if start < 0:
+        return None
+    try:
+        value = json.loads(response[start : end + 1])
+    except ValueError:
+        return None
+    names = {str(name).lower(): item for name, item in value.items()}
+    said = {name: str(names[name]) for name in ("country", "region", "city") if names.get(name)}
+    lat, lon = (names.get(short, names.get(long)) for short, long in _COORDINATES)
+    if isinstance(lat, int | float) and isinstance(lon, int | float) and _on_earth(lat, lon):
+        return {**said, "point": (float(lat), float(lon))}
+    return said or None
+
+
+_COORDINATES = (("lat", "latitude"), ("lon", "longitude"))
+
+
+def _read_point(response: str) -> tuple[float, float] | None:
+    found = None
+    for pattern in (_PAIR, _LABELLED):
+        for lat_text, north, lon_text, east in pattern.findall(response):
+            lat = float(lat_text) * (-1 if north.upper() == "S" else 1)
+            lon = float(lon_text) * (-1 if east.upper() == "W" else 1)
+            # Plain whole numbers are counts and house numbers.
+            exact = "." in lat_text and "." in lon_text
+            if _on_earth(lat, lon) and (exact or north or pattern is _LABELLED):
+                found = lat, lon
+    return found
+
+
+def _on_earth(lat: float, lon: float) -> bool:
+    return abs(lat) <= 90 and abs(lon) <= 180
+
+
+def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the row's columns; the answer is the country where no column says it."""
+    lat, lon = row.get("lat"), row.get("lon")
+    known = lat is not None and lon is not None
+    return {
+        "country": str(row.get("country") or row.get("answer") or ""),
+        "region": str(row.get("region") or ""),
+        "city": str(row.get("city") or ""),
+        "point": (float(str(lat)), float(str(lon))) if known else None,
+    }

@@ -1,0 +1,174 @@
+"""The trainer's side of one reward process: ask it, bound it, kill it with all that it started."""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from megavlm.rewards.base import RewardFailure
+from megavlm.rewards.wire import HEAD, frame
+
+START_SECONDS = 120.0
+MAX_OUTPUT = 2**20  # bytes that a reward may print for one response
+MAX_REPLY = 2**16
+# No key of the trainer's reaches a reward.
+_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
+
+
+Rewards = Sequence[tuple[str, Mapping[str, Any]]]  # names and options
+
+
+class RewardProcess:
+    """Of one thread, which must live as long: the process ends with the thread that started it."""
+
+    def __init__(self, rewards: Rewards, memory_mb: int) -> None:
+        """Raises ValueError where a function cannot be loaded, or refuses its options."""
+        names = ", ".join(name for name, _ in rewards)
+        ours, theirs = socket.socketpair()
+        self._control = ours
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megavlm.rewards.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env=environment | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        self._printed = bytearray()
+        setup = {"rewards": rewards, "memory_bytes": memory_mb * 2**20, "parent": os.getpid()}
+        try:
+            reply = self._exchange(setup, START_SECONDS)
+        except RewardFailure as failure:
+            said = self._printed.decode(errors="replace").strip()[-300:]
+            raise ValueError(
+                f"the process for {names} did not start ({failure}) {said}"
+            ) from failure
+        if "error" in reply:
+            self.kill()
+            raise ValueError(f"the reward cannot be loaded ({names}): {reply['error']}")
+        self.takes: list[set[str]] = [set(arguments) for arguments in reply["takes"]]
+
+    def call(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """What the function returned. Raises RewardFailure; check `alive` before the next call."""
+        reply = self._exchange({**request, "cpu_seconds": seconds}, seconds)
+        if reply.get("left_children"):
+            self.kill()
+        if "failure" in reply:
+            if reply["failure"] == "memory":  # what it holds by now is anybody's guess
+                self.kill()
+            raise RewardFailure(reply["failure"], str(reply.get("message")))
+        return reply
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    def _exchange(self, message: Any, seconds: float) -> dict[str, Any]:
+        """Any failure here ends the process."""
+        try:
+            return self._wait(message, time.monotonic() + seconds, seconds)
+        except TimeoutError:
+            self.kill()
+            raise RewardFailure("timeout", f"no answer in {seconds:g} s") from None
+        except OSError:  # it died before it had read all
+            raise self._death() from None
+        except RewardFailure:
+            self.kill()
+            raise
+
+    def _wait(self, message: Any, deadline: float, seconds: float) -> dict[str, Any]:
+        self._control.settimeout(seconds)
+        self._control.sendall(frame(message))
+        self._printed.clear()
+        assert self._process.stdout is not None
+        output = self._process.stdout.fileno()
+        reply = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(output, selectors.EVENT_READ)
+            while True:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                for key, _ in selector.select(left):
+                    if key.fd == output:
+                        if not (data := os.read(output, 2**16)):
+                            selector.unregister(output)
+                        self._count_output(data)
+                        continue
+                    if not (data := self._control.recv(2**16)):
+                        raise self._death()
+                    reply += data
+                    if (whole := _parse(reply)) is not None:
+                        return whole
+
+    def _count_output(self, data: bytes) -> None:
+        self._printed += data
+        if len(self._printed) > MAX_OUTPUT:
+            raise RewardFailure("output", f"more than {MAX_OUTPUT} bytes printed")
+
+    def _death(self) -> RewardFailure:
+        self.kill()
+        code = self._process.returncode
+        if code == -signal.SIGXCPU:
+            return RewardFailure("timeout", "out of processor time")
+        return RewardFailure("crash", f"the reward process ended with {code}")
+
+    def kill(self) -> None:
+        """The process and its descendants, those in other process groups too."""
+        if not self.alive:
+            return
+        with suppress(psutil.NoSuchProcess):
+            _kill_tree(psutil.Process(self._process.pid))
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._control.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def _kill_tree(root: psutil.Process) -> None:
+    """Stopped first, all of them: none forks while the others are looked for."""
+    stopped: dict[int, psutil.Process] = {}
+    while True:
+        found = [p for p in (root, *root.children(recursive=True)) if p.pid not in stopped]
+        if not found:
+            break
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+            stopped[process.pid] = process
+    for process in reversed(stopped.values()):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _parse(reply: bytearray) -> dict[str, Any] | None:
+    """The whole reply, or None while some of it is missing."""
+    if len(reply) < HEAD.size:
+        return None
+    size = HEAD.unpack_from(reply)[0]
+    if size > MAX_REPLY:
+        raise RewardFailure("value", f"a reply of {size} bytes")
+    if len(reply) < HEAD.size + size:
+        return None
+    try:
+        value = json.loads(reply[HEAD.size :])
+    except ValueError as error:
+        raise RewardFailure("value", "a reply that is not JSON") from error
+    if not isinstance(value, dict):
+        raise RewardFailure("value", "a reply that is no object")
+    return value

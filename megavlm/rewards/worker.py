@@ -1,0 +1,99 @@
+"""The process that runs reward functions: `python -m megavlm.rewards.worker CONTROL_FD`.
+
+It limits itself (memory, processor time), says which arguments its functions take, and then answers
+one request at a time. Its standard output is a pipe that the trainer counts and bounds.
+"""
+
+import base64
+import ctypes
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from megavlm.rewards import registry
+from megavlm.rewards.wire import frame, receive
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    setup = receive(control)
+    limit(setup["memory_bytes"], setup["parent"])
+    try:
+        functions = [registry.load(name, options) for name, options in setup["rewards"]]
+    except Exception as error:  # an import of the user's, which may do anything
+        control.sendall(frame({"error": f"{type(error).__name__}: {error}"}))
+        return
+    takes = [sorted(registry.arguments(function)) for function in functions]
+    control.sendall(frame({"takes": takes}))
+    while (request := receive(control)) is not None:
+        limit_cpu(request["cpu_seconds"])
+        reply = answer(functions[request["function"]], request)
+        sys.stdout.flush()
+        control.sendall(frame(reply | {"left_children": has_children()}))
+
+
+def answer(function: registry.RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = dict(request["options"])
+    if request["pictures"] is not None:
+        arguments["pictures"] = [base64.b64decode(picture) for picture in request["pictures"]]
+    try:
+        return plain(function(request["response"], request["row"], **arguments))
+    except MemoryError:
+        return {"failure": "memory", "message": "out of memory"}
+    # The user's code may raise anything, SystemExit too.
+    except BaseException as error:
+        return {"failure": "exception", "message": f"{type(error).__name__}: {error}"[:500]}
+
+
+def plain(result: Any) -> dict[str, Any]:
+    """{reward, correct or None, parts} of what a function returned."""
+    if is_dataclass(result) and not isinstance(result, type):
+        result = asdict(result)
+    if not isinstance(result, Mapping):
+        result = {"reward": result}
+    correct = result.get("correct")
+    return {
+        "reward": float(result["reward"]),
+        "correct": None if correct is None else bool(correct),
+        "parts": {str(name): float(value) for name, value in result.get("parts", {}).items()},
+    }
+
+
+def limit(memory_bytes: int, parent: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    prctl = ctypes.CDLL(None).prctl
+    # The trainer's end is this process's end; and what its children leave behind becomes its child,
+    # where the trainer finds it.
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != parent:
+        sys.exit()
+
+
+def limit_cpu(seconds: float) -> None:
+    """From now on, for this process and what it forks: it holds where the trainer is gone."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds) + 1, hard))
+
+
+def has_children() -> bool:
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass  # one that had ended
+    except ChildProcessError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Caption metrics against the formulas written out, and against values worked out by hand."""
+
+import itertools
+import math
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megavlm.rewards import caption
+from megavlm.rewards.caption_metrics import (
+    Corpus,
+    cider_d,
+    common_subsequence,
+    coverage,
+    keywords_of,
+    rouge_l,
+)
+
+WORDS = st.lists(st.sampled_from("a b c d".split()), min_size=1, max_size=7)
+
+
+def literal_cider_d(
+    candidate: list[str], references: list[list[str]], pictures: list[list[list[str]]]
+) -> float:
+    """Equations 3 and 4 of the paper's section on CIDEr-D, over all n-grams that occur."""
+
+    def count(gram: tuple[str, ...], words: list[str]) -> int:
+        n = len(gram)
+        return sum(tuple(words[i : i + n]) == gram for i in range(len(words) - n + 1))
+
+    def idf(gram: tuple[str, ...]) -> float:
+        seen = sum(any(count(gram, words) for words in picture) for picture in pictures)
+        return math.log(len(pictures)) - math.log(max(1, seen))
+
+    total = 0.0
+    for n in (1, 2, 3, 4):
+        for reference in references:
+            vocabulary = {
+                tuple(words[i : i + n])
+                for words in (candidate, reference)
+                for i in range(len(words) - n + 1)
+            }
+            mine = {g: count(g, candidate) * idf(g) for g in vocabulary}
+            theirs = {g: count(g, reference) * idf(g) for g in vocabulary}
+            norm = math.sqrt(sum(x * x for x in mine.values())) * math.sqrt(
+                sum(x * x for x in theirs.values())
+            )
+            if norm:
+                dot = sum(min(mine[g], theirs[g]) * theirs[g] for g in vocabulary)
+                gap = len(candidate) - len(reference)
+                total += math.exp(-(gap**2) / (2 * 36)) * dot / norm
+    return 10 / 4 * total / len(references)
+
+
+@given(WORDS, st.lists(st.lists(WORDS, min_size=1, max_size=3), min_size=2, max_size=4))
+def test_cider_d_is_the_formula(candidate: list[str], pictures: list[list[list[str]]]) -> None:
+    expected = literal_cider_d(candidate, pictures[0], pictures)
+    assert cider_d(candidate, pictures[0], Corpus.of(pictures)) == pytest.approx(expected)
+
+
+def test_cider_d_of_the_reference_itself_is_ten() -> None:
+    pictures = [["a red bus drives by".split()], ["two dogs play outside here".split()]]
+    assert cider_d(pictures[0][0], pictures[0], Corpus.of(pictures)) == pytest.approx(10)
+    assert cider_d(pictures[1][0], pictures[0], Corpus.of(pictures)) == 0
+
+
+@given(WORDS, WORDS)
+def test_the_common_subsequence_is_the_longest(left: list[str], right: list[str]) -> None:
+    def subsequences(words: list[str]) -> Counter[tuple[str, ...]]:
+        sizes = range(len(words) + 1)
+        return Counter(itertools.chain(*(itertools.combinations(words, n) for n in sizes)))
+
+    both = subsequences(left).keys() & subsequences(right).keys()
+    assert common_subsequence(left, right) == max(map(len, both))
+
+
+def test_rouge_l_of_lin_s_example() -> None:
+    """Lin (2004), section 3: with beta 1 the two candidates get 0.75 and 0.5."""
+    reference = ["police killed the gunman".split()]
+    assert rouge_l("police kill the gunman".split(), reference, beta=1) == pytest.approx(0.75)
+    assert rouge_l("the gunman kill police".split(), reference, beta=1) == pytest.approx(0.5)
+    assert rouge_l([], reference) == 0 and rouge_l(["dog"], reference) == 0
+
+
+def test_keywords_are_what_half_of_the_references_say() -> None:
+    references = [text.split() for text in ("a dog on grass", "two dogs", "a dog runs", "grass")]
+    assert keywords_of(references) == {"dog", "grass"}
+    assert coverage("dogs everywhere".split(), {"dog", "grass"}) == 0.5
+    assert coverage([], {"dog"}) == 0 and coverage(["dog"], set()) == 0
+
+
+def test_the_reward_weighs_its_metrics(tmp_path: Path) -> None:
+    rows = [{"references": ["a red bus drives by"]}, {"references": ["two dogs play outside"]}]
+    pq.write_table(pa.Table.from_pylist(rows), file := tmp_path / "rows.parquet")
+    row = rows[0] | {"answer": ""}
+    options = {"corpus_files": [str(file)], "weights": {"cider": 0.1, "keywords": 1.0}}
+    found = caption.score("A red bus drives by.", row, **options)  # type: ignore[arg-type]
+    assert found.parts == pytest.approx({"cider": 10.0, "keywords": 1.0})
+    assert found.reward == pytest.approx(2.0) and found.correct
+    assert caption.score("red " * 10**5, row).reward < 0.3
+    alone = caption.score("a bus", {"answer": "a bus"})
+    assert alone.parts == pytest.approx({"rouge": 1.0, "keywords": 1.0})
+
+
+def test_cider_without_a_corpus_is_refused() -> None:
+    with pytest.raises(ValueError, match="corpus_files"):
+        caption.prepare(weights={"cider": 1.0})
+    with pytest.raises(ValueError, match="no metric 'bleu'"):
+        caption.prepare(weights={"bleu": 1.0})

@@ -1,0 +1,93 @@
+"""Equivalent mathematics is right; what a model writes to exhaust the verifier costs nothing."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from megavlm.rewards import geo3k
+from megavlm.rewards.base import Example, Score
+from megavlm.rewards.judge import Judge, Part
+
+
+@pytest.mark.parametrize(
+    ("found", "answer"),
+    [
+        (r"2\sqrt{3}", r"\sqrt{12}"),
+        (r"5\sqrt 2", r"\sqrt{50}"),
+        (r"\frac{2\sqrt{2}}{5}", r"\frac { 2 \sqrt { 2 } } { 5 }"),
+        ("x = 5", "5"),
+        ("5 cm", "5"),
+        (r"30^\circ", "30"),
+        ("(B)", "B"),
+        ("b", "B"),
+        (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),
+        (r"(x+1)^2", "x^2+2x+1"),
+    ],
+)
+def test_equivalent(found: str, answer: str) -> None:
+    assert geo3k.is_equivalent(found, answer)
+
+
+@pytest.mark.parametrize(
+    ("found", "answer"),
+    [
+        ("81", "80"),
+        ("B", "A"),
+        ("", "1"),
+        (r"\frac{1}{0}", "1"),
+        ("((((", "1"),
+        ("3", "A"),
+        ("a", "1"),
+    ],
+)
+def test_not_equivalent(found: str, answer: str) -> None:
+    assert not geo3k.is_equivalent(found, answer)
+
+
+def test_values_and_format_are_configurable() -> None:
+    row = {"answer": r"\sqrt{12}"}
+    assert geo3k.score(r"so \boxed{2\sqrt{3}}", row) == Score(
+        1.0, True, {"answer": 1.0, "format": 1.0}
+    )
+    assert geo3k.score(r"Answer: 2\sqrt{3}", row).reward == pytest.approx(0.9)
+    assert geo3k.score(r"\boxed{3}", row, wrong=-1.0, format_reward=0.25).reward == -0.75
+    assert geo3k.score("no idea", row, right=2.0, wrong=-1.0).reward == -1.0
+
+
+HOSTILE = {
+    "power": r"\boxed{9**9**9}",
+    "latex power": r"\boxed{9^{9^{9}}}",
+    "long exponent": r"\boxed{10^{999999999}}",
+    "factorial": r"\boxed{99999999!}",
+    "expansion": r"\boxed{(a+b+c+d+e+f)^{999}}",
+    "megabyte": r"\boxed{" + "1+" * 500_000 + "1}",
+    "megabyte of boxes": r"\boxed{" * 140_000,
+    "megabyte of text": "Answer: " + "a" * 2**20,
+    "nested": r"\boxed{" + r"\sqrt{" * 60 + "2" + "}" * 61,
+    "sum": r"\boxed{\sum_{n=1}^{999} n^{999}}",
+}
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    parts = [Part("math", "geo3k", options={"format_reward": 0.0})]
+    judge = Judge(parts, on_failure="zero", workers=1, timeout=3, memory_mb=2048)
+    yield judge
+    asyncio.run(judge.close())
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_answers_get_nothing_within_the_limit(judge: Judge, name: str) -> None:
+    found = asyncio.run(judge.score(HOSTILE[name], Example("?", r"\frac{\pi}{7}")))
+    assert (found.reward, found.correct) == (0.0, False)
+    right = asyncio.run(judge.score(r"\boxed{\pi/7}", Example("?", r"\frac{\pi}{7}")))
+    assert right.correct, "the next response is served"
+
+
+def test_a_catastrophic_regular_expression_ends_at_the_limit() -> None:
+    parts = [Part("regex", "user_rewards:catastrophic")]
+    judge = Judge(parts, on_failure="zero", workers=1, timeout=1, memory_mb=1024)
+    found = asyncio.run(judge.score("a" * 60, Example("?", "!")))
+    assert found == Score(0.0, False, failure="timeout")
+    asyncio.run(judge.close())

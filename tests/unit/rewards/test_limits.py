@@ -1,0 +1,147 @@
+"""A reward that misbehaves is killed by its limit, and scored by policy; the next one is served."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from megavlm.rewards.base import Example, RewardStop, Score
+from megavlm.rewards.judge import Judge, Part
+
+FAULTY = "user_rewards:faulty"
+EXAMPLE = Example("?", "red")
+
+
+def make(on_failure: str = "zero", timeout: float = 1.0, name: str = FAULTY) -> Judge:
+    return Judge(
+        [Part("only", name)],
+        on_failure=on_failure,  # type: ignore[arg-type]
+        workers=1,
+        timeout=timeout,
+        memory_mb=1024,
+    )
+
+
+def score(judge: Judge, response: str) -> Score:
+    return asyncio.run(judge.score(response, EXAMPLE))
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    judge = make()
+    yield judge
+    asyncio.run(judge.close())
+    assert not mine(), "a reward process outlives the judge"
+
+
+def mine() -> list[psutil.Process]:
+    """Processes that rewards run in, or have started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if process.status() != psutil.STATUS_ZOMBIE and (
+            "megavlm.rewards.worker" in words or words == ["/bin/sleep", "1000"]
+        ):
+            if (
+                os.getpid() in [parent.pid for parent in process.parents()]
+                or words[0] == "/bin/sleep"
+            ):
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("response", "kind"),
+    [
+        ("loop", "timeout"),
+        ("sleep", "timeout"),
+        ("allocate", "memory"),
+        ("fork", "timeout"),
+        ("hide", "timeout"),
+        ("flood", "output"),
+        ("raise", "exception"),
+        ("exit", "exception"),
+        ("die", "crash"),
+        ("nan", "value"),
+        ("infinite", "value"),
+        ("huge", "exception"),
+        ("text", "exception"),
+        ("nothing", "exception"),
+    ],
+)
+def test_a_fault_is_scored_by_policy_and_the_next_response_is_served(
+    judge: Judge, response: str, kind: str
+) -> None:
+    before = judge.failures[kind]
+    assert score(judge, response) == Score(0.0, False, failure=kind)
+    assert judge.failures[kind] == before + 1
+    assert score(judge, "plain") == Score(1.0, True)
+    assert len(mine()) == 1, "what the reward started died with it"
+
+
+@pytest.mark.parametrize("response", ["leave a child", "leave a daemon"])
+def test_a_child_that_is_left_behind_dies_and_the_reward_counts(
+    judge: Judge, response: str
+) -> None:
+    assert score(judge, response).correct
+    assert score(judge, "plain").correct
+    assert len(mine()) == 1
+
+
+def test_printing_is_no_fault_and_a_process_is_kept(judge: Judge) -> None:
+    assert score(judge, "pid") == score(judge, "pid")
+    assert score(judge, "print") == Score(1.0, True)
+
+
+def test_a_megabyte_goes_in(judge: Judge) -> None:
+    assert score(judge, "x" * 2**20).correct
+
+
+def test_no_key_of_the_trainer_reaches_a_reward(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAVLM_API_KEY", "secret")
+    score(judge, "die")
+    seen = set(score(judge, "environment").parts)
+    assert "PATH" in seen and not any("KEY" in name for name in seen)
+
+
+def test_the_policies() -> None:
+    for policy in ("skip", "stop"):
+        judge = make(policy)
+        if policy == "stop":
+            with pytest.raises(RewardStop, match=r"reward\.on_failure=stop"):
+                score(judge, "raise")
+        else:
+            assert score(judge, "raise").failure == "exception"
+        asyncio.run(judge.close())
+
+
+def test_a_process_ends_with_the_thread_that_trains() -> None:
+    judges: list[Judge] = []
+    thread = threading.Thread(target=lambda: judges.append(make()))
+    thread.start()
+    thread.join()
+    assert score(judges[0], "plain").correct, "the pool's own thread keeps it"
+    asyncio.run(judges[0].close())
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("user_rewards:missing", "AttributeError"),
+        ("nowhere:f", "ModuleNotFoundError"),
+        ("user_rewards:SINK", "is no function"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_one_sentence(name: str, problem: str) -> None:
+    before = len(mine())
+    with pytest.raises(ValueError, match=problem):
+        make(name=name)
+    assert len(mine()) == before

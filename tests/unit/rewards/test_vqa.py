@@ -1,0 +1,59 @@
+"""Short answers of every kind: what is right, what is a guess too many."""
+
+from typing import Any
+
+import pytest
+
+from megavlm.rewards import vqa
+
+
+@pytest.mark.parametrize(
+    ("response", "row", "correct"),
+    [
+        ("3", {"answer": "3", "category": "counting"}, True),
+        ("There are three dogs.", {"answer": "3", "category": "counting"}, True),
+        ("none", {"answer": "0", "category": "counting"}, True),
+        ("3 or 4", {"answer": "3", "category": "counting"}, False),
+        ("13", {"answer": "3", "category": "counting"}, False),
+        (r"first 4, then \boxed{3}", {"answer": "3", "category": "counting"}, True),
+        ("1,200", {"answer": "1200", "category": "number"}, True),
+        ("-2.50", {"answer": "-2.5", "category": "number"}, True),
+        ("Yes.", {"answer": "yes", "category": "existence"}, True),
+        ("No, there is none", {"answer": "no", "category": "existence"}, True),
+        ("yes and no", {"answer": "yes", "category": "existence"}, False),
+        ("I say yes", {"answer": "yes", "category": "existence"}, False),
+        ("Answer: yes", {"answer": "yes", "category": ""}, True),
+        ("A red one", {"answer": "red one", "category": "existence"}, True),
+        ("(B)", {"answer": "B", "category": "multiple_choice"}, True),
+        ("B: a circle", {"answer": "B", "category": "choice"}, True),
+        ("circle", {"answer": "B", "choices": ["square", "circle"]}, True),
+        ("B", {"answer": "circle", "choices": ["square", "circle"]}, True),
+        ("Because", {"answer": "B", "category": "choice"}, False),
+        ("", {"answer": "B", "category": "choice"}, False),
+        ("The colour is Red.", {"answer": "red", "category": "attribute"}, True),
+        ("red blue green", {"answer": "red", "category": "attribute"}, False),
+        ("the Café", {"answer": "cafe", "category": "text"}, True),
+        ("sofa", {"answer": "couch", "answers": ["sofa", "couch"], "category": "text"}, True),
+        ("", {"answer": "a", "category": "text"}, False),
+        ("1 2 " * 10**5, {"answer": "1", "category": "counting"}, False),
+    ],
+)
+def test_kinds(response: str, row: dict[str, Any], correct: bool) -> None:
+    assert vqa.score(response, row).correct is correct
+
+
+def test_tolerance() -> None:
+    row = {"answer": "200", "category": "number"}
+    assert not vqa.score("205", row).correct
+    assert (
+        vqa.score("205", row, tolerance=5).correct and vqa.score("196", row, relative=0.02).correct
+    )
+    assert not vqa.score("195", row, relative=0.02).correct
+
+
+def test_values_and_kinds_are_configurable() -> None:
+    row = {"answer": "A", "category": "diagram"}
+    assert vqa.score("A dog", row | {"answer": "dog"}, kinds={"diagram": "text"}).correct
+    assert vqa.score("x", row, wrong=-1.0).reward == -1.0
+    with pytest.raises(ValueError, match="'diagram' cannot be 'maths'"):
+        vqa.prepare(kinds={"diagram": "maths"})

@@ -1,0 +1,82 @@
+"""Rewards that a user might write, faulty ones among them; loaded in reward processes."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SINK: list[bytearray] = []
+
+
+def length(response: str, row: Mapping[str, Any], factor: float = 1.0) -> float:
+    return factor * len(response) / len(row["answer"])
+
+
+def looks(response: str, row: Mapping[str, Any], pictures: Sequence[bytes]) -> dict[str, Any]:
+    return {"reward": 0.5, "correct": response == pictures[0].decode(), "parts": {"seen": 1}}
+
+
+def tolerant(response: str, row: Mapping[str, Any], tolerance: float = 1.0) -> float:
+    return tolerance
+
+
+def faulty(response: str, row: Mapping[str, Any]) -> Any:
+    """Does what the response says."""
+    match response:
+        case "loop":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(1000)
+        case "allocate":
+            SINK.append(bytearray(4 * 2**30))
+        case "fork":
+            if os.fork() == 0:
+                time.sleep(1000)
+            time.sleep(1000)
+        case "leave a child":
+            if os.fork() == 0:
+                time.sleep(1000)
+        case "leave a daemon":
+            subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True)
+        case "hide":  # a grandchild in a session of its own, whose parent is gone
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    time.sleep(1000)
+                os._exit(0)
+            time.sleep(1000)
+        case "flood":
+            while True:
+                os.write(1, b"x" * 4096)
+        case "print":
+            print("x" * 5000)
+        case "raise":
+            raise KeyError("as told")
+        case "exit":
+            sys.exit(3)
+        case "die":
+            os._exit(3)
+        case "nan":
+            return float("nan")
+        case "infinite":
+            return float("inf")
+        case "huge":
+            return 10**400
+        case "text":
+            return "good"
+        case "nothing":
+            return None
+        case "environment":
+            return {"reward": 1, "parts": {name: 1 for name in os.environ}}
+        case "pid":
+            return os.getpid()
+    return 1
+
+
+def catastrophic(response: str, row: Mapping[str, Any]) -> float:
+    """A regular expression that needs exponential time."""
+    return float(bool(re.fullmatch(r"(a+)+b", response)))
