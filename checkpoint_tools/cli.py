@@ -139,20 +139,28 @@ def inspect(
     experts: Experts = "hub",
     as_json: Json = False,
 ) -> None:
-    """Show what a HuggingFace folder or a checkpoint holds: family, parameters, dtypes, layout."""
+    """Show what a model folder, a checkpoint or a PEFT folder holds: parameters, dtypes, layout."""
     one_process("inspect")
     from rich.console import Console
 
-    from checkpoint_tools import inspection
+    from checkpoint_tools import adapter_inspection, inspection
+    from checkpoint_tools.peft_folder import is_peft_folder, open_peft
     from checkpoint_tools.weights import open_weights
 
+    # Names and numbers are to be read, and copied, whole: a pipe is no narrow terminal.
+    console = Console(width=None if sys.stdout.isatty() else 250)
+    if is_peft_folder(path):
+        peft = open_peft(path)
+        if as_json:
+            typer.echo(json.dumps(adapter_inspection.summary(peft)))
+        else:
+            console.print(adapter_inspection.table(peft))
+        return
     weights = open_weights(path, step=step, experts=experts)
     if as_json:
         rows = {"mapping": list(inspection.mapping_rows(weights))} if mapping else {}
         typer.echo(json.dumps({**inspection.summary(weights), **rows}))
         return
-    # Names and numbers are to be read, and copied, whole: a pipe is no narrow terminal.
-    console = Console(width=None if sys.stdout.isatty() else 250)
     console.print(inspection.table(weights))
     if mapping:
         console.print(inspection.mapping_table(weights))
@@ -160,7 +168,7 @@ def inspect(
 
 @app.command(epilog="Example: megavlm-convert verify models/mine runs/mine/checkpoints")
 def verify(
-    a: Annotated[Path, typer.Argument(help="A HuggingFace folder or a checkpoint.")],
+    a: Annotated[Path, typer.Argument(help="A model folder, a checkpoint or a PEFT folder.")],
     b: Annotated[Path, typer.Argument(help="Another.")],
     logits: Annotated[
         bool,
@@ -171,12 +179,18 @@ def verify(
     ] = 0.0,
     experts_a: Experts = "hub",
     experts_b: Experts = "hub",
+    alpha: Alpha = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two models bit by bit, or by their logits. Exit code 1 where they differ."""
+    """Compare two models bit by bit, or by their logits. Exit code 1 where they differ.
+
+    A PEFT folder is compared with another, or with the adapters in a checkpoint.
+    """
     one_process("verify")
     from checkpoint_tools import comparison
+    from checkpoint_tools.adapter_comparison import compare_adapters
+    from checkpoint_tools.peft_folder import is_peft_folder
     from checkpoint_tools.weights import open_weights
 
     if logits:
@@ -187,9 +201,12 @@ def verify(
         record: dict[str, Any] = {"logits": [asdict(one) for one in found]}
         lines = [one.sentence() for one in found]
     else:
-        left = open_weights(a, experts=experts_a)
-        right = open_weights(b, experts=experts_b)
-        result = comparison.compare(left, right, show=show(quiet, as_json))
+        if is_peft_folder(a) or is_peft_folder(b):
+            result = compare_adapters(a, b, alpha=alpha, show=show(quiet, as_json))
+        else:
+            left = open_weights(a, experts=experts_a)
+            right = open_weights(b, experts=experts_b)
+            result = comparison.compare(left, right, show=show(quiet, as_json))
         is_equal = not result.different
         record, lines = asdict(result), list(comparison.sentences(result))
     tell({"is_equal": is_equal, **record}, "\n".join(lines), quiet, as_json)

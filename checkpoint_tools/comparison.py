@@ -8,7 +8,9 @@ from torch import Tensor
 
 from checkpoint_tools.ahead import one_ahead
 from checkpoint_tools.progress import Show, silent
+from checkpoint_tools.step_adapters import known_settings
 from checkpoint_tools.weights import Weights
+from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,6 +54,7 @@ def compare(a: Weights, b: Weights, *, show: Show = silent) -> Comparison:
     for entry in others.values():
         for name in _names(entry):
             result.add(f"{name} {_alone(b)}")
+    _compare_adapters(a, b, result)
 
     def read(pair: tuple[Entry, Entry]) -> tuple[list[str], Tensors, Tensors]:
         entry, other = pair
@@ -64,6 +67,26 @@ def compare(a: Weights, b: Weights, *, show: Show = silent) -> Comparison:
                 result.add(problem and f"{name} {problem}")
                 advance(x.nbytes)
     return result
+
+
+def _compare_adapters(a: Weights, b: Weights, result: Comparison) -> None:
+    """Tensor by tensor, as checkpoints hold them."""
+    left, right = ({name for name, *_ in x.extras if is_adapter(name)} for x in (a, b))
+    if left and right:
+        alphas = [known_settings(x.path).get("alpha") for x in (a, b)]
+        if alphas[0] != alphas[1]:
+            result.add(f"adapters have alpha {alphas[0]} and {alphas[1]}")
+    for name in sorted(left | right):
+        if name not in left & right:
+            result.add(f"{name} {_alone(a if name in left else b)}")
+            continue
+        assert a.reader is not None and b.reader is not None
+        x, y = a.reader.read(name), b.reader.read(name)
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            result.add(f"{name} is {tuple(x.shape)} {x.dtype} and {tuple(y.shape)} {y.dtype}")
+            continue
+        problem = difference(x, y)
+        result.add(problem and f"{name} {problem}")
 
 
 def difference(a: Tensor, b: Tensor) -> str | None:

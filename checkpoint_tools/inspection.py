@@ -1,8 +1,9 @@
 """What an HF folder or a checkpoint holds, as a table."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from checkpoint_tools.safetensors_file import Spec
+from checkpoint_tools.step_adapters import describe, has_adapters
 from checkpoint_tools.weights import Weights
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Shape
@@ -30,11 +33,20 @@ class Component:
 
 def components(weights: Weights) -> list[Component]:
     """In the order of the model, adapters last."""
-    found: dict[str, list[ParameterSize]] = defaultdict(list)
+    found: dict[str, list[Spec]] = defaultdict(list)
     for key, shape, dtype in _tensors(weights):
         size = ParameterSize(key, shape, dtype, trained=False, pieces=1)
-        found["adapters" if is_adapter(key) else size.component].append(size)
-    return [_component(name, sizes) for name, sizes in found.items()]
+        found["adapters" if is_adapter(key) else size.component].append(Spec(dtype, shape))
+    return [component(name, specs) for name, specs in found.items()]
+
+
+def component(name: str, specs: Iterable[Spec]) -> Component:
+    specs = list(specs)
+    dtypes: dict[str, int] = defaultdict(int)
+    for spec in specs:
+        dtypes[_name(spec.dtype)] += spec.nbytes
+    parameters = sum(prod(spec.shape) for spec in specs)
+    return Component(name, len(specs), parameters, sum(dtypes.values()), dict(dtypes))
 
 
 def summary(weights: Weights) -> dict[str, Any]:
@@ -51,6 +63,7 @@ def summary(weights: Weights) -> dict[str, Any]:
         "parameters": sum(part.parameters for part in parts),
         "bytes": sum(part.bytes for part in parts),
         "components": [vars(part) for part in parts],
+        "adapters": describe(weights) if has_adapters(weights) else None,
     }
 
 
@@ -73,28 +86,37 @@ def mapping_rows(weights: Weights) -> Iterator[dict[str, Any]]:
 
 def table(weights: Weights) -> RenderableType:
     facts = summary(weights)
+    rows = {facts["kind"]: facts["path"], "family": facts["family"]}
+    if weights.manifest is not None:
+        cut = ", ".join(f"{axis} {size}" for axis, size in facts["layout"].items() if size > 1)
+        rows["step"] = str(facts["step"])
+        rows["saved under"] = cut or ("one rank" if facts["layout"] else "no layout")
+        rows["optimizer"] = "its state is there" if facts["has_optimizer"] else "none"
+    if known := facts["adapters"]:
+        alpha = "unknown" if known["alpha"] is None else f"{known['alpha']:g}"
+        rows["adapters"] = f"rank {known['rank']}, alpha {alpha}"
+        rows["on"] = ", ".join(known["targets"])
+    return render(rows, components(weights))
+
+
+def render(rows: Mapping[str, str], parts: Sequence[Component]) -> RenderableType:
+    """Facts, and below them the parts with their sum."""
     head = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     head.add_column(style="dim", no_wrap=True)
     head.add_column(overflow="fold")
-    head.add_row(facts["kind"], escape(facts["path"]))
-    head.add_row("family", facts["family"])
-    if weights.manifest is not None:
-        head.add_row("step", str(facts["step"]))
-        cut = ", ".join(f"{axis} {size}" for axis, size in facts["layout"].items() if size > 1)
-        head.add_row("saved under", cut or ("one rank" if facts["layout"] else "no layout"))
-        head.add_row("optimizer", "its state is there" if facts["has_optimizer"] else "none")
+    for name, value in rows.items():
+        head.add_row(name, escape(value))
     body = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     body.add_column("component")
     for name in ("tensors", "parameters", "MB", "dtypes"):
         body.add_column(name, justify="right", no_wrap=True)
-    parts = components(weights)
     for part in parts:
         body.add_row(*_cells(part), end_section=part is parts[-1])
     total = Component(
         "all",
         sum(part.tensors for part in parts),
-        facts["parameters"],
-        facts["bytes"],
+        sum(part.parameters for part in parts),
+        sum(part.bytes for part in parts),
         {dtype: 0 for part in parts for dtype in part.dtypes},
     )
     body.add_row(*_cells(total), style="bold")
@@ -121,14 +143,6 @@ def _tensors(weights: Weights) -> Iterator[tuple[str, Shape, torch.dtype]]:
     for key, group in weights.groups.items():
         yield key, group[0].checkpoint_shape, weights.dtypes[key]
     yield from weights.extras
-
-
-def _component(name: str, sizes: list[ParameterSize]) -> Component:
-    dtypes: dict[str, int] = defaultdict(int)
-    for size in sizes:
-        dtypes[_name(size.dtype)] += size.bytes
-    parameters = sum(size.numel for size in sizes)
-    return Component(name, len(sizes), parameters, sum(dtypes.values()), dict(dtypes))
 
 
 def _cells(part: Component) -> list[str]:

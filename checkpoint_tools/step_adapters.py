@@ -18,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from checkpoint_tools.adapters import Adapters, Pair, Projection, linears
+from checkpoint_tools.adapters import Adapters, Pair, Projection, linears, targets
 from checkpoint_tools.weights import Weights
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Shape
@@ -40,6 +40,19 @@ def has_adapters(weights: Weights) -> bool:
     return any(is_adapter(name) for name, *_ in weights.extras)
 
 
+def describe(weights: Weights) -> dict[str, Any]:
+    """Rank, alpha and base model, None where nothing tells them, and what the adapters are on."""
+    whole = linears(weights)
+    adapted = {name.rpartition(".")[0] for name, *_ in weights.extras if is_adapter(name)}
+    known = known_settings(weights.path)
+    return {
+        "rank": _rank(weights),
+        "alpha": known.get("alpha"),
+        "base": known.get("base"),
+        "targets": targets([linear for linear in whole if linear in adapted], whole),
+    }
+
+
 def step_adapters(
     weights: Weights, *, alpha: float | None = None, base: str | None = None
 ) -> Adapters:
@@ -55,17 +68,14 @@ def step_adapters(
     expected = {key for linear, parts in adapted.items() for key, _ in _names(linear, parts)}
     if unlike := found.keys() ^ expected:
         raise ValueError(f"{path} has adapters that are not its model's: {min(unlike)}.")
-    ranks = {shape[-1] for name, (shape, _) in found.items() if "lora_B_" in name}
-    if len(ranks) > 1:
-        raise ValueError(f"{path} holds adapters of ranks {sorted(ranks)}: one rank is expected.")
-    (rank,) = ranks
+    rank = _rank(weights)
     for linear, parts in adapted.items():
         for key, shape in _shapes(linear, parts, rank):
             if found[key][0] != shape:
                 raise ValueError(
                     f"{key} in {path} has shape {found[key][0]}; its model makes it {shape}."
                 )
-    known = _settings(path)
+    known = known_settings(path)
     if alpha is None:
         alpha = known.get("alpha")
     if alpha is None:
@@ -105,7 +115,17 @@ def write_settings(adapters: Adapters, step: Path) -> None:
     (step / SETTINGS).write_text(json.dumps(settings))
 
 
-def _settings(step: Path) -> dict[str, Any]:
+def _rank(weights: Weights) -> int:
+    ranks = {shape[-1] for name, shape, _ in weights.extras if "lora_B_" in name}
+    if len(ranks) != 1:
+        raise ValueError(
+            f"{weights.path} holds adapters of ranks {sorted(ranks)}: one rank is expected."
+        )
+    (rank,) = ranks
+    return rank
+
+
+def known_settings(step: Path) -> dict[str, Any]:
     """What is known of the adapters in a step: their alpha, and the model that they belong to."""
     if (step / SETTINGS).is_file():
         settings: dict[str, Any] = json.loads((step / SETTINGS).read_bytes())

@@ -1,0 +1,340 @@
+"""The commands for adapters as people type them: what they say, write and refuse."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_tools.cli import main
+from checkpoint_tools.lora_import import lora_import
+from checkpoint_tools.step_adapters import SETTINGS
+from tests.unit.checkpoint_tools.conftest import Folder
+from tests.unit.checkpoint_tools.lora_models import configure, make_adapters, rewrite
+
+FAMILY = "qwen2_5_vl"
+K_PROJ = "base_model.model.model.language_model.layers.0.self_attn.k_proj"
+
+
+@pytest.fixture(scope="module")
+def made(hf_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters as PEFT saves them, and the checkpoint made of them; not to be written to."""
+    folder = tmp_path_factory.mktemp("adapters")
+    make_adapters(hf_folder(FAMILY), folder / "peft", target_modules=["self_attn.k_proj"])
+    lora_import(folder / "peft", folder / "checkpoint", base=hf_folder(FAMILY))
+    return folder
+
+
+@pytest.fixture
+def peft(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "peft", tmp_path / "in" / "peft"))
+
+
+@pytest.fixture
+def checkpoint(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "checkpoint", tmp_path / "in" / "checkpoint"))
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main([str(x) for x in arguments])
+    assert exit_.value.code is None or isinstance(exit_.value.code, int)
+    return exit_.value.code or 0
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert run(*arguments) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.startswith("error: ") and error.endswith(".\n"), error
+    assert error.count("\n") == 1
+    return error.removeprefix("error: ").strip()
+
+
+def without_b(tensors: dict[str, Any]) -> None:
+    tensors.pop(f"{K_PROJ}.lora_B.weight")
+
+
+def embedding(tensors: dict[str, Any]) -> None:
+    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.ones(4, 2)
+
+
+def magnitude(tensors: dict[str, Any]) -> None:
+    tensors[f"{K_PROJ}.lora_magnitude_vector"] = torch.ones(64)
+
+
+def saved_module(tensors: dict[str, Any]) -> None:
+    tensors["base_model.model.lm_head.weight"] = torch.ones(4, 2)
+
+
+def head(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace(K_PROJ, "base_model.model.lm_head"): x for name, x in tensors.items()}
+
+
+def narrow(tensors: dict[str, Any]) -> None:
+    tensors[f"{K_PROJ}.lora_A.weight"] = torch.ones(4, 100)
+
+
+def other_rank(tensors: dict[str, Any]) -> None:
+    tensors[f"{K_PROJ}.lora_A.weight"] = torch.ones(3, 128)
+
+
+def twice(tensors: dict[str, Any]) -> None:
+    tensors[f"{K_PROJ}.lora_A.other.weight"] = torch.ones(4, 128)
+
+
+Spoil = Callable[[Path], object]
+
+
+def configured(**values: Any) -> Spoil:
+    return lambda folder: configure(folder, **values)
+
+
+def rewritten(change: Callable[[dict[str, Any]], object]) -> Spoil:
+    return lambda folder: rewrite(folder, change)
+
+
+CASES: dict[str, tuple[Spoil, str]] = {
+    "DoRA": (configured(use_dora=True), r"adapter_config\.json has use_dora=True, and only plain"),
+    "bias": (
+        configured(bias="lora_only"),
+        r"has bias='lora_only', .* merge it into its model with",
+    ),
+    "lora_bias": (configured(lora_bias=True), r"has lora_bias=True, and only"),
+    "saved modules": (
+        configured(modules_to_save=["lm_head"]),
+        r"has modules_to_save=\['lm_head'\]",
+    ),
+    "tokens": (configured(trainable_token_indices=[1]), r"has trainable_token_indices=\[1\]"),
+    "layers repeated": (
+        configured(layer_replication=[[0, 2]]),
+        r"has layer_replication=\[\[0, 2\]",
+    ),
+    "what is not known": (configured(use_tomorrow="yes"), r"has use_tomorrow='yes', and only"),
+    "changed base": (
+        configured(init_lora_weights="pissa_niter_4"),
+        r"has init_lora_weights='pissa_niter_4', which changes the base weights too: convert it",
+    ),
+    "another method": (configured(peft_type="LOHA"), r"adapters: peft_type 'LOHA' is not LORA"),
+    "no rank": (configured(r=None), r"is no configuration of LoRA adapters: int\(\) argument"),
+    "rank 0": (configured(r=0), r"is no configuration of LoRA adapters: a rank is below 1"),
+    "a pattern": (configured(rank_pattern={"(": 3}), r"is no configuration of LoRA adapters: miss"),
+    "no configuration": (
+        lambda folder: (folder / "adapter_config.json").unlink(),
+        r"in/peft is no PEFT folder: it has no adapter_config\.json",
+    ),
+    "pickle": (
+        lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
+        r"has no adapter_model\.safetensors; pickled adapters \(\.bin\) can run code when read",
+    ),
+    "cut off": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}"),
+        r"adapter_model\.safetensors (is not a complete safetensors file|holds no adapters)",
+    ),
+    "half a pair": (rewritten(without_b), r"holds .*k_proj\.lora_A\.weight without its other half"),
+    "embedding": (rewritten(embedding), r"embed_tokens\.lora_embedding_A, which is none of a pair"),
+    "magnitude": (rewritten(magnitude), r"k_proj\.lora_magnitude_vector, which is none of a pair"),
+    "module": (rewritten(saved_module), r"holds base_model\.model\.lm_head\.weight, which is none"),
+    "head": (
+        rewritten(head),
+        r"adapts lm_head, which is no linear of this model that training puts",
+    ),
+    "another model": (rewritten(narrow), r"self_attn\.k_proj as 64 x 100; the model's is 64 x 128"),
+    "another rank": (
+        rewritten(other_rank),
+        r"A 3 x 128 float32 and B 64 x 4 float32, and .* rank 4",
+    ),
+    "two adapters": (rewritten(twice), r"holds two adapters for .*k_proj: .*lora_A\.(other\.)?w"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_that_cannot_be_held_are_one_sentence(
+    case: str,
+    peft: Path,
+    hf_folder: Folder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spoil, message = CASES[case]
+    spoil(peft)
+    told = refusal(capsys, "lora-import", peft, tmp_path / "out", "--base", hf_folder(FAMILY))
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(told)
+    assert told == refusal(
+        capsys, "lora-merge", hf_folder(FAMILY), tmp_path / "out", "--adapter", peft
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_base_that_is_not_there(
+    peft: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(peft, base_model_name_or_path="Qwen/Qwen2.5-VL-3B-Instruct")
+    told = refusal(capsys, "lora-import", peft, tmp_path / "out")
+    assert "names 'Qwen/Qwen2.5-VL-3B-Instruct' as base model, which is no folder here" in told
+    for command in (
+        ("lora-import", peft, tmp_path / "out", "--base", checkpoint),
+        ("lora-merge", checkpoint, tmp_path / "out", "--adapter", peft),
+    ):
+        assert "has adapters of its own: merge them first" in refusal(capsys, *command)
+
+
+def test_an_alpha_or_a_base_that_nothing_tells(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = checkpoint / "step_00000000"
+    path = step / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"][SETTINGS]
+    path.write_text(json.dumps(manifest))
+    (step / SETTINGS).unlink()
+    for command in ("lora-export", "lora-merge", "export"):
+        told = refusal(capsys, command, checkpoint, tmp_path / "out")
+        assert "does not tell the alpha of its adapters" in told and "--alpha" in told
+    told = refusal(capsys, "lora-export", checkpoint, tmp_path / "out", "--alpha", 6)
+    assert "nothing tells which model the adapters in" in told and "--base" in told
+    assert not run("lora-export", checkpoint, tmp_path / "out", "--alpha", 6, "--base", "x/y")
+    assert "(rank 4, alpha 6) on 12 modules" in capsys.readouterr().out
+
+    # A run that began with a checkpoint trained its adapters on the weights in that one.
+    recipe = {"lora": {"alpha": 6}, "model": {"folder": "x/y", "checkpoint": "warm/start"}}
+    (checkpoint.parent / "config.yaml").write_text(json.dumps(recipe))
+    told = refusal(capsys, "lora-export", checkpoint, tmp_path / "other")
+    assert "a run that began with a checkpoint" in told
+
+
+def test_folders_without_adapters(
+    imported: Folder, hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("lora-export", "lora-merge"):
+        told = refusal(capsys, command, imported(FAMILY), tmp_path / "out")
+        assert "step_00000000 holds no adapters" in told
+    told = refusal(capsys, "lora-merge", hf_folder(FAMILY), tmp_path / "out")
+    assert told.endswith("holds no adapters: name a PEFT folder by --adapter.")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_commands_say(
+    made: Path, hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    peft, checkpoint, hf = made / "peft", made / "checkpoint", hf_folder(FAMILY)
+    assert not run("lora-import", peft, tmp_path / "in", "--base", hf)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "tensors with those of the base model" in first
+    assert second == (
+        "A recipe with these adapters has lora.rank=4 lora.alpha=6 "
+        "lora.targets=[language_model.decoder.layers.*.self_attention.linear_qkv]"
+    )
+    assert not run("lora-export", checkpoint, tmp_path / "out", "--json")
+    record = json.loads(capsys.readouterr().out)
+    # k alone was adapted; q and v share its linear here and come along as zeros
+    assert (record["rank"], record["alpha"], record["num_modules"]) == (4, 6, 12)
+    assert not run("lora-merge", checkpoint, tmp_path / "merged", "--quiet")
+    assert capsys.readouterr().out == ""
+    assert not run("export", checkpoint, tmp_path / "exported")
+    assert "adapters of 12 projections are merged" in capsys.readouterr().out
+    assert not run("verify", tmp_path / "merged", tmp_path / "exported")
+    assert "is not empty" in refusal(capsys, "lora-export", checkpoint, tmp_path / "out")
+    assert "holds no adapter_config.json: --force does not replace" in refusal(
+        capsys, "lora-export", checkpoint, tmp_path / "merged", "--force"
+    )
+    assert not run("lora-export", checkpoint, tmp_path / "out", "--force")
+
+
+def test_inspect_shows_adapters(
+    made: Path, hf_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert not run("inspect", made / "peft", "--json")
+    record = json.loads(capsys.readouterr().out)
+    tensors = load_file(made / "peft" / "adapter_model.safetensors").values()
+    assert (record["kind"], record["rank"], record["scale"]) == ("PEFT adapters", [4], [1.5])
+    assert record["base"] == str(hf_folder(FAMILY)) and record["modules"] == 4
+    assert record["parameters"] == sum(x.numel() for x in tensors)
+    assert [part["name"] for part in record["components"]] == ["attention"]
+    assert not run("inspect", made / "peft")
+    assert "attention" in capsys.readouterr().out
+
+    assert not run("inspect", made / "checkpoint", "--json")
+    record = json.loads(capsys.readouterr().out)
+    targets = ["language_model.decoder.layers.*.self_attention.linear_qkv"]
+    known = {"rank": 4, "alpha": 6, "base": str(hf_folder(FAMILY)), "targets": targets}
+    assert record["adapters"] == known
+    assert record["components"][-1]["name"] == "adapters"
+    assert not run("inspect", made / "checkpoint")
+    assert "rank 4, alpha 6" in capsys.readouterr().out
+
+
+def test_verify_compares_adapters(
+    made: Path,
+    peft: Path,
+    checkpoint: Path,
+    hf_folder: Folder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not run("lora-export", checkpoint, tmp_path / "out")
+    capsys.readouterr()
+    assert not run("verify", tmp_path / "out", checkpoint)
+    assert capsys.readouterr().out == "All 24 tensors are equal, bit by bit.\n"
+    assert run("verify", peft, tmp_path / "out", "--json") == 1  # it has q and v besides
+    record = json.loads(capsys.readouterr().out)
+    assert (record["equal"], record["different"]) == (8, 16)
+    assert f"q_proj is in {tmp_path / 'out'} alone" in record["first"][0]
+
+    rewrite(peft, lambda tensors: tensors[f"{K_PROJ}.lora_B.weight"][3, 1].add_(1))
+    assert run("verify", made / "peft", peft) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 of 8 tensors differ:" and len(lines) == 2
+    assert "B of model.language_model.layers.0.self_attn.k_proj differs in 1 of 256" in lines[1]
+    assert "first at [3, 1]" in lines[1]
+
+    configure(peft, lora_alpha=5)
+    assert run("verify", made / "peft", peft) == 1
+    assert "is scaled by 1.5 and by 1.25" in capsys.readouterr().out
+
+    told = refusal(capsys, "verify", peft, hf_folder(FAMILY))
+    assert told.endswith("is a model folder: it holds no adapters to compare.")
+
+
+def test_verify_of_checkpoints_sees_their_adapters(
+    made: Path,
+    checkpoint: Path,
+    imported: Folder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not run("verify", made / "checkpoint", checkpoint)
+    capsys.readouterr()
+    assert run("verify", checkpoint, imported(FAMILY), "--json") == 1
+    record = json.loads(capsys.readouterr().out)
+    assert record["different"] == 16 and all("lora_" in one for one in record["first"])
+
+    path = checkpoint / "step_00000000" / SETTINGS
+    text = path.read_text()
+    path.write_text(text.replace("6.0", "7.0"))
+    manifest = checkpoint / "step_00000000" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    del values["files"][SETTINGS]
+    manifest.write_text(json.dumps(values))
+    assert run("verify", made / "checkpoint", checkpoint) == 1
+    assert "adapters have alpha 6.0 and 7.0" in capsys.readouterr().out
+
+
+def test_a_checkpoint_may_be_the_base(peft: Path, hf_folder: Folder, tmp_path: Path) -> None:
+    """A merge needs no checkpoint in between, and a checkpoint may be the base."""
+    tensors = load_file(peft / "adapter_model.safetensors")
+    save_file(tensors, peft / "adapter_model.safetensors")  # without metadata
+    assert not run("import", hf_folder(FAMILY), tmp_path / "base")
+    assert not run("lora-merge", tmp_path / "base", tmp_path / "a", "--adapter", peft)
+    assert not run("lora-merge", hf_folder(FAMILY), tmp_path / "b", "--adapter", peft)
+    assert not run("verify", tmp_path / "a", tmp_path / "b")
+    assert not run("lora-import", peft, tmp_path / "c", "--base", tmp_path / "base")
+    assert not run("export", tmp_path / "c", tmp_path / "d")
+    assert not run("verify", tmp_path / "a", tmp_path / "d")
