@@ -62,6 +62,9 @@ class Columns:
     videos: str | None = None
     extra: tuple[str, ...] = ()
 
+    def texts(self) -> list[str]:
+        return [x for x in (self.prompt, self.answer, self.category, *self.images) if x is not None]
+
     def named(self) -> list[tuple[str, str]]:
         """(configuration key, column) of all that must be there."""
         one = (
@@ -117,7 +120,7 @@ class Rows(Sequence[Row]):
         """Files as in files.expand. Raises ValueError for a file or a column that is missing."""
         self._columns = columns
         self.files = expand(files)
-        self._tables = [open_table(file) for file in self.files]
+        self._tables = [open_table(file, columns.texts()) for file in self.files]
         for file, table in zip(self.files, self._tables, strict=True):
             _check_columns(file, table.columns, columns)
         self.blocks = [
@@ -313,7 +316,7 @@ def _text(record: Mapping[str, Any], column: str) -> str:
 
 
 def _listed(value: Any) -> list[Any]:
-    if value is None:
+    if value is None or value == "":  # an empty cell of a CSV file
         return []
     return value if isinstance(value, list) else [value]
 

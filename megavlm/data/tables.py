@@ -21,9 +21,16 @@ BLOCK_BYTES = 2**24
 class Table(Protocol):
     """A file of records. Blocks are what is in memory; a table may be used after a fork."""
 
-    columns: Sequence[str] | None  # None: JSONL, where each record has keys of its own
-    block_rows: Sequence[int]
-    block_bytes: Sequence[int]  # about what a block takes in memory
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """None: JSONL, where each record has keys of its own."""
+
+    @property
+    def block_rows(self) -> Sequence[int]: ...
+
+    @property
+    def block_bytes(self) -> Sequence[int]:
+        """About what a block takes in memory."""
 
     def read(self, block: int, columns: Sequence[str] | None) -> "Block":
         """The block; `columns`: these only, where that saves reading. Raises ValueError."""
@@ -34,12 +41,15 @@ class Block(Protocol):
         """One record of the block; raises ValueError, with the reason, if it cannot be parsed."""
 
 
-def open_table(file: DataFile) -> Table:
-    """Reads what is needed to find rows; raises ValueError for a file that is not what its name
-    says.
+def open_table(file: DataFile, texts: Sequence[str] = ()) -> Table:
+    """Reads what is needed to find rows. `texts`: columns of a CSV file that stay text, where
+    others that look like numbers become some.
+
+    Raises ValueError for a file that is not what its name says.
     """
-    kind: Any = {".parquet": ParquetTable, ".jsonl": LinesTable, ".csv": CsvTable}[file.suffix]
-    return kind(file)
+    if file.suffix == ".csv":
+        return CsvTable(file, texts)
+    return ParquetTable(file) if file.suffix == ".parquet" else LinesTable(file)
 
 
 class ParquetTable:
@@ -80,10 +90,11 @@ class ParquetTable:
 class CsvTable:
     """A CSV file with a header line; one block: such tables name pictures and hold none."""
 
-    def __init__(self, file: DataFile) -> None:
+    def __init__(self, file: DataFile, texts: Sequence[str]) -> None:
+        options = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
         try:
             with file.open() as stream:
-                self._table = pyarrow.csv.read_csv(stream)
+                self._table = pyarrow.csv.read_csv(stream, convert_options=options)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{file.url}: not a readable CSV file ({error})") from error
         self.columns: Sequence[str] = self._table.schema.names
@@ -125,9 +136,12 @@ class LinesTable:
         self.block_bytes = [end - start for start, end in bounds]
 
     def read(self, block: int, columns: Sequence[str] | None) -> "LinesBlock":
-        with self._file.open() as stream:
-            stream.seek(self._starts[block])
-            content = _read_exactly(stream, self.block_bytes[block])
+        try:
+            with self._file.open() as stream:
+                stream.seek(self._starts[block])
+                content = _read_exactly(stream, self.block_bytes[block])
+        except OSError as error:
+            raise ValueError(f"{self._file.url}: cannot be read ({error})") from error
         return LinesBlock([line for line in content.split(b"\n") if line.strip()])
 
     def _end_block(self, rows: int, position: int) -> None:

@@ -10,12 +10,19 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
+from megavlm.config import schema
+from megavlm.config.data_rules import check_data
 from megavlm.data import rows as rows_module
 from megavlm.data import tables
 from megavlm.data.files import DataFile, expand
 from megavlm.data.rows import Columns, Rows, read_rows
+from megavlm.rewards import geospot
+from megavlm.rewards.base import Example
 from tests.conftest import png
+
+ROOT = Path(__file__).parents[3]
 
 
 def jsonl(path: Path, records: list[dict[str, Any]]) -> str:
@@ -61,13 +68,53 @@ def test_jsonl_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
-    path.write_text('question,answer,lat\n"a, b",red,1.5\nc,,2\n')
-    columns = {"prompt_key": "question", "image_keys": (), "category_key": None}
-    rows = read_rows([str(path)], extra_keys=("lat",), **columns)
-    assert [(row.problem, row.answer, row.extra["lat"]) for row in rows] == [
-        ("a, b", "red", 1.5),
-        ("c", "", 2.0),
+    path.write_text('question,answer,lat,images\n"a, b",007,1.5,\nc,1.50,,\n')
+    rows = read_rows([str(path)], prompt_key="question", category_key=None, extra_keys=("lat",))
+    assert [(row.problem, row.answer, row.extra["lat"], row.images) for row in rows] == [
+        ("a, b", "007", 1.5, ()),
+        ("c", "1.50", None, ()),
     ]
+    path.write_text("a,b\n1\n")
+    with pytest.raises(ValueError, match=r"x\.csv: not a readable CSV file"):
+        read_rows([str(path)])
+
+
+def test_a_geospot_table(tmp_path: Path) -> None:
+    """The recipe's columns are what the reward wants, whatever the table leaves out."""
+    (tmp_path / "a.png").write_bytes(png())
+    path = tmp_path / "spots.csv"
+    path.write_text(
+        "image_url,country,region,city,lat,lon\n"
+        "a.png,Namibia,Khomas,Windhoek,-22.56,17.08\n"
+        "a.png,NA,,,,\n"
+    )
+    recipe = yaml.safe_load((ROOT / "recipes" / "data" / "geospot_table.yaml").read_text())
+    data = schema.Data(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in recipe["data"].items()}
+    )
+    check_data(data)
+    rows = read_rows(
+        [str(path)],
+        prompt_key=data.prompt_key,
+        question=data.question,
+        answer_key=data.answer_key,
+        image_keys=data.image_keys,
+        category_key=data.category_key,
+        extra_keys=data.extra_keys,
+    )
+    assert rows[0].images == (png(),) and rows[0].problem == data.question
+    full, bare = (
+        geospot.score(answer, Example(row.problem, row.answer, extra=row.extra).columns())
+        for answer, row in zip(
+            (
+                "Country: Namibia\nRegion: Khomas\nCity: Windhoek\nCoordinates: -22.56, 17.08",
+                "Country: Namibia",
+            ),
+            rows,
+            strict=True,
+        )
+    )
+    assert full.reward == pytest.approx(1.0) and bare.reward == pytest.approx(1.0)
 
 
 def test_only_blocks_that_fit_stay_in_memory(
