@@ -134,7 +134,10 @@ class Reward:
 class Rollout:
     """`managed`: megavlm starts and stops an SGLang server; `external`: `urls` of running ones.
     Timeouts in seconds; `concurrency` is requests in flight; `server_args` are further options
-    of `sglang.launch_server`, by their long names."""
+    of `sglang.launch_server`, by their long names. `pause`: what becomes of requests in flight
+    when weights are pushed: they end (abort), start over under the new weights (retract), or go on
+    with what the old ones computed (in_place). `lora`: adapters are sent merged into the weights
+    that they change, or as adapters."""
 
     mode: Literal["managed", "external"] = "managed"
     urls: tuple[str, ...] = ()
@@ -148,6 +151,8 @@ class Rollout:
     request_timeout: float = bounded(300, above=0)
     concurrency: int = bounded(64, least=1)
     sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    pause: Literal["abort", "retract", "in_place"] = "abort"
+    lora: Literal["merged", "adapter"] = "merged"
     server_args: dict[str, Any] = field(default_factory=dict)
 
 

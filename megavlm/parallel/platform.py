@@ -49,6 +49,11 @@ def join(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def device_uuid(index: int) -> str:
+    """The GPU's own name, the same in processes that number their GPUs differently."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
 def synchronize() -> None:
     """Waits for the device's queued work."""
     if has_gpu():

@@ -2,8 +2,6 @@
 
 from contextlib import ExitStack
 
-import torch
-
 from megavlm.config.dump import write
 from megavlm.config.schema import PPO, Config, PolicyOptimization
 from megavlm.parallel.mesh import build_mesh, init_distributed, shutdown
@@ -13,10 +11,11 @@ from megavlm.training.finish import finish
 from megavlm.training.loop import Loop
 from megavlm.training.options import layout
 from megavlm.training.ppo import PPOTrainer
-from megavlm.training.servers import Connection, connect
+from megavlm.training.servers import connect
 from megavlm.training.session import Session
 from megavlm.training.sft import SupervisedTrainer
 from megavlm.training.trainer import PolicyTrainer
+from megavlm.training.weights import weight_sync
 
 
 def train(config: Config) -> None:
@@ -34,7 +33,11 @@ def train(config: Config) -> None:
         if mesh.is_driver:
             client = None if connection is None else connection.client
             driver = Driver(config, session.hf_config, mesh, client)
-        complete = _trainer(session, driver, connection).run()
+        sync = None
+        if generates(config):
+            sync = weight_sync(session, None if connection is None else connection.targets)
+            stack.callback(sync.close)
+        complete = _trainer(session, driver, sync).run()
         finish(session, driver, complete)
     shutdown()
 
@@ -46,22 +49,10 @@ def generates(config: Config) -> bool:
     return isinstance(config.algorithm, PolicyOptimization) or evaluates
 
 
-def _trainer(session: Session, driver: Driver | None, connection: Connection | None) -> Loop:
-    sync = _sync(session, connection) if generates(session.config) else None
+def _trainer(session: Session, driver: Driver | None, sync: WeightSync | None) -> Loop:
     if isinstance(session.config.algorithm, PolicyOptimization):
         assert sync is not None
         is_ppo = isinstance(session.config.algorithm, PPO)
         return (PPOTrainer if is_ppo else PolicyTrainer)(session, driver, sync)
     return SupervisedTrainer(session, driver, sync)
 
-
-def _sync(session: Session, connection: Connection | None) -> WeightSync:
-    return WeightSync(
-        session.entries,
-        session.model,
-        place=session.mesh.place,
-        servers=None if connection is None else connection.servers,
-        transport=None if connection is None else connection.transport,
-        dtype=getattr(torch, session.config.model.dtype),
-        objects=session.mesh.objects,
-    )

@@ -3,7 +3,6 @@ given by address.
 """
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,12 +12,9 @@ from megavlm.config.schema import Config
 from megavlm.parallel import platform
 from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.errors import RolloutServerError, WeightSyncError
-from megavlm.rollout.server import HOST, ManagedServer, free_port
-from megavlm.rollout.weights.servers import Servers
-from megavlm.rollout.weights.transports.base import Transport
-from megavlm.rollout.weights.transports.disk import DiskTransport
-from megavlm.rollout.weights.transports.distributed import DistributedTransport
-from megavlm.rollout.weights.transports.tensor import TensorTransport
+from megavlm.rollout.fleet.targets import Targets
+from megavlm.rollout.server import ManagedServer
+from megavlm.rollout.weights.fixed_targets import FixedTargets
 from megavlm.training.options import trains_tower
 
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
@@ -29,8 +25,7 @@ API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
 @dataclass(frozen=True)
 class Connection:
     client: RolloutClient
-    servers: Servers
-    transport: Transport
+    targets: Targets
 
 
 @contextmanager
@@ -39,10 +34,7 @@ def connect(config: Config, model_folder: str | Path) -> Iterator[Connection]:
     rollout = config.rollout
     if rollout.mode == "external":
         keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
-        with _connection(
-            config, list(rollout.urls), *keys, address=socket.gethostname()
-        ) as connection:
-            yield connection
+        yield _connection(config, list(rollout.urls), *keys)
         return
     server = ManagedServer(
         model_folder,
@@ -57,39 +49,21 @@ def connect(config: Config, model_folder: str | Path) -> Iterator[Connection]:
     )
     with server:
         keys = server.api_key, server.admin_key
-        with _connection(config, [server.url], *keys, address=HOST) as connection:
-            try:
-                yield connection
-            except (RolloutServerError, WeightSyncError):
-                server.check()  # if it has died, that is the reason, and its log says why
-                raise
+        try:
+            yield _connection(config, [server.url], *keys)
+        except (RolloutServerError, WeightSyncError):
+            server.check()  # if it has died, that is the reason, and its log says why
+            raise
 
 
-@contextmanager
 def _connection(
-    config: Config, urls: list[str], api_key: str | None, admin_key: str | None, *, address: str
-) -> Iterator[Connection]:
+    config: Config, urls: list[str], api_key: str | None, admin_key: str | None
+) -> Connection:
     rollout = config.rollout
     client = RolloutClient(
         urls, api_key=api_key, timeout=rollout.request_timeout, concurrency=rollout.concurrency
     )
-    servers = Servers(urls, api_key=api_key, admin_key=admin_key, timeout=rollout.request_timeout)
-    transport = _transport(config, servers, address)
-    try:
-        yield Connection(client, servers, transport)
-    finally:
-        transport.close()
-
-
-def _transport(config: Config, servers: Servers, address: str) -> Transport:
-    if config.rollout.sync == "disk":
-        return DiskTransport(servers, Path(config.run.dir) / "sync")
-    if config.rollout.sync == "distributed":
-        return DistributedTransport(
-            servers,
-            backend=platform.backend(),
-            address=address,
-            port=free_port(),
-            timeout=config.rollout.request_timeout,
-        )
-    return TensorTransport(servers)
+    targets = FixedTargets.connect(
+        urls, api_key=api_key, admin_key=admin_key, timeout=rollout.request_timeout
+    )
+    return Connection(client, targets)

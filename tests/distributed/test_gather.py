@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.numpy import load_file
 
 from megavlm.models.common.config import ModelOptions
 from megavlm.parallel.mesh import Layout
 from megavlm.rollout.weights.gather import gather
-from megavlm.rollout.weights.plan import local_shards, make_plan
+from megavlm.rollout.weights.plan import Plan, TrainerRanks
+from megavlm.rollout.weights.shards import local_shards
+from megavlm.rollout.weights.trained import trained_entries
 from tests.distributed.fork import launch
 from tests.distributed.merged import add_pairs, merged
 from tests.parity.runs import Models, build
@@ -24,7 +25,7 @@ ALL_LAYOUTS = {
     **EXPERT_LAYOUTS,
     "expert TP2xDP2": Ranks(Layout(expert_tensor=2), data=2),  # experts are cut, nothing else is
 }
-PORTION_BYTES = 2**16
+BUCKET_BYTES = 2**16
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,11 @@ def gathered(
     full: bool,
     options: ModelOptions,
     targets: tuple[str, ...],
+    by_stage: bool,
 ) -> dict[str, Any]:
-    """Tensors by HF name, how often each name came, and the ranks that gave something. Adapters on
-    `targets` have the pairs of `lora_reference`.
+    """Tensors by HF name that came together on this rank, how often each name came, and the ranks
+    that give something. Adapters on `targets` have the pairs of `lora_reference`. `by_stage`: on
+    the first rank of each pipeline stage, else all on rank 0.
     """
     from transformers import AutoConfig
 
@@ -48,16 +51,17 @@ def gathered(
     mesh, entries, chunks = build(folder, config, ranks, options)
     if targets:
         add_pairs(chunks, targets)
-    shards, changed = local_shards(entries, chunks)
-    plan = make_plan(entries, shards, changed, mesh.place, mesh.objects)
+    trainer = TrainerRanks.of(config, mesh.layout, mesh.world_size, options)
+    plan = Plan(entries, trainer, trained_entries(entries, options, targets or None))
+    shards = local_shards(plan, chunks)  # asserts that this rank holds what the plan says
     tensors: list[tuple[str, torch.Tensor]] = []
-    for portion in plan.portions(full=full, itemsize=4, max_bytes=PORTION_BYTES):
-        tensors += gather(plan, portion, shards, torch.float32)
-    assert (dist.get_rank() == 0) == bool(tensors), "only rank 0 puts them together"
+    for bucket in plan.buckets(full=full, itemsize=4, max_bytes=BUCKET_BYTES):
+        to = trainer.first_of(bucket.stage) if by_stage else 0
+        tensors += gather(plan, bucket.entries, shards, torch.float32, to=to)
     return {
         "tensors": dict(tensors),
         "count": len(tensors),
-        "givers": {rank for givers in plan.givers.values() for rank in givers},
+        "givers": {rank for givers in plan.givers for rank in givers},
     }
 
 
@@ -68,12 +72,19 @@ def run(
     full: bool,
     options: ModelOptions | None = None,
     targets: tuple[str, ...] = (),
+    by_stage: bool = False,
 ) -> dict[str, Any]:
     ranks = ALL_LAYOUTS[layout]
-    arguments = (folder, ranks, full, options or ModelOptions(), targets)
-    first, *_ = launch(ranks.world_size, gathered, *arguments)
-    assert first["count"] == len(first["tensors"]), "each name once"
-    return first
+    arguments = (folder, ranks, full, options or ModelOptions(), targets, by_stage)
+    results = launch(ranks.world_size, gathered, *arguments)
+    per_stage = ranks.world_size // ranks.mesh.pipeline if by_stage else ranks.world_size
+    whole: dict[str, Any] = {}
+    for rank, result in enumerate(results):
+        assert bool(result["tensors"]) == (rank % per_stage == 0), "only those that send have any"
+        assert result["count"] == len(result["tensors"]), "each name once"
+        assert not whole.keys() & result["tensors"].keys()
+        whole |= result["tensors"]
+    return {"tensors": whole, "givers": results[0]["givers"]}
 
 
 def in_folder(folder: Path) -> dict[str, np.ndarray]:
@@ -98,7 +109,8 @@ def test_shards_of_any_layout_arrive_whole(
 ) -> None:
     """Bit for bit, stacks of experts too."""
     folder = models.folder(model)
-    result, expected = run(folder, layout, full=True), in_folder(folder)
+    expected = in_folder(folder)
+    result = run(folder, layout, full=True, by_stage="PP2" in layout)
     assert result["tensors"].keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(result["tensors"][name], tensor, err_msg=name)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.rollout.client import RolloutClient
+from megavlm.rollout.fleet.targets import Target
 from megavlm.rollout.server import ManagedServer
 from megavlm.rollout.weights.servers import Servers
 from tests.sglang.questions import QUESTION
@@ -26,20 +28,34 @@ class Served:
     folder: Path
     processor: Processor
     server: ManagedServer
+    tensor_parallel: int = 1
 
     @property
     def client(self) -> RolloutClient:
         return RolloutClient([self.server.url], api_key=self.server.api_key)
 
     @property
-    def control(self) -> Servers:
-        return Servers(
-            [self.server.url], api_key=self.server.api_key, admin_key=self.server.admin_key
+    def target(self) -> Target:
+        """With every tensor, whatever the tests before have pushed."""
+        server = self.server
+        return Target(
+            server.url,
+            self.tensor_parallel,
+            "cpu",
+            needs_all=False,
+            api_key=server.api_key,
+            admin_key=server.admin_key,
         )
+
+    def get(self, path: str) -> dict[str, Any]:
+        return Servers([self.target]).get(path)[self.server.url]
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return Servers([self.target]).post(path, body)[self.server.url]
 
     def restore(self) -> "Served":
         """With the folder's weights, whatever the test before left in it."""
-        self.control.post(
+        self.post(
             "/update_weights_from_disk", {"model_path": str(self.folder), "weight_version": "start"}
         )
         return self

@@ -18,10 +18,12 @@ from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.mesh import Mesh
+from megavlm.rollout.fleet.targets import Target, Targets
 from megavlm.rollout.messages import Response, Sampling
-from megavlm.rollout.server import free_port
-from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.weights.fixed_targets import FixedTargets
+from megavlm.rollout.weights.plan import Plan, TrainerRanks
 from megavlm.rollout.weights.sync import SyncReport, WeightSync
+from megavlm.rollout.weights.trained import trained_entries
 from megavlm.rollout.weights.transports.base import Transport
 from megavlm.rollout.weights.transports.disk import DiskTransport
 from megavlm.rollout.weights.transports.distributed import DistributedTransport
@@ -30,14 +32,7 @@ from megavlm.training.optimizer import wrap
 from megavlm.training.passes import VisionFeatures, score
 from tests.distributed.merged import add_pairs
 from tests.parity.runs import build
-from tests.parity.table import LAYOUTS, Ranks
-
-
-@dataclass(frozen=True)
-class Target:
-    url: str
-    api_key: str
-    admin_key: str
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
 
 @dataclass(frozen=True)
@@ -51,50 +46,66 @@ class Trainer:
 
     @property
     def ranks(self) -> Ranks:
-        return LAYOUTS[self.layout]
+        return (LAYOUTS | EXPERT_LAYOUTS)[self.layout]
+
+    @property
+    def options(self) -> ModelOptions:
+        return ModelOptions(freeze_tower=self.freeze_tower, freeze_merger=self.freeze_tower)
 
     def start(self) -> tuple[Mesh, list[Entry], list[VisionLanguageModel]]:
         """On each rank."""
         config = AutoConfig.from_pretrained(self.weights)
-        frozen = ModelOptions(freeze_tower=self.freeze_tower, freeze_merger=self.freeze_tower)
-        mesh, entries, chunks = build(self.weights, config, self.ranks, frozen)
+        mesh, entries, chunks = build(self.weights, config, self.ranks, self.options)
         if self.targets:
             add_pairs(chunks, self.targets)
         return mesh, entries, chunks
 
 
-def transport(kind: str, servers: Servers, folder: Path) -> Transport:
+def transport(kind: str, folder: Path) -> Transport:
     if kind == "disk":
-        return DiskTransport(servers, folder)
+        return DiskTransport(folder)
     if kind == "tensor":
-        return TensorTransport(servers)
-    return DistributedTransport(
-        servers, backend="gloo", address="127.0.0.1", port=free_port(), timeout=60
-    )
+        return TensorTransport()
+    return DistributedTransport(backend="gloo", address="127.0.0.1", timeout=60)
 
 
-def push(target: Target, kind: str, trainer: Trainer, scratch: Path, version: int) -> SyncReport:
-    """On each rank. Small portions, so that there are several."""
+def push(
+    targets: Sequence[Target], kind: str, trainer: Trainer, scratch: Path, version: int
+) -> SyncReport:
+    """On each rank. Small buckets, so that there are several."""
     mesh, entries, chunks = trainer.start()
-    servers = way = None
-    if mesh.is_driver:
-        servers = Servers([target.url], api_key=target.api_key, admin_key=target.admin_key)
-        way = transport(kind, servers, scratch)
-    sync = WeightSync(
-        entries,
-        chunks,
-        place=mesh.place,
-        servers=servers,
-        transport=way,
-        dtype=torch.float32,
-        objects=mesh.objects,
-        portion_bytes=2**19,
+    sync = make_sync(
+        trainer, mesh, entries, chunks, FixedTargets(targets), transport(kind, scratch)
     )
     report = sync.push(version)
     assert sync.version == version
-    if way is not None:
-        way.close()
+    sync.close()
     return report
+
+
+def make_sync(
+    trainer: Trainer,
+    mesh: Mesh,
+    entries: list[Entry],
+    chunks: list[VisionLanguageModel],
+    targets: Targets,
+    way: Transport,
+) -> WeightSync:
+    config = AutoConfig.from_pretrained(trainer.weights)
+    ranks = TrainerRanks.of(config, mesh.layout, mesh.world_size, trainer.options)
+    changed = trained_entries(entries, trainer.options, trainer.targets or None)
+    return WeightSync(
+        Plan(entries, ranks, changed),
+        chunks,
+        targets=targets if mesh.is_driver else None,
+        transport=way,
+        dtype=torch.float32,
+        num_kv_heads=config.text_config.num_key_value_heads,
+        tied_embeddings=config.tie_word_embeddings,
+        timeout=60,
+        objects=mesh.objects,
+        bucket_bytes=2**19,
+    )
 
 
 def trainer_logprobs(

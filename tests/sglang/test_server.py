@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megavlm.rollout.errors import RolloutServerError, WeightSyncError
+from megavlm.rollout.fleet.targets import Target
 from megavlm.rollout.server import ManagedServer
 from megavlm.rollout.weights.servers import Servers
 from tests.sglang.conftest import Served
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.sglang
 ROOT = Path(__file__).resolve().parents[2]
 PARENT = """
 import sys
+from megavlm.rollout.fleet.targets import Target
 from megavlm.rollout.server import ManagedServer
 with ManagedServer(sys.argv[1], dtype="float32", device="cpu", log_path=sys.argv[2]):
     pass
@@ -46,8 +49,9 @@ def test_keys_are_in_no_list_and_no_log(started: Served) -> None:
 
 def test_a_request_without_a_key_is_refused(started: Served) -> None:
     server = started.server
-    nobody = Servers([server.url], api_key=None, admin_key=None)
-    reader = Servers([server.url], api_key=server.api_key, admin_key=server.api_key)
+    target = Target(server.url, 1, "cpu", needs_all=False)
+    nobody = Servers([target])
+    reader = Servers([replace(target, api_key=server.api_key, admin_key=server.api_key)])
     with pytest.raises(WeightSyncError, match=r"/model_info \(401\)"):
         nobody.get("/model_info")
     with pytest.raises(WeightSyncError, match=r"/flush_cache \(401\)"):

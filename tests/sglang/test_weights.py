@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 from megavlm.rollout.errors import WeightSyncError
 from megavlm.rollout.messages import Sampling
 from megavlm.rollout.server import ManagedServer
+from megavlm.rollout.weights.engine import Engine
+from megavlm.rollout.weights.servers import Servers
 from megavlm.rollout.weights.verify import check_checksums, checksums
 from tests.distributed.fork import launch
 from tests.distributed.merged import merged
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.pushes import (
-    Target,
     Trainer,
     changed,
     push,
@@ -27,10 +28,6 @@ from tests.sglang.pushes import (
 from tests.sglang.questions import largest_difference, prompts
 
 pytestmark = pytest.mark.sglang
-
-
-def target(server: ManagedServer) -> Target:
-    return Target(server.url, server.api_key, server.admin_key)
 
 
 def differences(
@@ -72,18 +69,17 @@ def test_push(
     # Pictures and prefixes with the old weights are in the server's caches by now.
     differences(served, Reference(served.folder), "start", seed=0)
     scratch, trainer = tmp_path / "scratch", Trainer(weights, layout)
-    report, other = launch(2, push, target(served.server), kind, trainer, scratch, 7)
+    report, other = launch(2, push, [served.target], kind, trainer, scratch, 7)
     assert report == other
 
     names = [name for name in load_file(weights / "model.safetensors") if "visual" not in name]
     sizes = sum(load_file(weights / "model.safetensors")[name].nbytes for name in names)
     assert report.tensors == len(names)
-    assert sizes <= report.bytes < 1.5 * sizes  # base64 in the `tensor` transport
+    assert report.bytes == sizes
     assert report.checked == len(served_names(served))
     assert not scratch.exists() or not list(scratch.iterdir())
 
-    (info,) = served.control.get("/model_info")
-    assert info["weight_version"] == "7"
+    assert served.get("/model_info")["weight_version"] == "7"
     after = differences(served, Reference(weights), 7, seed=0)
     assert max(after.values()) < 1e-4, after
 
@@ -107,7 +103,7 @@ def test_adapters_are_pushed_merged(
     """
     served = servers(family).restore()
     trainer = Trainer(served.folder, layout, targets=targets)
-    report, _ = launch(2, push, target(served.server), "tensor", trainer, tmp_path, 8)
+    report, _ = launch(2, push, [served.target], "tensor", trainer, tmp_path, 8)
     tensors, adapted = merged(served.folder, targets)
     assert report.tensors == len(adapted)
     folder = with_tensors(served.folder, tmp_path / "merged", tensors)
@@ -129,19 +125,21 @@ def trainer_difference(served: Served, trainer: Trainer, version: int) -> float:
 
 def served_names(served: Served) -> list[str]:
     """The engine's language tensors that are weights."""
-    (answer,) = served.control.post("/weights_checker", {"action": "checksum"})
+    answer = served.post("/weights_checker", {"action": "checksum"})
     names = answer["ranks"][0]["checksums"]
     return [name for name in names if "visual" not in name and "rotary" not in name]
 
 
 def test_checksums_name_the_tensor_that_differs(served: Served) -> None:
     tensors = list(load_file(served.folder / "model.safetensors").items())
-    expected = checksums(tensors)
-    check_checksums(served.control, expected)
-    assert len(expected) > 40
+    engine = Engine(num_kv_heads=2)
+    servers = Servers([served.target])
+    expected = checksums(tensors, {engine: "cpu"})[engine]
+    assert check_checksums(servers, {served.server.url: expected}) == len(expected[0]) > 40
     broken = [(name, t + 1 if name.endswith("0.mlp.up_proj.weight") else t) for name, t in tensors]
+    expected = checksums(broken, {engine: "cpu"})[engine]
     with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.gate_up_proj\.weight"):
-        check_checksums(served.control, checksums(broken))
+        check_checksums(servers, {served.server.url: expected})
 
 
 def test_refused_push_leaves_the_version_and_the_next_one_heals(
@@ -149,11 +147,11 @@ def test_refused_push_leaves_the_version_and_the_next_one_heals(
 ) -> None:
     """The session is taken, so the push is refused before anything is sent; ending it heals."""
     weights = changed(served.folder, tmp_path / "weights", tower=False, seed=12)
-    served.control.post("/begin_weight_update", {})
-    arguments = (target(served.server), "tensor", Trainer(weights), tmp_path, 8)
+    served.post("/begin_weight_update", {})
+    arguments = ([served.target], "tensor", Trainer(weights), tmp_path, 8)
     with pytest.raises(RuntimeError, match=r"weight version 8 was not pushed.*already open"):
         launch(2, push, *arguments)
-    assert served.control.get("/model_info")[0]["weight_version"] == "start"
+    assert served.get("/model_info")["weight_version"] == "start"
     launch(2, push, *arguments)
     assert max(differences(served, Reference(weights), 8, seed=0).values()) < 1e-4
 
@@ -163,7 +161,7 @@ def test_kept_pictures_go_stale(served: Served, tmp_path: Path) -> None:
     differences(served, Reference(served.folder), "start", seed=100)
     weights = changed(served.folder, tmp_path / "weights", tower=True, seed=15)
     trainer = Trainer(weights, freeze_tower=False)
-    launch(2, push, target(served.server), "tensor", trainer, tmp_path, 9)
+    launch(2, push, [served.target], "tensor", trainer, tmp_path, 9)
     after = differences(served, Reference(weights), 9, seed=100)
     assert after.pop("text at 1.0") < 1e-4 and after.pop("text at 0.7") < 1e-4
     assert min(after.values()) > 1e-3, after
@@ -180,13 +178,13 @@ def test_trained_tower_and_two_server_ranks(folder: Path, started: Served, tmp_p
         log_path=tmp_path / "server.log",
         cache_pictures=False,
     ) as server:
-        served = Served(folder, started.processor, server)
+        served = Served(folder, started.processor, server, tensor_parallel=2)
         before = differences(served, Reference(folder), "default", seed=0)
         assert max(before.values()) < 1e-4, before
         for version, kind in enumerate(("tensor", "distributed")):
             weights = changed(folder, tmp_path / kind, tower=True, seed=13 + version)
             trainer = Trainer(weights, freeze_tower=False)
-            launch(2, push, target(server), kind, trainer, tmp_path / "scratch", version)
+            launch(2, push, [served.target], kind, trainer, tmp_path / "scratch", version)
             after = differences(served, Reference(weights), version, seed=0)
             assert max(after.values()) < 1e-4, after
 

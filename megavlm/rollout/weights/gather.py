@@ -1,4 +1,4 @@
-"""Full HF tensors on rank 0 from the shards of the ranks that hold them."""
+"""Full HF tensors on one rank from the shards of the ranks that hold them."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -9,26 +9,28 @@ from torch import Tensor
 
 from megavlm.models.common.mapping import Entry, unshard
 from megavlm.parallel import platform
-from megavlm.rollout.weights.plan import Plan, Shard
+from megavlm.rollout.weights.plan import Plan
+from megavlm.rollout.weights.shards import Shard
 
 NamedTensors = list[tuple[str, Tensor]]
 
 
 def gather(
-    plan: Plan, indices: Sequence[int], shards: Mapping[int, Shard], dtype: torch.dtype
+    plan: Plan, indices: Sequence[int], shards: Mapping[int, Shard], dtype: torch.dtype, *, to: int
 ) -> NamedTensors:
-    """HF names and tensors of some entries, in `dtype`, on rank 0; empty on the others.
+    """HF names and tensors of some entries, in `dtype`, on rank `to`; empty on the others.
 
-    Every rank calls it. A rank that gives anything sends it as one flat tensor.
+    Point to point: `to` and the ranks that give something call it, for others it does nothing. A
+    rank sends what it gives as one flat tensor.
     """
     rank = dist.get_rank()
     given = {i: shards[i]().to(dtype) for i in indices if rank in plan.givers[i]}
-    if rank != 0:
+    if rank != to:
         if given:
-            dist.send(torch.cat([shard.flatten() for shard in given.values()]), 0)
+            dist.send(torch.cat([shard.flatten() for shard in given.values()]), to)
         return []
-    pieces = {0: given}
-    for giver in sorted({r for i in indices for r in plan.givers[i]} - {0}):
+    pieces = {to: given}
+    for giver in sorted({r for i in indices for r in plan.givers[i]} - {to}):
         pieces[giver] = _receive(
             plan, [i for i in indices if giver in plan.givers[i]], giver, dtype
         )

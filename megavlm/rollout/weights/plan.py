@@ -1,103 +1,156 @@
-"""Which ranks give which shards of which tensors, and in which portions they are sent."""
+"""Which trainer ranks hold which slices of which tensors, and in which buckets they are sent.
+
+Pure: from the mapping table and the layout alone, for any number of ranks, without a process group.
+That the running ranks hold what the plan says is asserted where a push is set up
+(`shards.local_shards`).
+"""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-import torch.distributed as dist
-from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
-
-from megavlm.models.common.loading import local_tensors
-from megavlm.models.common.lora import adapters
+from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
-from megavlm.parallel.mesh import ShardAxis
+from megavlm.parallel.mesh import Layout
+from megavlm.rollout.weights.engine import stored_name
 
-Place = Callable[[ShardAxis], tuple[int, int]]  # this rank and the number of ranks on an axis
-Shard = Callable[[], Tensor]  # this rank's part of a Megatron tensor, as it is now
+_LAYER = re.compile(r"language_model\.decoder\.layers\.(\d+)\.")
+_LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.")
+TIED = "language_model.embedding.word_embeddings.weight"  # where tied, the last stage has a copy
+
+
+@dataclass(frozen=True)
+class TrainerRanks:
+    """Ranks in megatron-core's order: the tensor axis fastest, pipeline stages slowest.
+
+    layer_stages: the pipeline stage of each language layer.
+    """
+
+    layout: Layout = field(default_factory=Layout)
+    world_size: int = 1
+    layer_stages: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, hf_config: Any, layout: Layout, world_size: int, options: ModelOptions
+    ) -> "TrainerRanks":
+        """For a layout that the model can have (`check_model_layout`)."""
+        first, last = options.first_stage_layers, options.last_stage_layers
+        layers = hf_config.text_config.num_hidden_layers
+        return cls(layout, world_size, layer_stages(layers, layout, first, last))
+
+    @property
+    def per_stage(self) -> int:
+        return self.world_size // self.layout.pipeline
+
+    def first_of(self, stage: int) -> int:
+        return stage * self.per_stage
+
+    def stage(self, entry: Entry) -> int:
+        """The tower and the embedding are on the first stage."""
+        if match := _LAYER.match(entry.megatron):
+            return self.layer_stages[int(match[1])]
+        return self.layout.pipeline - 1 if entry.megatron.startswith(_LAST_STAGE) else 0
+
+    def givers(self, entry: Entry) -> tuple[int, ...]:
+        """The ranks that hold the entry's shards, in shard order; of those that hold the same
+        shard (data, context and, where it cuts nothing, tensor ranks) the first.
+        """
+        first, axis = self.first_of(self.stage(entry)), entry.shard.axis
+        if entry.expert is not None:
+            count = entry.hf_shapes[0][0]
+            first += entry.expert * self.layout.expert // count * self.layout.expert_tensor
+        size = self.layout.tensor if axis == "tensor" else self.layout.expert_tensor
+        return tuple(range(first, first + (1 if entry.shard.dim is None else size)))
+
+
+def layer_stages(
+    num_layers: int, layout: Layout, first: int | None = None, last: int | None = None
+) -> tuple[int, ...]:
+    """The stage of each layer. `first` and `last`: layers of those stages where the split is not
+    even. Virtual stages go round the stages, a chunk of each at a time.
+    """
+    stages = layout.pipeline
+    counts: list[int | None] = [None] * stages
+    if stages > 1:
+        counts[0], counts[-1] = first, last
+    given = [count for count in counts if count is not None]
+    others = stages - len(given)
+    even = (num_layers - sum(given)) // others if others else 0
+    per_stage = [even if count is None else count for count in counts]
+    return tuple(
+        stage
+        for _ in range(layout.virtual)
+        for stage, count in enumerate(per_stage)
+        for _ in range(count // layout.virtual)
+    )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Entries that are sent together, all of one stage. `changed`: what training can change, which
+    every server gets; the rest is for servers that need all.
+    """
+
+    stage: int
+    entries: tuple[int, ...]
+    changed: bool
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Indices are of `entries`. givers: the global ranks that hold the shards of each, in shard
-    order; where several hold the same shard, the first of them. changed: what training can change.
-    """
+    """`entries`: the mapping table; indices are of it. `changed`: what training can change."""
 
     entries: Sequence[Entry]
-    givers: Mapping[int, tuple[int, ...]]
+    trainer: TrainerRanks
     changed: frozenset[int]
 
-    def portions(self, *, full: bool, itemsize: int, max_bytes: int) -> Iterator[list[int]]:
-        """Runs of entries whose whole tensors take at most `max_bytes`; a single one may take more.
-        Without `full` only what training can change.
+    @cached_property
+    def givers(self) -> tuple[tuple[int, ...], ...]:
+        """Of each entry, in shard order."""
+        return tuple(self.trainer.givers(entry) for entry in self.entries)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Of each entry."""
+        return tuple(self.trainer.stage(entry) for entry in self.entries)
+
+    def given_by(self, rank: int) -> set[int]:
+        return {index for index, givers in enumerate(self.givers) if rank in givers}
+
+    def buckets(self, *, full: bool, itemsize: int, max_bytes: int) -> Iterator[Bucket]:
+        """Stage by stage, in each what training can change first; without `full` that alone. The
+        whole tensors of a bucket take at most `max_bytes`; a single one may take more.
         """
+        for stage in range(self.trainer.layout.pipeline):
+            mine = [index for index in range(len(self.entries)) if self.stages[index] == stage]
+            for changed in (True, False) if full else (True,):
+                wanted = [index for index in mine if (index in self.changed) is changed]
+                for run in self._runs(wanted, itemsize, max_bytes):
+                    yield Bucket(stage, tuple(run), changed)
+
+    def _runs(self, indices: Collection[int], itemsize: int, max_bytes: int) -> Iterator[list[int]]:
+        """What makes one parameter of a server stays together: parts that it fuses, a stack."""
+        groups: dict[str, list[int]] = {}
+        for index in indices:
+            groups.setdefault(stored_name(self.entries[index].hf[0]), []).append(index)
         run: list[int] = []
         size = 0
-        wanted = sorted(self.givers if full else self.changed)
-        for _, group in groupby(wanted, key=lambda index: self.entries[index].hf):
-            indices = list(group)  # one, or all experts of a stack
-            elements = sum(math.prod(self.entries[index].megatron_shape) for index in indices)
-            if run and size + elements * itemsize > max_bytes:
+        for members in groups.values():
+            num_bytes = itemsize * sum(numel(self.entries[index]) for index in members)
+            if run and size + num_bytes > max_bytes:
                 yield run
                 run, size = [], 0
-            run += indices
-            size += elements * itemsize
+            run += members
+            size += num_bytes
         if run:
             yield run
 
 
-def local_shards(
-    entries: Sequence[Entry], chunks: Sequence[MegatronModule]
-) -> tuple[dict[int, Shard], set[int]]:
-    """This rank's shards by entry, and the entries that training can change here.
-
-    A tensor is trained where its storage is that of a parameter that requires grad. One with an
-    adapter is given as the two merged.
-    """
-    table = {(entry.megatron, entry.expert): index for index, entry in enumerate(entries)}
-    shards: dict[int, Shard] = {}
-    changed = set()
-    for chunk in chunks:
-        trained = {p.data_ptr() for p in chunk.parameters() if p.requires_grad}
-        adapted = {linear.base.weight.data_ptr(): linear for _, linear in adapters(chunk)}
-        for target in local_tensors(chunk):
-            index = table.get((target.key, target.expert))
-            if index is None:
-                continue  # an adapter's own, or a value head
-            pointer = target.data.data_ptr()
-            if pointer in adapted:
-                shards[index] = adapted[pointer].merged_weight
-            else:
-                shards[index] = target.data.detach
-            if pointer in trained or pointer in adapted:
-                changed.add(index)
-    return shards, changed
-
-
-def make_plan(
-    entries: Sequence[Entry],
-    shards: Mapping[int, Shard],
-    changed: set[int],
-    place: Place,
-    objects: dist.ProcessGroup | None,
-) -> Plan:
-    """The same on every rank. Collective over `objects`."""
-    mine = {}
-    for index in shards:
-        rule = entries[index].shard
-        mine[index] = (0 if rule.dim is None else place(rule.axis)[0], index in changed)
-    everyone: list[dict[int, tuple[int, bool]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine, group=objects)
-    holders: dict[int, dict[int, int]] = {}
-    for rank, theirs in enumerate(everyone):
-        for index, (position, _) in theirs.items():
-            holders.setdefault(index, {}).setdefault(position, rank)
-    return Plan(
-        entries,
-        {
-            index: tuple(by_place[i] for i in sorted(by_place))
-            for index, by_place in holders.items()
-        },
-        frozenset(i for theirs in everyone for i, (_, is_changed) in theirs.items() if is_changed),
-    )
+def numel(entry: Entry) -> int:
+    """Of the full Megatron tensor: an expert's entry has its share of the stack alone."""
+    count = sum(math.prod(shape) for shape in entry.hf_shapes)
+    return count if entry.expert is None else count // entry.hf_shapes[0][0]

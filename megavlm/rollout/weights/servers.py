@@ -1,63 +1,105 @@
 """The control side of SGLang servers: what changes them, and what they say of themselves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 
 from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.fleet.targets import Target
+
+TIDY_TIMEOUT = 20.0  # seconds: a server that failed may answer nothing at all
+
+Answers = dict[str, dict[str, Any]]  # by the server's address
 
 
 class Servers:
-    """Requests that go to every server at once. A refusal or a lost connection is a WeightSyncError
-    that names the server and its reason; nothing is retried here, because a retry of one step of a
-    push would not undo the others.
+    """Requests to several servers at once. One that refuses or cannot be reached is lost: `lost`
+    has its reason, and no later request goes to it. WeightSyncError, with the reasons, when none is
+    left. Nothing is retried here, because a retry of one step of a push would not undo the others.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        api_key: str | None,
-        admin_key: str | None,
-        timeout: float = 300.0,
-    ) -> None:
-        self.urls = [url.rstrip("/") for url in urls]
-        self._read = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._write = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-        self._http = httpx.Client(timeout=timeout, trust_env=False)
+    def __init__(self, targets: Sequence[Target], *, timeout: float = 300.0) -> None:
+        self._targets = {target.url: target for target in targets}
+        self.lost: dict[str, str] = {}
+        self._timeout = timeout
+        self._http = httpx.Client(trust_env=False)
 
-    def get(self, path: str) -> list[dict[str, Any]]:
-        """Every server's answer, in the order of `urls`."""
-        return self._all("GET", path, self._read, [None] * len(self.urls))
+    @property
+    def live(self) -> list[Target]:
+        return [target for url, target in self._targets.items() if url not in self.lost]
 
-    def post(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def lose(self, url: str, reason: str) -> None:
+        self.lost.setdefault(url, reason)
+        if not self.live:
+            raise WeightSyncError("; ".join(self.lost.values()))
+
+    def get(self, path: str) -> Answers:
+        return self._all("GET", path, {target.url: None for target in self.live})
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Answers:
         """The same body to every server."""
-        return self.post_each(path, [body] * len(self.urls))
+        return self.post_each(path, {target.url: body for target in self.live})
 
-    def post_each(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """A body for each server."""
-        return self._all("POST", path, self._write, bodies)
+    def post_each(self, path: str, bodies: Mapping[str, Mapping[str, Any]]) -> Answers:
+        """A body for each of some servers."""
+        return self._all("POST", path, bodies)
 
     def _all(
+        self, method: str, path: str, bodies: Mapping[str, Mapping[str, Any] | None]
+    ) -> Answers:
+        urls = [target.url for target in self.live if target.url in bodies]
+        if not urls:
+            return {}
+        answers = {}
+        with ThreadPoolExecutor(len(urls)) as pool:
+            futures = {
+                url: pool.submit(self.request, method, url, path, bodies[url]) for url in urls
+            }
+        for url, future in futures.items():
+            try:
+                answers[url] = future.result()
+            except WeightSyncError as error:
+                self.lose(url, str(error))
+        return answers
+
+    def request(
         self,
         method: str,
+        url: str,
         path: str,
-        headers: Mapping[str, str],
-        bodies: Sequence[Mapping[str, Any] | None],
-    ) -> list[dict[str, Any]]:
-        def one(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-            try:
-                reply = self._http.request(method, url + path, json=body, headers=headers)
-            except httpx.HTTPError as error:
-                raise WeightSyncError(f"{url}{path} failed: {error!r}") from error
-            if not reply.is_success:
-                raise WeightSyncError(f"{url}{path} ({reply.status_code}): {reply.text[:500]}")
-            if not reply.headers.get("content-type", "").startswith("application/json"):
-                return {}  # /flush_cache answers a sentence
-            answer: dict[str, Any] = reply.json()
-            return answer
+        body: Mapping[str, Any] | None,
+        *,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """One request, after whose failure (WeightSyncError) the server counts as before.
+        `timeout`: seconds, where not as for all.
+        """
+        target = self._targets[url]
+        key = target.api_key if method == "GET" else target.admin_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            reply = self._http.request(
+                method, url + path, json=body, headers=headers, timeout=timeout or self._timeout
+            )
+        except httpx.HTTPError as error:
+            raise WeightSyncError(f"{url}{path} failed: {error!r}") from error
+        if not reply.is_success:
+            raise WeightSyncError(f"{url}{path} ({reply.status_code}): {reply.text[:500]}")
+        if not reply.headers.get("content-type", "").startswith("application/json"):
+            return {}  # /flush_cache answers a sentence
+        answer: dict[str, Any] = reply.json()
+        if answer.get("success") is False:  # adapters are refused with status 200
+            raise WeightSyncError(f"{url}{path}: {answer.get('error_message', answer)}")
+        return answer
 
-        with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(pool.map(one, self.urls, bodies))
+    def try_each(
+        self, path: str, body: Mapping[str, Any], urls: Iterable[str] | None = None
+    ) -> None:
+        """A body to some servers, or to all, lost ones too, whatever they say to it: to tidy up."""
+        for url in self._targets if urls is None else urls:
+            try:
+                self.request("POST", url, path, body, timeout=TIDY_TIMEOUT)
+            except WeightSyncError:
+                pass  # it is gone, or there was nothing to tidy up

@@ -1,122 +1,169 @@
 """One push of the trainer's weights to the servers, versioned and verified."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
-from megavlm.models.common.mapping import Entry
-from megavlm.rollout.errors import WeightSyncError
-from megavlm.rollout.weights import verify
-from megavlm.rollout.weights.gather import NamedTensors, gather
-from megavlm.rollout.weights.plan import Place, local_shards, make_plan
-from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.errors import RolloutServerError, WeightSyncError
+from megavlm.rollout.fleet.targets import Targets
+from megavlm.rollout.weights.conductor import Conductor, Round, Sent
+from megavlm.rollout.weights.gather import gather
+from megavlm.rollout.weights.plan import Plan
+from megavlm.rollout.weights.sender import Sender, Turn
+from megavlm.rollout.weights.shards import local_shards
 from megavlm.rollout.weights.transports.base import Transport
 
-PORTION_BYTES = 2**28
+BUCKET_BYTES = 2**28
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SyncReport:
     """A push, the same on every rank.
 
-    bytes: what left rank 0, to all servers together. tensors: HF tensors. checked: engine tensors
-    whose checksums were compared.
+    bytes: of tensors, that left the ranks that send, to all servers together. tensors: HF tensors.
+    checked: tensors whose checksums were compared, of all ranks of all servers. servers: that have
+    the version now.
     """
 
     seconds: float
     bytes: int
     tensors: int
     checked: int
+    servers: int
 
 
 class WeightSync:
     """Pushes a model's weights to servers. Made by all trainer ranks together.
 
-    chunks: this rank's part of the model. place: this rank on an axis that cuts tensors.
-    servers and transport: given on global rank 0, None elsewhere. dtype: what the servers hold.
-    objects: a group over all ranks for Python objects; None is the default group.
-    portion_bytes: memory that full tensors may take on rank 0 at a time.
+    chunks: this rank's part of the model. targets: on global rank 0, None elsewhere. transport: one
+    of its own on each rank. dtype: what the servers hold. num_kv_heads, tied_embeddings: of the
+    language model. pause: SGLang's mode of pausing. timeout: seconds for a request to a server.
+    objects: a gloo group over all ranks; None is the default group. bucket_bytes: what whole
+    tensors may take on a rank that sends, and as much again on their way.
     `version` is that of the last push that succeeded, None before the first.
     """
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        plan: Plan,
         chunks: Sequence[MegatronModule],
         *,
-        place: Place,
-        servers: Servers | None,
-        transport: Transport | None,
+        targets: Targets | None,
+        transport: Transport,
         dtype: torch.dtype,
+        num_kv_heads: int = 1,
+        tied_embeddings: bool = False,
+        pause: str = "abort",
+        timeout: float = 300.0,
         objects: dist.ProcessGroup | None = None,
-        portion_bytes: int = PORTION_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.version: int | None = None
-        self._shards, changed = local_shards(entries, chunks)
-        self._plan = make_plan(entries, self._shards, changed, place, objects)
-        self._dtype = dtype
-        self._servers, self._transport = servers, transport
-        self._objects, self._portion_bytes = objects, portion_bytes
-        self._comparable = servers is not None and verify.comparable(servers)
+        self._plan, self._shards = plan, local_shards(plan, chunks)
+        self._dtype, self._transport = dtype, transport
+        self._objects, self._bucket_bytes, self._timeout = objects, bucket_bytes, timeout
+        self._conductor = None
+        if targets is not None:
+            self._conductor = Conductor(
+                targets,
+                transport,
+                pause=pause,
+                timeout=timeout,
+                num_kv_heads=num_kv_heads,
+                tied_embeddings=tied_embeddings,
+            )
 
     def push(self, version: int, *, full: bool = False) -> SyncReport:
-        """Sends what training can change (`full`: everything) as version `version`.
+        """Sends what training can change to every server as version `version`, and all else to
+        those that need it (`full`: to all).
 
-        Collective over all trainer ranks. Raises WeightSyncError on each of them when it failed:
-        the version has not advanced, the servers' weights may be mixed, and the next push that
-        succeeds heals them.
+        Collective over all trainer ranks. A server that fails is told to `targets`, and the others
+        go on. WeightSyncError on every rank when none is left: the version has not advanced, and
+        the next push that succeeds heals. RolloutServerError when `targets` says so.
         """
         started = time.monotonic()
-        portions_of_tensors = self._gather_portions(full)
-        outcome: list[SyncReport | str | None] = [None]
-        if self._transport is not None:
-            try:
-                num_bytes, num_tensors, checked = self._send(portions_of_tensors, str(version))
-                seconds = time.monotonic() - started
-                outcome = [SyncReport(seconds, num_bytes, num_tensors, checked)]
-            except WeightSyncError as error:
-                outcome = [str(error)]
-                self._transport.abort()
-        for _ in portions_of_tensors:
-            pass  # all of them on the other ranks, those left by an error on rank 0: nobody waits
-        dist.broadcast_object_list(outcome, src=0, group=self._objects)
-        (report,) = outcome
-        if not isinstance(report, SyncReport):
-            raise WeightSyncError(f"weight version {version} was not pushed: {report}")
+        failed: set[str] = set()  # in this push
+        report = None
+        while report is None:  # again for the servers that are left
+            report = self._attempt(version, full, failed, started)
         self.version = version
         return report
 
-    def _gather_portions(self, full: bool) -> Iterator[NamedTensors]:
-        """Full HF tensors on rank 0, portion by portion. Collective."""
-        portions = self._plan.portions(
-            full=full, itemsize=self._dtype.itemsize, max_bytes=self._portion_bytes
-        )
-        for portion in portions:
-            yield gather(self._plan, portion, self._shards, self._dtype)
+    def close(self) -> None:
+        """Gives back what the transport holds. Collective."""
+        self._transport.close()
 
-    def _send(
-        self, portions_of_tensors: Iterable[NamedTensors], version: str
-    ) -> tuple[int, int, int]:
-        """Rank 0's part: bytes sent, tensors sent, tensors checked."""
-        assert self._servers is not None and self._transport is not None
-        num_bytes = num_tensors = 0
-        expected: dict[str, str] = {}
-        self._transport.begin()
-        for tensors in portions_of_tensors:
-            num_bytes += self._transport.send(tensors)
-            num_tensors += len(tensors)
-            if self._comparable:
-                expected |= verify.checksums(tensors)
-        self._transport.commit()
-        if expected:
-            verify.check_checksums(self._servers, expected)
-        # Last: until here a server that is asked says the old version.
-        self._servers.post(
-            "/update_weight_version", {"new_version": version, "abort_all_requests": False}
+    def _attempt(
+        self, version: int, full: bool, failed: set[str], started: float
+    ) -> SyncReport | None:
+        round_ = self._agree(version, lambda rank_0: rank_0.open(failed, full=full))
+        sent = self._send(round_)
+
+        def close(rank_0: Conductor) -> SyncReport | None:
+            closed = rank_0.close(round_, sent, str(version), failed)
+            if closed is None:
+                return None
+            return SyncReport(seconds=time.monotonic() - started, **asdict(closed))
+
+        return self._agree(version, close)
+
+    def _agree(self, version: int, decide: Callable[[Conductor], T]) -> T:
+        """What rank 0 decides, or its error, on every rank."""
+        box: list[Any] = [None]
+        if self._conductor is not None:
+            try:
+                box = [decide(self._conductor)]
+            except (WeightSyncError, RolloutServerError) as error:
+                box = [error]
+        dist.broadcast_object_list(box, src=0, group=self._objects)
+        (outcome,) = box
+        if isinstance(outcome, WeightSyncError):
+            raise WeightSyncError(f"weight version {version} was not pushed: {outcome}")
+        if isinstance(outcome, RolloutServerError):
+            raise outcome
+        return outcome
+
+    def _send(self, round_: Round) -> list[Sent]:
+        """Gathers bucket by bucket, where it is sent from. Returns, on rank 0, what each sending
+        rank says of it.
+        """
+        rank, senders = dist.get_rank(), self._senders()
+        buckets = self._plan.buckets(
+            full=bool(round_.refitted), itemsize=self._dtype.itemsize, max_bytes=self._bucket_bytes
         )
-        verify.check_version(self._servers, version)
-        return num_bytes, num_tensors, len(expected)
+        with ExitStack() as stack:
+            sender = None
+            if rank in senders:
+                sender = Sender(self._transport, round_, self._turn(senders), timeout=self._timeout)
+                stack.enter_context(sender)
+            for bucket in buckets:
+                to = senders[bucket.stage % len(senders)]
+                tensors = gather(self._plan, bucket.entries, self._shards, self._dtype, to=to)
+                if sender is not None and rank == to:
+                    sender.put(tensors, changed=bucket.changed)
+        mine = None if sender is None else sender.sent()
+        everyone: list[Sent | None] | None = None
+        if rank == 0:
+            everyone = [None] * dist.get_world_size()
+        dist.gather_object(mine, everyone, group=self._objects)
+        return [sent for sent in everyone or () if sent is not None]
+
+    def _senders(self) -> list[int]:
+        """The ranks that send, by pipeline stage; one alone sends what all stages hold."""
+        trainer = self._plan.trainer
+        stages = trainer.layout.pipeline if self._transport.by_stage else 1
+        return [trainer.first_of(stage) for stage in range(stages)]
+
+    def _turn(self, senders: Sequence[int]) -> Turn:
+        if not self._transport.together:
+            return Turn(None, None, None)
+        place = senders.index(dist.get_rank())
+        before = senders[place + 1] if place + 1 < len(senders) else None
+        return Turn(senders[place - 1] if place else None, before, self._objects)

@@ -1,92 +1,108 @@
-"""Whether servers hold what was sent: their version, and where it can be compared, checksums."""
+"""Whether servers hold what was sent: their version, and checksums of every tensor.
+
+A server of several ranks says what each of them holds: its slices.
+"""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from megavlm.rollout.errors import WeightSyncError
+from megavlm.parallel import platform
+from megavlm.rollout.weights.engine import Engine, engine_tensors
 from megavlm.rollout.weights.servers import Servers
 
-VOCAB_MULTIPLE = 64  # SGLang pads embedding and head to it with zero rows
-# SGLang's fused parameters by the HF parts they are made of, in order.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# And its stacks of experts by those of the hub.
-EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+# Checksums by engine name, of each rank of a server, by the server's layout.
+Expected = dict[Engine, list[dict[str, str]]]
 
 
 def check_version(servers: Servers, version: str) -> None:
-    """WeightSyncError if a server does not say that its weights are `version`."""
-    for url, info in zip(servers.urls, servers.get("/model_info"), strict=True):
+    """Loses the servers that do not say that their weights are `version`."""
+    for url, info in servers.get("/model_info").items():
         if info["weight_version"] != version:
-            raise WeightSyncError(
+            servers.lose(
+                url,
                 f"{url} says its weights are version {info['weight_version']!r} after a push of "
-                f"version {version!r}"
+                f"version {version!r}",
             )
 
 
-def comparable(servers: Servers) -> bool:
-    """Whether the servers' checksums can be computed here.
+def is_comparable(device: str) -> bool:
+    """Whether the checksums of a server on `device` can be computed here.
 
-    They can for servers of one rank on a CPU. SGLang hashes GPU tensors with a kernel of its own,
-    and a rank of several hashes its slices.
+    SGLang hashes a CPU's tensors with SHA-256, and a GPU's with a kernel of its own, which runs
+    here too where this is a GPU machine with SGLang installed.
     """
-    infos = servers.get("/server_info")
-    return all(info["device"] == "cpu" and int(info["tp_size"]) == 1 for info in infos)
+    if device == "cpu":
+        return True
+    return platform.has_gpu() and importlib.util.find_spec("sglang") is not None
 
 
-def checksums(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
-    """Checksum by engine name of what a server must hold after it has loaded these HF tensors.
+def checksums(tensors: Sequence[tuple[str, Tensor]], engines: Mapping[Engine, str]) -> Expected:
+    """Of what each rank of servers must hold once it has loaded these HF tensors. `engines`: the
+    servers' layouts, and the devices that they hash on.
 
     Parts of one fused parameter must come together, as one mapping entry sends them.
     """
     return {
-        name: hashlib.sha256(_bytes(tensor)).digest()[:8].hex()
-        for name, tensor in engine_tensors(dict(tensors))
+        engine: [
+            {
+                name: tensor_hash(tensor, device)
+                for name, tensor in engine_tensors(dict(tensors), engine, rank)
+            }
+            for rank in range(engine.tensor_parallel)
+        ]
+        for engine, device in engines.items()
     }
 
 
-def engine_tensors(hub_tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A one-rank engine's parameters, as SGLang's Qwen-VL models make them of HF tensors."""
-    tensors = {_engine_name(name): tensor for name, tensor in hub_tensors.items()}
-    for name, tensor in tensors.items():
-        module, _, kind = name.rpartition(".")
-        parent, _, leaf = module.rpartition(".")
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
-            padding = -tensor.shape[0] % VOCAB_MULTIPLE
-            yield name, torch.nn.functional.pad(tensor, (0, 0, 0, padding))
-        elif leaf == "experts":  # stacks, each expert's linear transposed
-            yield f"{module}.{EXPERTS[kind]}", tensor.transpose(1, 2)
-        elif leaf == "qkv":  # the tower's, already fused
-            yield f"{parent}.qkv_proj.{kind}", tensor
-        elif fused := next((fused for fused, parts in FUSED.items() if leaf in parts), None):
-            if leaf == FUSED[fused][0]:
-                parts = [tensors[f"{parent}.{part}.{kind}"] for part in FUSED[fused]]
-                yield f"{parent}.{fused}.{kind}", torch.cat(parts)
-        else:
-            yield name, tensor
+def tensor_hash(tensor: Tensor, device: str) -> str:
+    """As SGLang's weights_checker writes it, of a tensor that it has on `device`."""
+    if device == "cpu":
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return hashlib.sha256(content.data).digest()[:8].hex()
+    from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
+
+    return f"{gpu_tensor_hash(tensor.detach().to(platform.device()).contiguous()):016x}"
 
 
-def _engine_name(name: str) -> str:
-    """Without what Qwen3-VL's hub files add to the names of the older families."""
-    for long, short in (("model.visual.", "visual."), ("model.language_model.", "model.")):
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name
+def add(expected: Expected, more: Expected) -> None:
+    for engine, ranks in more.items():
+        held = expected.setdefault(engine, [{} for _ in ranks])
+        for mine, its in zip(held, ranks, strict=True):
+            mine |= its
 
 
-def check_checksums(servers: Servers, expected: Mapping[str, str]) -> None:
-    """WeightSyncError that names the first tensor whose checksum on a server is another."""
-    answers = servers.post("/weights_checker", {"action": "checksum"})
-    for url, answer in zip(servers.urls, answers, strict=True):
-        held = answer["ranks"][0]["checksums"]
-        for name, checksum in expected.items():
+def joined(parts: Iterable[Expected], engine: Engine) -> list[dict[str, str]]:
+    """What each rank of a server of this layout must hold."""
+    together: Expected = {engine: [{} for _ in range(engine.tensor_parallel)]}
+    for part in parts:
+        add(together, {engine: part[engine]} if engine in part else {})
+    return together[engine]
+
+
+def check_checksums(servers: Servers, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
+    """Loses the servers that hold another tensor than expected, with the name of the first.
+    `expected`: of each rank, by server. Returns how many tensors were compared.
+    """
+    asked = {url: {"action": "checksum"} for url, ranks in expected.items() if any(map(len, ranks))}
+    count = 0
+    for url, answer in servers.post_each("/weights_checker", asked).items():
+        count += sum(map(len, expected[url]))
+        if difference := _first_difference(answer["ranks"], expected[url]):
+            servers.lose(url, f"{url} holds {difference}")
+    return count
+
+
+def _first_difference(
+    ranks: Sequence[Mapping[str, Mapping[str, str]]], expected: Sequence[Mapping[str, str]]
+) -> str | None:
+    for rank, (answer, wanted) in enumerate(zip(ranks, expected, strict=True)):
+        held = answer["checksums"]
+        for name, checksum in wanted.items():
             if held.get(name) != checksum:
-                raise WeightSyncError(
-                    f"{url} holds {name} with checksum {held.get(name)} instead of {checksum}"
-                )
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                where = f" on its rank {rank}" if len(ranks) > 1 else ""
+                return f"{name}{where} with checksum {held.get(name)} instead of {checksum}"
+    return None

@@ -13,8 +13,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
 from megavlm.models.common.mapping import ROWS, gated, same, shard_tensor
+from megavlm.parallel.mesh import Layout
 from megavlm.rollout.errors import WeightSyncError
-from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.fleet.targets import Target
+from megavlm.rollout.weights.fixed_targets import FixedTargets
+from megavlm.rollout.weights.plan import Plan, TrainerRanks
 from megavlm.rollout.weights.sync import WeightSync
 from megavlm.rollout.weights.transports.disk import DiskTransport
 from megavlm.rollout.weights.transports.tensor import TensorTransport
@@ -54,23 +57,22 @@ class Model(nn.Module):
 
 
 def pushes(url: str, versions: tuple[int, ...], full: bool, folder: Path | None) -> dict[str, Any]:
-    servers = transport = None
+    targets = None
     if dist.get_rank() == 0:
-        servers = Servers([url], api_key="reads", admin_key="writes")
-        transport = TensorTransport(servers) if folder is None else DiskTransport(servers, folder)
+        targets = FixedTargets([Target(url, 1, "cuda", full, "reads", "writes")])
+    size = dist.get_world_size()
     sync = WeightSync(
-        ENTRIES,
+        Plan(ENTRIES, TrainerRanks(Layout(tensor=size), size), frozenset({1, 2, 3})),
         [Model()],  # type: ignore[list-item]  # of a MegatronModule only what a push needs
-        place=lambda axis: (dist.get_rank(), dist.get_world_size()),
-        servers=servers,
-        transport=transport,
+        targets=targets,
+        transport=TensorTransport() if folder is None else DiskTransport(folder),
         dtype=torch.float32,
-        portion_bytes=100,
+        bucket_bytes=100,
     )
     errors, report = [], None
     for version in versions:
         try:
-            report = sync.push(version, full=full)
+            report = sync.push(version)
         except WeightSyncError as error:
             errors.append(str(error))
     return {"version": sync.version, "errors": errors, "report": report}
@@ -115,10 +117,12 @@ def test_what_is_sent(full: bool) -> None:
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
     assert len(buckets) > 1  # portions
     assert sequence == [
+        "/pause_generation",
         "/begin_weight_update",
         "/end_weight_update",
         VERSION,
         "/model_info",
+        "/continue_generation",
     ]
     assert keys[UPDATE] == "Bearer writes" and keys["/model_info"] == "Bearer reads"
     assert results[0] == results[1] and results[0]["version"] == 5
@@ -172,6 +176,7 @@ def test_disk_leaves_nothing_behind(tmp_path: Path) -> None:
         fake.refused["/update_weights_from_disk"] = {1}
         (result,) = launch(1, pushes, fake.url, (4, 5), False, tmp_path / "weights")
         assert len(result["errors"]) == 1 and result["version"] == 5
-        (request, _) = (body for path, body, _ in fake.requests if "from_disk" in path)
+        # the refused one, then what all servers get, then what only this stale one does
+        (request, _, _) = (body for path, body, _ in fake.requests if "from_disk" in path)
     assert request["load_format"] == "safetensors"
     assert list((tmp_path / "weights").iterdir()) == []

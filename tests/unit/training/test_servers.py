@@ -1,7 +1,6 @@
 """A managed server that dies in mid-run: its end and its log are the reason that the user reads."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def test_features_of_pictures_are_kept_while_the_tower_does_not_change(
         return Server(dead=False)
 
     monkeypatch.setattr(servers, "ManagedServer", start)
-    monkeypatch.setattr(servers, "_transport", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(servers.FixedTargets, "connect", lambda *_, **__: None)
     with servers.connect(load(write_recipe(**sections)), Path("model")):
         pass
     assert given == [cached]
@@ -66,9 +65,8 @@ def test_a_dead_server_is_the_reason(
     write_recipe: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, dead: bool
 ) -> None:
     server = Server(dead)
-    transport = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(servers, "ManagedServer", lambda *_, **__: server)
-    monkeypatch.setattr(servers, "_transport", lambda *_: transport)
+    monkeypatch.setattr(servers.FixedTargets, "connect", lambda *_, **__: None)
     with pytest.raises(type(error) if not dead else RolloutServerError) as raised:
         with servers.connect(load(write_recipe()), Path("model")):
             raise error

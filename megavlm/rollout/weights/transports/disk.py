@@ -1,53 +1,71 @@
-"""Through a folder that trainer and servers share."""
+"""Through a folder that all trainer ranks that send, and all servers, share."""
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
+from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.weights.engine import Engine
 from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.weights.transports.base import Load
 
 PARTIAL, READY = "partial", "ready"
+CHANGED, REST = "changed", "rest"
 
 
 class DiskTransport:
-    """Writes safetensors to `folder` and has every server load them.
+    """Writes safetensors to `folder` and has the servers load them.
 
     Servers see the folder only under its final name, when it is complete; it holds one push.
     """
 
-    def __init__(self, servers: Servers, folder: str | Path) -> None:
-        self.servers = servers
+    by_stage = True
+    in_session = False
+    together = False
+
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._parts = 0
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         self._remove()
-        (self.folder / PARTIAL).mkdir(parents=True)
+        for name in (CHANGED, REST):
+            (self.folder / PARTIAL / name).mkdir(parents=True)
+
+    def open(self, servers: Servers, engines: Mapping[str, Engine]) -> None:
         self._parts = 0
 
-    def send(self, tensors: Sequence[tuple[str, Tensor]]) -> int:
-        path = self.folder / PARTIAL / f"model-{self._parts:05d}.safetensors"
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors}, path)
+    def send(self, load: Load) -> int:
+        folder = self.folder / PARTIAL / (CHANGED if load.changed else REST)
+        path = folder / f"model-{dist.get_rank():04d}-{self._parts:05d}.safetensors"
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in load.tensors}
+        try:
+            save_file(tensors, path)
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(f"{path} cannot be written: {error}") from error
         self._parts += 1
-        return path.stat().st_size
+        return sum(tensor.nbytes for tensor in tensors.values())
 
-    def commit(self) -> None:
+    def commit(self, servers: Servers, refitted: Sequence[str]) -> None:
         os.rename(self.folder / PARTIAL, self.folder / READY)
-        self.servers.post(
-            "/update_weights_from_disk",
-            {"model_path": str((self.folder / READY).resolve()), "load_format": "safetensors"},
-        )
+        everyone = [target.url for target in servers.live]
+        for name, urls in ((CHANGED, everyone), (REST, refitted)):
+            folder = (self.folder / READY / name).resolve()
+            if any(folder.iterdir()):
+                body = {"model_path": str(folder), "load_format": "safetensors"}
+                servers.post_each("/update_weights_from_disk", dict.fromkeys(urls, body))
         self._remove()
 
-    def abort(self) -> None:
+    def abort(self, servers: Servers) -> None:
         self._remove()
 
     def close(self) -> None:
-        self._remove()
+        pass
 
     def _remove(self) -> None:
         for name in (PARTIAL, READY):

@@ -1,0 +1,182 @@
+"""Rank 0's part of a push: all that servers are told besides the tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.fleet.targets import Target, Targets
+from megavlm.rollout.weights import verify
+from megavlm.rollout.weights.engine import Engine
+from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.weights.transports.base import Transport
+
+CONTINUE = {"torch_empty_cache": False}
+
+
+@dataclass(frozen=True)
+class Round:
+    """An attempt of a push, the same on every rank. `refitted`: addresses of targets that get every
+    tensor; `compared`: of those whose checksums can be compared.
+    """
+
+    targets: tuple[Target, ...]
+    engines: Mapping[str, Engine]
+    refitted: tuple[str, ...]
+    compared: tuple[str, ...]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(target.url for target in self.targets)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank has sent in a round. `lost`: servers that failed, and why. `error`: why it
+    stopped. Checksums of what servers must hold now: of a layout, of each rank, by engine name;
+    `changed` of what all servers got, `rest` of what the refitted ones got besides.
+    """
+
+    bytes: int
+    tensors: int
+    changed: verify.Expected
+    rest: verify.Expected
+    lost: Mapping[str, str]
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What a round came to; the fields are SyncReport's."""
+
+    bytes: int
+    tensors: int
+    checked: int
+    servers: int
+
+
+class Conductor:
+    """Opens and closes rounds. A server that fails at any point is told to `targets`, and the
+    others go on; WeightSyncError when none is left.
+
+    pause: SGLang's mode, which says what becomes of requests in flight. num_kv_heads,
+    tied_embeddings: of the model.
+    """
+
+    def __init__(
+        self,
+        targets: Targets,
+        transport: Transport,
+        *,
+        pause: str,
+        timeout: float,
+        num_kv_heads: int,
+        tied_embeddings: bool,
+    ) -> None:
+        self._targets, self._transport = targets, transport
+        self._pause, self._timeout = pause, timeout
+        self._num_kv_heads, self._tied = num_kv_heads, tied_embeddings
+
+    def open(self, failed: set[str], *, full: bool) -> Round:
+        """Servers paused and ready for tensors, without those that have `failed` in this push.
+        `full`: all of them get every tensor.
+        """
+        targets = [target for target in self._targets.targets() if target.url not in failed]
+        if not targets:
+            raise WeightSyncError("there is no rollout server to push to")
+        servers = self._servers = Servers(targets, timeout=self._timeout)
+        try:
+            infos = servers.get("/server_info")
+            servers.post("/pause_generation", {"mode": self._pause})
+            if self._transport.in_session:
+                servers.post("/begin_weight_update", {})
+            self._transport.prepare()
+        except WeightSyncError:
+            self._leave(failed, whole=True)
+            raise
+        live = servers.live
+        return Round(
+            tuple(live),
+            {target.url: self._engine(target, infos[target.url]) for target in live},
+            tuple(target.url for target in live if full or target.needs_all),
+            tuple(target.url for target in live if verify.is_comparable(target.device)),
+        )
+
+    def close(
+        self, round_: Round, sent: Sequence[Sent], version: str, failed: set[str]
+    ) -> Closed | None:
+        """The servers load what they were sent, are compared, and only then say the new version.
+        None when the round must be made again for those that are left, without `failed`.
+        """
+        servers, result = self._servers, None
+        try:
+            if not self._is_broken(sent):
+                result = self._finish(round_, sent, version)
+        except WeightSyncError:
+            self._leave(failed, whole=True)
+            raise
+        self._leave(failed, whole=result is None)
+        if result is not None:
+            for target in servers.live:
+                self._targets.refitted(target.url, version)
+        return result
+
+    def _finish(self, round_: Round, sent: Sequence[Sent], version: str) -> Closed:
+        servers = self._servers
+        live = {target.url for target in servers.live}
+        self._transport.commit(servers, [url for url in round_.refitted if url in live])
+        if self._transport.in_session:
+            servers.post("/end_weight_update", {})
+        checked = self._compare(round_, sent)
+        servers.post(
+            "/update_weight_version", {"new_version": version, "abort_all_requests": False}
+        )
+        verify.check_version(servers, version)
+        servers.post("/continue_generation", CONTINUE)
+        return Closed(
+            bytes=sum(part.bytes for part in sent),
+            tensors=sum(part.tensors for part in sent),
+            checked=checked,
+            servers=len(servers.live),
+        )
+
+    def _is_broken(self, sent: Sequence[Sent]) -> bool:
+        """Takes notice of servers that ranks have lost; says whether the others miss something."""
+        for part in sent:
+            for url, reason in part.lost.items():
+                self._servers.lose(url, reason)
+        errors = [part.error for part in sent if part.error]
+        if errors and not self._servers.lost:  # nobody is to blame
+            for target in self._servers.live:
+                self._servers.lose(target.url, errors[0])
+        return bool(errors)
+
+    def _leave(self, failed: set[str], *, whole: bool) -> None:
+        """Tells `targets` of lost servers and adds them to `failed`; leaves them, or `whole`: all,
+        able to take the next push.
+        """
+        servers = self._servers
+        urls = list(servers.lost)
+        if whole:
+            self._transport.abort(servers)
+            urls += [target.url for target in servers.live]
+        if self._transport.in_session:
+            servers.try_each("/end_weight_update", {}, urls)
+        servers.try_each("/continue_generation", CONTINUE, urls)
+        failed |= servers.lost.keys()
+        for url, reason in servers.lost.items():
+            self._targets.failed(url, reason)
+
+    def _engine(self, target: Target, info: Mapping[str, Any]) -> Engine:
+        return Engine(
+            target.tensor_parallel, int(info.get("ep_size", 1)), self._num_kv_heads, self._tied
+        )
+
+    def _compare(self, round_: Round, sent: Sequence[Sent]) -> int:
+        """With the checksums that servers compute of what they hold."""
+        expected: dict[str, list[dict[str, str]]] = {}
+        for url in round_.compared:
+            parts = [part.changed for part in sent]
+            parts += [part.rest for part in sent] if url in round_.refitted else []
+            expected[url] = verify.joined(parts, round_.engines[url])
+        return verify.check_checksums(self._servers, expected)

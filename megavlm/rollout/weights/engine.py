@@ -1,0 +1,147 @@
+"""An SGLang server's own tensors: their names, what they are fused of, and what each of its ranks
+stores. Pure; on the meta device it tells shapes without memory.
+
+The rules are those of the weight loaders in sglang 0.5.23 (models/qwen2_vl.py, qwen2_5_vl.py,
+qwen3_vl.py, qwen3_vl_moe.py, layers/linear.py, layers/vocab_parallel_embedding.py and
+layers/moe/fused_moe_triton/layer.py). A sync compares checksums with the running server, so that a
+release with other rules is found out, not served. Not covered: quantised servers, and MoE kernels
+that store their weights shuffled.
+
+Shapes: E experts, H hidden size, I an expert's intermediate size.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+VOCAB_MULTIPLE = 64  # embedding, head and learned positions are padded to it with zero rows
+VISION_MULTIPLE = 8  # the width of a gated vision MLP is, too
+# Fused parameters by the HF parts they are made of, in order.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# Stacks of experts, by those of the hub.
+EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+PADDED = re.compile(r"(model\.embed_tokens|lm_head|visual\.pos_embed)\.weight")
+# Linears whose output the ranks cut, and whose input; the latter keep their bias whole.
+OUTPUT_CUT = re.compile(r"visual\..*(mlp\.fc1|linear_fc1|merger\.mlp\.0)\.(weight|bias)")
+INPUT_CUT = re.compile(
+    r"model\.layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)\.weight"
+    r"|visual\..*(attn\.proj|mlp\.down_proj|mlp\.fc2|linear_fc2|merger\.mlp\.2)\.weight"
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A server's layout. `expert_parallel`: over so many of its ranks whole experts are spread; the
+    others cut each expert. `num_kv_heads`: of the language model; ranks share one where they are
+    more. `tied_embeddings`: the hub has no head.
+    """
+
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    num_kv_heads: int = 1
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.tensor_parallel % self.expert_parallel == 0, "SGLang refuses such a server"
+
+    @property
+    def expert_tensor(self) -> int:
+        return self.tensor_parallel // self.expert_parallel
+
+
+def engine_name(hub_name: str) -> str:
+    """Without what Qwen3-VL's hub files add to the names of the older families."""
+    for long, short in (("model.visual.", "visual."), ("model.language_model.", "model.")):
+        if hub_name.startswith(long):
+            return short + hub_name.removeprefix(long)
+    return hub_name
+
+
+def stored_name(hub_name: str) -> str:
+    """The engine's parameter that an HF tensor is, or is part of."""
+    name = engine_name(hub_name)
+    module, _, kind = name.rpartition(".")
+    parent, _, leaf = module.rpartition(".")
+    if leaf == "experts":
+        return f"{module}.{EXPERTS[kind]}"
+    if leaf == "qkv":  # the tower's: fused on the hub already
+        return f"{parent}.qkv_proj.{kind}"
+    fused = next((fused for fused, parts in FUSED.items() if leaf in parts), None)
+    return f"{parent}.{fused}.{kind}" if fused else name
+
+
+def engine_tensors(
+    hub_tensors: Mapping[str, Tensor], engine: Engine, rank: int
+) -> Iterator[tuple[str, Tensor]]:
+    """What rank `rank` of a server stores of these HF tensors, under the engine's names.
+
+    Parts of one fused parameter must come together, as one mapping entry gives them. Views where
+    nothing is joined.
+    """
+    groups: dict[str, list[tuple[str, Tensor]]] = {}
+    for hub_name, tensor in hub_tensors.items():
+        groups.setdefault(stored_name(hub_name), []).append((engine_name(hub_name), tensor))
+    size = engine.tensor_parallel
+    for stored, parts in groups.items():
+        name, tensor = parts[0]
+        if len(parts) > 1:
+            leaves = {name.split(".")[-2]: tensor for name, tensor in parts}
+            fused = FUSED[stored.split(".")[-2]]
+            yield stored, _fused(stored, [leaves[leaf] for leaf in fused], engine, rank)
+        elif ".experts." in name:
+            yield stored, _experts(name, tensor, engine, rank)
+        elif ".attn.qkv." in name:  # as many keys as queries
+            yield stored, _cut(tensor.chunk(3), rank, size)
+        elif PADDED.fullmatch(name):
+            yield name, _pad(tensor, _vocab_multiple(len(tensor), size)).chunk(size)[rank]
+        elif OUTPUT_CUT.fullmatch(name):
+            yield name, tensor.chunk(size)[rank]
+        elif INPUT_CUT.fullmatch(name):
+            if name.startswith("visual.") and ".down_proj." in name:
+                tensor = _pad(tensor, VISION_MULTIPLE, dim=1)
+            yield name, tensor.chunk(size, dim=1)[rank]
+        else:
+            yield name, tensor
+
+
+def _fused(name: str, parts: list[Tensor], engine: Engine, rank: int) -> Tensor:
+    size = engine.tensor_parallel
+    if ".gate_up_proj." in name:
+        multiple = VISION_MULTIPLE if name.startswith("visual.") else 1
+        return _cut([_pad(part, multiple) for part in parts], rank, size)
+    query, *others = parts
+    heads = min(engine.num_kv_heads, size)
+    place = rank * heads // size
+    return torch.cat([query.chunk(size)[rank], *(part.chunk(heads)[place] for part in others)])
+
+
+def _experts(name: str, stack: Tensor, engine: Engine, rank: int) -> Tensor:
+    """gate_up_proj [E, H, 2I] as [E, 2I, H], gate on top of up; down_proj [E, I, H] as
+    [E, H, I]. Neighbouring ranks cut an expert, and the groups of them hold the experts in order.
+    """
+    mine = stack.chunk(engine.expert_parallel)[rank // engine.expert_tensor].transpose(1, 2)
+    place, size = rank % engine.expert_tensor, engine.expert_tensor
+    if name.endswith(".down_proj"):
+        return mine.chunk(size, dim=2)[place]
+    return mine if size == 1 else _cut(mine.chunk(2, dim=1), place, size, dim=1)
+
+
+def _cut(parts: Sequence[Tensor], rank: int, size: int, dim: int = 0) -> Tensor:
+    return torch.cat([part.chunk(size, dim)[rank] for part in parts], dim)
+
+
+def _vocab_multiple(rows: int, size: int) -> int:
+    padded = rows + -rows % VOCAB_MULTIPLE
+    return VOCAB_MULTIPLE * (size if padded % size else 1)
+
+
+def _pad(tensor: Tensor, multiple: int, dim: int = 0) -> Tensor:
+    """With zeros at the end of `dim`, up to a multiple."""
+    missing = -tensor.shape[dim] % multiple
+    if not missing:
+        return tensor
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing])
