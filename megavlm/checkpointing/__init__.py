@@ -2,6 +2,8 @@
 
 from megavlm.checkpointing.folder import latest
 from megavlm.checkpointing.load import load
+from megavlm.checkpointing.retention import Retention
 from megavlm.checkpointing.save import save
+from megavlm.checkpointing.saver import Saver
 
-__all__ = ["latest", "load", "save"]
+__all__ = ["Retention", "Saver", "latest", "load", "save"]

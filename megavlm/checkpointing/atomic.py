@@ -26,10 +26,22 @@ def replace_folder(target: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replaces a small file."""
     new = partial(path)
-    new.write_text(text)
-    sync(new)
+    try:
+        new.write_text(text)
+        sync(new)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
     new.rename(path)
     sync(path.parent)
+
+
+def remove_folder(target: Path) -> None:
+    """All of it, or (killed) nothing that has its name."""
+    doomed = target.with_name(f".{target.name}.deleted")
+    target.rename(doomed)
+    sync(target.parent)
+    shutil.rmtree(doomed)
 
 
 def sync_tree(folder: Path) -> None:

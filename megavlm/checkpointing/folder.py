@@ -2,9 +2,10 @@
 
     CHECKPOINT_DIR/
       latest               name of the newest step
+      best                 name of the best one, where a metric is configured
       hf/                  config, tokenizer and processor files of the model
       step_00000040/
-        manifest.json      step, contents, and every other file's size and checksum
+        manifest.json      step, contents, scores, and every other file's size and checksum
         .metadata, metadata.json, common.pt, *.distcp    megatron-core dist_checkpointing
         extra.json         the trainer's own state: loader, curriculum
         random_00000.pt    random states of rank 0
@@ -17,7 +18,7 @@ import json
 import logging
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Manifest:
-    """`layout`: ranks per axis of the run that saved; `files`: name -> {bytes, crc32}."""
+    """`layout`: ranks per axis of the run that saved; `files`: name -> {bytes, crc32}; `scores`:
+    metric -> value, what the run compares its steps by.
+    """
 
     step: int
     has_optimizer: bool
     layout: dict[str, int]
     files: dict[str, dict[str, int]]
+    scores: dict[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:

@@ -14,11 +14,19 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; older ones are intact."""
 
 
-def together(what: str, action: Callable[[], T]) -> list[T]:
-    """Runs `action` on every rank and returns the results by rank. A barrier.
+def together(
+    what: str,
+    action: Callable[[], T],
+    group: dist.ProcessGroup | None = None,
+    *,
+    hint: Callable[[], str] = str,
+) -> list[T]:
+    """Runs `action` on every rank and returns the results by rank. A barrier of `group`, which
+    holds all ranks; a thread beside the main one needs a group of its own.
 
     If it fails on one rank, all raise: a ValueError stays one, another failure is a CheckpointError
-    that names `what` and the rank. The rank's own traceback is kept as the cause.
+    that names `what` and the rank, and ends with what `hint` gives there. The rank's own traceback
+    is kept as the cause.
     """
     result: T | None = None
     problem: ValueError | CheckpointError | None = None
@@ -30,11 +38,11 @@ def together(what: str, action: Callable[[], T]) -> list[T]:
     except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
         # torch puts the tracebacks of all ranks into its message; the reason is at its end.
         reason = str(error).strip().splitlines()[-1]
-        problem = CheckpointError(f"{what} failed on rank {dist.get_rank()}: {reason}")
+        problem = CheckpointError(f"{what} failed on rank {dist.get_rank()}: {reason}{hint()}")
         cause = error
     answers: list[tuple[T | None, ValueError | CheckpointError | None]]
     answers = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(answers, (result, problem))
+    dist.all_gather_object(answers, (result, problem), group=group)
     first = next((problem for _, problem in answers if problem is not None), None)
     if first is not None:
         raise first from cause

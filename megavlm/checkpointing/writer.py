@@ -49,19 +49,24 @@ class RecordFile(SummedFile):
     def add(self, key: str, piece: Tensor, offsets: Shape | None = None) -> None:
         """`offsets`: where the piece begins in the tensor; by default it is all of it."""
         start = self.sums["bytes"]
-        if piece.untyped_storage().nbytes() != piece.nbytes:  # torch.save writes the whole storage
-            piece = piece.clone()
-        try:
-            torch.save(piece, cast(IO[bytes], self))
-        except RuntimeError as error:
-            if self.problem is not None:  # torch says something else about a failed write
-                raise self.problem from error
-            raise
+        save_tensor(piece, self)
         sizes = tuple(piece.shape)
         length = self.sums["bytes"] - start
         self.records.append(
             Record(key, offsets or (0,) * len(sizes), sizes, self.name, start, length)
         )
+
+
+def save_tensor(tensor: Tensor, file: SummedFile) -> None:
+    """As torch.save has it. OSError where the file cannot be written."""
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes the whole storage
+        tensor = tensor.clone()
+    try:
+        torch.save(tensor, cast(IO[bytes], file))
+    except RuntimeError as error:
+        if file.problem is not None:  # torch says something else about a failed write
+            raise file.problem from error
+        raise
 
 
 def write_contents(folder: Path, tensors: Mapping[str, Tensor], records: Iterable[Record]) -> None:

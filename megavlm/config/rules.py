@@ -6,6 +6,7 @@ that need files, ports or a world size are in megavlm/training/preflight.py.
 
 from megavlm.config.algorithm_rules import check_algorithm
 from megavlm.config.bounds import out_of_range
+from megavlm.config.checkpoint_rules import check_checkpoint
 from megavlm.config.data_rules import check_data
 from megavlm.config.model_rules import check_model
 from megavlm.config.rollout_rules import check_rollout
@@ -27,11 +28,7 @@ def check(config: Config) -> None:
     check_rollout(config.rollout)
     _check_optimizer(config)
     _check_evaluation(config.evaluation, config)
-    if config.checkpoint.verify_export and not config.checkpoint.export_hf:
-        raise ValueError(
-            "checkpoint.verify_export=true has nothing to verify with checkpoint.export_hf=false: "
-            "set both or neither"
-        )
+    check_checkpoint(config)
 
 
 def _check_optimizer(config: Config) -> None:

@@ -186,10 +186,21 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Every `every` steps (0: after the last one only). `export_hf` also writes a HuggingFace
-    folder at the end; `verify_export` compares transformers' logits on it with the trainer's."""
+    """Every `every` steps (0: after the last one only). `async_save`: training goes on while files
+    are written, for one copy of a rank's shards in host memory. `step` resumes from that step, not
+    from the latest. `keep_last` null keeps all steps; a number keeps so many, and besides them
+    multiples of `keep_every` and the best by `best_metric`: a name of metrics.jsonl (its mean since
+    the last checkpoint), or evaluation/ with greedy, sampled, valid, blind or shuffled.
+    `export_hf` also writes a HuggingFace folder at the end; `verify_export` compares transformers'
+    logits on it with the trainer's."""
 
     every: int = bounded(0, least=0)
+    async_save: bool = True
+    step: int | None = bounded(None, least=0)
+    keep_last: int | None = bounded(None, least=1)
+    keep_every: int | None = bounded(None, least=1)
+    best_metric: str | None = None
+    best_mode: Literal["max", "min"] = "max"
     export_hf: bool = False
     verify_export: bool = False
 

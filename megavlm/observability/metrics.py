@@ -50,6 +50,17 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 
 
+def evaluation_scalars(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """`evaluation/greedy` and so on, overall, and `evaluation/greedy/<category>`."""
+    scalars = {}
+    for name, measure in evaluation.items():
+        if isinstance(measure, Mapping):
+            scalars[f"evaluation/{name}"] = measure["overall"]["share"]
+            for category, share in measure["by_category"].items():
+                scalars[f"evaluation/{name}/{category}"] = share["share"]
+    return scalars
+
+
 class MetricsWriter:
     """Writes a run's metrics; used by one process, the driver."""
 
@@ -86,13 +97,7 @@ class MetricsWriter:
         others = [record for record in read_records(path) if record["step"] != step]
         record = {"step": step, "time": round(time.time(), 3), **evaluation}
         write_records(path, [*others, record])
-        scalars = {}
-        for name, measure in evaluation.items():
-            if isinstance(measure, Mapping):
-                scalars[f"evaluation/{name}"] = measure["overall"]["share"]
-                for category, share in measure["by_category"].items():
-                    scalars[f"evaluation/{name}/{category}"] = share["share"]
-        self._scalars(step, scalars)
+        self._scalars(step, evaluation_scalars(evaluation))
 
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

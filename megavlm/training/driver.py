@@ -10,7 +10,7 @@ from megavlm.data.packing import Tree
 from megavlm.data.processor import Prompt
 from megavlm.models.registry import family
 from megavlm.observability.console import step_line
-from megavlm.observability.metrics import MetricsWriter
+from megavlm.observability.metrics import MetricsWriter, evaluation_scalars
 from megavlm.observability.samples import SampledGroup, SampleWriter
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.client import RolloutClient
@@ -19,6 +19,7 @@ from megavlm.training.dataset import read
 from megavlm.training.evaluation import evaluate
 from megavlm.training.inputs import make_processor, make_stream
 from megavlm.training.plan import PackShape, Work, by_rank, plan_step
+from megavlm.training.score import Score
 
 
 class Driver:
@@ -32,6 +33,7 @@ class Driver:
         self.rows = read(config, config.data.train_files)
         self.test_rows = read(config, config.data.test_files)
         self.stream = make_stream(config, self.rows, self.processor)
+        self.score = Score(config.checkpoint.best_metric)
 
     def start(self, step: int, state: dict[str, Any] | None) -> None:
         """Opens the records at `step`; `state` is what `state_dict` gave when it was saved."""
@@ -47,6 +49,7 @@ class Driver:
     def record(self, step: int, metrics: dict[str, float], samples: Sequence[SampledGroup]) -> None:
         metrics |= self.stream.measures()
         self.metrics.write(step, metrics)
+        self.score.step(metrics)
         self.samples.write(step, samples)
         print(step_line(step, self.config.algorithm.steps, metrics), flush=True)
 
@@ -54,6 +57,7 @@ class Driver:
         """Evaluates the weights of `step`, which the servers must hold, on the test rows."""
         result = evaluate(self.config, self.client, self.processor, self.test_rows, self.rows, step)
         self.metrics.write_evaluation(step, result.to_dict())
+        self.score.evaluation(evaluation_scalars(result.to_dict()))
         print(result.line(f" after {step} steps"), flush=True)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """What stops or skips an update: numbers that are not finite, and a request to stop."""
 
 import signal
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from megavlm.parallel.collectives import any_rank
 
@@ -24,13 +25,27 @@ class SkipCounter:
 
 
 class StopRequest:
-    """SIGUSR1 (Slurm's warning before the time limit) on any rank: all ranks finish the step, save
-    and stop.
+    """SIGUSR1 (Slurm's warning before the time limit) or SIGTERM (a preemption) on any rank: all
+    ranks finish the step, save and stop. Within the context; main thread only, as any handler.
     """
 
     def __init__(self) -> None:
         self._requested = False
-        signal.signal(signal.SIGUSR1, self._note)
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._requested = True

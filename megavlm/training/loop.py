@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from megavlm.observability.samples import SampledGroup
 from megavlm.parallel import platform
-from megavlm.parallel.collectives import broadcast_object
 from megavlm.rollout.weights.sync import WeightSync
 from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest
@@ -34,17 +33,21 @@ class Loop:
 
     def run(self) -> bool:
         """Trains up to the configured step. False if the run was asked to stop before; both leave a
-        checkpoint.
+        checkpoint. One that is being written when training fails is finished, too.
         """
+        with StopRequest() as stop, self.session.saver:
+            return self._run(stop)
+
+    def _run(self, stop: StopRequest) -> bool:
         session, evaluation = self.session, self.session.config.evaluation
         last, save_every = session.config.algorithm.steps, session.config.checkpoint.every
-        stop = StopRequest()
         saved = session.step
         if evaluation.before and session.step == 0:
             self.evaluate()
         while session.step < last:
             session.start_step_clock()
             self.train_step()
+            session.saver.poll()
             step = session.step
             if (evaluation.every and step % evaluation.every == 0) or (
                 step == last and evaluation.after
@@ -73,8 +76,10 @@ class Loop:
             self.driver.evaluate(self.session.step)
 
     def save(self) -> None:
-        state = None if self.driver is None else self.driver.state_dict()
-        self.session.save(broadcast_object(state, self.session.mesh))
+        driver = self.driver
+        state = None if driver is None else driver.state_dict()
+        scores = {} if driver is None else driver.score.take()
+        self.session.save(state, scores)
 
     def record(
         self, metrics: dict[str, float], *, num_tokens: int, samples: Sequence[SampledGroup] = ()

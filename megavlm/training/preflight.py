@@ -22,6 +22,7 @@ from megavlm.rollout.errors import RolloutServerError
 from megavlm.rollout.server import require_free
 from megavlm.training.dataset import read
 from megavlm.training.preflight_layout import check_ranks, check_sizes
+from megavlm.training.run_lock import check_free
 
 SUPPORTED = (
     "qwen2_vl",
@@ -57,6 +58,8 @@ def check(
     if config.model.checkpoint is not None:
         check_checkpoint(Path(config.model.checkpoint))
     check_run_dir(Path(config.run.dir))
+    if phase == "train":
+        check_free(config.run.dir)
     if config.rollout.mode == "managed" and config.rollout.port is not None:
         check_port(config.rollout.port)
     for file_list in (train_files, config.data.test_files):

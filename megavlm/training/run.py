@@ -11,6 +11,7 @@ from megavlm.training.finish import finish
 from megavlm.training.loop import Loop
 from megavlm.training.options import layout
 from megavlm.training.ppo import PPOTrainer
+from megavlm.training.run_lock import run_lock
 from megavlm.training.servers import connect
 from megavlm.training.session import Session
 from megavlm.training.sft import SupervisedTrainer
@@ -25,6 +26,7 @@ def train(config: Config) -> None:
     with ExitStack() as stack:
         connection = None
         if mesh.is_driver:
+            stack.enter_context(run_lock(config.run.dir))
             write(config, config.run.dir)
             if generates(config):
                 connection = stack.enter_context(connect(config, config.model.folder))

@@ -13,6 +13,7 @@ from megavlm.models.common.logprobs import Scoring
 from megavlm.models.registry import family
 from megavlm.observability.phases import Phases
 from megavlm.parallel import platform
+from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
 from megavlm.training.guards import SkipCounter
 from megavlm.training.optimizer import build_updater
@@ -48,15 +49,34 @@ class Session:
             value_head_lr=algorithm.critic_lr if isinstance(algorithm, PPO) else None,
         )
         self._skips = SkipCounter()
+        kept = config.checkpoint
+        self.saver = checkpointing.Saver(
+            self.folder,
+            hf_folder=Path(config.model.folder),
+            retention=checkpointing.Retention(
+                last=kept.keep_last,
+                every=kept.keep_every,
+                metric=kept.best_metric,
+                higher_is_better=kept.best_mode == "max",
+            ),
+            background=kept.async_save,
+        )
 
     def resume(self) -> dict[str, Any] | None:
-        """Goes on from the run's latest checkpoint; None if there is none, else the driver's state
-        in it.
+        """Goes on from the step that the configuration names, or from the run's latest checkpoint;
+        None if there is none, else the driver's state in it.
         """
-        if self.config.run.resume == "never" or checkpointing.latest(self.folder) is None:
+        if self.config.run.resume == "never":
+            return None
+        step = self.config.checkpoint.step
+        if step is None:  # one rank looks, and one warns if it has to
+            found = checkpointing.latest(self.folder) if self.mesh.is_driver else None
+            step = broadcast_object(found, self.mesh)
+        if step is None:
             return None
         extra = checkpointing.load(
             self.folder,
+            step=step,
             chunks=self.model,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
@@ -65,11 +85,12 @@ class Session:
         self.algorithm_state = extra["algorithm"]
         return extra["driver"]
 
-    def save(self, driver_state: dict[str, Any] | None) -> None:
-        """Collective. `driver_state`: what the driver needs to go on, on every rank."""
+    def save(self, driver_state: dict[str, Any] | None, scores: dict[str, float]) -> None:
+        """Collective. `driver_state`: what the driver needs to go on, and `scores`, what the run's
+        checkpoints are compared by, as the driver has them.
+        """
         with self.phases("checkpoint"):
-            checkpointing.save(
-                self.folder,
+            self.saver.save(
                 self.step,
                 chunks=self.model,
                 optimizer=self.updater.optimizer,
@@ -79,7 +100,7 @@ class Session:
                     "driver": driver_state,
                     "algorithm": self.algorithm_state,
                 },
-                hf_folder=Path(self.config.model.folder),
+                scores=scores,
             )
 
     def start_step_clock(self) -> None:

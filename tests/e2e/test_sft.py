@@ -5,6 +5,7 @@ import torch
 from megavlm import checkpointing
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
+from megavlm.training.run_lock import run_lock
 from tests.e2e.conftest import World
 
 TRAINED_TOWER = {"freeze_tower": False, "freeze_merger": False}
@@ -30,8 +31,12 @@ def test_stopped_and_resumed_equals_uninterrupted(world: World) -> None:
         path.unlink()
     step_folder(folder, 4).rmdir()
     assert checkpointing.latest(folder) == 2
+    with run_lock(world.root / "parts"):
+        second = world.megavlm("train", parts)
+    assert second.returncode == 2 and "is in use by process" in second.stderr
     resumed = world.megavlm("train", parts)
     assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stderr.count("does not name a complete step") == 1, "one warning, of one rank"
 
     one = StepReader(step_folder(world.root / "whole/checkpoints", 4))
     other = StepReader(step_folder(folder, 4))
