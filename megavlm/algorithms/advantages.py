@@ -37,10 +37,3 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     count = segment_sum(exact.new_ones(num), groups, num)[groups]
     others = (segment_sum(exact, groups, num)[groups] - exact) / (count - 1).clamp(min=1.0)
     return (exact - others).where(differs(rewards, groups), 0.0).to(rewards.dtype)
-
-
-def group_advantages(rewards, normalize_by_std):  # type: ignore
-    import torch
-
-    groups = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
-    return grpo(rewards.flatten(), groups, normalize_by_std=normalize_by_std).view_as(rewards)

@@ -80,7 +80,3 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor) -> tuple[Tensor, Te
 
 def _exp(log_ratios: Tensor) -> Tensor:
     return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def truncated_weights(old_logprobs, rollout_logprobs, cap):  # type: ignore
-    return truncated(token_ratios(old_logprobs, rollout_logprobs), cap)

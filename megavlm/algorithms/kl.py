@@ -38,7 +38,7 @@ def unbiased(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor)
     return ratios(logprobs, old_logprobs) * k3(logprobs, reference_logprobs)
 
 
-def estimator(name: str) -> Callable[..., Tensor]:
+def estimator(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The estimator of that name, of (log-probs, reference's, old ones); an unknown name is a
     ValueError.
     """
@@ -48,7 +48,7 @@ def estimator(name: str) -> Callable[..., Tensor]:
     if name not in plain:
         known = ", ".join([*plain, "unbiased"])
         raise ValueError(f"algorithm.kl_estimator={name!r} is unknown: choose one of {known}.")
-    return lambda logprobs, reference, old=None: plain[name](logprobs, reference)
+    return lambda logprobs, reference, old: plain[name](logprobs, reference)
 
 
 def adapted(coefficient: float, kl: float, *, target: float, horizon: int, samples: int) -> float:

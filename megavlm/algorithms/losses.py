@@ -11,10 +11,3 @@ def entropy_bonus(entropies: Tensor, coefficient: float) -> Tensor:
 def negative_log_likelihood(logprobs: Tensor) -> Tensor:
     """The supervised loss per token. logprobs: [N]."""
     return -logprobs
-
-
-def clipped_policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high):  # type: ignore
-    from megavlm.algorithms.clip import clipped_loss
-
-    term = clipped_loss(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
-    return term.loss, term.clipped

@@ -1,4 +1,4 @@
-"""Group advantages and the filter on groups without signal."""
+"""Advantages relative to a group, whitening, and the filter on groups without signal."""
 
 import statistics
 
@@ -7,46 +7,88 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.algorithms.advantages import group_advantages
-from megavlm.algorithms.filters import has_signal
+from megavlm.algorithms.advantages import grpo, rloo
+from megavlm.algorithms.filters import differs, has_signal
+from megavlm.algorithms.reinforce import returns_to_go
+from megavlm.algorithms.whitening import whiten
 
-GROUPS = st.integers(2, 6).flatmap(
-    lambda n: st.lists(
-        st.lists(st.sampled_from([0.0, 0.1, 0.9, 1.0]), min_size=n, max_size=n),
-        min_size=1,
-        max_size=5,
-    )
+# Groups of unequal size, 1 included.
+GROUPS = st.lists(
+    st.lists(st.sampled_from([0.0, 0.1, 0.9, 1.0]), min_size=1, max_size=6), min_size=1, max_size=5
 )
 
 
+def flat(groups: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards and group numbers, the responses of the groups mixed."""
+    pairs = [(reward, number) for number, group in enumerate(groups) for reward in group]
+    order = sorted(range(len(pairs)), key=lambda index: (index * 7) % 11)
+    rewards, numbers = zip(*(pairs[index] for index in order), strict=True)
+    return torch.tensor(rewards), torch.tensor(numbers)
+
+
 @given(GROUPS)
-def test_equals_the_definition_in_plain_python(groups: list[list[float]]) -> None:
-    advantages = group_advantages(torch.tensor(groups, dtype=torch.float64), normalize_by_std=True)
-    for group, actual in zip(groups, advantages.tolist(), strict=True):
-        deviation = statistics.stdev(group)
-        expected = [(r - statistics.mean(group)) / deviation if deviation else 0.0 for r in group]
-        assert actual == pytest.approx(expected, abs=1e-4)
+def test_grpo_equals_its_definition(groups: list[list[float]]) -> None:
+    rewards, numbers = flat(groups)
+    made = grpo(rewards, numbers, normalize_by_std=True)
+    plain = grpo(rewards, numbers, normalize_by_std=False)
+    for reward, number, normalized, centred in zip(
+        rewards.tolist(), numbers.tolist(), made.tolist(), plain.tolist(), strict=True
+    ):
+        group = groups[number]
+        deviation = statistics.stdev(group) if len(group) > 1 else 0.0
+        distance = reward - statistics.mean(group)
+        assert centred == pytest.approx(distance, abs=1e-6)
+        assert normalized == pytest.approx(distance / deviation if deviation else 0.0, abs=1e-4)
 
 
-def test_without_normalisation_it_is_the_distance_from_the_mean() -> None:
-    advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), normalize_by_std=False)
-    assert advantages.tolist() == [[0.75, -0.25, -0.25, -0.25]]
+@given(GROUPS)
+def test_rloo_equals_its_definition(groups: list[list[float]]) -> None:
+    rewards, numbers = flat(groups)
+    for reward, number, made in zip(
+        rewards.tolist(), numbers.tolist(), rloo(rewards, numbers).tolist(), strict=True
+    ):
+        group = groups[number]
+        others = (sum(group) - reward) / (len(group) - 1) if len(group) > 1 else reward
+        assert made == pytest.approx(reward - others, abs=1e-6)
 
 
-@pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("n", [1, 3, 7])
-def test_equal_rewards_give_exactly_zero(normalize: bool, n: int) -> None:
+def test_equal_rewards_give_exactly_zero(n: int) -> None:
     # The mean of three 0.1 is not 0.1 in float32: the difference must not be blown up.
-    rewards = torch.full((2, n), 0.1)
-    assert torch.equal(group_advantages(rewards, normalize), torch.zeros(2, n))
+    rewards, groups = torch.full((2 * n,), 0.1), torch.arange(2).repeat_interleave(n)
+    zero = torch.zeros(2 * n)
+    assert torch.equal(grpo(rewards, groups, normalize_by_std=True), zero)
+    assert torch.equal(grpo(rewards, groups, normalize_by_std=False), zero)
+    assert torch.equal(rloo(rewards, groups), zero)
+    assert torch.equal(whiten(rewards, torch.ones(2 * n, dtype=torch.bool)), zero)
 
 
 def test_one_group_does_not_touch_another() -> None:
-    together = group_advantages(torch.tensor([[0.0, 1.0], [5.0, 5.0]]), normalize_by_std=True)
-    alone = group_advantages(torch.tensor([[0.0, 1.0]]), normalize_by_std=True)
-    assert torch.equal(together, torch.cat([alone, torch.zeros(1, 2)]))
+    together = grpo(
+        torch.tensor([0.0, 1.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1]), normalize_by_std=True
+    )
+    alone = grpo(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), normalize_by_std=True)
+    assert torch.equal(together, torch.cat([alone, torch.zeros(2)]))
+
+
+def test_whitening_has_mean_zero_and_deviation_one_over_what_is_counted() -> None:
+    values = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 3 + 2
+    counted = torch.arange(50) % 5 != 0
+    made = whiten(values, counted)
+    kept = values[counted].tolist()
+    mean, deviation = statistics.mean(kept), statistics.stdev(kept)
+    for value, actual in zip(values.tolist(), made.tolist(), strict=True):
+        assert actual == pytest.approx((value - mean) / deviation, abs=1e-5)
+
+
+def test_returns_to_go_are_what_is_still_to_come() -> None:
+    rewards = torch.tensor([-0.1, -0.2, 0.7, 1.0])
+    made = returns_to_go(rewards, torch.tensor([0, 0, 0, 1]))
+    torch.testing.assert_close(made, torch.tensor([0.4, 0.5, 0.7, 1.0]))
 
 
 def test_signal_is_a_difference_within_the_group() -> None:
     rewards = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.1, 0.0]])
     assert has_signal(rewards).tolist() == [False, False, True]
+    of_response = differs(rewards.flatten(), torch.arange(3).repeat_interleave(3))
+    assert of_response.view(3, 3).any(1).tolist() == [False, False, True]

@@ -18,7 +18,7 @@ def distributions() -> tuple[torch.Tensor, torch.Tensor]:
 def test_expectation_under_the_policy_is_the_divergence(name: str) -> None:
     policy, reference = distributions()
     exact = (policy.exp() * (policy - reference)).sum()
-    expectation = (policy.exp() * kl.estimator(name)(policy, reference)).sum()
+    expectation = (policy.exp() * kl.estimator(name)(policy, reference, policy)).sum()
     torch.testing.assert_close(expectation, exact)
 
 
@@ -36,6 +36,31 @@ def test_k2_has_the_gradient_of_the_divergence() -> None:
         (policy.exp().detach() * kl.k2(policy, reference)).sum(), logits
     )[0]
     torch.testing.assert_close(estimate, exact)
+
+
+def test_unbiased_has_value_and_gradient_of_the_divergence_on_another_policy_s_samples() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
+    old = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0)
+    _, reference = distributions()
+    policy = logits.log_softmax(0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    estimate = (old.exp() * kl.unbiased(policy, reference, old)).sum()
+    torch.testing.assert_close(estimate, exact)
+    theirs, ours = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (exact, estimate))
+    torch.testing.assert_close(ours, theirs)
+    biased = torch.autograd.grad((old.exp() * kl.k3(policy, reference)).sum(), logits)[0]
+    assert (biased - theirs).abs().max() > 0.01
+
+
+def test_the_adaptive_coefficient_follows_the_divergence() -> None:
+    def after(measured: float) -> float:
+        return kl.adapted(0.1, measured, target=0.05, horizon=1000, samples=100)
+
+    assert after(0.05) == 0.1
+    assert after(0.055) == pytest.approx(0.1 * 1.01)
+    assert after(9.0) == pytest.approx(0.1 * 1.02), "by at most a fifth over the horizon"
+    assert after(0.0) == pytest.approx(0.1 * 0.98)
 
 
 def test_k2_and_k3_are_never_negative_and_zero_for_equal_policies() -> None:
@@ -62,5 +87,5 @@ def test_k3_stays_finite_for_tokens_that_the_policy_gave_up() -> None:
 
 
 def test_unknown_estimator_names_the_key_and_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"algorithm.kl_estimator='k4'.*k1, k2, k3"):
+    with pytest.raises(ValueError, match=r"algorithm.kl_estimator='k4'.*k1, k2, k3, unbiased"):
         kl.estimator("k4")

@@ -1,65 +1,143 @@
-"""The loss terms per token: values, gradients, and where the clip is active."""
+"""The policy losses per token: values, gradients, and where a bound is active."""
+
+import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from megavlm.algorithms.losses import clipped_policy_loss, entropy_bonus, negative_log_likelihood
+from megavlm.algorithms.cispo import weighted_loss
+from megavlm.algorithms.clip import clipped_loss
+from megavlm.algorithms.gspo import sequence_loss
+from megavlm.algorithms.losses import entropy_bonus, negative_log_likelihood
+from megavlm.algorithms.ratios import PolicyTerm
+from tests.unit.algorithms.literal import ROW, row
+
+BOUNDS = {"clip_low": 0.2, "clip_high": 0.3}
 
 
-def loss_and_gradient(ratio: float, advantage: float) -> tuple[float, float, bool]:
-    old = torch.tensor([-1.0], dtype=torch.float64)
-    logprobs = (old + torch.tensor(ratio, dtype=torch.float64).log()).requires_grad_()
-    advantages = torch.tensor([advantage], dtype=torch.float64)
-    loss, clipped = clipped_policy_loss(logprobs, old, advantages, clip_low=0.2, clip_high=0.3)
-    loss.sum().backward()
-    assert logprobs.grad is not None
-    return loss.item(), logprobs.grad.item(), bool(clipped.item())
+def gradient(term: PolicyTerm, logprobs: Tensor) -> Tensor:
+    return torch.autograd.grad(term.loss.sum(), logprobs)[0]
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "clipped"),
+    ("ratio", "advantage", "loss", "bound"),
     [
-        (1.0, 2.0, -2.0, False),
-        (1.25, 2.0, -2.5, False),
-        (1.5, 2.0, -2.6, True),  # rose beyond 1 + clip_high: no further reward
-        (0.5, 2.0, -1.0, False),  # fell, though it was good: pulled back
-        (0.5, -2.0, 1.6, True),  # fell below 1 - clip_low: no further push
-        (1.5, -2.0, 3.0, False),
-        (1.5, 0.0, 0.0, False),
+        (1.0, 2.0, -2.0, None),
+        (1.25, 2.0, -2.5, None),
+        (1.5, 2.0, -2.6, "high"),  # rose beyond 1 + clip_high: no further reward
+        (0.5, 2.0, -1.0, None),  # fell, though it was good: pulled back
+        (0.5, -2.0, 1.6, "low"),  # fell below 1 - clip_low: no further push
+        (1.5, -2.0, 3.0, None),
+        (4.0, -2.0, 6.0, "dual"),  # a bad token that became likely: bounded by c = 3
+        (4.0, 2.0, -2.6, "high"),
+        (1.5, 0.0, 0.0, None),
     ],
 )
-def test_the_surrogate_and_its_gradient(
-    ratio: float, advantage: float, loss: float, clipped: bool
+def test_the_clipped_surrogate(
+    ratio: float, advantage: float, loss: float, bound: str | None
 ) -> None:
-    actual_loss, gradient, actual_clipped = loss_and_gradient(ratio, advantage)
-    assert actual_loss == pytest.approx(loss)
-    assert actual_clipped is clipped
+    old = row([-1.0])
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    term = clipped_loss(logprobs, old, row([advantage]), **BOUNDS, dual_clip=3.0)
+    assert term.loss.item() == pytest.approx(loss)
+    assert [name for name in ("low", "high", "dual") if getattr(term, name)] == (
+        [bound] if bound else []
+    )
+    assert term.clipped.item() is (bound is not None)
     # d(ratio)/d(log p) = ratio
-    assert gradient == pytest.approx(0.0 if clipped else -advantage * ratio)
+    expected = 0.0 if bound else -advantage * ratio
+    assert gradient(term, logprobs).item() == pytest.approx(expected)
+
+
+def test_without_a_dual_clip_a_bad_token_s_loss_has_no_bound() -> None:
+    logprobs = row([-1.0 + math.log(4.0)])
+    term = clipped_loss(logprobs, row([-1.0]), row([-2.0]), **BOUNDS)
+    assert term.loss.item() == pytest.approx(8.0) and not term.clipped
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.35])
+def test_gspo_equals_loops_and_its_gradient_is_that_of_the_sequence_ratio(
+    dual_clip: float | None,
+) -> None:
+    ids = torch.tensor(ROW.ids)
+    old = row(ROW.draw(4)) - 2
+    logprobs = (old + row(ROW.draw(3, 0.5))).requires_grad_()
+    of_sequence = [1.0, -1.5, 0.7, 9.0, -0.4]
+    advantages = row([of_sequence[i] for i in ROW.ids])
+    term = sequence_loss(logprobs, old, advantages, ids, ROW.num, **BOUNDS, dual_clip=dual_clip)
+    lengths = torch.tensor([float(ROW.ids.count(i)) for i in ROW.ids])
+    ours = torch.autograd.grad((term.loss / lengths).sum(), logprobs)[0]
+
+    total = row([0.0]).sum()
+    bounded = 0
+    for advantage, places in zip(of_sequence, ROW.sequences(), strict=True):
+        if not places:
+            continue
+        ratio = sum((logprobs[p] - old[p] for p in places), row([0.0])[0]).div(len(places)).exp()
+        free, held = ratio * advantage, ratio.clamp(0.8, 1.3) * advantage
+        loss = -torch.minimum(free, held)
+        if dual_clip is not None and advantage < 0:
+            loss = torch.minimum(loss, row([-dual_clip * advantage])[0])
+        total = total + loss
+        bounded += len(places) * bool(loss.item() != -free.item())
+        for place in places:
+            assert term.loss[place].item() == pytest.approx(loss.item())
+            assert term.ratio[place].item() == pytest.approx(ratio.item())
+    theirs = torch.autograd.grad(total, logprobs)[0]
+    torch.testing.assert_close(ours, theirs)
+    assert 0 < term.clipped.sum() == bounded < len(ROW.ids), "some are bounded, some are not"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"),
+    [(1.0, 2.0, 1.0), (1.5, 2.0, 1.3), (1.5, -2.0, 1.3), (0.5, 2.0, 0.8), (0.9, -1.0, 0.9)],
+)
+def test_cispo_keeps_every_gradient_with_a_bounded_weight(
+    ratio: float, advantage: float, weight: float
+) -> None:
+    old = row([-1.0])
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    term = weighted_loss(logprobs, old, row([advantage]), **BOUNDS)
+    assert term.loss.item() == pytest.approx(-weight * advantage * logprobs.item())
+    assert gradient(term, logprobs).item() == pytest.approx(-weight * advantage)
+    assert (term.low.item(), term.high.item()) == (ratio < 0.8, ratio > 1.3)
 
 
 def test_only_the_current_policy_gets_a_gradient() -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
     old = torch.tensor([-1.1], requires_grad=True)
-    loss, _ = clipped_policy_loss(logprobs, old, torch.ones(1), 0.2, 0.2)
-    loss.sum().backward()
-    assert old.grad is None and logprobs.grad is not None
+    ids = torch.zeros(1, dtype=torch.int64)
+    for term in (
+        clipped_loss(logprobs, old, torch.ones(1), **BOUNDS),
+        sequence_loss(logprobs, old, torch.ones(1), ids, 1, **BOUNDS),
+        weighted_loss(logprobs, old, torch.ones(1), **BOUNDS),
+    ):
+        term.loss.sum().backward()
+        assert old.grad is None and logprobs.grad is not None
 
 
 def test_the_first_update_has_the_gradient_of_the_plain_policy_gradient() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    advantages = torch.tensor([1.0, -0.5, 0.0])
-    clipped_policy_loss(logprobs, logprobs, advantages, 0.2, 0.2)[0].sum().backward()
-    assert logprobs.grad is not None and torch.equal(logprobs.grad, -advantages)
+    advantages, ids = torch.tensor([1.0, -0.5, 0.0]), torch.tensor([0, 0, 1])
+    for term in (
+        clipped_loss(logprobs, logprobs, advantages, **BOUNDS),
+        sequence_loss(logprobs, logprobs, advantages, ids, 2, **BOUNDS),
+        weighted_loss(logprobs, logprobs, advantages, **BOUNDS),
+    ):
+        assert torch.equal(gradient(term, logprobs), -advantages)
 
 
 def test_extreme_differences_stay_finite() -> None:
     logprobs = torch.tensor([0.0, -300.0], requires_grad=True)
-    loss, _ = clipped_policy_loss(
-        logprobs, torch.tensor([-300.0, 0.0]), torch.tensor([-1.0, 1.0]), 0.2, 0.2
-    )
-    loss.sum().backward()
-    assert loss.isfinite().all() and logprobs.grad is not None and logprobs.grad.isfinite().all()
+    old, advantages = torch.tensor([-300.0, 0.0]), torch.tensor([-1.0, 1.0])
+    ids = torch.tensor([0, 1])
+    for term in (
+        clipped_loss(logprobs, old, advantages, **BOUNDS),
+        sequence_loss(logprobs, old, advantages, ids, 2, **BOUNDS),
+        weighted_loss(logprobs, old, advantages, **BOUNDS),
+    ):
+        assert term.loss.isfinite().all() and gradient(term, logprobs).isfinite().all()
 
 
 def test_entropy_lowers_the_loss_and_likelihood_is_negated() -> None:
