@@ -29,7 +29,7 @@ def lora_merge(
 ) -> Export:
     """Writes W + scale B A, computed in fp32 and rounded once to the dtype of the weights or to
     `dtype`. `source`: a checkpoint with adapters; or, with a PEFT folder as `adapter`, an HF folder
-    or a checkpoint without. Holds two tensors of the model in memory.
+    or a checkpoint without. Holds two tensors of the model in memory, and their fp32 forms.
 
     ValueError as in `open_weights`, `step_adapters` and `to_adapters`; where there are no adapters,
     or two kinds; where the output folder is in use, or its disk has no room.

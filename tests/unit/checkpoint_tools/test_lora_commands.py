@@ -87,6 +87,10 @@ def twice(tensors: dict[str, Any]) -> None:
     tensors[f"{K_PROJ}.lora_A.other.weight"] = torch.ones(4, 128)
 
 
+def nudge(tensors: dict[str, Any]) -> None:
+    tensors[f"{K_PROJ}.lora_B.weight"][3, 1] += 1
+
+
 Spoil = Callable[[Path], object]
 
 
@@ -288,7 +292,7 @@ def test_verify_compares_adapters(
     assert (record["equal"], record["different"]) == (8, 16)
     assert f"q_proj is in {tmp_path / 'out'} alone" in record["first"][0]
 
-    rewrite(peft, lambda tensors: tensors[f"{K_PROJ}.lora_B.weight"][3, 1].add_(1))
+    rewrite(peft, nudge)
     assert run("verify", made / "peft", peft) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1 of 8 tensors differ:" and len(lines) == 2
