@@ -1,5 +1,6 @@
 """The `megavlm` command. Everything heavy is imported by the command that needs it."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -28,15 +29,53 @@ DryRun = Annotated[
 
 
 @app.command()
-def train(recipe: Recipe, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    data_report: Annotated[
+        bool,
+        typer.Option(
+            "--data-report", help="Write a page about the data to the run's directory, no more."
+        ),
+    ] = False,
+) -> None:
     """Train as RECIPE says. Under torchrun this is one rank; otherwise it starts all of them."""
+    if data_report:
+        from megavlm.config.load import load
+        from megavlm.training.data_report import write
+
+        typer.echo(write(load(recipe, overrides or [])))
+        return
     _run("train", recipe, overrides or [], dry_run)
 
 
 @app.command()
-def evaluate(recipe: Recipe, overrides: Overrides = None, dry_run: DryRun = False) -> None:
-    """Evaluate the model of RECIPE on its test files."""
-    _run("evaluate", recipe, overrides or [], dry_run)
+def evaluate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A checkpoint, a HuggingFace folder or an adapter's; else the recipe's model."
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Another one, to compare with on the same questions.")
+    ] = None,
+    episodes: Annotated[
+        int | None, typer.Option(min=1, help="Responses to each model's questions, in all.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Evaluate the model of RECIPE on its test files, or compare two."""
+    options = {"model": model, "baseline": baseline, "episodes": episodes}
+    given = [
+        f"evaluation.{key}={json.dumps(value)}"
+        for key, value in options.items()
+        if value is not None
+    ]
+    _run("evaluate", recipe, [*(overrides or []), *given], dry_run)
 
 
 @app.command()

@@ -174,7 +174,11 @@ class Optimizer:
 class Evaluation:
     """On the test files every `every` steps (0: never), before the first and after the last;
     `limit` rows at most. `sampled` and `shuffled` add accuracy when sampling, and with pictures
-    shuffled between questions."""
+    shuffled between questions.
+
+    Of `megavlm evaluate`: `model` and `baseline` are a checkpoint, a HuggingFace folder or an
+    adapter's (null: the recipe's model, and none); `samples` responses to each question (1 is
+    greedy, more are drawn at rollout.temperature), `episodes` in all at most."""
 
     every: int = bounded(0, least=0)
     before: bool = False
@@ -182,6 +186,10 @@ class Evaluation:
     limit: int | None = bounded(None, least=1)
     sampled: bool = True
     shuffled: bool = True
+    model: str | None = None
+    baseline: str | None = None
+    samples: int = bounded(1, least=1)
+    episodes: int | None = bounded(None, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ def locate(url: str) -> tuple[Any, str]:
 
 def expand(entries: Sequence[str]) -> list[DataFile]:
     """The files of a recipe's entries. An entry is a file or a glob (*, ?, [...]) over files; it
-    is one data set, called after its last folder and its name without suffix: "geo3k/train".
+    is one data set, called after its folder and its name without suffix: "geo3k/train".
 
     Raises ValueError for an entry without files, and for a file that is no Parquet, JSONL or CSV.
     """
@@ -100,13 +100,14 @@ def expand(entries: Sequence[str]) -> list[DataFile]:
                 raise ValueError(
                     f"{url}: no data file by its name; it must end in {', '.join(SUFFIXES)}"
                 )
-            files.append(DataFile(url, number, _name(entry)))
+            files.append(DataFile(url, number, _name(entry, url)))
     return files
 
 
-def _name(entry: str) -> str:
-    parts = entry.split("://")[-1].strip("/").split("/")
-    return "/".join([*parts[-2:-1], parts[-1].rpartition(".")[0]])
+def _name(entry: str, url: str) -> str:
+    """Shards have the name of their glob, in the folder that they are in."""
+    folder = url.split("://")[-1].strip("/").split("/")[-2:-1]
+    return "/".join([*folder, entry.rpartition("/")[2].rpartition(".")[0]])
 
 
 def _parts(size: int) -> list[tuple[int, int]]:

@@ -1,11 +1,5 @@
-"""report.html: one self-contained page about a run, for a browser without a network.
+"""report.html: one self-contained page about a run (see page.py)."""
 
-A model's words end up in it, so every text is escaped, and the page's content security policy lets
-no script run but its own (named by its hash) and loads nothing but pictures that are part of it.
-"""
-
-import base64
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -13,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
+from megavlm.observability.page import page
 from megavlm.observability.plots import moving_mean, window_of
 from megavlm.observability.records import Record, read_records, write_whole
 from megavlm.observability.report_samples import samples_section
-from megavlm.observability.report_style import CSS, SCRIPT
+from megavlm.observability.report_style import SCRIPT
 from megavlm.observability.result import RESULT_FILE, category_rows
 from megavlm.observability.svg import Line, bar, chart
 from megavlm.observability.text import duration, percent, points
@@ -47,22 +42,8 @@ def write_report(run_dir: Path | str) -> Path:
         ]
     )
     path = run_dir / REPORT_FILE
-    write_whole(path, _page(name, body).encode("utf-8"))
+    write_whole(path, page(name, body, script=SCRIPT).encode("utf-8"))
     return path
-
-
-def _page(name: str, body: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    sources = f"img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    policy = f"default-src 'none'; {sources}"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>megavlm: {escape(name)}</title><style>{CSS}</style></head>"
-        f"<body><main>{body}<footer>Written by megavlm. The page loads nothing.</footer>"
-        f"</main><script>{SCRIPT}</script></body></html>\n"
-    )
 
 
 def _subtitle(metrics: list[Record], result: Mapping[str, Any] | None) -> str:

@@ -1,0 +1,95 @@
+"""What is in a data set: counts, lengths and sizes, of all rows or of evenly spread ones."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megavlm.data.images import image_size
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Row, Rows
+
+MAX_REASONS = 20
+
+
+@dataclass
+class Summary:
+    """Lists have one number for each row looked at that can be used, or for each of its pictures.
+
+    num_rows: of all; num_looked_at: of those, what everything else is about.
+    """
+
+    num_rows: int
+    num_looked_at: int = 0
+    num_bad: int = 0
+    num_long: int = 0
+    num_videos: int = 0
+    reasons: list[str] = field(default_factory=list)  # the first ones
+    by_dataset: Counter[str] = field(default_factory=Counter)
+    by_category: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: list[int] = field(default_factory=list)
+    answer_tokens: list[int] = field(default_factory=list)
+    pictures_per_row: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+    heights: list[int] = field(default_factory=list)
+    file_bytes: list[int] = field(default_factory=list)
+    distinct_pictures: set[int] = field(default_factory=set)  # hashes
+    samples: list[tuple[Row, int]] = field(default_factory=list)  # with tokens of the prompt
+
+
+def summarize(
+    rows: Rows, processor: Processor, *, max_tokens: int, limit: int, num_samples: int = 10
+) -> Summary:
+    """limit: of rows looked at. max_tokens: prompts of more count as long, and not as usable."""
+    summary = Summary(len(rows))
+    indices = evenly(len(rows), limit)
+    wanted = {indices[i] for i in evenly(len(indices), num_samples)}
+    for index in indices:
+        summary.num_looked_at += 1
+        try:
+            row = rows[index]
+            num_tokens = processor.num_tokens(row)
+            sizes = [image_size(image) for image in row.images]
+        except ValueError as error:
+            summary.num_bad += 1
+            _explain(summary, str(error))
+            continue
+        if num_tokens > max_tokens:
+            summary.num_long += 1
+            _explain(summary, f"{row.source}: the prompt has {num_tokens} tokens")
+            continue
+        _add(summary, row, num_tokens, sizes, len(processor.encode_answer(row.answer)))
+        if index in wanted:
+            summary.samples.append((row, num_tokens))
+    return summary
+
+
+def evenly(count: int, limit: int) -> list[int]:
+    """At most `limit` of range(count), evenly spread, the first and the last among them."""
+    if count <= limit or limit == 1:
+        return list(range(min(count, limit)))
+    return sorted({round(i * (count - 1) / (limit - 1)) for i in range(limit)})
+
+
+def _add(
+    summary: Summary,
+    row: Row,
+    num_tokens: int,
+    sizes: Sequence[tuple[int, int]],
+    answer_tokens: int,
+) -> None:
+    summary.by_dataset[row.dataset] += 1
+    summary.by_category[row.category] += 1
+    summary.prompt_tokens.append(num_tokens)
+    summary.answer_tokens.append(answer_tokens)
+    summary.pictures_per_row.append(len(row.images))
+    summary.num_videos += len(row.videos)
+    for image, (width, height) in zip(row.images, sizes, strict=True):
+        summary.widths.append(width)
+        summary.heights.append(height)
+        summary.file_bytes.append(len(image))
+        summary.distinct_pictures.add(hash(image))
+
+
+def _explain(summary: Summary, reason: str) -> None:
+    if len(summary.reasons) < MAX_REASONS:
+        summary.reasons.append(reason)

@@ -1,0 +1,106 @@
+"""The page about a data set: right numbers, nothing of the data run or loaded."""
+
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from megavlm.data.processor import Processor
+from megavlm.data.report import write_data_report
+from megavlm.data.rows import Columns, Rows
+from megavlm.data.summary import evenly, summarize
+from tests.unit.data.test_images import encode
+
+LONG = "q " * 500
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def picture(width: int, height: int, seed: int = 0) -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return encode(Image.fromarray(noise))
+
+
+class Tags(HTMLParser):
+    """Checks nesting, and collects tags and attributes."""
+
+    VOID = ("meta", "img", "br", "circle", "path")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Rows:
+    records: list[dict[str, Any]] = [
+        {"images": [picture(60, 90, i % 3)], "problem": f"<image>q{i}", "answer": "a", "task": "t"}
+        for i in range(20)
+    ]
+    records += [
+        {"images": [b"broken"], "problem": "<image>q", "answer": "a", "task": "t"},
+        {"images": [picture(60, 90)], "problem": "<image>" + LONG, "answer": "a", "task": "t"},
+        {"images": [], "problem": EVIL, "answer": EVIL, "task": EVIL},
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
+    return Rows([str(tmp_path / "x.parquet")], Columns())
+
+
+@pytest.fixture(scope="module")
+def processor(folder_of: Callable[[str], Path]) -> Processor:
+    return Processor(folder_of("qwen2_5_vl"), min_pixels=None, max_pixels=None)
+
+
+def test_numbers(rows: Rows, processor: Processor) -> None:
+    summary = summarize(rows, processor, max_tokens=200, limit=100)
+    assert (summary.num_rows, summary.num_looked_at) == (23, 23)
+    assert (summary.num_bad, summary.num_long) == (1, 1)
+    assert summary.by_category == {"t": 20, EVIL: 1}
+    assert set(summary.widths) == {60} and set(summary.heights) == {90}
+    assert len(summary.distinct_pictures) == 3 and len(summary.widths) == 20
+    assert len(summary.samples) >= 8
+    assert summary.prompt_tokens[0] == processor.num_tokens(rows[0])
+    few = summarize(rows, processor, max_tokens=200, limit=5)
+    assert (few.num_rows, few.num_looked_at) == (23, 5)
+
+
+def test_the_page_is_whole_and_holds_nothing_that_runs(
+    rows: Rows, processor: Processor, tmp_path: Path
+) -> None:
+    summary = summarize(rows, processor, max_tokens=200, limit=100)
+    write_data_report(tmp_path / "page.html", {"Training data": summary})
+    html = (tmp_path / "page.html").read_text()
+    tags = Tags()
+    tags.feed(html)
+    assert tags.open == []
+    names = [tag for tag, _ in tags.seen]
+    assert "script" not in names and "iframe" not in names and "link" not in names
+    assert not any(name.startswith("on") for _, attributes in tags.seen for name in attributes)
+    images = [attributes["src"] for tag, attributes in tags.seen if tag == "img"]
+    assert images and all(src.startswith("data:image/") for src in images)
+    assert names.count("article") == len(summary.samples)
+    assert "&lt;script&gt;" in html and "left out" in html
+    policy = re.search('Content-Security-Policy" content="([^"]*)"', html)
+    assert policy and policy[1].startswith("default-src 'none'")
+    assert not re.search(r"https?://", html)
+
+
+def test_evenly() -> None:
+    assert evenly(3, 10) == [0, 1, 2] and evenly(0, 5) == [] and evenly(9, 1) == [0]
+    assert evenly(101, 3) == [0, 50, 100]
