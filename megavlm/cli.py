@@ -79,6 +79,30 @@ def evaluate(
 
 
 @app.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="What each weight sync sends, from and to which ranks.")
+    ] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Trainer ranks, if not those of the recipe.")
+    ] = None,
+) -> None:
+    """Print what RECIPE will do on a cluster of any size, and start nothing."""
+    if not sync:
+        raise ValueError("megavlm plan needs to know what to plan: add --sync")
+    from megavlm.config.load import load
+    from megavlm.parallel import platform
+
+    platform.install()
+    from megavlm.training.sync_plan import sync_plan
+
+    config = load(recipe, overrides or [])
+    typer.echo(sync_plan(config, ranks or config.parallel.num_ranks))
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's directory.")],
 ) -> None:
