@@ -83,7 +83,8 @@ def _is_whitened(settings: GRPO | PPO) -> bool:
 def _kl(columns: dict[str, Tensor], settings: GRPO | PPO) -> Tensor:
     """Of the policy that sampled, by the log-probs that stand for it."""
     sampled = "rollout_logprobs" if settings.old_logprobs == "rollout" else "old_logprobs"
-    return kl.estimator(settings.kl_estimator)(columns[sampled], columns["reference_logprobs"])
+    logprobs = columns[sampled]
+    return kl.estimator(settings.kl_estimator)(logprobs, columns["reference_logprobs"], logprobs)
 
 
 def _whole(pack: Pack, over_context: Reduce) -> dict[str, Tensor]:

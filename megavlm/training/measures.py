@@ -22,21 +22,25 @@ _SHARES = {
 
 
 def policy_metrics(reports: Sequence[Report]) -> dict[str, float]:
-    """Means per token over a step's updates; the gap between the engines over the tokens that tell
-    it.
-    """
-    engine_tokens = max(sum(report["engine_tokens"] for report in reports), 1.0)
+    """Means per token over a step's updates."""
     metrics = {
         "loss": sum(report["loss"] for report in reports) / len(reports),
-        "rollout_train_kl": sum(report["rollout_train_kl"] for report in reports) / engine_tokens,
-        "rollout_max_difference": max(report["largest_rollout_difference"] for report in reports),
         "ratio_max": max(report["largest_ratio"] for report in reports),
         "updates_without_signal": sum(report["updates_without_signal"] for report in reports),
     }
     for metric, name in _SHARES.items():
         if name in reports[0]:
             metrics[metric] = _per_token(reports, name)
-    return metrics | _update(reports)
+    return metrics | engine_metrics(reports) | _update(reports)
+
+
+def engine_metrics(reports: Sequence[Report]) -> dict[str, float]:
+    """The gap between the engines, over the tokens that tell it."""
+    tokens = max(sum(report["engine_tokens"] for report in reports), 1.0)
+    return {
+        "rollout_train_kl": sum(report["rollout_train_kl"] for report in reports) / tokens,
+        "rollout_max_difference": max(report["largest_rollout_difference"] for report in reports),
+    }
 
 
 def value_metrics(reports: Sequence[Report]) -> dict[str, float]:

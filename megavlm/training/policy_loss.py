@@ -57,7 +57,9 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
         correction, measures = _correction(settings, old, pack, update.reduce)
         loss = correction * term.loss
         signal = (correction * values["advantages"] != 0) & ~_stopped(settings, term)
-        measures |= _engines(settings, update, logprobs, old, pack)
+        has_gap = settings.old_logprobs == "trainer" or update.is_first
+        sampled = old if settings.old_logprobs == "trainer" else logprobs.detach()
+        measures |= engine_gap(sampled, values["rollout_logprobs"], is_known=has_gap)
         measures |= {
             "tokens": logprobs.new_tensor(float(pack.num_targets)),
             "entropy": scores.entropy.detach().sum(),
@@ -145,18 +147,13 @@ def _correction(
     return weights, measures | {"importance": weights.sum()}
 
 
-def _engines(
-    settings: PolicyOptimization, update: Update, logprobs: Tensor, old: Tensor, pack: Pack
-) -> Measures:
-    """How far rollout engine and trainer are apart, wherever the trainer's log-probs are those of
-    the weights that sampled.
+def engine_gap(logprobs: Tensor, rollout_logprobs: Tensor, *, is_known: bool = True) -> Measures:
+    """How far rollout engine and trainer are apart. `is_known`: `logprobs` are those of the weights
+    that sampled.
     """
-    rollout, present = pack.values["rollout_logprobs"], logprobs.detach()
-    if settings.old_logprobs == "trainer":
-        present = old
-    elif not update.is_first:
-        rollout = present = present[:0]
-    kl, largest = importance.mismatch(present, rollout)
+    if not is_known:
+        logprobs, rollout_logprobs = logprobs[:0], rollout_logprobs[:0]
+    kl, largest = importance.mismatch(logprobs, rollout_logprobs)
     return {
         "engine_tokens": kl.new_tensor(float(len(kl))),
         "rollout_train_kl": kl.sum(),

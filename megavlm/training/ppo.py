@@ -3,12 +3,19 @@ with values before the advantages and the critic's loss in the update.
 """
 
 from megavlm.config.schema import PPO
+from megavlm.parallel.collectives import reduce_measures
 from megavlm.rollout.weights.sync import WeightSync
 from megavlm.training.critic import Critic
 from megavlm.training.driver import Driver
-from megavlm.training.measures import critic_metrics, policy_metrics, value_metrics
+from megavlm.training.measures import (
+    critic_metrics,
+    engine_metrics,
+    policy_metrics,
+    value_metrics,
+)
 from megavlm.training.passes import VisionFeatures, score
 from megavlm.training.plan import Work
+from megavlm.training.policy_loss import engine_gap
 from megavlm.training.session import Session
 from megavlm.training.trainer import PolicyTrainer
 from megavlm.training.value_update import critic_loss, with_value_loss
@@ -58,7 +65,20 @@ class PPOTrainer(PolicyTrainer):
                 for minibatch in work.minibatches * self.ppo.epochs
             ]
         )
-        return metrics if self.critic_alone else metrics | super().update(work, features)
+        if self.critic_alone:
+            return metrics | self.engine_gap(work, features)
+        return metrics | super().update(work, features)
+
+    def engine_gap(self, work: Work, features: VisionFeatures) -> dict[str, float]:
+        """Of a step that makes no pass over the policy's losses, from a pass of its own."""
+        session = self.session
+        self.add_logprobs("old_logprobs", work, features, first=0)
+        gaps = []
+        if session.mesh.is_last_stage:
+            for pack in work.packs:
+                values = pack.values
+                gaps.append(engine_gap(values["old_logprobs"], values["rollout_logprobs"]))
+        return engine_metrics([reduce_measures(gaps, session.mesh)])
 
     def update_shared(self, work: Work, features: VisionFeatures) -> dict[str, float]:
         reports: list[dict[str, float]] = []

@@ -1,0 +1,296 @@
+"""Gradients of a policy update do not depend on how its batch is cut into packs, data ranks and
+context ranks; an update that has no signal moves nothing.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megavlm.algorithms.aggregation import token_weights
+from megavlm.config.schema import GRPO, PPO, Optimizer
+from megavlm.data.packing import Pack, Tree, make_pack, prompt_tree
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.loading import load_hf
+from megavlm.models.common.logprobs import Scoring
+from megavlm.models.registry import build_model, family
+from megavlm.parallel.collectives import reduce_measures, summing
+from megavlm.parallel.mesh import Mesh, build_mesh
+from megavlm.training.advantages import add_advantages
+from megavlm.training.guards import SkipCounter
+from megavlm.training.optimizer import build_updater, wrap
+from megavlm.training.passes import LossFunction, VisionFeatures, forward_backward, score
+from megavlm.training.policy_loss import Update, policy_loss
+from megavlm.training.update import update
+from megavlm.training.value_update import with_value_loss
+from tests.distributed.fork import launch
+from tests.parity.inputs import Inputs
+from tests.parity.models import make_model
+from tests.parity.reference import Sequences, distinct_pictures
+from tests.parity.table import LAYOUTS, Ranks
+
+pytestmark = pytest.mark.distributed
+
+LONGEST = 7
+PLAIN = GRPO(kl_coefficient=0.1)
+SETTINGS: dict[str, GRPO | PPO] = {
+    "token level": replace(
+        PLAIN, clip_low=0.1, clip_high=0.15, dual_clip=1.2, entropy_coefficient=0.01
+    ),
+    "token means by sequence": replace(
+        PLAIN, loss_aggregation="sequence_mean", policy_loss="cispo"
+    ),
+    "gspo": replace(
+        PLAIN,
+        policy_loss="gspo",
+        loss_aggregation="sequence_mean",
+        clip_low=0.05,
+        clip_high=0.05,
+        importance="sequence",
+        importance_cap=1.1,
+        reject_below=0.9,
+        reject_above=1.1,
+    ),
+    "KL in the reward": replace(
+        PLAIN, kl_in="reward", kl_estimator="k1", advantage_estimator="rloo"
+    ),
+    "reinforce++": replace(
+        PLAIN, kl_in="reward", kl_estimator="k1", advantage_estimator="reinforce_plus_plus"
+    ),
+    "reinforce++ baseline": replace(PLAIN, advantage_estimator="reinforce_plus_plus_baseline"),
+    "ppo": PPO(kl_coefficient=0.1, kl_in="reward", critic="shared", lam=0.9, gamma=0.95),
+    "ppo by turn": PPO(critic="shared", gae_level="turn", mask_truncated=True),
+}
+
+
+def trees_of(cases: list[Sequences], settings: GRPO | PPO) -> list[Tree]:
+    """Rewards, two turns a response, and numbers in place of the rollout's log-probs from which
+    others are made.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths = [len(response) for case in cases for response in case.responses]
+    counted = [not settings.mask_truncated or length < 5 for length in lengths]
+    weights = iter(token_weights(lengths, counted, settings.loss_aggregation, LONGEST))
+    trees, sequence = [], 0
+    for group, case in enumerate(cases):
+        values = []
+        for response in case.responses:
+            length = len(response)
+            rewards = torch.zeros(length)
+            rewards[-1] = torch.randint(0, 3, (), generator=generator) / 2
+            numbers = {"weights": next(weights), "sequence": sequence, "group": group}
+            sequence += 1
+            values.append(
+                {name: torch.full((length,), float(number)) for name, number in numbers.items()}
+                | {"rewards": rewards, "turn": (torch.arange(length) > 1).float()}
+                | {"rollout_logprobs": torch.randn(length, generator=generator)}
+            )
+        trees.append(prompt_tree(case.prompt, case.responses, values))
+    return trees
+
+
+class Model:
+    """A policy with a shared critic, its tower frozen."""
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        from transformers import AutoConfig
+
+        self.config = AutoConfig.from_pretrained(folder)
+        self.mesh: Mesh = build_mesh(ranks.mesh)
+        self.model = build_model(self.config, self.mesh, ModelOptions(head="both"))
+        entries = family(self.config.model_type).mapping(self.config)
+        for chunk in self.model:
+            load_hf(chunk, entries, HFFolder(folder), self.mesh)
+            if chunk.value_head is not None:
+                hidden = chunk.value_head.weight.shape[1]
+                chunk.value_head.weight.data.copy_(torch.linspace(-1, 1, hidden)[None])
+        self.cases = Inputs(folder).sequences("mixed")
+        self.chunks = wrap(self.model, shard_optimizer=False)
+
+    def features(self) -> VisionFeatures:
+        return VisionFeatures(self.chunks, distinct_pictures(self.cases))
+
+    def packs(self, settings: GRPO | PPO, trees_per_pack: int) -> list[Pack]:
+        """This rank's, with all that a loss needs: log-probs that differ from the present ones."""
+        trees = trees_of(self.cases, settings)
+        mesh, vision = self.mesh, (self.config.image_token_id, self.config.video_token_id)
+        mine = trees[mesh.data_rank :: mesh.data_size]
+        packs = [
+            make_pack(
+                mine[start : start + trees_per_pack],
+                vision_token_ids=vision,
+                context_size=mesh.layout.context,
+            ).part(mesh.context_rank)
+            for start in range(0, len(mine), trees_per_pack)
+        ]
+        scores = score(self.chunks, packs, self.features(), Scoring())
+        for pack, given in zip(packs, scores, strict=True):
+            drawn = pack.values["rollout_logprobs"]
+            old = given.logprobs + 0.2 * (7 * drawn).sin()
+            pack.values["old_logprobs"] = old
+            pack.values["rollout_logprobs"] = old + 0.1 * (5 * drawn).cos()
+            pack.values["reference_logprobs"] = given.logprobs + 0.3 * (3 * drawn).sin()
+            pack.values["values"] = given.values + 0.6 * (2 * drawn).cos()
+        in_reward = settings.kl_in == "reward"
+        add_advantages(
+            packs,
+            settings,
+            kl_coefficient=settings.kl_coefficient if in_reward else 0.0,
+            over_context=summing(mesh.groups.cp),
+            over_all=summing(mesh.groups.dp_cp),
+        )
+        return packs
+
+    def loss(self, settings: GRPO | PPO) -> LossFunction:
+        given = Update(kl_coefficient=settings.kl_coefficient, reduce=summing(self.mesh.groups.cp))
+        policy = policy_loss(settings, given)
+        if isinstance(settings, PPO):
+            return with_value_loss(settings, policy, critic_alone=False)
+        return policy
+
+
+def gradients(folder: Path, ranks: Ranks, trees_per_pack: int) -> dict[str, Any] | None:
+    """Per setting: measures and every gradient, on the first rank."""
+    run = Model(folder, ranks)
+    made = {}
+    for name, settings in SETTINGS.items():
+        packs = run.packs(settings, trees_per_pack)
+        for chunk in run.chunks:
+            chunk.zero_grad_buffer()
+        reports = forward_backward(run.chunks, packs, run.features(), Scoring(), run.loss(settings))
+        measures = reduce_measures(reports, run.mesh)
+        found: dict[str, Tensor] = {
+            parameter: getattr(p, "main_grad").clone()  # noqa: B009
+            for chunk in run.chunks
+            for parameter, p in chunk.module.named_parameters()
+            if p.requires_grad
+        }
+        made[name] = (measures, found)
+    return made if run.mesh.rank == 0 else None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
+    launch(1, make_model, folder, "qwen2_5_vl", False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_pack(folder: Path) -> dict[str, Any]:
+    (made,) = launch(1, gradients, folder, LAYOUTS["one rank"], 99)
+    return dict(made)
+
+
+@pytest.mark.parametrize(
+    ("layout", "trees_per_pack"), [("one rank", 3), ("CP2", 2), ("DP2", 2), ("CP2xDP2", 4)]
+)
+def test_a_batch_may_be_cut_in_any_way(
+    folder: Path, one_pack: dict[str, Any], layout: str, trees_per_pack: int
+) -> None:
+    ranks = LAYOUTS[layout]
+    made, *_ = launch(ranks.world_size, gradients, folder, ranks, trees_per_pack)
+    for name, (measures, found) in made.items():
+        expected_measures, expected = one_pack[name]
+        for measure, value in expected_measures.items():
+            assert measures[measure] == pytest.approx(value, rel=1e-5, abs=1e-5), (name, measure)
+        norm, expected_norm = (
+            np.sqrt(sum(float((x.astype(np.float64) ** 2).sum()) for x in grads.values()))
+            for grads in (found, expected)
+        )
+        assert expected_norm > 0.01
+        assert norm == pytest.approx(expected_norm, rel=1e-6), name
+        for parameter, gradient in expected.items():
+            difference = np.abs(found[parameter] - gradient).max()
+            assert difference <= 1e-5 * max(np.abs(gradient).max(), 1e-3), (name, parameter)
+
+
+def test_the_settings_use_what_they_are_there_for(one_pack: dict[str, Any]) -> None:
+    """Every bound is active at some tokens and not at others."""
+    for name, measures in {
+        "token level": ("clipped_low", "clipped_high", "clipped_dual"),
+        "gspo": ("clipped_low", "clipped_high", "corrected", "rejected"),
+        "ppo": ("value_clipped",),
+    }.items():
+        given = one_pack[name][0]
+        for measure in measures:
+            assert 0 < given[measure] < given["tokens"], (name, measure)
+
+
+def idle(folder: Path, ranks: Ranks, advantage_on: int | None) -> list[Any]:
+    """Updates whose advantages are all zero but on one data rank, or on none: what they tell, and
+    whether parameters moved.
+    """
+    run = Model(folder, ranks)
+    updater = build_updater(run.model, Optimizer(lr=1e-2, weight_decay=0.1), num_steps=9)
+    packs = run.packs(PLAIN, 4)
+    for pack in packs:
+        pack.values["reference_logprobs"] = pack.values["old_logprobs"] = score(
+            run.chunks, [pack], run.features(), Scoring()
+        )[0].logprobs
+        if run.mesh.data_rank != advantage_on:
+            pack.values["advantages"].zero_()
+    before = [p.detach().clone() for p in run.model[0].parameters()]
+    given = Update(kl_coefficient=0.1, has_moved=updater.has_moved)
+    measures = update(
+        updater,
+        packs,
+        run.features(),
+        Scoring(),
+        policy_loss(PLAIN, given),
+        run.mesh,
+        SkipCounter(),
+        0,
+    )
+    after = list(run.model[0].parameters())
+    moved = any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    return [measures["updates_without_signal"], moved, updater.has_moved]
+
+
+@pytest.mark.parametrize("advantage_on", [None, 0])
+def test_an_update_without_signal_moves_nothing(folder: Path, advantage_on: int | None) -> None:
+    """The KL's gradient is rounding there, of which Adam would make a step of the whole rate."""
+    results = launch(2, idle, folder, LAYOUTS["DP2"], advantage_on)
+    expected = [1.0, False, False] if advantage_on is None else [0.0, True, True]
+    assert results == [expected, expected]
+
+
+def critic_alone(folder: Path, ranks: Ranks) -> list[list[str]]:
+    """What a warm-up update moves, and what the next update does."""
+    run = Model(folder, ranks)
+    options = {"num_steps": 9, "value_head_lr": 1e-2}
+    updater = build_updater(run.model, Optimizer(lr=1e-3, weight_decay=0.1), **options)
+    settings = PPO(critic="shared")
+    packs = run.packs(settings, 4)
+    moved = []
+    for alone in (True, False):
+        before = {name: p.detach().clone() for name, p in run.model[0].named_parameters()}
+        for chunk in run.model:
+            if chunk.value_head is not None:
+                chunk.value_head.learns_alone = alone
+        policy = policy_loss(settings, Update(kl_coefficient=0.1))
+        update(
+            updater,
+            packs,
+            run.features(),
+            Scoring(),
+            with_value_loss(settings, policy, critic_alone=alone),
+            run.mesh,
+            SkipCounter(),
+            0,
+            value_head_alone=alone,
+        )
+        now = dict(run.model[0].named_parameters())
+        moved.append([name for name, p in now.items() if not torch.equal(before[name], p)])
+    return moved
+
+
+def test_the_warm_up_of_a_shared_critic_leaves_the_policy_alone(folder: Path) -> None:
+    ((first, then),) = launch(1, critic_alone, folder, LAYOUTS["one rank"])
+    assert first == ["value_head.weight", "value_head.bias"]
+    assert len(then) > 20
