@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -100,14 +100,18 @@ def _words(kind: Any) -> str:
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if kind in plain or kind is NoneType:
         return plain.get(kind, "null")
+    if is_dataclass(kind):
+        return f"keys of {', '.join(_keys(kind))}"
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments)) if arguments[1:] else str(arguments[0])
-    if origin is tuple:
-        many = "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
+    if origin in (tuple, list):
+        exact = origin is tuple and arguments[-1] is not Ellipsis
+        many = f"a list of {len(arguments)}" if exact else "a list"
         return f"{many}, each {_words(arguments[0])}"
     if origin is dict:
-        return "keys with values"
+        known = is_dataclass(arguments[1])
+        return f"labels, each with {_words(arguments[1])}" if known else "keys with values"
     return " or ".join(_words(argument) for argument in arguments)
 
 

@@ -8,6 +8,7 @@ from megavlm.config.algorithm_rules import check_algorithm
 from megavlm.config.bounds import out_of_range
 from megavlm.config.checkpoint_rules import check_checkpoint
 from megavlm.config.data_rules import check_data
+from megavlm.config.environment_rules import check_environment
 from megavlm.config.model_rules import check_model
 from megavlm.config.rollout_rules import check_rollout
 from megavlm.config.schema import Config, Evaluation, PolicyOptimization
@@ -25,6 +26,7 @@ def check(config: Config) -> None:
     check_model(config)
     check_data(config.data)
     check_algorithm(config)
+    check_environment(config)
     check_rollout(config.rollout)
     _check_optimizer(config)
     _check_evaluation(config.evaluation, config)

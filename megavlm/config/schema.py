@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from megavlm.config.algorithms import ALGORITHMS, GRPO, PPO, SFT, Algorithm, PolicyOptimization
 from megavlm.config.bounds import bounded
+from megavlm.config.environments import Curriculum, Environment, Reward
 
 MISSING: Any = "???"
 __all__ = ["ALGORITHMS", "GRPO", "PPO", "SFT", "PolicyOptimization"]  # imported from here
@@ -126,11 +127,6 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward:
-    name: str = "exact_match"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """`managed`: megavlm starts and stops an SGLang server; `external`: `urls` of running ones.
     Timeouts in seconds; `concurrency` is requests in flight; `server_args` are further options
@@ -222,7 +218,9 @@ class Config:
     recompute: Recompute
     data: Data
     algorithm: Algorithm
+    environment: Environment
     reward: Reward
+    curriculum: Curriculum
     rollout: Rollout
     optimizer: Optimizer
     evaluation: Evaluation

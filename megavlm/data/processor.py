@@ -16,6 +16,8 @@ from megavlm.data.rows import Row
 from megavlm.data.videos import VideoProcessor, video_tokens
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
+_RESPONSE = "A response that no chat template knows."
+
 
 class PromptTooLong(ValueError):
     """A prompt of more than max_prompt_tokens."""
@@ -109,15 +111,38 @@ class Processor:
         Raises ValueError, naming the row, for a picture or a video that cannot be used, for vision
         tokens in the text itself, and for too long a prompt.
         """
-        short_ids = self._short_ids(row)
+        prompt = self._prompt(row, self._short_ids(row))
+        num_tokens = len(prompt.token_ids)
+        if self._max_prompt_tokens is not None and num_tokens > self._max_prompt_tokens:
+            raise PromptTooLong(
+                f"{row.source}: the prompt has {num_tokens} tokens, more than "
+                f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that, lower "
+                "data.max_pixels or show fewer frames of a video"
+            )
+        return prompt
+
+    def next_turn(self, prompt: Prompt, response: Sequence[int], row: Row) -> Prompt:
+        """The prompt, a response to it that ended its turn, and the messages and pictures of `row`
+        as the next turn. Nothing is tokenised again.
+
+        Raises ValueError as `prompt`, but for the length.
+        """
+        assert response[-1] == self.eos_id, "a turn that was cut short has no next one"
+        assert not row.videos, "rollouts have no videos"
+        short_ids = [*prompt.short_ids, *response, *self._next_ids(row)]
+        return self._prompt(row, short_ids, prompt.pictures)
+
+    def _prompt(self, row: Row, short_ids: list[int], known: Sequence[Picture] = ()) -> Prompt:
+        """`known`: pictures of the first image tokens, processed before."""
         images, videos = iter(row.images), iter(row.videos)
+        before = iter(known)
         pictures: list[Picture] = []
         spans: list[Span] = []
         token_ids: list[int] = []
         try:
             for token in short_ids:
                 if token == self.image_token_id:
-                    picture = self._pictures.picture(next(images))
+                    picture = next(before, None) or self._pictures.picture(next(images))
                     num_tokens = len(picture.patches) // self._pictures.merge_size**2
                     token_ids += [token] * num_tokens
                     spans.append(Span(picture.grid))
@@ -131,12 +156,6 @@ class Processor:
                     token_ids.append(token)
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
-        if self._max_prompt_tokens is not None and len(token_ids) > self._max_prompt_tokens:
-            raise PromptTooLong(
-                f"{row.source}: the prompt has {len(token_ids)} tokens, more than "
-                f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that, lower "
-                "data.max_pixels or show fewer frames of a video"
-            )
         ids = torch.tensor(token_ids)
         positions, next_position = mrope_positions(
             ids,
@@ -170,12 +189,28 @@ class Processor:
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self.eos_id]
 
     def _short_ids(self, row: Row) -> list[int]:
-        text = self._tokenizer.apply_chat_template(
-            _messages(row, self._system_prompt),
-            chat_template=self._template,
-            add_generation_prompt=True,
-            tokenize=False,
+        return self._ids(row, self._templated(_messages(row, self._system_prompt)))
+
+    def _next_ids(self, row: Row) -> list[int]:
+        """What the template puts between the end of a response and the start of the next one."""
+        asked: dict[str, object] = {"role": "user", "content": "?"}
+        said: dict[str, object] = {"role": "assistant", "content": _RESPONSE}
+        text = self._templated([asked, said, *_messages(row, None)]).rpartition(_RESPONSE)[2]
+        end = self._tokenizer.decode([self.eos_id])
+        if not text.startswith(end):
+            raise ValueError(
+                f"model.folder: its chat template ends a response by {text[:20]!r}, and not by "
+                f"{end!r}, so that episodes cannot go on after one"
+            )
+        return self._ids(row, text.removeprefix(end))
+
+    def _templated(self, messages: list[dict[str, object]]) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
         )
+        return text
+
+    def _ids(self, row: Row, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         for token, items, kind in (
             (self.image_token_id, row.images, "image"),

@@ -7,7 +7,12 @@ A training step writes one record. What a name means is fixed here and nowhere e
     loss                     what was minimised, per target token
     reward                   mean reward of the step's responses
     reward/<category>        the same, of the prompts of one category
+    reward/part/<name>       mean of a part of the reward, before its weight
+    reward_failures          responses whose reward could not be computed
     accuracy                 share of responses that are correct
+    accuracy/<category>      the same, of the prompts of one category
+    turns                    mean responses per episode, where there are several
+    curriculum_stage         from 1
     response_length          mean tokens per response
     truncated_share          share of responses that ran into the token limit
     groups_without_signal    share of groups whose rewards are all equal

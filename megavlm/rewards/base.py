@@ -18,13 +18,20 @@ FailureKind = Literal["timeout", "memory", "output", "exception", "value", "cras
 
 @dataclass(frozen=True)
 class Example:
-    """A row as rewards see it. `images`: encoded files."""
+    """A row as rewards and environments see it. `images`: encoded files. `chat`: role and content
+    of the messages where the prompt is more than the user's `problem`.
+    """
 
     problem: str
     answer: str
     category: str = ""
     images: tuple[bytes, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    chat: tuple[Mapping[str, str], ...] = ()
+
+    @property
+    def messages(self) -> tuple[Mapping[str, str], ...]:
+        return self.chat or ({"role": "user", "content": self.problem},)
 
     def columns(self) -> dict[str, Any]:
         plain = {"problem": self.problem, "answer": self.answer, "category": self.category}
@@ -35,13 +42,14 @@ class Example:
 class Score:
     """reward: what training maximises. correct: whether the answer is right (for accuracy). parts:
     what the reward is made of, by name, before weights. failure: the kind, where it could not be
-    computed and stands for what reward.on_failure says.
+    computed and stands for what reward.on_failure says; skipped: it is not trained on.
     """
 
     reward: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
+    skipped: bool = False
 
 
 class RewardFailure(Exception):

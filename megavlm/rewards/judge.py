@@ -71,14 +71,18 @@ class Judge:
                 *(self._part(part, response, example, stage) for part in self.parts)
             )
         except RewardFailure as failure:
-            self.failures[failure.kind] += 1
-            if self._on_failure == "stop":
-                raise RewardStop(
-                    f"a reward failed ({failure}), and reward.on_failure=stop: repair it, or set "
-                    "reward.on_failure to zero or skip"
-                ) from failure
-            return Score(0.0, False, failure=failure.kind)
+            return self.failed(failure)
         return self._combine(found, stage)
+
+    def failed(self, failure: RewardFailure) -> Score:
+        """What stands for a score that is not to be had; raises RewardStop by policy."""
+        self.failures[failure.kind] += 1
+        if self._on_failure == "stop":
+            raise RewardStop(
+                f"a reward failed ({failure}), and reward.on_failure=stop: repair it, or set "
+                "reward.on_failure to zero or skip"
+            ) from failure
+        return Score(0.0, False, failure=failure.kind, skipped=self._on_failure == "skip")
 
     def _combine(self, found: Sequence[Score], stage: Stage) -> Score:
         """Correct is what the first reward says."""

@@ -60,10 +60,3 @@ def arguments(function: RewardFunction) -> set[str]:
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return set(names[2:])
-
-
-def get(name: str) -> Callable[[str, str], Any]:
-    """A built-in reward as (response, answer) -> Score; ValueError for a name that is not known."""
-    if name not in ("boxed", "exact_match"):
-        raise ValueError(f"reward.name={name!r} is unknown: choose one of boxed, exact_match.")
-    return getattr(importlib.import_module(f"megavlm.rewards.{name}"), "score")  # noqa: B009

@@ -16,10 +16,12 @@ from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.client import RolloutClient
 from megavlm.training.cost import ModelCost
 from megavlm.training.dataset import read
+from megavlm.training.episodes import Arena
 from megavlm.training.evaluation import evaluate
 from megavlm.training.inputs import make_processor, make_stream
 from megavlm.training.plan import PackShape, Work, by_rank, plan_step
 from megavlm.training.score import Score
+from megavlm.training.scoring import make_curriculum, make_judge
 
 
 class Driver:
@@ -34,20 +36,28 @@ class Driver:
         self.test_rows = read(config, config.data.test_files)
         self.stream = make_stream(config, self.rows, self.processor)
         self.score = Score(config.checkpoint.best_metric)
+        self.curriculum = make_curriculum(config)
+        # What generates nothing has nothing to judge.
+        judge = None if client is None else make_judge(config)
+        self._arena = None if judge is None else Arena(config, self.processor, judge)
 
     def start(self, step: int, state: dict[str, Any] | None) -> None:
         """Opens the records at `step`; `state` is what `state_dict` gave when it was saved."""
         if state is not None:
             self.stream.load_state_dict(state)
+            self.curriculum.load_state_dict(state["curriculum"])
         run_dir, num_steps = self.config.run.dir, self.config.algorithm.steps
         self.metrics = MetricsWriter(run_dir, step)
         self.samples = SampleWriter(run_dir, step, num_steps=num_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.stream.state_dict()
+        return {**self.stream.state_dict(), "curriculum": self.curriculum.state_dict()}
 
     def record(self, step: int, metrics: dict[str, float], samples: Sequence[SampledGroup]) -> None:
         metrics |= self.stream.measures()
+        if self.config.curriculum.stages:
+            metrics["curriculum_stage"] = float(self.curriculum.number + 1)
+            self.curriculum.record(metrics["reward"])
         self.metrics.write(step, metrics)
         self.score.step(metrics)
         self.samples.write(step, samples)
@@ -55,19 +65,28 @@ class Driver:
 
     def evaluate(self, step: int) -> None:
         """Evaluates the weights of `step`, which the servers must hold, on the test rows."""
-        result = evaluate(self.config, self.client, self.processor, self.test_rows, self.rows, step)
+        result = evaluate(
+            self.config, self.client, self.processor, self.arena, self.test_rows, self.rows, step
+        )
         self.metrics.write_evaluation(step, result.to_dict())
         self.score.evaluation(evaluation_scalars(result.to_dict()))
         print(result.line(f" after {step} steps"), flush=True)
 
     def close(self) -> None:
         self.stream.close()
+        if self._arena is not None:
+            self._arena.close()
         self.metrics.close()
 
     @property
     def client(self) -> RolloutClient:
         assert self._client is not None, "this run has no rollout servers"
         return self._client
+
+    @property
+    def arena(self) -> Arena:
+        assert self._arena is not None, "this run has no rollout servers"
+        return self._arena
 
     def draw(self, count: int) -> list[Prompt]:
         return self.stream.take(count)

@@ -2,22 +2,24 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from checkpoint_tools.export_hf import export_hf
 from megavlm.config.dump import write
 from megavlm.config.schema import Config
-from megavlm.data.processor import Processor
-from megavlm.data.rows import Rows
+from megavlm.data.processor import Processor, Prompt
+from megavlm.data.rows import Row, Rows
 from megavlm.evaluation.result import EvaluationResult
+from megavlm.evaluation.runner import Answer
 from megavlm.evaluation.runner import evaluate as run_evaluation
-from megavlm.rewards.registry import get
 from megavlm.rollout.client import RolloutClient
-from megavlm.rollout.messages import Sampling
+from megavlm.rollout.messages import Response, Sampling
 from megavlm.training.dataset import read
+from megavlm.training.episodes import Arena
 from megavlm.training.inputs import make_processor
+from megavlm.training.scoring import make_judge
 from megavlm.training.servers import connect
 
 RESULT_FILE = "evaluation.json"
@@ -27,22 +29,29 @@ def evaluate(
     config: Config,
     client: RolloutClient,
     processor: Processor,
+    arena: Arena,
     rows: Rows,
     train_rows: Rows,
     version: int | None,
 ) -> EvaluationResult:
     """`version`: of the weights that must answer; None: of any."""
+
+    def play(questions: Sequence[Row], how: Sampling) -> list[Answer]:
+        def generate(prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
+            return client.generate(prompts, n=n, sampling=how, weight_version=version)
+
+        groups = arena.play([processor.prompt(row) for row in questions], 1, generate)
+        return [Answer(episode.text, episode.score.correct) for (episode,) in groups]
+
     return run_evaluation(
-        client,
-        processor,
+        play,
         rows[: config.evaluation.limit],
         train_rows=list(train_rows.texts()),
-        reward=get(config.reward.name),
+        num_tokens=processor.num_tokens,
         sampling=sampling(config, processor),
         sampled=config.evaluation.sampled,
         shuffled=config.evaluation.shuffled,
         seed=config.run.seed,
-        weight_version=version,
     )
 
 
@@ -64,8 +73,13 @@ def evaluate_model(config: Config) -> None:
     write(config, config.run.dir)
     processor = make_processor(config)
     rows, train_rows = read(config, config.data.test_files), read(config, config.data.train_files)
-    with _served_folder(config) as folder, connect(config, folder) as connection:
-        result = evaluate(config, connection.client, processor, rows, train_rows or rows, None)
+    with (
+        closing(Arena(config, processor, make_judge(config))) as arena,
+        _served_folder(config) as folder,
+        connect(config, folder) as connection,
+    ):
+        client = connection.client
+        result = evaluate(config, client, processor, arena, rows, train_rows or rows, None)
     path = Path(config.run.dir) / RESULT_FILE
     path.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
     print(result.line())

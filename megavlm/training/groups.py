@@ -1,9 +1,9 @@
-"""Groups: a prompt, its n responses and their scores; how they are made, and the trees and measures
-made of them.
-"""
+"""Groups: a prompt, its n episodes and their scores; the trees and measures made of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,35 +12,40 @@ from megavlm.algorithms.aggregation import token_weights
 from megavlm.algorithms.filters import has_signal
 from megavlm.algorithms.shaping import overlong_penalty
 from megavlm.config.algorithms import PolicyOptimization
-from megavlm.data.packing import Tree, prompt_tree
-from megavlm.data.processor import Processor, Prompt
+from megavlm.data.packing import Tree
+from megavlm.data.processor import Prompt
 from megavlm.observability.samples import SampledGroup, SampledResponse
 from megavlm.rewards.base import Score
 from megavlm.rollout.messages import Response
-
-Reward = Callable[[str, str], Score]  # (response, answer)
+from megavlm.training.turns import Episode, episode_tree
 
 
 @dataclass(frozen=True)
 class Group:
-    prompt: Prompt
-    responses: Sequence[Response]
-    texts: Sequence[str]
-    scores: Sequence[Score]
+    """`prompt`: the first turns'; `responses`: an episode's sampled tokens, of all its turns."""
 
+    episodes: Sequence[Episode]
 
-def judge(
-    processor: Processor,
-    reward: Reward,
-    prompts: Sequence[Prompt],
-    answers: Sequence[Sequence[Response]],
-) -> list[Group]:
-    groups = []
-    for prompt, responses in zip(prompts, answers, strict=True):
-        texts = [processor.decode(response.token_ids) for response in responses]
-        scores = [reward(text, prompt.row.answer) for text in texts]
-        groups.append(Group(prompt, responses, texts, scores))
-    return groups
+    @property
+    def prompt(self) -> Prompt:
+        return self.episodes[0].turns[0].prompt
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Of all turns: among them they show every picture of the group."""
+        return [turn.prompt for episode in self.episodes for turn in episode.turns]
+
+    @cached_property
+    def responses(self) -> Sequence[Response]:
+        return [episode.response for episode in self.episodes]
+
+    @property
+    def texts(self) -> Sequence[str]:
+        return [episode.text for episode in self.episodes]
+
+    @property
+    def scores(self) -> Sequence[Score]:
+        return [episode.score for episode in self.episodes]
 
 
 @dataclass(frozen=True)
@@ -75,16 +80,17 @@ def policy_trees(
     """
     lengths, counted, sequences = [], [], []
     for number, group in enumerate(groups):
-        for response, score in zip(group.responses, group.scores, strict=True):
+        for episode, response in zip(group.episodes, group.responses, strict=True):
+            masked = settings.mask_truncated and response.finish == "length"
             lengths.append(len(response.token_ids))
-            counted.append(not (settings.mask_truncated and response.finish == "length"))
-            reward = score.reward + shaped(len(response.token_ids), settings, max_new_tokens)
-            sequences.append((number, reward))
+            counted.append(not masked and not episode.score.skipped)
+            extra = shaped(len(response.token_ids), settings, max_new_tokens)
+            sequences.append((number, _turn_columns(episode, extra)))
     weights = token_weights(lengths, counted, settings.loss_aggregation, max_new_tokens)
     columns = iter(
         [
-            _columns(length, weight, index, number, reward)
-            for index, (length, weight, (number, reward)) in enumerate(
+            turns | _constant(length, {"weights": weight, "sequence": index, "group": number})
+            for index, (length, weight, (number, turns)) in enumerate(
                 zip(lengths, weights, sequences, strict=True)
             )
         ]
@@ -113,11 +119,27 @@ def metrics(groups: Sequence[Group]) -> dict[str, float]:
         "truncated_share": sum(r.finish == "length" for r in responses) / len(responses),
         "groups_without_signal": 1 - has_signal(rewards).float().mean().item(),
     }
-    by_category: dict[str, list[float]] = {}
+    turns = [len(episode.turns) for group in groups for episode in group.episodes]
+    if max(turns) > 1:
+        measures["turns"] = sum(turns) / len(turns)
+    return measures | _by_name(groups)
+
+
+def _by_name(groups: Sequence[Group]) -> dict[str, float]:
+    """Reward and accuracy of each category, the parts of rewards, and how often one failed."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    failed = 0
     for group in groups:
-        by_category.setdefault(group.prompt.row.category, []).extend(s.reward for s in group.scores)
-    named = {name: rewards for name, rewards in sorted(by_category.items()) if name}
-    return measures | {f"reward/{name}": sum(x) / len(x) for name, x in named.items()}
+        category = group.prompt.row.category
+        for score in group.scores:
+            if category:
+                values[f"reward/{category}"].append(score.reward)
+                values[f"accuracy/{category}"].append(score.correct)
+            for name, value in score.parts.items():
+                values[f"reward_part/{name}"].append(value)
+            failed += score.failure is not None
+    means = {name: sum(x) / len(x) for name, x in sorted(values.items())}
+    return means | {"reward_failures": float(failed)}
 
 
 def samples(groups: Sequence[Group]) -> list[SampledGroup]:
@@ -147,16 +169,19 @@ def _teaches(group: Group) -> bool:
     return bool(has_signal(_rewards([group])))
 
 
-def _columns(
-    length: int, weight: float, sequence: int, group: int, reward: float
-) -> dict[str, Tensor]:
-    """Of a response that is one turn: the reward comes at its end."""
-    rewards = torch.zeros(length)
-    rewards[-1] = reward
-    numbers = {"weights": weight, "sequence": sequence, "group": group, "turn": 0.0}
-    return {"rewards": rewards} | {
-        name: torch.full((length,), float(number)) for name, number in numbers.items()
-    }
+def _turn_columns(episode: Episode, extra: float) -> dict[str, Tensor]:
+    """A turn's reward comes at its end; `extra` at the end of the episode."""
+    numbers, rewards = [], []
+    for number, turn in enumerate(episode.turns):
+        length = len(turn.response.token_ids)
+        numbers += [float(number)] * length
+        rewards += [0.0] * (length - 1) + [turn.reward]
+    rewards[-1] += extra
+    return {"rewards": torch.tensor(rewards), "turn": torch.tensor(numbers)}
+
+
+def _constant(length: int, values: Mapping[str, float]) -> dict[str, Tensor]:
+    return {name: torch.full((length,), float(value)) for name, value in values.items()}
 
 
 def _tree(group: Group, columns: Iterator[dict[str, Tensor]]) -> Tree:
@@ -164,4 +189,4 @@ def _tree(group: Group, columns: Iterator[dict[str, Tensor]]) -> Tree:
         next(columns) | {"rollout_logprobs": torch.tensor(response.logprobs)}
         for response in group.responses
     ]
-    return prompt_tree(group.prompt, [response.token_ids for response in group.responses], values)
+    return episode_tree(group.prompt, group.episodes, values)

@@ -6,6 +6,7 @@ preflight_layout.py. Not covered: memory, the number of GPUs, prompts that are t
 processor names their rows when it meets them).
 """
 
+import asyncio
 import json
 import os
 from collections.abc import Sequence
@@ -17,12 +18,14 @@ from safetensors import SafetensorError, safe_open
 from megavlm.config.schema import Config
 from megavlm.data.images import decode
 from megavlm.data.rows import Rows
+from megavlm.environments import registry as environments
 from megavlm.rewards import registry
 from megavlm.rollout.errors import RolloutServerError
 from megavlm.rollout.server import require_free
 from megavlm.training.dataset import read
 from megavlm.training.preflight_layout import check_ranks, check_sizes
 from megavlm.training.run_lock import check_free
+from megavlm.training.scoring import make_judge, parts
 
 SUPPORTED = (
     "qwen2_vl",
@@ -47,13 +50,17 @@ def check(
     and data are elsewhere.
     """
     check_ranks(config, world_size)
-    registry.get(config.reward.name)
+    environments.check(config.environment.name)
+    for part in parts(config):
+        registry.check(part.name)
     key = "data.train_files" if phase == "train" else "data.test_files"
     train_files = config.data.train_files if phase == "train" else ()
     if not (train_files if phase == "train" else config.data.test_files):
         raise ValueError(f"{key}=[] names no data: add {key}=[FILE.parquet]")
     if not files:
         return
+    environments.load(config.environment.name, config.environment.options)
+    asyncio.run(make_judge(config).close())
     check_model(Path(config.model.folder), config)
     if config.model.checkpoint is not None:
         check_checkpoint(Path(config.model.checkpoint))

@@ -2,13 +2,15 @@
 driver.
 """
 
+from collections.abc import Sequence
+
 from megavlm.algorithms.kl import adapted
 from megavlm.config.schema import GRPO, PPO
+from megavlm.data.processor import Prompt
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object, scatter, summing
-from megavlm.rewards.registry import get
-from megavlm.rollout.messages import Sampling
+from megavlm.rollout.messages import Response, Sampling
 from megavlm.rollout.weights.sync import WeightSync
 from megavlm.training import groups as grouping
 from megavlm.training.advantages import add_advantages
@@ -36,7 +38,6 @@ class PolicyTrainer(Loop):
         self.sampling: Sampling = broadcast_object(how, session.mesh)
         # Log-probs of the distribution that the servers sample from.
         self.scoring = Scoring(self.sampling.temperature, self.sampling.suppressed_ids)
-        self.reward = get(session.config.reward.name)
         self.over_context = summing(session.mesh.groups.cp)
 
     def train_step(self) -> None:
@@ -73,20 +74,26 @@ class PolicyTrainer(Loop):
         return grouping.sample(self.roll_out, wanted, further_rounds=rounds)
 
     def roll_out(self, count: int) -> list[Group]:
-        """Prompts, their responses and the responses' scores."""
+        """Prompts, and the episodes that start from them, with their scores."""
         session, driver = self.session, self.driver
         assert driver is not None
         with session.phases("data"):
             prompts = driver.draw(count)
-        with session.phases("rollout"):
-            answers = driver.client.generate(
-                prompts,
-                n=self.settings.responses_per_prompt,
-                sampling=self.sampling,
-                weight_version=session.step,
-            )
-        with session.phases("reward"):
-            return grouping.judge(driver.processor, self.reward, prompts, answers)
+        episodes = driver.arena.play(
+            prompts,
+            self.settings.responses_per_prompt,
+            self.generate,
+            stage=driver.curriculum.stage(session.step),
+            number=session.step,
+            phase=session.phases,
+        )
+        return [Group(of_prompt) for of_prompt in episodes]
+
+    def generate(self, prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
+        assert self.driver is not None
+        return self.driver.client.generate(
+            prompts, n=n, sampling=self.sampling, weight_version=self.session.step
+        )
 
     def plan(self, sampled: Sampled | None) -> list[Work] | None:
         if sampled is None or self.driver is None:
@@ -99,7 +106,7 @@ class PolicyTrainer(Loop):
             )
             for start in range(0, len(groups), size)
         ]
-        return self.driver.plan(minibatches, [group.prompt for group in groups])
+        return self.driver.plan(minibatches, [prompt for group in groups for prompt in group.prompts])
 
     def add_reference_logprobs(self, work: Work, features: VisionFeatures) -> None:
         """Before the first update the policy is the reference, so that a reward holds no KL."""

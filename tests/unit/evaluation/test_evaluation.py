@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megavlm.data.rows import Row
 from megavlm.evaluation.baselines import blind_answers, exchange_pictures
 from megavlm.evaluation.result import measure, wilson_interval
-from megavlm.evaluation.runner import evaluate
+from megavlm.evaluation.runner import Answer, evaluate
 from megavlm.rewards import boxed
 from megavlm.rewards.exact_match import score
 from megavlm.rollout.messages import Response, Sampling
@@ -53,23 +53,26 @@ class LookingPolicy:
         return Response(tuple(text.encode()), (0.0,) * len(text), "stop", "0")
 
 
-class Bytes:
-    def prompt(self, row: Row) -> Row:
-        return row
-
-    def num_tokens(self, row: Row) -> int:
-        return len(row.problem) + sum(map(len, row.images))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode()
+def num_tokens(row: Row) -> int:
+    return len(row.problem) + sum(map(len, row.images))
 
 
 def run(policy: LookingPolicy, **options: Any) -> Any:
-    options = {"sampled": True, "shuffled": True, "seed": 0, "reward": score} | options
+    options = {"sampled": True, "shuffled": True, "seed": 0} | options
+    reward = options.pop("reward", score)
+
+    def play(rows: Sequence[Row], how: Sampling) -> list[Answer]:
+        groups = policy.generate(rows, n=1, sampling=how)
+        texts = [bytes(response.token_ids).decode() for (response,) in groups]
+        return [
+            Answer(text, reward(text, row.answer).correct)
+            for text, row in zip(texts, rows, strict=True)
+        ]
+
     return evaluate(
-        policy,  # type: ignore[arg-type]
-        Bytes(),  # type: ignore[arg-type]
+        play,
         options.pop("rows", TEST),
+        num_tokens=options.pop("num_tokens", num_tokens),
         train_rows=TRAIN,
         sampling=Sampling(temperature=1.0, max_new_tokens=4),
         **options,

@@ -1,5 +1,6 @@
 """Rule-based rewards: what counts as correct, and that hostile text costs nothing."""
 
+import re
 import subprocess
 import sys
 
@@ -106,7 +107,15 @@ def test_hostile_text_is_wrong_and_cheap(name: str) -> None:
 
 
 def test_registry_knows_its_rewards_and_lists_them_for_an_unknown_name() -> None:
-    assert registry.get("exact_match")("3", "3").reward == 1.0
-    assert registry.get("boxed") is boxed.score
-    with pytest.raises(ValueError, match=r"reward.name='exact'.*boxed, exact_match"):
-        registry.get("exact")
+    assert registry.load("exact_match", {})("3", {"answer": "3"}).reward == 1.0
+    assert registry.load("boxed", {}) is boxed.of_row
+    for name in (*registry.BUILT_IN, "reward_model", "a.b:c", "http://127.0.0.1:1/x"):
+        registry.check(name)
+    for name in ("exact", "a.b", "a:b:c", "", "../a:b"):
+        with pytest.raises(ValueError, match=rf"reward.name='{re.escape(name)}'.*boxed, caption"):
+            registry.check(name)
+
+
+def test_an_option_that_a_reward_does_not_take_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no option 'tolerence'; its options are: .*tolerance"):
+        registry.load("vqa", {"tolerence": 1})

@@ -1,0 +1,1 @@
+"""What a policy talks to: episodes of one or several turns. No torch."""

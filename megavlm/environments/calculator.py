@@ -1,0 +1,45 @@
+r"""Mathematics with a calculator: the policy may write <calculator>2 * sqrt(3)</calculator>, gets
+the value, and goes on, until it answers in \boxed{...} or after "Answer:".
+"""
+
+import re
+
+from megavlm.environments.arithmetic import calculate, shown
+from megavlm.environments.base import Context, Observation, Step, scored
+from megavlm.rewards.base import Example
+
+INSTRUCTION = (
+    "You have a calculator. To use it, write <calculator>EXPRESSION</calculator> and end your "
+    "turn; its result comes back. Then go on. Put the final answer in \\boxed{}."
+)
+_CALL = re.compile(r"<calculator>([^<]{1,1000})</calculator>")
+
+
+class Calculator:
+    def __init__(self, context: Context, instruction: str = INSTRUCTION) -> None:
+        """`instruction`: added to the system prompt; "" where the prompt has one already."""
+        self._score, self._turns = context.score, context.max_turns
+        self._instruction = instruction
+
+    async def reset(self, row: Example, seed: int) -> Observation:
+        self._row = row
+        messages = list(row.messages)
+        if self._instruction and messages[0]["role"] == "system":
+            text = messages.pop(0)["content"] + "\n" + self._instruction
+            messages.insert(0, {"role": "system", "content": text})
+        elif self._instruction:
+            messages.insert(0, {"role": "system", "content": self._instruction})
+        return Observation(messages, row.images)
+
+    async def step(self, text: str) -> Step:
+        """A call in a response that also answers is not made."""
+        self._turns -= 1
+        calls = _CALL.findall(text)
+        if not calls or "\\boxed" in text or not self._turns:
+            return scored(await self._score(text, self._row))
+        try:
+            result = shown(calculate(calls[-1]))
+        except ValueError as error:
+            result = f"error: {error}"
+        message = {"role": "user", "content": f"<result>{result}</result>"}
+        return Step(Observation([message]), 0.0, False)

@@ -1,0 +1,74 @@
+"""The names by which a recipe asks for an environment: a built-in one, or package.module:Class."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from megavlm.environments.base import Context, Environment
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """`reward`: what it is scored by where the recipe names no reward."""
+
+    path: str
+    reward: str
+
+
+_SINGLE = "megavlm.environments.single_turn:SingleTurn"
+BUILT_IN = {
+    "single_turn": BuiltIn(_SINGLE, "exact_match"),
+    "geo3k": BuiltIn(_SINGLE, "geo3k"),
+    "geo3k_calculator": BuiltIn("megavlm.environments.calculator:Calculator", "geo3k"),
+    "vqa": BuiltIn(_SINGLE, "vqa"),
+    "vqa_retry": BuiltIn("megavlm.environments.retry:Retry", "vqa"),
+    "caption": BuiltIn(_SINGLE, "caption"),
+    "geospot": BuiltIn(_SINGLE, "geospot"),
+}
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def default_reward(name: str) -> str:
+    return BUILT_IN[name].reward if name in BUILT_IN else "exact_match"
+
+
+def check(name: str) -> None:
+    """Raises ValueError for a name that says nothing; loads nothing."""
+    if name not in BUILT_IN and not _IMPORT_PATH.fullmatch(name):
+        raise ValueError(
+            f"environment.name={name!r} is unknown: choose one of {', '.join(BUILT_IN)}, or a "
+            "class as package.module:Class"
+        )
+
+
+def load(name: str, options: Mapping[str, Any]) -> type[Environment]:
+    """The class. Raises ValueError, in one sentence, where it cannot be had or does not take the
+    options.
+    """
+    path = BUILT_IN[name].path if name in BUILT_IN else name
+    module, _, attribute = path.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"environment.name={name}: it cannot be imported ({error})") from error
+    if not inspect.isclass(found) or not all(
+        inspect.iscoroutinefunction(getattr(found, method, None)) for method in ("reset", "step")
+    ):
+        raise ValueError(f"environment.name={name} has not reset and step as async methods")
+    parameters = inspect.signature(found).parameters
+    takes = [name for name in list(parameters)[1:]]
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if (unknown := sorted(set(options) - set(takes))) and not anything:
+        raise ValueError(
+            f"environment.options.{unknown[0]}: {name} takes no such option; it has "
+            f"{', '.join(takes) or 'none'}"
+        )
+    return cast("type[Environment]", found)
+
+
+def make(cls: type[Environment], context: Context, options: Mapping[str, Any]) -> Environment:
+    factory: Any = cls
+    return factory(context, **options)

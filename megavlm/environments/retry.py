@@ -1,0 +1,31 @@
+"""The row's question, and another try after a wrong answer, which then is worth less."""
+
+from megavlm.environments.base import Context, Observation, Step
+from megavlm.rewards.base import Example
+
+
+class Retry:
+    def __init__(
+        self,
+        context: Context,
+        discount: float = 0.5,
+        message: str = "No. Look again.",
+        show: bool = False,
+    ) -> None:
+        """`discount`: of the reward, for each try before. `show`: the pictures once more."""
+        self._score, self._turns = context.score, context.max_turns
+        self._discount, self._message, self._show = discount, message, show
+        self._worth = 1.0
+
+    async def reset(self, row: Example, seed: int) -> Observation:
+        self._row = row
+        return Observation(row.messages, row.images)
+
+    async def step(self, text: str) -> Step:
+        self._turns -= 1
+        score = await self._score(text, self._row)
+        if score.correct or score.failure or not self._turns:
+            return Step(None, self._worth * score.reward, True, {"score": score})
+        self._worth *= self._discount
+        message = {"role": "user", "content": self._message}
+        return Step(Observation([message], self._row.images if self._show else ()), 0.0, False)

@@ -1,0 +1,108 @@
+"""Built-in environments, played by hand with a reward that needs no process."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from megavlm.environments import registry
+from megavlm.environments.base import Context, Environment, Observation, Step
+from megavlm.environments.registry import BUILT_IN
+from megavlm.rewards import registry as rewards
+from megavlm.rewards.base import Example, Score
+
+ROW = Example("<image>How many?", "3", "counting", (b"picture",))
+
+
+async def score(text: str, row: Example) -> Score:
+    correct = row.answer in text
+    return Score(float(correct), correct)
+
+
+def start(name: str, max_turns: int = 1, row: Example = ROW, **options: Any) -> Any:
+    cls = registry.load(name, options)
+    environment = registry.make(cls, Context(score, max_turns), options)
+    return environment, asyncio.run(environment.reset(row, 0))
+
+
+def step(environment: Environment, text: str) -> Step:
+    return asyncio.run(environment.step(text))
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if "_" not in name])
+def test_single_turns_show_the_row_and_score_the_response(name: str) -> None:
+    environment, observation = start(name)
+    assert observation == Observation(ROW.messages, ROW.images)
+    done = step(environment, "3")
+    assert (done.done, done.reward, done.observation) == (True, 1.0, None)
+    assert done.info["score"].correct
+
+
+def test_every_built_in_environment_loads_and_its_reward_exists() -> None:
+    for name, built_in in BUILT_IN.items():
+        registry.check(name)
+        registry.load(name, {})
+        rewards.load(built_in.reward, {})
+
+
+def test_the_calculator_is_told_of_used_and_answered_with() -> None:
+    environment, observation = start("geo3k_calculator", max_turns=3)
+    system, user = observation.messages
+    assert system["role"] == "system" and "<calculator>" in system["content"]
+    assert user == ROW.messages[0] and observation.images == ROW.images
+    called = step(environment, "so <calculator>2 * sqrt(9) ^ 2</calculator>")
+    assert not called.done and called.reward == 0
+    assert called.observation == Observation([{"role": "user", "content": "<result>18</result>"}])
+    failed = step(environment, "<calculator>__import__('os')</calculator>")
+    assert failed.observation is not None
+    assert "error: only numbers" in failed.observation.messages[0]["content"]
+    assert step(environment, r"\boxed{3}").reward == 1.0
+
+
+def test_the_calculator_s_last_turn_is_scored_and_an_answer_ends() -> None:
+    environment, _ = start("geo3k_calculator", max_turns=1)
+    assert step(environment, "<calculator>1+1</calculator>").done
+    environment, _ = start("geo3k_calculator", max_turns=9)
+    assert step(environment, r"<calculator>1</calculator> \boxed{3}").done
+
+
+def test_the_calculator_keeps_the_row_s_own_system_prompt() -> None:
+    chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"})
+    _, observation = start("geo3k_calculator", row=Example("?", "3", chat=chat), instruction="Hm.")
+    assert observation.messages[0] == {"role": "system", "content": "Be brief.\nHm."}
+    _, observation = start("geo3k_calculator", row=Example("?", "3", chat=chat), instruction="")
+    assert observation.messages == list(chat)
+
+
+def test_a_retry_is_worth_less_each_time_and_may_show_the_picture_again() -> None:
+    environment, _ = start("vqa_retry", max_turns=3, discount=0.5, message="Again.", show=True)
+    again = step(environment, "5")
+    assert (again.done, again.reward) == (False, 0.0)
+    assert again.observation == Observation([{"role": "user", "content": "Again."}], ROW.images)
+    assert not step(environment, "4").done
+    assert step(environment, "3").reward == 0.25
+    environment, _ = start("vqa_retry", max_turns=2)
+    step(environment, "5")
+    assert step(environment, "5").done
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("geo4k", {}, "environment.name='geo4k' is unknown"),
+        ("megavlm.nowhere:Class", {}, "it cannot be imported"),
+        ("megavlm.environments.base:Class", {}, "it cannot be imported"),
+        ("megavlm.environments.base:Step", {}, "has not reset and step as async methods"),
+        (
+            "vqa_retry",
+            {"discont": 1},
+            "environment.options.discont.*it has discount, message",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_one_sentence(
+    name: str, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        registry.check(name)
+        registry.load(name, options)

@@ -1,0 +1,300 @@
+"""Episodes of a scripted policy: what is sent, what is trained on, and what happens to faults."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.config.environments import Environment
+from megavlm.data.chat import Message
+from megavlm.data.packing import make_pack
+from megavlm.data.processor import Processor, Prompt
+from megavlm.data.rows import Row
+from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.environments.base import Context, Observation, Step
+from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
+from megavlm.rewards.judge import Judge, Part
+from megavlm.rollout.messages import Response
+from megavlm.training import groups as grouping
+from megavlm.training.episodes import Arena
+from megavlm.training.turns import Episode, episode_tree
+from tests.conftest import png
+
+ROW = Row(5, "<image>How many?", "3", (png(),), "counting", "rows:5")
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, ["How many? 1 2 3 4 5", "No. Look again."] * 20, seed=0)
+    return Processor(folder, min_pixels=None, max_pixels=None, max_prompt_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    judge = Judge([Part("r", "vqa")], on_failure="zero", workers=1, timeout=10, memory_mb=1024)
+    yield judge
+    asyncio.run(judge.close())
+
+
+class Policy:
+    """Says what its script says next; keeps what it was asked."""
+
+    def __init__(self, processor: Processor, *texts: str, cut: bool = False) -> None:
+        self.processor, self.texts, self.cut = processor, list(texts), cut
+        self.asked: list[tuple[list[Prompt], int]] = []
+
+    def __call__(self, prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
+        self.asked.append((list(prompts), n))
+        return [[self.respond() for _ in range(n)] for _ in prompts]
+
+    def respond(self) -> Response:
+        ids = self.processor.encode_answer(self.texts.pop(0))
+        ids = ids[:-1] if self.cut else ids
+        return Response(tuple(ids), tuple(-0.1 * i for i in range(len(ids))), "stop", "0")
+
+
+def arena(processor: Processor, judge: Judge, name: str, **settings: Any) -> Arena:
+    config: Any = SimpleNamespace(
+        environment=Environment(name=name, **settings), run=SimpleNamespace(seed=1)
+    )
+    return Arena(config, processor, judge)
+
+
+def play(
+    processor: Processor, judge: Judge, policy: Policy, name: str, n: int = 2, **settings: Any
+) -> list[Episode]:
+    playing = arena(processor, judge, name, **settings)
+    try:
+        (episodes,) = playing.play([processor.prompt(ROW)], n, policy)
+    finally:
+        playing._runner.close()  # the judge is the tests' own
+    return episodes
+
+
+def test_one_turn_is_the_prompt_and_n_responses(processor: Processor, judge: Judge) -> None:
+    policy = Policy(processor, "3", "4")
+    episodes = play(processor, judge, policy, "vqa")
+    assert [episode.score.correct for episode in episodes] == [True, False]
+    assert [episode.text for episode in episodes] == ["3", "4"]
+    ((prompts, n),) = policy.asked
+    assert n == 2 and len(prompts) == 1 and prompts[0].row is ROW
+
+
+def test_turns_send_tokens_back_as_they_came_and_show_pictures(
+    processor: Processor, judge: Judge
+) -> None:
+    policy = Policy(processor, "5", "3", "3")
+    options = {"show": True, "message": "<image>Look again."}
+    first, second = play(
+        processor,
+        judge,
+        policy,
+        "vqa_retry",
+        max_turns=2,
+        max_observation_tokens=64,
+        options=options,
+    )
+    assert [first.score.reward, second.score.reward] == [0.5, 1.0]
+    assert [turn.reward for turn in first.turns] == [0.0, 0.5] and len(second.turns) == 1
+    (start,), (again,) = policy.asked[0][0], policy.asked[1][0]
+    said = first.turns[0].response.token_ids
+    known = len(start.token_ids) + len(said)
+    assert again.token_ids[:known].tolist() == [*start.token_ids.tolist(), *said]
+    shown = processor.decode(again.token_ids[known:].tolist())
+    assert shown.startswith("user") and "Look again." in shown and shown.endswith("assistant")
+    assert [p.key for p in again.pictures] == [start.pictures[0].key] * 2
+    assert again.short_ids.count(processor.image_token_id) == 2
+    assert policy.asked[1][1] == 1 and first.text == "5\n\n3"
+
+
+def test_the_whole_conversation_is_what_a_template_makes_of_it(
+    processor: Processor, judge: Judge
+) -> None:
+    """Token ids and positions of a later turn equal those of the conversation as one prompt."""
+    policy = Policy(processor, "5", "3")
+    play(processor, judge, policy, "vqa_retry", n=1, max_turns=2)
+    chat = [("user", "<image>How many?"), ("assistant", "5"), ("user", "No. Look again.")]
+    messages = tuple(Message(role, text) for role, text in chat)
+    row = Row(5, "No. Look again.", "3", ROW.images, "", "x", messages=messages)
+    whole, (turn,) = processor.prompt(row), policy.asked[1][0]
+    assert turn.token_ids.tolist() == whole.token_ids.tolist()
+    assert turn.positions.equal(whole.positions) and turn.next_position == whole.next_position
+    assert turn.request_ids == whole.request_ids
+
+
+def test_a_tree_has_each_turn_below_the_one_before(processor: Processor, judge: Judge) -> None:
+    policy = Policy(processor, "5", "4 4", "3", "2")
+    options = {"show": True}
+    episodes = play(
+        processor,
+        judge,
+        policy,
+        "vqa_retry",
+        max_turns=2,
+        max_observation_tokens=64,
+        options=options,
+    )
+    values = [{"x": torch.arange(float(len(e.response.token_ids)))} for e in episodes]
+    tree = episode_tree(episodes[0].turns[0].prompt, episodes, values)
+    assert [segment.parent for segment in tree.segments] == [-1, 0, 1, 2, 0, 4, 5]
+    assert [segment.is_target for segment in tree.segments] == [
+        False,
+        *[True, False, True] * 2,
+    ]
+    assert len(tree.pictures) == 3
+    pack = make_pack([tree], vision_token_ids=processor.vision_token_ids)
+    assert pack.values["x"].tolist() == [x for column in values for x in column["x"].tolist()]
+    assert len(pack.vision_index) == 3 * 4
+    # Each path through the tree is the episode as one sequence.
+    for last, episode in ((3, episodes[0]), (6, episodes[1])):
+        path, at = [], last
+        while at >= 0:
+            path.insert(0, tree.segments[at])
+            at = tree.segments[at].parent
+        turn = episode.turns[-1]
+        ids = [token for segment in path for token in segment.token_ids.tolist()]
+        assert ids == [*turn.prompt.token_ids.tolist(), *turn.response.token_ids]
+        positions = torch.cat([segment.positions for segment in path], dim=1)
+        assert positions[:, : len(turn.prompt.token_ids)].equal(turn.prompt.positions)
+        assert positions[0, len(turn.prompt.token_ids)] == turn.prompt.next_position
+
+
+def test_rewards_come_at_the_ends_of_turns(processor: Processor, judge: Judge) -> None:
+    settings: Any = SimpleNamespace(
+        mask_truncated=False, overlong_buffer=0, loss_aggregation="token_mean"
+    )
+    policy = Policy(processor, "5", "3", "3")
+    episodes = play(processor, judge, policy, "vqa_retry", max_turns=2)
+    group = grouping.Group(episodes)
+    (tree,) = grouping.policy_trees([group], settings, max_new_tokens=4)
+    first, second, only = [segment for segment in tree.segments if segment.is_target]
+    # The policy's second word is of the other episode.
+    assert [int(first.values["turn"][0]), int(second.values["turn"][0])] == [0, 1]
+    assert first.values["rewards"].sum() == 0 and second.values["rewards"][-1] == 0.5
+    assert only.values["rewards"].tolist() == [0.0] * (len(only.token_ids) - 1) + [1.0]
+    assert first.values["sequence"][0] == second.values["sequence"][0] == 0
+    assert only.values["sequence"][0] == 1
+    metrics = grouping.metrics([group])
+    assert metrics["turns"] == 1.5 and metrics["reward"] == 0.75
+    assert metrics["accuracy/counting"] == 1.0 and metrics["reward_failures"] == 0
+
+
+def test_a_response_that_was_cut_short_ends_its_episode(processor: Processor, judge: Judge) -> None:
+    policy = Policy(processor, "5", cut=True)
+    (episode,) = play(processor, judge, policy, "vqa_retry", n=1, max_turns=3)
+    assert len(episode.turns) == 1 and not episode.score.correct and episode.score.reward == 0
+
+
+class Faulty:
+    """A user's environment that does what its option says."""
+
+    def __init__(self, context: Context, fault: str = "") -> None:
+        self.context, self.fault = context, fault
+
+    async def reset(self, row: Example, seed: int) -> Observation:
+        self.row = row
+        if self.fault == "other starts":
+            return Observation([{"role": "user", "content": str(id(self))}])
+        if self.fault == "own start":
+            return Observation([{"role": "user", "content": f"How many? {seed}"}])
+        return Observation(row.messages, row.images)
+
+    async def step(self, text: str) -> Step:
+        match self.fault:
+            case "raise":
+                raise KeyError("as told")
+            case "hang":
+                await asyncio.sleep(1000)
+            case "nan":
+                return Step(None, float("nan"), True)
+            case "no observation":
+                return Step(None, 0.0, False)
+            case "long":
+                return Step(Observation([{"role": "user", "content": "many " * 999}]), 0.0, False)
+            case "no user":
+                return Step(Observation([{"role": "tool", "content": "x"}]), 0.0, False)
+            case "image":
+                return Step(Observation([{"role": "user", "content": "<image>"}]), 0.0, False)
+        return Step(None, 0.7, True, {"correct": True, "parts": {"seen": 1.0}})
+
+
+FAULTY = f"{__name__}:Faulty"
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("raise", "exception"), ("hang", "timeout"), ("nan", "value")]
+)
+def test_a_step_that_fails_is_scored_by_policy(
+    processor: Processor, judge: Judge, fault: str, kind: str
+) -> None:
+    policy = Policy(processor, "3")
+    (episode,) = play(processor, judge, policy, FAULTY, n=1, timeout=0.2, options={"fault": fault})
+    assert (episode.score.reward, episode.score.failure) == (0.0, kind)
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("other starts", "different observations"),
+        ("no observation", "has no observation"),
+        ("long", "environment.max_observation_tokens=256"),
+        ("no user", "no user message"),
+        ("image", "1 <image> for 0 pictures"),
+    ],
+)
+def test_a_broken_interface_is_one_sentence(
+    processor: Processor, judge: Judge, fault: str, problem: str
+) -> None:
+    policy = Policy(processor, "3", "3")
+    with pytest.raises(ValueError, match=problem):
+        play(processor, judge, policy, FAULTY, max_turns=2, options={"fault": fault})
+
+
+def test_a_user_s_environment_scores_itself_and_starts_as_it_likes(
+    processor: Processor, judge: Judge
+) -> None:
+    policy = Policy(processor, "3")
+    (episode,) = play(processor, judge, policy, FAULTY, n=1, options={"fault": "own start"})
+    assert episode.score.parts == {"seen": 1.0} and episode.score.correct
+    assert episode.score.reward == 0.7
+    (prompt,) = policy.asked[0][0]
+    assert prompt.row is ROW and not prompt.pictures
+    assert processor.decode(prompt.token_ids.tolist()).count("How many?") == 1
+
+
+def test_a_skipped_episode_moves_no_advantage_and_has_no_weight(processor: Processor) -> None:
+    settings: Any = SimpleNamespace(
+        mask_truncated=False, overlong_buffer=0, loss_aggregation="token_mean"
+    )
+    (episodes,) = arena(processor, fails("skip"), "vqa").play(
+        [processor.prompt(ROW)], 3, Policy(processor, "3", "1", "1 2 3 4 5")
+    )
+    skipped = [episode.score.skipped for episode in episodes]
+    assert skipped == [False, False, True]
+    assert [episode.score.reward for episode in episodes] == [1.0, 0.5, 0.75]
+    (tree,) = grouping.policy_trees([grouping.Group(episodes)], settings, max_new_tokens=9)
+    weights = [segment.values["weights"].sum().item() for segment in tree.segments[1:]]
+    assert weights[2] == 0 and sum(weights) == pytest.approx(1)
+
+
+def test_a_failure_may_stop_the_run(processor: Processor) -> None:
+    playing = arena(processor, fails("stop"), "vqa")
+    with pytest.raises(RewardStop, match=r"reward\.on_failure=stop"):
+        playing.play([processor.prompt(ROW)], 1, Policy(processor, "1 2 3 4 5"))
+    playing.close()
+
+
+def fails(policy: Any) -> Judge:
+    """A judge whose reward fails for long responses."""
+
+    class Short(Judge):
+        async def score(self, response: str, example: Example, stage: Any = None) -> Any:
+            if len(response) > 5:
+                return self.failed(RewardFailure("timeout", "as told"))
+            return Score(1.0 if response == "3" else 0.5, response == "3")
+
+    return Short([], on_failure=policy, workers=1, timeout=1, memory_mb=1024)
