@@ -1,0 +1,96 @@
+"""Measures of one model, and of two compared: overall, by category and by data set."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megavlm.evaluation.attempts import Question
+from megavlm.evaluation.statistics import Estimate, PairedTest, estimate, paired_test, pass_at_k
+
+Measures = dict[str, Estimate]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measures are pass@k for k = 1, 2, 4, ... and the number of samples, mean@n (accuracy over
+    all n samples), reward and response_tokens.
+    """
+
+    overall: Measures
+    by_category: dict[str, Measures]
+    by_dataset: dict[str, Measures]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of accuracy, and of reward, on the questions that both models were asked."""
+
+    accuracy: PairedTest
+    reward: PairedTest
+    by_category: dict[str, PairedTest]  # of accuracy
+    by_dataset: dict[str, PairedTest]
+
+
+def tabulate(questions: Sequence[Question]) -> Table:
+    return Table(
+        measures(questions),
+        {name: measures(part) for name, part in by(questions, category).items()},
+        {name: measures(part) for name, part in by(questions, dataset).items()},
+    )
+
+
+def measures(questions: Sequence[Question]) -> Measures:
+    n = min(len(question.attempts) for question in questions)
+    found = {
+        f"pass@{k}": estimate([pass_at_k(len(q.attempts), q.num_correct, k) for q in questions])
+        for k in _ks(n)
+    }
+    found[f"mean@{n}"] = estimate([question.accuracy for question in questions])
+    found["reward"] = estimate([question.reward for question in questions])
+    found["response_tokens"] = estimate(
+        [sum(a.num_tokens for a in q.attempts) / len(q.attempts) for q in questions]
+    )
+    return found
+
+
+def compare(first: Sequence[Question], second: Sequence[Question]) -> Comparison | None:
+    """None where no question was asked both models."""
+    of_second = {question.row.index: question for question in second}
+    both = [(q, of_second[q.row.index]) for q in first if q.row.index in of_second]
+    if not both:
+        return None
+
+    def accuracies(name: Callable[[Question], str]) -> dict[str, PairedTest]:
+        parts: dict[str, list[tuple[Question, Question]]] = {}
+        for pair in both:
+            parts.setdefault(name(pair[0]), []).append(pair)
+        return {
+            key: paired_test([a.accuracy for a, _ in part], [b.accuracy for _, b in part])
+            for key, part in sorted(parts.items())
+        }
+
+    return Comparison(
+        accuracy=paired_test([a.accuracy for a, _ in both], [b.accuracy for _, b in both]),
+        reward=paired_test([a.reward for a, _ in both], [b.reward for _, b in both]),
+        by_category=accuracies(category),
+        by_dataset=accuracies(dataset),
+    )
+
+
+def category(question: Question) -> str:
+    return question.row.category
+
+
+def dataset(question: Question) -> str:
+    return question.row.dataset
+
+
+def by(questions: Sequence[Question], name: Callable[[Question], str]) -> dict[str, list[Question]]:
+    parts: dict[str, list[Question]] = {}
+    for question in questions:
+        parts.setdefault(name(question), []).append(question)
+    return dict(sorted(parts.items()))
+
+
+def _ks(n: int) -> list[int]:
+    """1, 2, 4, ... and n."""
+    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})

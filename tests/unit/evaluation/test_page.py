@@ -1,0 +1,147 @@
+"""Tables, files and the page of an evaluation."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from megavlm.data.rows import Row
+from megavlm.evaluation.attempts import Attempt, Candidate, Question, Skipped
+from megavlm.evaluation.files import write_attempts
+from megavlm.evaluation.map import spots, world_map
+from megavlm.evaluation.page import write_page
+from megavlm.evaluation.tables import compare, tabulate
+from tests.conftest import png
+from tests.unit.data.test_report import EVIL, Tags
+
+
+def attempt(correct: bool, text: str = "yes") -> Attempt:
+    return Attempt(text, 0.9 * correct, correct, 3, "stop", {"format": 1.0})
+
+
+def question(index: int, hits: str, **values: object) -> Question:
+    """`hits`: an attempt per character, x where it is correct."""
+    row = Row(
+        index=index,
+        problem="<image>?",
+        answer="yes",
+        images=(png(),),
+        category="even" if index % 2 == 0 else "odd",
+        source=f"test.parquet:{index}",
+        dataset="set/test",
+        **values,  # type: ignore[arg-type]
+    )
+    return Question(row, tuple(attempt(hit == "x") for hit in hits))
+
+
+def candidate(name: str, questions: list[Question]) -> Candidate:
+    return Candidate(name, len(questions[0].attempts), questions, Skipped(), 1.0)
+
+
+def test_measures_by_hand() -> None:
+    table = tabulate([question(0, "xx--"), question(1, "----"), question(2, "xxxx")])
+    values = {name: found.value for name, found in table.overall.items()}
+    assert list(values) == ["pass@1", "pass@2", "pass@4", "mean@4", "reward", "response_tokens"]
+    assert values["pass@1"] == values["mean@4"] == pytest.approx((0.5 + 0 + 1) / 3)
+    assert values["pass@2"] == pytest.approx((1 - 1 / 6 + 0 + 1) / 3)
+    assert values["pass@4"] == pytest.approx(2 / 3)
+    assert values["reward"] == pytest.approx(0.45) and values["response_tokens"] == 3
+    assert table.overall["pass@4"].method == "wilson" and table.overall["pass@4"].count == 3
+    assert table.by_category["even"]["pass@1"].value == pytest.approx(0.75)
+    assert table.by_category["odd"]["pass@1"].value == 0
+    assert list(table.by_dataset) == ["set/test"]
+    three = tabulate([question(0, "x--")]).overall
+    assert [name for name in three if name.startswith("pass")] == ["pass@1", "pass@2", "pass@3"]
+
+
+def test_comparison_is_of_the_same_questions() -> None:
+    first = [question(0, "x"), question(1, "x"), question(2, "-"), question(7, "x")]
+    second = [question(2, "x"), question(1, "-"), question(0, "-"), question(9, "x")]
+    found = compare(first, second)
+    assert found is not None
+    assert found.accuracy.count == 3 and found.accuracy.difference == pytest.approx(1 / 3)
+    assert (found.accuracy.first_better, found.accuracy.second_better) == (2, 1)
+    assert found.accuracy.method == "mcnemar" and found.accuracy.p_value == 1
+    assert found.reward.difference == pytest.approx(0.3)
+    assert found.by_category["odd"].difference == 1
+    assert compare([question(0, "x")], [question(1, "x")]) is None
+    json.dumps(asdict(found))
+
+
+def test_every_attempt_is_in_the_file(tmp_path: Path) -> None:
+    both = [
+        candidate("a", [question(0, "x-"), question(1, "--")]),
+        candidate("b", [question(0, "xx")]),
+    ]
+    write_attempts(tmp_path / "x.parquet", both)
+    records = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert [(r["model"], r["question"], r["attempt"], r["correct"]) for r in records] == [
+        ("a", 0, 0, True),
+        ("a", 0, 1, False),
+        ("a", 1, 0, False),
+        ("a", 1, 1, False),
+        ("b", 0, 0, True),
+        ("b", 0, 1, True),
+    ]
+    assert json.loads(records[0]["parts"]) == {"format": 1.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
+
+
+def page_of(tmp_path: Path, candidates: list[Candidate]) -> tuple[str, Tags]:
+    tables = [tabulate(c.questions) for c in candidates]
+    comparison = None
+    if len(candidates) == 2:
+        comparison = compare(candidates[0].questions, candidates[1].questions)
+    write_page(tmp_path / "page.html", candidates, tables, comparison)
+    html, tags = (tmp_path / "page.html").read_text(), Tags()
+    tags.feed(html)
+    assert tags.open == []
+    return html, tags
+
+
+def test_the_page_shows_both_models_and_runs_nothing(tmp_path: Path) -> None:
+    evil = question(0, "x", extra={"lat": 1.0, "lon": EVIL})
+    evil = Question(evil.row, (attempt(True, EVIL),))
+    first = candidate(EVIL, [evil, question(1, "x"), question(2, "x")])
+    second = candidate("other", [question(0, "-"), question(1, "x")])
+    html, tags = page_of(tmp_path, [first, second])
+    names = [tag for tag, _ in tags.seen]
+    assert "script" not in names and names.count("article") == 3
+    assert not any(name.startswith("on") for _, attributes in tags.seen for name in attributes)
+    images = [attributes["src"] for tag, attributes in tags.seen if tag == "img"]
+    assert len(images) == 3 and all(src.startswith("data:image/") for src in images)
+    assert "pass@1" in html and "McNemar" in html and "other" in html
+    # Where they differ comes first.
+    assert html.index("test.parquet:0") < html.index("test.parquet:1")
+
+
+def test_the_page_of_one_model(tmp_path: Path) -> None:
+    left_out = Skipped(2, 1, ("test.parquet:9: broken",))
+    one = Candidate("a", 2, [question(0, "x-")], left_out, 1.0)
+    html, _ = page_of(tmp_path, [one])
+    assert "p-value" not in html and "test.parquet:9: broken" in html and "mean@2" in html
+
+
+def test_map_of_places() -> None:
+    place = {"lat": 29.9, "lon": 78.1}
+    row = question(0, "x", extra=place).row
+    said = Attempt("Country: India\nCoordinates: 28.61, 77.21", 0.5, True, 9, "stop")
+    mute = Attempt("India", 0.3, True, 2, "stop")
+    unknown = question(1, "x", extra={"lat": None, "lon": None})
+    both = [
+        candidate("a", [Question(row, (said,)), unknown]),
+        candidate("b", [Question(row, (mute,))]),
+    ]
+    (spot,) = spots(both)
+    assert spot.truth == (29.9, 78.1) and spot.said == [(28.61, 77.21), None]
+    svg, tags = world_map([spot], ["a", "<b>"]), Tags()
+    tags.feed(svg)
+    assert tags.open == []
+    dots = [attributes for tag, attributes in tags.seen if tag == "circle"]
+    assert [dot["class"] for dot in dots] == ["dot c1", "dot c3"]
+    assert float(dots[1]["cx"]) == pytest.approx((78.1 + 180) * 2, abs=0.1)
+    assert float(dots[1]["cy"]) == pytest.approx((90 - 29.9) * 2, abs=0.1)
+    assert "&lt;b&gt;" in svg
+    assert world_map([], ["a"]) == ""
