@@ -136,7 +136,7 @@ def _by_name(groups: Sequence[Group]) -> dict[str, float]:
                 values[f"reward/{category}"].append(score.reward)
                 values[f"accuracy/{category}"].append(score.correct)
             for name, value in score.parts.items():
-                values[f"reward_part/{name}"].append(value)
+                values[f"reward/part/{name}"].append(value)
             failed += score.failure is not None
     means = {name: sum(x) / len(x) for name, x in sorted(values.items())}
     return means | {"reward_failures": float(failed)}

@@ -106,7 +106,9 @@ class PolicyTrainer(Loop):
             )
             for start in range(0, len(groups), size)
         ]
-        return self.driver.plan(minibatches, [prompt for group in groups for prompt in group.prompts])
+        return self.driver.plan(
+            minibatches, [prompt for group in groups for prompt in group.prompts]
+        )
 
     def add_reference_logprobs(self, work: Work, features: VisionFeatures) -> None:
         """Before the first update the policy is the reference, so that a reward holds no KL."""
