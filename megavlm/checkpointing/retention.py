@@ -27,6 +27,9 @@ class Retention:
     metric: str | None = None
     higher_is_better: bool = True
 
+    def __post_init__(self) -> None:
+        assert self.last is None or self.last > 0, "the latest step always stays"
+
     def best(self, scores: Mapping[int, Mapping[str, float]]) -> int | None:
         """`scores`: step -> metric -> value."""
         found: dict[int, float] = {}
@@ -37,13 +40,12 @@ class Retention:
         return max(found, key=found.__getitem__, default=None)
 
     def kept(self, steps: Sequence[int], best: int | None) -> set[int]:
-        """Of `steps`, all of them complete, the newest being the latest: it always stays."""
+        """Of `steps`, all of them complete, the newest being the latest."""
         newest_first = sorted(steps, reverse=True)
         return {
             step
             for age, step in enumerate(newest_first)
-            if age == 0
-            or self.last is None
+            if self.last is None
             or age < self.last
             or (self.every is not None and step % self.every == 0)
             or step == best

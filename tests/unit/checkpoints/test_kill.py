@@ -215,6 +215,8 @@ def fill_up(hf: Path, folder: Path, background: bool) -> list[str]:
                     save(keeper, run, 2)
                     keeper.finish()
                 messages.append(str(failure.value))
+            if dist.get_rank() == 0:
+                assert not list(folder.glob(".*")), "nothing partial"
         save(keeper, run, 3)
     return messages
 

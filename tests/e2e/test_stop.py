@@ -1,0 +1,66 @@
+"""A run that is asked to stop leaves a checkpoint, and the same command goes on from it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megavlm import checkpointing
+from megavlm.checkpointing.folder import complete_steps, step_folder
+from megavlm.checkpointing.reader import StepReader
+from tests.e2e.conftest import World
+
+STEPS = 16
+
+
+def recipe(world: World, name: str) -> Path:
+    return world.recipe(
+        name,
+        algorithm={"name": "sft", "batch_size": 8, "steps": STEPS},
+        parallel={"tensor": 2},
+        optimizer={"lr": 1e-3},
+        checkpoint={"every": 2, "keep_last": 1, "best_metric": "loss", "best_mode": "min"},
+    )
+
+
+@pytest.mark.slow
+def test_sigterm_stops_after_the_step_and_the_run_goes_on(world: World) -> None:
+    stopped, folder = recipe(world, "stopped"), world.root / "stopped/checkpoints"
+    command = [sys.executable, "-m", "megavlm", "train", str(stopped)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as run:
+        assert run.stdout is not None
+        deadline = time.monotonic() + 200
+        while not (folder / "latest").exists():
+            assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()
+            time.sleep(0.02)
+        run.send_signal(signal.SIGTERM)
+        output = run.stdout.read()
+    assert run.returncode == 128 + signal.SIGTERM, output
+    step = checkpointing.latest(folder)
+    assert step is not None and 2 <= step < STEPS, "it was stopped in time"
+    assert f"Stopped after step {step}; the same command goes on from there." in output
+    assert len(world.metrics("stopped")) == step
+    assert len(complete_steps(folder)) <= 2, "the latest and the best"
+    assert not list(folder.glob(".*")), "nothing half-written"
+
+    resumed = world.megavlm("train", stopped)
+    assert resumed.returncode == 0, resumed.stderr
+    assert world.megavlm("train", recipe(world, "through")).returncode == 0
+    losses = [[one["loss"] for one in world.metrics(name)] for name in ("stopped", "through")]
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+    readers = [
+        StepReader(step_folder(world.root / name / "checkpoints", STEPS))
+        for name in ("stopped", "through")
+    ]
+    assert set(readers[0].tensors) == set(readers[1].tensors)
+    for key in readers[0].tensors:
+        assert torch.equal(readers[0].read(key), readers[1].read(key)), key
+    assert (folder / "best").read_text().startswith("step_")
