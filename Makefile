@@ -1,6 +1,7 @@
 # make setup   .venv with the pinned packages; needs only Python 3.11 or newer, no GPU
 # make demo    the main job on generated pictures, or on yours: make demo DATA=DIR SEED=1
-#              keys of recipes/debug/grpo_*.yaml as OVERRIDES="algorithm.steps=3"
+#              by another algorithm of recipes/algorithms: make demo ALGORITHM=ppo
+#              keys of its recipe in recipes/debug as OVERRIDES="algorithm.steps=3"
 # make test    the whole suite on CPU
 # make style   linter, formatter (check only) and type checker
 # make parity  the whole matrix of models, layouts and inputs against transformers: tests/parity/RESULTS.md
@@ -15,6 +16,7 @@ STAMP := $(VENV)/installed-$(shell cat $(LOCK) setup.py | cksum | cut -d' ' -f1)
 DATA ?=
 SEED ?=
 FAMILY ?=
+ALGORITHM ?=
 OVERRIDES ?=
 TESTS ?= tests
 CASES ?=
@@ -36,7 +38,7 @@ $(STAMP):
 	@touch $@
 
 demo: setup
-	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(OVERRIDES)
+	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(OVERRIDES)
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)

@@ -128,6 +128,9 @@ def demo(
     family: Annotated[
         str, typer.Option(help="Of the tiny model: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe.")
     ] = "qwen2_5_vl",
+    algorithm: Annotated[
+        str, typer.Option(help="Of recipes/debug: grpo, ppo, gspo, dapo, rloo and others.")
+    ] = "grpo",
     run_dir: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
     tasks: Annotated[
         str | None,
@@ -138,9 +141,9 @@ def demo(
         typer.Option(min=1, help="Steps of the warm start, if not as many as it needs to see."),
     ] = None,
 ) -> None:
-    """Draw pictures, make a tiny model, warm it up, train it with GRPO, and report.
+    """Draw pictures, make a tiny model, warm it up, train it by reinforcement, and report.
 
-    Keys that are changed are those of the GRPO recipe.
+    Keys that are changed are those of the algorithm's recipe.
     """
     if data is not None and not data.is_dir():
         raise ValueError(f"--data {data} is no folder: give one that holds Parquet files")
@@ -150,6 +153,7 @@ def demo(
         run_dir,
         seed=seed,
         family=family,
+        algorithm=algorithm,
         data=data,
         tasks=None if tasks is None else tasks.split(","),
         warm_steps=warm_steps,

@@ -1,8 +1,8 @@
 """`megavlm demo`: the main job from nothing, on a machine without a GPU.
 
-Data, a tiny random model, import to a Megatron checkpoint, a supervised warm start, GRPO against a
-real SGLang server, evaluation, export. Training runs are the recipes of recipes/debug, started as a
-user starts them.
+Data, a tiny random model, import to a Megatron checkpoint, a supervised warm start, GRPO (or
+another algorithm) against a real SGLang server, evaluation, export. Training runs are the recipes
+of recipes/debug, started as a user starts them.
 """
 
 import json
@@ -31,6 +31,7 @@ def run_demo(
     *,
     seed: int,
     family: str,
+    algorithm: str,
     data: Path | None,
     tasks: list[str] | None,
     warm_steps: int | None,
@@ -38,10 +39,21 @@ def run_demo(
 ) -> None:
     """Everything is written to `run_dir`. `data` None: pictures are drawn, with questions of
     `tasks` (None: those that the demo teaches). `warm_steps` None: as many as the pictures need.
-    `overrides` are of the GRPO recipe. SystemExit where a run failed.
+    `algorithm`: of recipes/debug/*_shapes.yaml. `overrides` are of its recipe. SystemExit
+    where a run failed.
     """
     if data is not None and tasks is not None:
         raise ValueError("--tasks is for drawn pictures: leave it out with --data")
+    main = f"{algorithm}_shapes.yaml" if data is None else "grpo_any.yaml"
+    known = sorted(path.stem.removesuffix("_shapes") for path in RECIPES.glob("*_shapes.yaml"))
+    known.remove("sft")  # of the warm start
+    if algorithm not in known:
+        raise ValueError(f"--algorithm {algorithm} has no recipe: choose one of {', '.join(known)}")
+    if data is not None and algorithm != "grpo":
+        raise ValueError(
+            f"--algorithm {algorithm} is for drawn pictures: with --data give the keys of "
+            f"recipes/algorithms/{algorithm}.yaml as overrides"
+        )
     _clear(run_dir)
     seconds: dict[str, float] = {}
     with _phase("data", seconds):
@@ -95,9 +107,9 @@ def run_demo(
                 *steps,
             ],
         )
-    with _phase("grpo", seconds):
+    with _phase("training", seconds):
         _train(
-            f"grpo_{pictures}.yaml",
+            main,
             [
                 *common,
                 f"run.dir={run_dir}",
@@ -129,15 +141,15 @@ def _train(recipe: str, overrides: list[str]) -> None:
 
 
 def _close(run_dir: Path, seconds: dict[str, float], paths: dict[str, Path]) -> None:
-    """Adds what came before GRPO to the result, and shows it."""
+    """Adds what came before training to the result, and shows it."""
     from megavlm.observability.console import print_closing
     from megavlm.observability.report import write_report
     from megavlm.observability.result import RESULT_FILE, write_result
 
     result = json.loads((run_dir / RESULT_FILE).read_text())
-    # Of the GRPO run's time its result names the phases; the rest is imports and server start.
+    # Of the training run's time its result names the phases; the rest is imports and server start.
     phases = result["seconds_by_phase"]
-    rest = seconds.pop("grpo") - sum(phases.values())
+    rest = seconds.pop("training") - sum(phases.values())
     before = {name: round(value, 3) for name, value in seconds.items()}
     result["seconds_by_phase"] = before | phases | {"start of ranks and server": round(rest, 3)}
     result["paths"] |= {name: str(path) for name, path in paths.items()}

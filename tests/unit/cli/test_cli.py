@@ -139,11 +139,12 @@ def test_demo_passes_its_options_on(
     monkeypatch.setattr("megavlm.demo.pipeline", pipeline, raising=False)
     assert megavlm("demo")[0] == 0
     options = ["--data", tmp_path, "--seed", 3, "--run-dir", "r", "--warm-steps", 5]
-    options += ["--tasks", "kind,length", "--family", "qwen3_vl"]
+    options += ["--tasks", "kind,length", "--family", "qwen3_vl", "--algorithm", "ppo"]
     assert megavlm("demo", "algorithm.steps=3", *options)[0] == 0
     plain = {
         "seed": 0,
         "family": "qwen2_5_vl",
+        "algorithm": "grpo",
         "data": None,
         "tasks": None,
         "warm_steps": None,
@@ -152,6 +153,7 @@ def test_demo_passes_its_options_on(
     given = {
         "seed": 3,
         "family": "qwen3_vl",
+        "algorithm": "ppo",
         "data": tmp_path,
         "tasks": ["kind", "length"],
         "warm_steps": 5,

@@ -12,7 +12,12 @@ from tests.unit.models.releases import RELEASES
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 PARTS = {"debug/shapes.yaml", "debug/any.yaml", "grpo/geo3k.yaml"}  # bases only
-WHOLE = sorted({str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml")} - PARTS)
+PART_FOLDERS = ("algorithms", "data")
+WHOLE = sorted(
+    name
+    for path in RECIPES.rglob("*.yaml")
+    if (name := str(path.relative_to(RECIPES))) not in PARTS and not name.startswith(PART_FOLDERS)
+)
 URLS = ["rollout.urls=['http://node:30000']"]
 
 
@@ -38,6 +43,18 @@ def test_gpu_recipes_freeze_the_tower_and_use_eight_gpus(name: str) -> None:
         ranks = config.parallel.num_ranks
         assert config.rollout.server_args["base_gpu_id"] == ranks
         assert ranks + config.rollout.tensor_parallel == 8
+
+
+ALGORITHMS = sorted(path.stem for path in (RECIPES / "algorithms").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("base", ["grpo/qwen2_5_vl_7b_geo3k.yaml", "debug/grpo_shapes.yaml"])
+def test_an_algorithm_goes_with_any_recipe(tmp_path: Path, name: str, base: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"base: [{RECIPES / base}, {RECIPES / 'algorithms' / name}.yaml]")
+    assert load(recipe).algorithm != load(RECIPES / base).algorithm
+    assert (RECIPES / "debug" / f"{name}_shapes.yaml").is_file()
 
 
 def test_the_demo_s_recipe_is_the_measured_one() -> None:

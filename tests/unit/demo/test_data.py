@@ -80,9 +80,33 @@ def test_a_folder_that_is_no_earlier_demo_is_left_alone(tmp_path: Path) -> None:
             tmp_path,
             seed=0,
             family="qwen2_5_vl",
+            algorithm="grpo",
             data=None,
             tasks=None,
             warm_steps=None,
             overrides=[],
         )
     assert (tmp_path / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "data", "sentence"),
+    [
+        ("grop", None, "--algorithm grop has no recipe: choose one of cispo, dapo, dr_grpo, grpo,"),
+        ("ppo", Path("mine"), "--algorithm ppo is for drawn pictures: with --data give the keys"),
+    ],
+)
+def test_an_algorithm_that_cannot_be_is_one_sentence(
+    tmp_path: Path, algorithm: str, data: Path | None, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        pipeline.run_demo(
+            tmp_path,
+            seed=0,
+            family="qwen2_5_vl",
+            algorithm=algorithm,
+            data=data,
+            tasks=None,
+            warm_steps=None,
+            overrides=[],
+        )
