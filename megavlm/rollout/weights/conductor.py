@@ -163,7 +163,7 @@ class Conductor:
         if self._transport.in_session:
             servers.try_each("/end_weight_update", {}, urls)
         servers.try_each("/continue_generation", CONTINUE, urls)
-        failed |= servers.lost.keys()
+        failed.update(servers.lost)
         for url, reason in servers.lost.items():
             self._targets.failed(url, reason)
 

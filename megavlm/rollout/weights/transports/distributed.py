@@ -32,6 +32,7 @@ class Group:
     name: str
     urls: tuple[str, ...]
     ours: dist.ProcessGroup
+    servers: Servers
 
 
 class DistributedTransport:
@@ -116,7 +117,7 @@ class DistributedTransport:
                 for url, offset in zip(urls, offsets, strict=True)
             },
         )
-        self._groups[urls] = Group(name, urls, ours)
+        self._groups[urls] = Group(name, urls, ours, self._servers)
         return self._groups[urls]
 
     def _leave(self, group: Group) -> None:
@@ -124,7 +125,7 @@ class DistributedTransport:
         # Also ends what servers still wait for: their connections to this rank are closed.
         group.ours.abort()
         dist.destroy_process_group(group.ours)
-        self._servers.try_each(
+        group.servers.try_each(
             "/destroy_weights_update_group", {"group_name": group.name}, group.urls
         )
 

@@ -1,0 +1,148 @@
+"""A fake server that keeps the weights that it is sent and says their checksums, as SGLang does.
+
+`GlooEngine` is one in a process of its own, which joins update groups and can die in mid-update.
+"""
+
+import base64
+import hashlib
+import io
+import multiprocessing
+import os
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from megavlm.rollout.weights.engine import Engine, engine_tensors
+from tests.fakes.server import FakeServer
+
+
+class FakeEngine(FakeServer):
+    """`updates` lists the names that each update brought. `spoil`: an engine tensor whose checksum
+    comes out wrong.
+    """
+
+    def __init__(self, *, weight_version: str = "3") -> None:
+        super().__init__(weight_version=weight_version)
+        self.weights: dict[str, Tensor] = {}
+        self.updates: list[list[str]] = []
+        self.spoil: str | None = None
+        self.is_paused = False
+
+    def answer(self, path: str, body: Any) -> Any:
+        if path == "/server_info":
+            return {"tp_size": 1, "device": "cpu"}
+        if path == "/pause_generation":
+            self.is_paused = True
+        if path == "/continue_generation":
+            self.is_paused = False
+        if path == "/update_weights_from_tensor":
+            self.load(*bucket(body))
+        if path == "/weights_checker":
+            return {"ranks": [{"checksums": self.checksums()}]}
+        return super().answer(path, body)
+
+    def load(self, flat: Tensor, places: Any) -> None:
+        for place in places:
+            part = flat[place.start_idx : place.end_idx].clone()
+            self.weights[place.name] = part.view(place.dtype).view(place.shape)
+        self.updates.append([place.name for place in places])
+
+    def checksums(self) -> dict[str, str]:
+        found = {
+            name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()[:16]
+            for name, tensor in engine_tensors(self.weights, Engine(), 0)
+        }
+        return found | ({self.spoil: "0" * 16} if self.spoil else {})
+
+
+def bucket(body: Any) -> tuple[Tensor, Any]:
+    """What SGLang takes out of an update."""
+    (content,) = body["serialized_named_tensors"]
+    loaded = pickle.load(io.BytesIO(base64.b64decode(content)))  # noqa: S301  # our own
+    return loaded["flattened_tensor"], loaded["metadata"]
+
+
+class GlooEngine:
+    """A context. `dies_at`: the update, from 1, in whose midst its process ends."""
+
+    def __init__(self, dies_at: int | None = None) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, dies_at))
+
+    def __enter__(self) -> "GlooEngine":
+        self._process.start()
+        self.url: str = self._pipe.recv()
+        return self
+
+    def state(self) -> tuple[str, dict[str, Tensor]]:
+        """Version and weights."""
+        self._pipe.send("state")
+        version, weights = self._pipe.recv()
+        return version, {name: torch.tensor(values) for name, values in weights.items()}
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe: Any, dies_at: int | None) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with _Gloo(dies_at) as engine:
+        pipe.send(engine.url)
+        while pipe.recv():
+            weights = {name: tensor.tolist() for name, tensor in engine.weights.items()}
+            pipe.send((engine.weight_version, weights))
+
+
+class _Gloo(FakeEngine):
+    def __init__(self, dies_at: int | None) -> None:
+        super().__init__()
+        self.dies_at = dies_at
+        self.groups: dict[str, Any] = {}
+        self.count = 0
+
+    def answer(self, path: str, body: Any) -> Any:
+        if path == "/init_weights_update_group":
+            self.groups[body["group_name"]] = join(body)
+        if path == "/update_weights_from_distributed":
+            self.count += 1
+            if self.count == self.dies_at:
+                os._exit(9)
+            self.receive(body)
+        if path == "/destroy_weights_update_group":
+            dist.destroy_process_group(self.groups.pop(body["group_name"]))
+        return super().answer(path, body)
+
+    def receive(self, body: Any) -> None:
+        shapes = [torch.Size(shape) for shape in body["shapes"]]
+        flat = torch.empty(sum(shape.numel() for shape in shapes))
+        dist.broadcast(flat.view(torch.uint8), group=self.groups[body["group_name"]], group_src=0)
+        parts = flat.split([shape.numel() for shape in shapes])
+        for name, shape, part in zip(body["names"], shapes, parts, strict=True):
+            self.weights[name] = part.view(shape)
+        self.updates.append(body["names"])
+
+
+def join(body: Any) -> Any:
+    limit, name = timedelta(seconds=30), body["group_name"]
+    store = dist.TCPStore(
+        body["master_address"], body["master_port"], body["world_size"], False, timeout=limit
+    )
+    group, _ = c10d._new_process_group_helper(
+        body["world_size"],
+        body["rank_offset"],
+        [],
+        dist.Backend(body["backend"]),
+        c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name),
+        timeout=limit,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(body["world_size"])}
+    return group
