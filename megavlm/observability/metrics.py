@@ -5,6 +5,7 @@ A training step writes one record. What a name means is fixed here and nowhere e
     step                     1 for the first update
     time                     Unix seconds at which the record was written
     loss                     what was minimised, per target token
+    episodes                 that were played; those of one turn are responses
     reward                   mean reward of the step's responses
     reward/<category>        the same, of the prompts of one category
     reward/part/<name>       mean of a part of the reward, before its weight
@@ -24,6 +25,8 @@ A training step writes one record. What a name means is fixed here and nowhere e
     gradient_norm            before clipping
     learning_rate            that of this update
     skipped_updates          minibatches whose gradient was not finite and was not applied
+    skipped_bad              rows left out so far because they cannot be used
+    skipped_long             rows left out so far because their prompts are too long
     tokens_per_second        tokens trained on, prompts included, over seconds/total
     seconds/<phase>          data, rollout, reward, plan, vision, reference, old_logprobs, update,
                              sync, checkpoint, ...

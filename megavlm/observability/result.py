@@ -6,7 +6,7 @@ Accuracies are shares in 0..1, times are seconds.
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from megavlm.observability.records import finite, read_records, write_whole
 from megavlm.observability.text import percent, points
 
 RESULT_FILE = "result.json"
+FINAL_EPISODES = 100  # whose mean reward is the final one
 
 # With shuffled pictures a model that looks can at best guess the most frequent answer. Five points
 # more are left to chance.
@@ -32,14 +33,17 @@ def build_result(
 ) -> dict[str, Any]:
     """The result of a run of `steps` updates.
 
-    "Before" is the evaluation at step 0, "after" the one at the last step, None without one.
+    "Before" is the evaluation at step 0, "after" the one at the last step, None without one;
+    `evaluation` is the last of all. final_reward: of the last FINAL_EPISODES episodes; a step that
+    is only partly among them counts with its mean. None where there are no episodes.
     extra_seconds: phases outside of the steps (server start, export). paths: what lies where.
     """
     run_dir = Path(run_dir)
     evaluations = {record["step"]: record for record in read_records(run_dir / EVALUATIONS_FILE)}
     before, after = evaluations.get(0), evaluations.get(steps) if steps else None
     seconds: dict[str, float] = defaultdict(float)
-    for record in read_records(run_dir / METRICS_FILE):
+    metrics = read_records(run_dir / METRICS_FILE)
+    for record in metrics:
         for name, value in record.items():
             section, _, phase = name.partition("/")
             if section == "seconds" and phase != "total" and value is not None:
@@ -50,6 +54,11 @@ def build_result(
         seconds[phase] += value
     is_visual, conclusion = conclude(before, after)
     return {
+        "final_reward": final_reward(metrics),
+        "total_steps": steps,
+        "total_episodes": round(sum(record.get("episodes") or 0 for record in metrics)),
+        "metrics": str(run_dir / METRICS_FILE),
+        "evaluation": evaluations[max(evaluations)] if evaluations else None,
         "accuracy_before": _share(before),
         "accuracy_after": _share(after),
         "accuracy_before_by_category": _shares(before),
@@ -63,6 +72,19 @@ def build_result(
         "evaluation_after": after,
         "paths": dict(paths or {}),
     }
+
+
+def final_reward(metrics: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean reward of the last FINAL_EPISODES episodes of a run."""
+    left, total = float(FINAL_EPISODES), 0.0
+    for record in reversed(metrics):
+        if record.get("reward") is None or left <= 0:
+            continue
+        counted = min(record.get("episodes") or 0, left)
+        total += counted * record["reward"]
+        left -= counted
+    counted = FINAL_EPISODES - left
+    return total / counted if counted else None
 
 
 def write_result(run_dir: Path | str, result: Mapping[str, Any]) -> Path:

@@ -1,13 +1,7 @@
-"""Evaluation as the configuration asks for it: during a run, and of a model by itself."""
+"""Evaluation during a run, as the configuration asks for it."""
 
-import json
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
-from checkpoint_tools.export_hf import export_hf
-from megavlm.config.dump import write
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row, Rows
@@ -16,13 +10,8 @@ from megavlm.evaluation.runner import Answer
 from megavlm.evaluation.runner import evaluate as run_evaluation
 from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.messages import Response, Sampling
-from megavlm.training.dataset import read
 from megavlm.training.episodes import Arena
-from megavlm.training.inputs import make_processor
-from megavlm.training.scoring import make_judge
-from megavlm.training.servers import connect
-
-RESULT_FILE = "evaluation.json"
+from megavlm.training.questions import usable
 
 
 def evaluate(
@@ -45,7 +34,7 @@ def evaluate(
 
     return run_evaluation(
         play,
-        rows[: config.evaluation.limit],
+        usable(rows, processor, config.data, config.evaluation.limit)[0],
         train_rows=list(train_rows.texts()),
         num_tokens=processor.num_tokens,
         sampling=sampling(config, processor),
@@ -63,35 +52,3 @@ def sampling(config: Config, processor: Processor) -> Sampling:
         max_new_tokens=rollout.max_new_tokens,
         suppressed_ids=processor.suppressed_ids if rollout.suppress_special_tokens else (),
     )
-
-
-def evaluate_model(config: Config) -> None:
-    """`megavlm evaluate`: the model that the recipe starts from, or what `rollout.urls` serve.
-
-    Writes evaluation.json to the run directory.
-    """
-    write(config, config.run.dir)
-    processor = make_processor(config)
-    rows, train_rows = read(config, config.data.test_files), read(config, config.data.train_files)
-    with (
-        closing(Arena(config, processor, make_judge(config))) as arena,
-        _served_folder(config) as folder,
-        connect(config, folder) as connection,
-    ):
-        client = connection.client
-        result = evaluate(config, client, processor, arena, rows, train_rows or rows, None)
-    path = Path(config.run.dir) / RESULT_FILE
-    path.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
-    print(result.line())
-    print(f"evaluation  {path}")
-
-
-@contextmanager
-def _served_folder(config: Config) -> Iterator[Path]:
-    """The model folder; a checkpoint to start from is exported for as long as it is served."""
-    if config.model.checkpoint is None or config.rollout.mode == "external":
-        yield Path(config.model.folder)
-        return
-    with tempfile.TemporaryDirectory(prefix="megavlm-evaluate-") as folder:
-        export_hf(Path(config.model.checkpoint), Path(folder) / "hf")
-        yield Path(folder) / "hf"

@@ -113,6 +113,7 @@ def metrics(groups: Sequence[Group]) -> dict[str, float]:
     responses = [response for group in groups for response in group.responses]
     scores = [score for group in groups for score in group.scores]
     measures = {
+        "episodes": float(len(scores)),
         "reward": rewards.mean().item(),
         "accuracy": sum(score.correct for score in scores) / len(scores),
         "response_length": sum(len(r.token_ids) for r in responses) / len(responses),

@@ -16,12 +16,12 @@ def train(config: Config) -> None:
 
 
 def evaluate(config: Config) -> None:
-    """Evaluates the model that the configuration starts from; one rank does."""
+    """Evaluates one model or compares two; one rank does."""
     if os.environ.get("RANK", "0") == "0":
         _prepare()
-        from megavlm.training.evaluation import evaluate_model
+        from megavlm.training.model_evaluation import evaluate_models
 
-        evaluate_model(config)
+        evaluate_models(config)
 
 
 def _prepare() -> None:

@@ -22,6 +22,7 @@ from megavlm.environments import registry as environments
 from megavlm.rewards import registry
 from megavlm.rollout.errors import RolloutServerError
 from megavlm.rollout.server import require_free
+from megavlm.training.candidate_paths import check_candidates
 from megavlm.training.dataset import read
 from megavlm.training.preflight_layout import check_ranks, check_sizes
 from megavlm.training.run_lock import check_free
@@ -67,6 +68,8 @@ def check(
     check_run_dir(Path(config.run.dir))
     if phase == "train":
         check_free(config.run.dir)
+    else:
+        check_candidates(config)
     if config.rollout.mode == "managed" and config.rollout.port is not None:
         check_port(config.rollout.port)
     for file_list in (train_files, config.data.test_files):

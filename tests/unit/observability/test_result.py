@@ -8,7 +8,13 @@ from PIL import Image
 
 from megavlm.observability.metrics import MetricsWriter
 from megavlm.observability.plots import moving_mean, reward_curve
-from megavlm.observability.result import build_result, category_rows, conclude, write_result
+from megavlm.observability.result import (
+    build_result,
+    category_rows,
+    conclude,
+    final_reward,
+    write_result,
+)
 
 from .runs import evaluation, measure, metrics, write_run
 
@@ -94,3 +100,25 @@ def test_the_reward_curve_is_a_picture_with_both_series(tmp_path: Path) -> None:
 def test_the_reward_curve_of_a_run_without_rewards_is_empty_but_there(tmp_path: Path) -> None:
     with Image.open(reward_curve(tmp_path)) as picture:
         assert picture.format == "PNG"
+
+
+def test_the_final_reward_is_of_the_last_hundred_episodes(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step, (reward, episodes) in enumerate([(0.0, 500), (0.5, 60), (1.0, 80)], 1):
+            writer.write(step, {"reward": reward, "episodes": episodes})
+        writer.write_evaluation(2, evaluation(0.7))
+    result = build_result(tmp_path, steps=3, seed=0)
+    assert result["final_reward"] == pytest.approx((80 * 1.0 + 20 * 0.5) / 100)
+    assert (result["total_steps"], result["total_episodes"]) == (3, 640)
+    assert result["metrics"] == str(tmp_path / "metrics.jsonl")
+    assert result["evaluation"]["step"] == 2
+    short = [{"reward": 0.25, "episodes": 8.0}, {"reward": None, "episodes": 8.0}]
+    assert final_reward(short) == 0.25 and final_reward([{"loss": 1.0}]) is None
+
+
+def test_supervised_runs_have_no_episodes(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"loss": 1.0})
+    result = build_result(tmp_path, steps=1, seed=0)
+    assert result["final_reward"] is None and result["total_episodes"] == 0
+    assert result["evaluation"] is None
