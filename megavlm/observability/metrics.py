@@ -4,7 +4,7 @@ A training step writes one record. What a name means is fixed here and nowhere e
 
     step                     1 for the first update
     time                     Unix seconds at which the record was written
-    loss                     what was minimised, per target token
+    loss                     what was minimised, mean over the step's updates
     episodes                 that were played; those of one turn are responses
     reward                   mean reward of the step's responses
     reward/<category>        the same, of the prompts of one category
@@ -19,17 +19,26 @@ A training step writes one record. What a name means is fixed here and nowhere e
     groups_without_signal    share of groups whose rewards are all equal
     kl_reference             KL to the reference per token, nats (estimator of the recipe)
     entropy                  mean entropy of the policy per token, nats
-    clip_share               share of tokens at which the policy loss is clipped
+    clip_share               share of tokens at which the policy loss is clipped; clip_low_share,
+                             clip_high_share, clip_dual_share: by each bound
+    ratio_mean, ratio_max    of the probabilities of policy and sampling policy, over tokens
+    importance_mean          weight that corrects the loss for the rollout engine's log-probs
+    importance_corrected_share   share of tokens whose weight is cut or masked
+    rejected_share           share of tokens of sequences that are left out
     rollout_train_kl         KL of the rollout engine from the trainer per token, nats
     rollout_max_difference   largest log-prob difference of the two engines, nats
-    gradient_norm            before clipping
-    learning_rate            that of this update
-    skipped_updates          minibatches whose gradient was not finite and was not applied
+    kl_coefficient           where it adapts
+    value_loss, value_clip_share, value_mean     of a critic
+    explained_variance       share of the returns' variance that the critic's values explain
+    gradient_norm            before clipping; mean over updates
+    learning_rate            that of the last update; critic_*: the same of a critic of its own
+    skipped_updates          updates whose gradient was not finite and was not applied
+    updates_without_signal   updates whose gradient was nothing but rounding and was not applied
     skipped_bad              rows left out so far because they cannot be used
     skipped_long             rows left out so far because their prompts are too long
     tokens_per_second        tokens trained on, prompts included, over seconds/total
-    seconds/<phase>          data, rollout, reward, plan, vision, reference, old_logprobs, update,
-                             sync, checkpoint, ...
+    seconds/<phase>          data, rollout, reward, plan, vision, reference, old_logprobs,
+                             advantages, update, sync, checkpoint, ...
     seconds/total            the whole step, without evaluation and checkpoint
     memory_gib               peak memory of the driver's device (of its process on a CPU)
 

@@ -164,7 +164,7 @@ def _charts(metrics: list[Record], evaluations: list[Record]) -> str:
                 )
             ],
         ),
-        chart("Loss", [line("loss", "c1", "loss")], note="per target token"),
+        chart("Loss", [line("loss", "c1", "loss")], note="mean over updates"),
         chart("KL to the reference", [line("kl", "c1", "kl_reference")], note="nats per token"),
         chart("Entropy", [line("entropy", "c1", "entropy")], note="nats per token"),
         chart(
