@@ -49,6 +49,8 @@ def test_three_steps_then_one_more(world: World) -> None:
 
     result = json.loads((run / "result.json").read_text())
     assert result["steps"] == 3 and result["seed"] == 0
+    assert result["total_episodes"] == 3 * 4 * 4
+    assert result["evaluation"]["step"] == 3
     assert set(result["accuracy_after_by_category"]) >= {"colour", "count", "compare"}
     assert 0 <= result["accuracy_before"] <= 1 and 0 <= result["accuracy_after"] <= 1
     assert result["seconds_by_phase"]["rollout"] > 0
@@ -76,10 +78,18 @@ def test_three_steps_then_one_more(world: World) -> None:
     assert "api_key" not in key
 
     elsewhere = (f"run.dir={world.root / 'evaluated'}", f"model.checkpoint={run / 'checkpoints'}")
-    evaluated = world.megavlm("evaluate", recipe, *elsewhere, "checkpoint.verify_export=false")
+    two = ("--baseline", world.root / "model", "checkpoint.verify_export=false")
+    evaluated = world.megavlm("evaluate", recipe, *elsewhere, *two)
     assert evaluated.returncode == 0, evaluated.stderr
     again = json.loads((world.root / "evaluated/evaluation.json").read_text())
     assert again["greedy"] == result["evaluation_after"]["greedy"], "the checkpoint is what trained"
+    trained, start = again["models"]
+    assert trained["overall"]["pass@1"]["value"] == again["greedy"]["overall"]["share"]
+    before = result["evaluation_before"]["greedy"]["overall"]["share"]
+    assert start["overall"]["pass@1"]["value"] == before
+    assert again["comparison"]["accuracy"]["count"] == trained["questions"]
+    for name in ("evaluation.parquet", "evaluation.html"):
+        assert (world.root / "evaluated" / name).exists()
 
     changed = ("algorithm.steps=4", "rollout.temperature=1.0", "checkpoint.verify_export=false")
     resumed = world.megavlm("train", recipe, *changed)
