@@ -1,0 +1,131 @@
+"""Policy losses against TRL's, value and gradient, where TRL has the same formula. Advantages are
+not among them: TRL computes them in the middle of its rollouts.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.algorithms.aggregation import token_weights
+from megavlm.config.schema import GRPO
+from megavlm.models.common.logprobs import TokenScores
+from megavlm.training.policy_loss import Update, policy_loss
+
+PROGRAM = Path(__file__).with_name("trl_losses.py")
+LENGTHS, LONGEST = [5, 2, 7, 1, 4], 7
+
+# name -> (TRL's settings, ours)
+SAME: dict[str, tuple[dict[str, Any], GRPO]] = {
+    "GRPO": (
+        {"beta": 0.1},
+        GRPO(loss_aggregation="sequence_mean", kl_coefficient=0.1),
+    ),
+    "DAPO with entropy": (
+        {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.02},
+        GRPO(clip_high=0.28, kl_coefficient=0, entropy_coefficient=0.02),
+    ),
+    "Dr. GRPO": ({"loss_type": "dr_grpo"}, GRPO(loss_aggregation="constant", kl_coefficient=0)),
+    "two-sided clipping": (
+        {"loss_type": "bnpo", "delta": 1.3},
+        GRPO(dual_clip=1.3, kl_coefficient=0),
+    ),
+    "GSPO": (
+        {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
+        GRPO(
+            policy_loss="gspo",
+            loss_aggregation="sequence_mean",
+            clip_low=0.03,
+            clip_high=0.04,
+            kl_coefficient=0,
+            importance="sequence",
+        ),
+    ),
+    "CISPO": (
+        {"loss_type": "cispo", "epsilon_high": 1.2},
+        GRPO(policy_loss="cispo", clip_low=1.0, clip_high=0.2, kl_coefficient=0),
+    ),
+    "unbiased KL": (
+        {"loss_type": "bnpo", "beta": 0.1, "unbiased_kl": True},
+        GRPO(kl_estimator="unbiased", kl_coefficient=0.1),
+    ),
+}
+
+
+@dataclass
+class Targets:
+    """What a loss reads of a pack."""
+
+    values: dict[str, torch.Tensor]
+    num_targets: int
+    parents: tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def columns() -> dict[str, torch.Tensor]:
+    """[B, T] each, float64."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(LENGTHS), LONGEST)
+    names = ("logprobs", "old", "reference", "rollout", "entropy", "advantages")
+    drawn = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.3 for name in names
+    }
+    base = torch.randn(shape, generator=generator, dtype=torch.float64) - 2
+    for name in ("logprobs", "old", "reference", "rollout"):
+        drawn[name] += base
+    drawn["advantages"] = drawn["advantages"][:, :1].expand(shape) * 5
+    drawn["mask"] = (torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]).double()
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def theirs(columns: dict[str, torch.Tensor]) -> dict[str, Any]:
+    given = {
+        "columns": {name: rows.tolist() for name, rows in columns.items()},
+        "settings": {name: settings for name, (settings, _) in SAME.items()},
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(PROGRAM)],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
+def test_equals_trl(columns: dict[str, torch.Tensor], theirs: dict[str, Any], name: str) -> None:
+    settings = SAME[name][1]
+    mask = columns["mask"].bool()
+    c = {key: rows[mask] for key, rows in columns.items()}
+    weights = token_weights(LENGTHS, [True] * 5, settings.loss_aggregation, LONGEST)
+    lengths = torch.tensor(LENGTHS)
+    values = {
+        "weights": torch.tensor(weights, dtype=torch.float64).repeat_interleave(lengths),
+        "sequence": torch.arange(5.0).repeat_interleave(lengths),
+        "advantages": c["advantages"],
+        "old_logprobs": c["old"],
+        "rollout_logprobs": c["rollout"],
+        "reference_logprobs": c["reference"],
+    }
+    pack: Any = Targets(values, int(mask.sum()), (-1, 0, 0, 0, 0, 0))
+    logprobs = c["logprobs"].clone().requires_grad_()
+    scores = TokenScores(logprobs, c["entropy"], torch.empty(0))
+    update = Update(kl_coefficient=settings.kl_coefficient)
+    loss, measures = policy_loss(settings, update)(pack, scores)
+    loss.backward()
+    assert loss.item() == pytest.approx(theirs[name]["loss"], rel=1e-9)
+    gradient = torch.tensor(theirs[name]["gradient"], dtype=torch.float64)
+    torch.testing.assert_close(logprobs.grad, gradient[mask], rtol=1e-9, atol=1e-12)
+    assert 0 < measures["clipped"] < measures["tokens"], "bounds matter here"

@@ -1,0 +1,76 @@
+"""A program: TRL's own loss of given log-probs, by its settings, with its gradient, as JSON.
+
+It runs by itself because TRL imports transformers' trainers, for which a torchvision beside a CPU
+build of torch has to be out of sight.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+sys.modules["torchvision"] = None  # type: ignore[assignment]
+
+import torch  # noqa: E402
+from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
+
+
+def loss(columns: dict[str, list[list[float]]], settings: dict[str, Any]) -> dict[str, Any]:
+    c = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in columns.items()}
+    logprobs = c["logprobs"].requires_grad_()
+    settings = {
+        "loss_type": "grpo",
+        "beta": 0.0,
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "max_completion_length": c["mask"].shape[1],
+        "entropy_coef": 0.0,
+    } | settings
+    trainer: Any = SimpleNamespace(
+        **settings,
+        args=SimpleNamespace(
+            delta=settings.get("delta"),
+            use_bias_correction_kl=settings.get("unbiased_kl", False),
+            steps_per_generation=1,
+        ),
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        aux_loss_enabled=False,
+        use_adaptive_entropy=False,
+        _entropy_bonus_enabled=True,
+        current_gradient_accumulation_steps=1,
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(
+            num_processes=1, sync_gradients=True, gather=lambda x: x, reduce=lambda x, reduction: x
+        ),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, c["entropy"], None),
+    )
+    gap = (c["old"] - c["rollout"]) * c["mask"]
+    if settings["importance_sampling_level"] == "sequence":
+        gap = gap.sum(1, keepdim=True)
+    inputs = {
+        "prompt_ids": c["mask"],
+        "prompt_mask": c["mask"],
+        "completion_ids": c["mask"],
+        "completion_mask": c["mask"],
+        "advantages": c["advantages"][:, 0],
+        "old_per_token_logps": c["old"],
+        "ref_per_token_logps": c["reference"],
+        "importance_sampling_ratio": gap.exp().clamp(max=2.0),
+        "num_items_in_batch": c["mask"].sum(),
+    }
+    value = GRPOTrainer._compute_loss(trainer, None, inputs)
+    value.backward()
+    assert logprobs.grad is not None
+    return {"loss": value.item(), "gradient": logprobs.grad.tolist()}
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    made = {name: loss(given["columns"], settings) for name, settings in given["settings"].items()}
+    json.dump(made, sys.stdout)
