@@ -51,7 +51,8 @@ def score(
 ) -> Score:
     """The weighted metrics (CIDEr-D 0 to 10, the others 0 to 1), correct from `correct_from`."""
     weights = weights or DEFAULT_WEIGHTS
-    references = [tokens(text) for text in row.get(reference_key) or [row["answer"]]]
+    told = row.get(reference_key) or row["answer"]
+    references = [tokens(str(text)) for text in (told if isinstance(told, list) else [told])]
     words = tokens(response)
     caption: Words = words[:MAX_WORDS]
     parts: dict[str, float] = {}

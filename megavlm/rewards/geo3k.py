@@ -33,10 +33,15 @@ def score(
     right: float = 0.9,
     wrong: float = 0.0,
     format_reward: float = 0.1,
+    bare: bool = False,
 ) -> Score:
-    r"""`right` or `wrong` for the last answer, and `format_reward` where it is in \boxed{...}."""
+    r"""`right` or `wrong` for the last answer, and `format_reward` where it is in \boxed{...}.
+    `bare`: a response with neither a box nor "Answer:" is an answer as it is.
+    """
     in_box = boxed.last_boxed(response)
     found = in_box if in_box is not None else boxed.after_answer(response)
+    if found is None and bare:
+        found = response
     correct = found is not None and is_equivalent(found, str(row["answer"]))
     has_form = in_box is not None
     return Score(

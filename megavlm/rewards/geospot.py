@@ -131,7 +131,7 @@ def _on_earth(lat: float, lon: float) -> bool:
 def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
     """Of the row's columns; the answer is the country where no column says it."""
     lat, lon = row.get("lat"), row.get("lon")
-    known = lat is not None and lon is not None
+    known = lat not in (None, "") and lon not in (None, "")
     return {
         "country": str(row.get("country") or row.get("answer") or ""),
         "region": str(row.get("region") or ""),

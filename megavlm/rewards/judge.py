@@ -63,6 +63,24 @@ class Judge:
             rewards = [(part.name, part.options) for part in local]
             self._pool = RewardPool(rewards, workers=workers, timeout=timeout, memory_mb=memory_mb)
 
+    def check(self, stage: Stage) -> None:
+        """Raises ValueError where the stage asks for what no reward has."""
+        takes = set().union(*(self._takes(part) for part in self.parts))
+        for key, given in (("weights", stage.weights), ("tolerance", stage.tolerance)):
+            several = key == "weights" and len(self.parts) > 1
+            if given and not several and key not in takes:
+                names = ", ".join(part.name for part in self.parts)
+                raise ValueError(f"curriculum.stages: {key} given, but {names} has none")
+        for part in self.parts:
+            if part.name in registry.BUILT_IN:
+                registry.load(part.name, self._options(part, self._takes(part), stage))
+
+    def _takes(self, part: Part) -> set[str]:
+        if part.label in self._remote:
+            return set()
+        assert self._pool is not None
+        return self._pool.takes[self._local[part.label]]
+
     async def score(self, response: str, example: Example, stage: Stage | None = None) -> Score:
         """Raises RewardStop where a reward fails and that is the policy."""
         stage = stage or Stage()
@@ -103,7 +121,7 @@ class Judge:
         else:
             assert self._pool is not None
             index = self._local[part.label]
-            options = self._options(part, self._pool.takes[index], stage)
+            options = self._options(part, self._takes(part), stage)
             found = await asyncio.wrap_future(
                 self._pool.submit(index, response, example.columns(), example.images, options)
             )

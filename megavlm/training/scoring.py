@@ -1,5 +1,7 @@
 """The configured rewards and curriculum."""
 
+import asyncio
+
 from megavlm.config.schema import Config
 from megavlm.environments.curriculum import Curriculum, Term
 from megavlm.environments.registry import default_reward
@@ -18,20 +20,32 @@ def parts(config: Config) -> list[Part]:
 
 
 def make_judge(config: Config) -> Judge:
-    """Starts a reward process. Raises ValueError for a reward that cannot be had."""
+    """Starts a reward process. Raises ValueError for a reward that cannot be had, and for a stage
+    of the curriculum that asks for what it has not.
+    """
     reward = config.reward
-    return Judge(
+    judge = Judge(
         parts(config),
         on_failure=reward.on_failure,
         workers=reward.workers,
         timeout=reward.timeout,
         memory_mb=reward.memory_mb,
     )
+    try:
+        for term in _terms(config):
+            judge.check(term.stage)
+    except ValueError:
+        asyncio.run(judge.close())
+        raise
+    return judge
 
 
 def make_curriculum(config: Config) -> Curriculum:
-    terms = [
+    return Curriculum(_terms(config), config.curriculum.window)
+
+
+def _terms(config: Config) -> list[Term]:
+    return [
         Term(Stage(stage.weights, stage.tolerance), stage.until, stage.reward)
         for stage in config.curriculum.stages
     ]
-    return Curriculum(terms, config.curriculum.window)

@@ -1,18 +1,21 @@
 """Every recipe of the repository resolves, keeps every rule, and fits the model that it names."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from megavlm.config.load import load
 from megavlm.config.schema import GRPO, Config
+from megavlm.rewards.geospot import WEIGHTS
 from megavlm.training import preflight
+from megavlm.training.scoring import make_curriculum, make_judge
 from tests.conftest import write_model_folder
 from tests.unit.models.releases import RELEASES
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 PARTS = {"debug/shapes.yaml", "debug/any.yaml", "grpo/geo3k.yaml"}  # bases only
-PART_FOLDERS = ("algorithms", "data")
+PART_FOLDERS = ("algorithms", "data", "environments")
 WHOLE = sorted(
     name
     for path in RECIPES.rglob("*.yaml")
@@ -55,6 +58,37 @@ def test_an_algorithm_goes_with_any_recipe(tmp_path: Path, name: str, base: str)
     recipe.write_text(f"base: [{RECIPES / base}, {RECIPES / 'algorithms' / name}.yaml]")
     assert load(recipe).algorithm != load(RECIPES / base).algorithm
     assert (RECIPES / "debug" / f"{name}_shapes.yaml").is_file()
+
+
+ENVIRONMENTS = sorted(path.name for path in (RECIPES / "environments").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_an_environment_s_base_goes_with_a_model_s_recipe(name: str, tmp_path: Path) -> None:
+    bases = [RECIPES / "grpo/qwen2_5_vl_3b_geo3k.yaml", RECIPES / "environments" / name]
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"base: {[str(base) for base in bases]}\nreward: {{name: null}}\n"
+        "data: {pack_tokens: 80000}\n"
+    )
+    config = load(path)
+    preflight.check(config, world_size=config.parallel.num_ranks, files=False)
+    make_curriculum(config)
+    judge = make_judge(config) if name != "caption.yaml" else None  # its corpus is not here
+    if judge is not None:
+        asyncio.run(judge.close())
+
+
+def test_the_stages_of_geospot() -> None:
+    recipe = RECIPES / "environments/geospot.yaml"
+    config = load(recipe, ["run.dir=x", "model.folder=x"])
+    stages = config.curriculum.stages
+    ends = [(stage.until, stage.tolerance) for stage in stages]
+    assert ends == [(100, 500), (300, 200), (600, 100), (1000, 50), (None, 25)]
+    parts = [set(stage.weights) - {"coordinates"} for stage in stages]
+    names = ({"country"}, {"country"}, {"country", "region"}, {"country", "region", "city"})
+    assert parts == [*names, names[-1]]
+    assert stages[-1].weights == WEIGHTS
 
 
 def test_the_demo_s_recipe_is_the_measured_one() -> None:

@@ -53,6 +53,8 @@ def test_values_and_format_are_configurable() -> None:
     assert geo3k.score(r"Answer: 2\sqrt{3}", row).reward == pytest.approx(0.9)
     assert geo3k.score(r"\boxed{3}", row, wrong=-1.0, format_reward=0.25).reward == -0.75
     assert geo3k.score("no idea", row, right=2.0, wrong=-1.0).reward == -1.0
+    assert not geo3k.score(r"2\sqrt{3}", row).correct
+    assert geo3k.score(r"2\sqrt{3}", row, bare=True).correct
 
 
 HOSTILE = {

@@ -99,6 +99,9 @@ def test_the_whole_answer_is_worth_one_and_each_part_its_weight() -> None:
 def test_what_a_row_does_not_know_does_not_count() -> None:
     row = {"answer": "France", "country": "France", "region": None, "lat": None, "lon": None}
     assert geospot.score("France", row).reward == 1.0
+    table = {"country": "France", "region": "", "city": "", "lat": "", "lon": ""}
+    assert geospot.score("France", table).reward == 1.0
+    assert geospot.score("48.9, 2.4", table | {"lat": "48.9", "lon": "2.4"}).reward == 0.5
     assert geospot.score("Spain", row).reward == 0.0
 
 

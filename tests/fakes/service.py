@@ -1,0 +1,63 @@
+"""An HTTP service that a reward might be computed by, with the faults that a test tells it."""
+
+import json
+import threading
+from collections import deque
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+
+Fault = Literal["500", "404", "redirect", "garbage", "endless", "hang"]
+
+
+class FakeService:
+    """Context manager. Answers `answer` as JSON; `requests` holds (path, body, authorization)."""
+
+    def __init__(self, answer: Any, *faults: Fault) -> None:
+        self.answer, self.script = answer, deque(faults)
+        self.requests: list[tuple[str, Any, str | None]] = []
+        self.closed = threading.Event()
+        handler = type("Bound", (_Handler,), {"fake": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def __enter__(self) -> "FakeService":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.closed.set()
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    fake: FakeService
+
+    def do_POST(self) -> None:
+        fake = self.fake
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        fake.requests.append((self.path, body, self.headers["Authorization"]))
+        fault = fake.script.popleft() if fake.script else None
+        if fault == "hang":
+            fake.closed.wait()
+            return
+        self.send_response({"500": 500, "404": 404, "redirect": 307}.get(fault or "", 200))
+        if fault == "redirect":
+            self.send_header("Location", fake.url + "/elsewhere")
+        self.end_headers()
+        if fault == "endless":
+            try:
+                while not fake.closed.is_set():
+                    self.wfile.write(b" " * 2**16)
+            except OSError:
+                pass  # the client has had enough
+        elif fault == "garbage":
+            self.wfile.write(b'{"reward": ')
+        elif fault is None:
+            self.wfile.write(json.dumps(fake.answer).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

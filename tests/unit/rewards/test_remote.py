@@ -1,0 +1,113 @@
+"""Rewards by URL and reward models: what is sent, and that no answer costs more than its bounds."""
+
+import asyncio
+import base64
+from typing import Any
+
+import pytest
+
+from megavlm.rewards.base import Example, Score
+from megavlm.rewards.judge import Judge, Part
+from tests.fakes.service import FakeService, Fault
+
+PNG = b"\x89PNG rest"
+EXAMPLE = Example("<image>Describe.", "a dog", "caption", (PNG,), {"keywords": ["dog"]})
+RATING = {"choices": [{"message": {"content": "I say 7.5"}}]}
+
+
+def score(*parts: Part, timeout: float = 5.0, response: str = "a dog") -> Score:
+    async def run() -> Score:
+        judge = Judge(parts, on_failure="zero", workers=1, timeout=timeout, memory_mb=1024)
+        try:
+            return await judge.score(response, EXAMPLE)
+        finally:
+            await judge.close()
+
+    return asyncio.run(run())
+
+
+def by_url(service: FakeService, **options: Any) -> Part:
+    return Part("url", service.url + "/score", options={"delay": 0.01, **options})
+
+
+def by_model(service: FakeService, **options: Any) -> Part:
+    options = {"url": service.url, "model": "judge", "delay": 0.01, **options}
+    return Part("model", "reward_model", options=options)
+
+
+def test_a_url_gets_response_row_and_pictures() -> None:
+    with FakeService({"reward": 0.25, "correct": True}) as service:
+        assert score(by_url(service)) == Score(0.25, True)
+    ((path, body, key),) = service.requests
+    assert path == "/score" and key is None
+    assert body["response"] == "a dog" and body["row"]["keywords"] == ["dog"]
+    (picture,) = body["images"]
+    assert picture == "data:image/png;base64," + base64.b64encode(PNG).decode()
+
+
+def test_a_reward_model_sees_the_picture_and_its_rating_is_a_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with FakeService(RATING) as service:
+        assert score(by_model(service, api_key_env="JUDGE_KEY")) == Score(0.75, True)
+    ((_, body, key),) = service.requests
+    assert key == "Bearer secret" and body["model"] == "judge"
+    picture, text = body["messages"][0]["content"]
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,")
+    assert "Describe." in text["text"] and "a dog" in text["text"] and "<image>" not in text["text"]
+
+
+@pytest.mark.parametrize(("said", "reward"), [("12", 1.0), ("-3", 0.0), ("0", 0.0), ("10/10", 1.0)])
+def test_a_rating_stays_within_its_scale(said: str, reward: float) -> None:
+    with FakeService({"choices": [{"message": {"content": said}}]}) as service:
+        assert score(by_model(service)).reward == reward
+
+
+def test_errors_of_the_server_are_tried_again_and_mistakes_are_not() -> None:
+    with FakeService({"reward": 1}, "500", "500") as service:
+        assert score(by_url(service)) == Score(1.0, True)
+        assert len(service.requests) == 3
+    with FakeService({"reward": 1}, "404") as service:
+        assert score(by_url(service)).failure == "remote"
+        assert len(service.requests) == 1
+
+
+def test_a_redirect_is_not_followed() -> None:
+    with FakeService({"reward": 1}, "redirect") as service:
+        assert score(by_url(service)).failure == "remote"
+        assert [path for path, *_ in service.requests] == ["/score"]
+
+
+@pytest.mark.parametrize("fault", ["garbage", "endless", "hang", "500"])
+def test_a_faulty_service_is_bounded(fault: Fault) -> None:
+    with FakeService({"reward": 1}, fault, fault) as service:
+        found = score(by_url(service, attempts=2), timeout=0.3)
+        assert found == Score(0.0, False, failure="remote")
+
+
+@pytest.mark.parametrize("answer", [{"reward": "good"}, {"reward": None}, [1], {}])
+def test_an_answer_without_a_reward_is_a_failure(answer: Any) -> None:
+    with FakeService(answer) as service:
+        assert score(by_url(service)).failure == "remote"
+    with FakeService({"choices": []}) as service:
+        assert score(by_model(service)).failure == "remote"
+
+
+def test_a_reward_that_is_not_finite_is_a_failure() -> None:
+    with FakeService({"reward": float("inf")}) as service:  # JSON's dialect of Python has it
+        assert score(by_url(service)).failure == "value"
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        (Part("m", "reward_model"), "needs a url"),
+        (Part("m", "reward_model", options={"url": "http://a:b@host/"}), "cannot be used"),
+        (Part("m", "reward_model", options={"url": "file:///etc"}), "cannot be used"),
+        (Part("u", "http://host:1/", options={"retry": 3}), "has no 'retry'"),
+    ],
+)
+def test_options_are_checked(part: Part, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        score(part)
