@@ -12,6 +12,8 @@ OWNED_SERVER_ARGS = {
     "tp": "rollout.tensor_parallel",
     "tp_size": "rollout.tensor_parallel",
     "tensor_parallel_size": "rollout.tensor_parallel",
+    "base_gpu_id": "rollout.gpus",
+    "enable_memory_saver": "rollout.colocate",
     "dtype": "model.dtype",
     "config": "rollout.server_args",
 }
@@ -25,23 +27,23 @@ REFUSED_SERVER_ARGS = {
 
 
 def check_rollout(rollout: Rollout) -> None:
-    if rollout.mode == "external" and not rollout.urls:
-        raise ValueError(
-            "rollout.mode=external needs the servers' addresses: "
-            "set rollout.urls=[http://HOST:PORT], or rollout.mode=managed to start a server"
-        )
-    if rollout.mode == "managed" and rollout.urls:
-        raise ValueError(
-            f"rollout.urls={list(rollout.urls)} would not be used with rollout.mode=managed: "
-            "set rollout.mode=external or remove them"
-        )
+    if rollout.mode == "external":
+        _check_external(rollout)
+    else:
+        _check_managed(rollout)
     for url in rollout.urls:
-        _check_url(url)
-    if rollout.mode == "external" and (rollout.server_args or rollout.port is not None):
-        key = "server_args" if rollout.server_args else "port"
+        _check_url("urls", url)
+    count = len(rollout.urls) if rollout.mode == "external" else rollout.servers
+    if rollout.min_servers > count:
         raise ValueError(
-            f"rollout.{key}={getattr(rollout, key)} is for a server that megavlm starts, and "
-            "rollout.mode=external starts none: remove it, or set rollout.mode=managed"
+            f"rollout.min_servers={rollout.min_servers} is more than the {count} servers that "
+            "there are: lower it"
+        )
+    if rollout.oversample > 1 and not rollout.suppress_special_tokens:
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} goes on with aborted responses, in which a "
+            "sampled image token would be taken for a picture: set "
+            "rollout.suppress_special_tokens=true or rollout.oversample=1.0"
         )
     for name in rollout.server_args:
         plain = name.lstrip("-").replace("-", "_")
@@ -56,7 +58,69 @@ def check_rollout(rollout: Rollout) -> None:
             )
 
 
-def _check_url(url: str) -> None:
+def _check_external(rollout: Rollout) -> None:
+    if not rollout.urls:
+        raise ValueError(
+            "rollout.mode=external needs the servers' addresses: "
+            "set rollout.urls=[http://HOST:PORT], or rollout.mode=managed to start a server"
+        )
+    if len({url.rstrip("/") for url in rollout.urls}) < len(rollout.urls):
+        raise ValueError(f"rollout.urls={list(rollout.urls)} names a server twice: remove one")
+    defaults = Rollout()
+    for key in ("server_args", "port", "servers", "gpus", "colocate"):
+        value = getattr(rollout, key)
+        if value != getattr(defaults, key):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            shown = list(value) if isinstance(value, tuple) else shown
+            raise ValueError(
+                f"rollout.{key}={shown} is for servers that megavlm starts, and "
+                "rollout.mode=external starts none: remove it, or set rollout.mode=managed"
+            )
+    if rollout.router is not None:
+        _check_url("router", rollout.router)
+
+
+def _check_managed(rollout: Rollout) -> None:
+    if rollout.urls or rollout.router is not None:
+        key = "urls" if rollout.urls else "router"
+        value = list(rollout.urls) or rollout.router
+        raise ValueError(
+            f"rollout.{key}={value} would not be used with rollout.mode=managed: "
+            "set rollout.mode=external or remove it"
+        )
+    if rollout.port is not None and rollout.port + rollout.servers > 65536:
+        raise ValueError(
+            f"rollout.port={rollout.port} is the first of rollout.servers={rollout.servers} ports, "
+            "which end at 65535: lower one of them"
+        )
+    _check_gpus(rollout)
+    if rollout.colocate and rollout.sync == "distributed":
+        raise ValueError(
+            "rollout.sync=distributed is a group of processes that each have a GPU of their own, "
+            "and rollout.colocate=true shares them: set rollout.sync to tensor or disk"
+        )
+
+
+def _check_gpus(rollout: Rollout) -> None:
+    gpus, size = rollout.gpus, rollout.tensor_parallel
+    if not gpus:
+        return
+    if len(gpus) != rollout.servers * size or len(set(gpus)) < len(gpus):
+        raise ValueError(
+            f"rollout.gpus={list(gpus)} must name {rollout.servers * size} different GPUs, for "
+            f"rollout.servers={rollout.servers} x rollout.tensor_parallel={size}: name one for "
+            "each rank, or none to take those after the trainer's"
+        )
+    for start in range(0, len(gpus), size):
+        own = gpus[start : start + size]
+        if own != tuple(range(own[0], own[0] + size)):
+            raise ValueError(
+                f"rollout.gpus={list(gpus)} gives one server {list(own)}, and a server takes GPUs "
+                "that follow each other: order them so"
+            )
+
+
+def _check_url(key: str, url: str) -> None:
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and bool(parts.port)
@@ -64,10 +128,10 @@ def _check_url(url: str) -> None:
         whole = False
     if not whole or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ValueError(
-            f"rollout.urls holds {url!r}, which is no server's address: write http://HOST:PORT"
+            f"rollout.{key} holds {url!r}, which is no server's address: write http://HOST:PORT"
         )
     if "@" in parts.netloc:
         raise ValueError(
-            f"rollout.urls holds a user name or password for {parts.hostname}, which would be "
+            f"rollout.{key} holds a user name or password for {parts.hostname}, which would be "
             "written to the run directory: give keys through the environment"
         )

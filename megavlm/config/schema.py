@@ -128,21 +128,33 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """`managed`: megavlm starts and stops an SGLang server; `external`: `urls` of running ones.
-    Timeouts in seconds; `concurrency` is requests in flight; `server_args` are further options
-    of `sglang.launch_server`, by their long names. `pause`: what becomes of requests in flight
-    when weights are pushed: they end (abort), start over under the new weights (retract), or go on
-    with what the old ones computed (in_place). `lora`: adapters are sent merged into the weights
-    that they change, or as adapters."""
+    """`managed`: megavlm starts and stops `servers` SGLang servers, at ports from `port` on (null:
+    free ones), on `gpus` of this machine (none: those after the trainer's), or with `colocate` on
+    the trainer's own, each side releasing its memory to the other in turn. `external`: `urls` of
+    running ones; with `router`, the address of an sglang-router before them, requests go there.
+    A managed server that dies is started again, `max_restarts` times; the run stops when fewer than
+    `min_servers` can be left. Timeouts in seconds; `concurrency` is prompts in flight at a server;
+    `oversample` draws so many times the prompts of a step and finishes the slow ones in later
+    steps; `server_args` are further options of `sglang.launch_server`, by their long names.
+    `pause`: what becomes of requests in flight when weights are pushed: they end (abort), start
+    over under the new weights (retract), or go on with what the old ones computed (in_place).
+    `lora`: adapters are sent merged into the weights that they change, or as adapters."""
 
     mode: Literal["managed", "external"] = "managed"
+    servers: int = bounded(1, least=1)
+    min_servers: int = bounded(1, least=1)
+    max_restarts: int = bounded(3, least=0)
     urls: tuple[str, ...] = ()
+    router: str | None = None
     port: int | None = bounded(None, least=1, most=65535)
     tensor_parallel: int = bounded(1, least=1)
+    gpus: tuple[int, ...] = bounded((), least=0)
+    colocate: bool = False
     temperature: float = bounded(1.0, above=0)
     top_p: float = bounded(1.0, above=0, most=1)
     max_new_tokens: int = bounded(4, least=1)
     suppress_special_tokens: bool = True
+    oversample: float = bounded(1.0, least=1)
     start_timeout: float = bounded(300, above=0)
     request_timeout: float = bounded(300, above=0)
     concurrency: int = bounded(64, least=1)

@@ -22,6 +22,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def num_gpus() -> int:
+    """GPUs of this machine that this process sees."""
+    return torch.cuda.device_count() if has_gpu() else 0
+
+
 def device() -> torch.device:
     """The device of this rank; on a GPU machine the one that `start` selected."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")

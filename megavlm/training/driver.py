@@ -2,7 +2,7 @@
 the records.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megavlm.config.schema import Config
@@ -14,6 +14,7 @@ from megavlm.observability.metrics import MetricsWriter, evaluation_scalars
 from megavlm.observability.samples import SampledGroup, SampleWriter
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.client import RolloutClient
+from megavlm.rollout.fleet.fleet import Fleet
 from megavlm.training.cost import ModelCost
 from megavlm.training.dataset import read
 from megavlm.training.episodes import Arena
@@ -22,14 +23,15 @@ from megavlm.training.inputs import make_processor, make_stream
 from megavlm.training.plan import PackShape, Work, by_rank, plan_step
 from megavlm.training.score import Score
 from megavlm.training.scoring import make_curriculum, make_judge
+from megavlm.training.servers import Connection
 
 
 class Driver:
     def __init__(
-        self, config: Config, hf_config: Any, mesh: Mesh, client: RolloutClient | None
+        self, config: Config, hf_config: Any, mesh: Mesh, connection: Connection | None
     ) -> None:
-        """`client`: of the rollout servers; None where the run generates nothing."""
-        self.config, self.mesh, self._client = config, mesh, client
+        """`connection`: to the rollout servers; None where the run generates nothing."""
+        self.config, self.mesh, self._connection = config, mesh, connection
         self._cost = ModelCost.of(family(hf_config.model_type).mapping(hf_config), hf_config)
         self.processor = make_processor(config)
         self.rows = read(config, config.data.train_files)
@@ -38,7 +40,7 @@ class Driver:
         self.score = Score(config.checkpoint.best_metric)
         self.curriculum = make_curriculum(config)
         # What generates nothing has nothing to judge.
-        judge = None if client is None else make_judge(config)
+        judge = None if connection is None else make_judge(config)
         self._arena = None if judge is None else Arena(config, self.processor, judge)
 
     def start(self, step: int, state: dict[str, Any] | None) -> None:
@@ -63,10 +65,19 @@ class Driver:
         self.samples.write(step, samples)
         print(step_line(step, self.config.algorithm.steps, metrics), flush=True)
 
-    def evaluate(self, step: int) -> None:
-        """Evaluates the weights of `step`, which the servers must hold, on the test rows."""
+    def evaluate(self, step: int, refit: Callable[[], None]) -> None:
+        """Evaluates the weights of `step` on the test rows; `refit` gives them to servers that have
+        lost them.
+        """
         result = evaluate(
-            self.config, self.client, self.processor, self.arena, self.test_rows, self.rows, step
+            self.config,
+            self.client,
+            self.processor,
+            self.arena,
+            self.test_rows,
+            self.rows,
+            step,
+            refit,
         )
         self.metrics.write_evaluation(step, result.to_dict())
         self.score.evaluation(evaluation_scalars(result.to_dict()))
@@ -80,8 +91,16 @@ class Driver:
 
     @property
     def client(self) -> RolloutClient:
-        assert self._client is not None, "this run has no rollout servers"
-        return self._client
+        return self._connected.client
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._connected.fleet
+
+    @property
+    def _connected(self) -> Connection:
+        assert self._connection is not None, "this run has no rollout servers"
+        return self._connection
 
     @property
     def arena(self) -> Arena:

@@ -1,6 +1,6 @@
 """Evaluation during a run, as the configuration asks for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor, Prompt
@@ -22,12 +22,15 @@ def evaluate(
     rows: Rows,
     train_rows: Rows,
     version: int | None,
+    refit: Callable[[], None] | None = None,
 ) -> EvaluationResult:
-    """`version`: of the weights that must answer; None: of any."""
+    """`version`: of the weights that must answer; None: of any. `refit` gives them to servers that
+    have lost them.
+    """
 
     def play(questions: Sequence[Row], how: Sampling) -> list[Answer]:
         def generate(prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
-            return client.generate(prompts, n=n, sampling=how, weight_version=version)
+            return client.generate(prompts, n=n, sampling=how, weight_version=version, refit=refit)
 
         groups = arena.play([processor.prompt(row) for row in questions], 1, generate)
         return [Answer(episode.text, episode.score.correct) for (episode,) in groups]
@@ -51,4 +54,5 @@ def sampling(config: Config, processor: Processor) -> Sampling:
         top_p=rollout.top_p,
         max_new_tokens=rollout.max_new_tokens,
         suppressed_ids=processor.suppressed_ids if rollout.suppress_special_tokens else (),
+        end_id=processor.eos_id,
     )

@@ -1,13 +1,17 @@
 """The loop around training steps: evaluation, checkpoints, records, and how a run ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from megavlm.observability.samples import SampledGroup
 from megavlm.parallel import platform
+from megavlm.parallel.collectives import broadcast_object
 from megavlm.rollout.weights.sync import WeightSync
 from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest
 from megavlm.training.session import Session
+
+T = TypeVar("T")
 
 
 class Loop:
@@ -25,7 +29,7 @@ class Loop:
             driver.start(session.step, state)
         if sync is not None:
             with session.phases("sync"):
-                sync.push(session.step, full=True)
+                self.push()
         self._published = session.step
 
     def train_step(self) -> None:
@@ -65,15 +69,42 @@ class Loop:
 
     def publish(self) -> None:
         """The rollout servers get the present weights. Collective."""
-        assert self.sync is not None, "this run has no rollout servers"
         if self._published != self.session.step:
-            self.sync.push(self.session.step)
+            self.push()
             self._published = self.session.step
+
+    def push(self) -> None:
+        """Collective. Servers that have started since get everything."""
+        assert self.sync is not None, "this run has no rollout servers"
+        self.sync.push(self.session.step)
+
+    def stand_by(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns on the driver, which alone does it; the other ranks are there for the
+        pushes that it may ask for by `refit`. Collective.
+        """
+        mesh = self.session.mesh
+        if self.driver is None:
+            while broadcast_object(None, mesh):
+                self.push()
+            return None
+        result = work()
+        broadcast_object(False, mesh)
+        return result
+
+    def refit(self) -> None:
+        """Called within `stand_by` where servers need the present weights: they have started anew,
+        say.
+        """
+        broadcast_object(True, self.session.mesh)
+        self.push()
 
     def evaluate(self) -> None:
         self.publish()
-        if self.driver is not None:
-            self.driver.evaluate(self.session.step)
+        self.stand_by(self.evaluate_served)
+
+    def evaluate_served(self) -> None:
+        assert self.driver is not None
+        self.driver.evaluate(self.session.step, self.refit)
 
     def save(self) -> None:
         driver = self.driver

@@ -41,7 +41,10 @@ def evaluate_models(config: Config) -> None:
     names = [config.evaluation.model, *filter(None, [config.evaluation.baseline])]
     results, candidates = [], []
     for place, name in enumerate(names):
-        with served_folder(config, name) as folder, connect(config, folder) as connection:
+        with (
+            served_folder(config, name) as folder,
+            connect(config, folder, needs_refit=False) as connection,
+        ):
             # The tokenizer and the processor of pictures are this model's own.
             served = replace(config, model=replace(config.model, folder=str(folder)))
             shown = name or config.model.checkpoint or config.model.folder

@@ -71,7 +71,8 @@ def check(
     else:
         check_candidates(config)
     if config.rollout.mode == "managed" and config.rollout.port is not None:
-        check_port(config.rollout.port)
+        for index in range(config.rollout.servers):
+            check_port(config.rollout.port + index)
     for file_list in (train_files, config.data.test_files):
         check_data(file_list, config)
 

@@ -33,11 +33,10 @@ def train(config: Config) -> None:
         session = Session(config, mesh)
         driver = None
         if mesh.is_driver:
-            client = None if connection is None else connection.client
-            driver = Driver(config, session.hf_config, mesh, client)
+            driver = Driver(config, session.hf_config, mesh, connection)
         sync = None
         if generates(config):
-            sync = weight_sync(session, None if connection is None else connection.targets)
+            sync = weight_sync(session, None if connection is None else connection.fleet)
             stack.callback(sync.close)
         complete = _trainer(session, driver, sync).run()
         finish(session, driver, complete)
@@ -57,4 +56,3 @@ def _trainer(session: Session, driver: Driver | None, sync: WeightSync | None) -
         is_ppo = isinstance(session.config.algorithm, PPO)
         return (PPOTrainer if is_ppo else PolicyTrainer)(session, driver, sync)
     return SupervisedTrainer(session, driver, sync)
-

@@ -3,19 +3,17 @@ given by address.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megavlm.config.schema import Config
-from megavlm.parallel import platform
 from megavlm.rollout.client import RolloutClient
-from megavlm.rollout.errors import RolloutServerError, WeightSyncError
-from megavlm.rollout.fleet.targets import Targets
-from megavlm.rollout.server import ManagedServer
-from megavlm.rollout.weights.fixed_targets import FixedTargets
-from megavlm.training.options import trains_tower
+from megavlm.rollout.fleet.fleet import Fleet
+from megavlm.rollout.fleet.member import Member
+from megavlm.rollout.fleet.state import Policy
+from megavlm.training.placement import managed_servers
 
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
 # directory.
@@ -25,45 +23,42 @@ API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
 @dataclass(frozen=True)
 class Connection:
     client: RolloutClient
-    targets: Targets
+    fleet: Fleet
 
 
 @contextmanager
-def connect(config: Config, model_folder: str | Path) -> Iterator[Connection]:
-    """Connects to `rollout.urls`, or runs a server of `model_folder` for as long as the context."""
+def connect(
+    config: Config, model_folder: str | Path, *, needs_refit: bool = True
+) -> Iterator[Connection]:
+    """Connects to `rollout.urls`, or runs servers of `model_folder` for as long as the context.
+
+    needs_refit: whether they get requests only after a push; else they serve what they started
+    with.
+    """
     rollout = config.rollout
-    if rollout.mode == "external":
-        keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
-        yield _connection(config, list(rollout.urls), *keys)
-        return
-    server = ManagedServer(
-        model_folder,
-        dtype=config.model.dtype,
-        device=platform.device().type,
-        tensor_parallel=rollout.tensor_parallel,
-        port=rollout.port,
-        log_path=Path(config.run.dir) / "rollout_server.log",
+    policy = Policy(
+        max_restarts=rollout.max_restarts,
+        give_up_after=rollout.start_timeout,
+        needs_refit=needs_refit,
+    )
+    fleet = Fleet(
+        members(config, model_folder),
+        policy=policy,
+        min_servers=rollout.min_servers,
         start_timeout=rollout.start_timeout,
-        cache_pictures=not trains_tower(config),
-        server_args=rollout.server_args,
+        say=lambda line: print(line, flush=True),
     )
-    with server:
-        keys = server.api_key, server.admin_key
-        try:
-            yield _connection(config, [server.url], *keys)
-        except (RolloutServerError, WeightSyncError):
-            server.check()  # if it has died, that is the reason, and its log says why
-            raise
+    with fleet, _client(config, fleet) as client:
+        yield Connection(client, fleet)
 
 
-def _connection(
-    config: Config, urls: list[str], api_key: str | None, admin_key: str | None
-) -> Connection:
+def members(config: Config, model_folder: str | Path) -> Sequence[Member]:
+    if config.rollout.mode == "managed":
+        return [Member.managed(server) for server in managed_servers(config, model_folder)]
+    keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
+    return [Member(url.rstrip("/"), *keys) for url in config.rollout.urls]
+
+
+def _client(config: Config, fleet: Fleet) -> RolloutClient:
     rollout = config.rollout
-    client = RolloutClient(
-        urls, api_key=api_key, timeout=rollout.request_timeout, concurrency=rollout.concurrency
-    )
-    targets = FixedTargets.connect(
-        urls, api_key=api_key, admin_key=admin_key, timeout=rollout.request_timeout
-    )
-    return Connection(client, targets)
+    return RolloutClient(fleet, timeout=rollout.request_timeout, concurrency=rollout.concurrency)

@@ -42,7 +42,7 @@ class PolicyTrainer(Loop):
 
     def train_step(self) -> None:
         session, phases = self.session, self.session.phases
-        sampled = self.sample()
+        sampled = self.stand_by(self.sample)
         with phases("plan"):
             work = scatter(self.plan(sampled), session.mesh)
             work = work.part(session.mesh.context_rank, platform.device())
@@ -66,10 +66,8 @@ class PolicyTrainer(Loop):
                 samples=grouping.samples(sampled.kept),
             )
 
-    def sample(self) -> Sampled | None:
-        """The step's groups; None but on the driver."""
-        if self.driver is None:
-            return None
+    def sample(self) -> Sampled:
+        """The step's groups, on the driver."""
         wanted, rounds = self.settings.prompts_per_step, self.settings.dynamic_sampling
         return grouping.sample(self.roll_out, wanted, further_rounds=rounds)
 
@@ -92,7 +90,11 @@ class PolicyTrainer(Loop):
     def generate(self, prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
         assert self.driver is not None
         return self.driver.client.generate(
-            prompts, n=n, sampling=self.sampling, weight_version=self.session.step
+            prompts,
+            n=n,
+            sampling=self.sampling,
+            weight_version=self.session.step,
+            refit=self.refit,
         )
 
     def plan(self, sampled: Sampled | None) -> list[Work] | None:

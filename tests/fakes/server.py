@@ -1,8 +1,8 @@
 """An HTTP server that answers as SGLang does, except where a test tells it to fail.
 
-`script` holds the fault of each coming request, in order; when it is empty, requests succeed.
-Answers have the form recorded from SGLang 0.5.23. Nothing here sleeps: a request that must hang
-waits until the server is closed.
+`script` holds the fault of each coming request, in order (`/generate` alone where `only_generate`);
+when it is empty, requests succeed. Answers have the form recorded from SGLang 0.5.23. Nothing here
+sleeps: a request that must hang waits until the server is closed.
 """
 
 import json
@@ -13,25 +13,42 @@ from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-Fault = Literal["500", "400", "reset", "garbage", "wrong form", "hang", "slow body"]
+Fault = Literal["500", "400", "reset", "garbage", "wrong form", "hang", "slow body", "head only"]
+PROMPT_IDS = 3  # of the prompts that tests make: what follows are tokens to go on from
 
 
 class FakeServer:
     """Context manager. `requests` lists (path, body, authorization) of what came in."""
 
-    def __init__(self, *faults: Fault, prompt_tokens: int = 3, weight_version: str = "1") -> None:
+    def __init__(
+        self,
+        *faults: Fault,
+        prompt_tokens: int = PROMPT_IDS,
+        weight_version: str = "1",
+        port: int = 0,
+        keys: tuple[str, str] | None = None,
+        only_generate: bool = False,
+        device: str = "cuda",
+    ) -> None:
         self.script = deque(faults)
+        self.only_generate = only_generate
         self.requests: list[tuple[str, Any, str | None]] = []
         self.prompt_tokens = prompt_tokens
         self.weight_version = weight_version
+        self.device = device
+        self.keys = keys  # what reads, what changes; None: everyone may
         self.refused: dict[str, set[int]] = {}  # path -> which of its calls, from 1, get 400
         self.deaf = False  # says that it took a new weight version, and did not
+        self.held: set[int] = set()  # first ids of prompts whose answers wait for an abort
+        self.held_once = False  # what is asked for again is not
+        self.num_held_tokens = 2  # that they have got by then
+        self.aborted = threading.Event()
+        self.num_connections = 0
+        self.ill = threading.Event()  # /health_generate fails
         self.closed = threading.Event()
-        self._http = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Bound", (_Handler,), {"fake": self})
-        )
+        self._http = _Server(("127.0.0.1", port), type("Bound", (_Handler,), {"fake": self}))
         self._http.daemon_threads = True
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def __enter__(self) -> "FakeServer":
@@ -44,40 +61,85 @@ class FakeServer:
         self._http.server_close()
         self._thread.join()
 
+    def paths(self) -> list[str]:
+        return [path for path, *_ in self.requests]
+
+    def bodies(self, path: str) -> list[Any]:
+        return [body for asked, body, _ in self.requests if asked == path]
+
     def answer(self, path: str, body: Any) -> Any:
         if path == "/generate":
             return self._generate(body)
         if path == "/update_weight_version" and not self.deaf:
             self.weight_version = body["new_version"]
+        if path == "/abort_request":
+            self.aborted.set()
         if path == "/model_info":
             return {"weight_version": self.weight_version}
         if path == "/server_info":
-            return {"tp_size": 1, "device": "cuda"}
+            return {"tp_size": 1, "device": self.device}
         return {"success": True, "message": "Success."}
 
     def _generate(self, body: Any) -> Any:
-        """Tokens that tell which prompt and which sample they answer: [first prompt id, sample]."""
+        """Tokens that tell which prompt and which sample they answer: [first prompt id, sample], or
+        after tokens to go on from, how many those are: [first prompt id, number].
+        """
+        inputs, parameters = body["input_ids"], body["sampling_params"]
+        is_held = any(ids[0] in self.held for ids in inputs)
+        if is_held:
+            while not self.aborted.wait(0.02) and not self.closed.is_set():
+                pass
+        each = parameters if isinstance(parameters, list) else [parameters] * len(inputs)
         items = [
-            {
-                "text": "",
-                "output_ids": [ids[0], sample],
-                "meta_info": {
-                    "id": "x",
-                    "finish_reason": {"type": "stop", "matched": 2},
-                    "prompt_tokens": self.prompt_tokens,
-                    "completion_tokens": 2,
-                    "weight_version": self.weight_version,
-                    "output_token_logprobs": [[-0.5, ids[0], None], [-1.5, sample, None]],
-                },
-            }
-            for ids in body["input_ids"]
-            for sample in range(body["sampling_params"]["n"])
+            self._item(ids, sample, aborted=is_held and ids[0] in self.held)
+            for ids, own in zip(inputs, each, strict=True)
+            for sample in range(own["n"])
         ]
+        if self.held_once:
+            self.held -= {ids[0] for ids in inputs}
         return items if len(items) > 1 else items[0]
+
+    def _item(self, ids: list[int], sample: int, *, aborted: bool) -> Any:
+        begun = len(ids) - PROMPT_IDS
+        tokens = [ids[0], begun or sample]
+        finish: Any = {"type": "stop", "matched": 2}
+        if aborted:
+            tokens = [*range(50, 50 + self.num_held_tokens)]
+            finish = {"type": "abort", "message": "Aborted"}
+        logprobs = [-0.5 - place for place in range(len(tokens))]
+        return {
+            "text": "",
+            "output_ids": tokens,
+            "meta_info": {
+                "id": "x",
+                "finish_reason": finish,
+                "prompt_tokens": self.prompt_tokens + begun,
+                "completion_tokens": len(tokens),
+                "weight_version": self.weight_version,
+                "weight_versions": [
+                    {"version": self.weight_version, "start": 0, "end": len(tokens)}
+                ],
+                "output_token_logprobs": [
+                    [logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)
+                ],
+            },
+        }
+
+
+class _Server(ThreadingHTTPServer):
+    allow_reuse_address = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that went away in mid-answer
 
 
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeServer
+    protocol_version = "HTTP/1.1"  # connections are kept, as SGLang keeps them
+
+    def setup(self) -> None:
+        super().setup()
+        self.fake.num_connections += 1
 
     def do_GET(self) -> None:
         self._handle(None)
@@ -88,22 +150,37 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self, body: Any) -> None:
         fake = self.fake
         fake.requests.append((self.path, body, self.headers["Authorization"]))
-        fault = fake.script.popleft() if fake.script else None
+        if not self._is_allowed():
+            self._reply(401, b'{"error": "Unauthorized"}')
+            return
+        if self.path == "/health_generate" and fake.ill.is_set():
+            self._reply(503, b"")
+            return
+        scripted = self.path == "/generate" or not fake.only_generate
+        fault = fake.script.popleft() if fake.script and scripted else None
         if sum(p == self.path for p, *_ in fake.requests) in fake.refused.get(self.path, ()):
             self._reply(400, b'{"success": false, "message": "refused as told"}')
             return
+        if fault == "hang":
+            fake.closed.wait()
+            return
         content = json.dumps(fake.answer(self.path, body)).encode()
+        if fake.closed.is_set():  # it died before it could answer
+            self.close_connection = True
+            return
         if fault in ("500", "400"):
             self._reply(int(fault), b'{"error": {"message": "as told"}}')
         elif fault == "reset":
             linger = struct.pack("ii", 1, 0)  # closing then sends RST
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self.connection.close()
+            self.close_connection = True
         elif fault == "garbage":
             self._reply(200, b'{"text": ')
         elif fault == "wrong form":
             self._reply(200, b'{"meta_info": {}}')
-        elif fault == "hang":
+        elif fault == "head only":
+            self._head(200, len(content))
             fake.closed.wait()
         elif fault == "slow body":  # each piece arrives in time, the whole never
             self._head(200, len(content))
@@ -113,6 +190,15 @@ class _Handler(BaseHTTPRequestHandler):
                     break
         else:
             self._reply(200, content)
+
+    def _is_allowed(self) -> bool:
+        if self.fake.keys is None or self.path in ("/health", "/health_generate"):
+            return True
+        reads, changes = self.fake.keys
+        known = (
+            (reads,) if self.path in ("/generate", "/model_info", "/server_info") else (changes,)
+        )
+        return self.headers["Authorization"] in [f"Bearer {key}" for key in known]
 
     def _reply(self, status: int, content: bytes) -> None:
         self._head(status, len(content))

@@ -44,8 +44,8 @@ def test_gpu_recipes_freeze_the_tower_and_use_eight_gpus(name: str) -> None:
     assert config.model.dtype == "bfloat16"
     if config.rollout.mode == "managed":
         ranks = config.parallel.num_ranks
-        assert config.rollout.server_args["base_gpu_id"] == ranks
-        assert ranks + config.rollout.tensor_parallel == 8
+        assert not config.rollout.gpus, "those after the trainer's"
+        assert ranks + config.rollout.servers * config.rollout.tensor_parallel == 8
 
 
 ALGORITHMS = sorted(path.stem for path in (RECIPES / "algorithms").glob("*.yaml"))

@@ -137,6 +137,32 @@ BROKEN = {
     ("rollout.top_p=0.9",): "rollout.top_p=0.9 cuts the distribution",
     ("rollout.mode=external",): "rollout.mode=external needs the servers' addresses",
     ("rollout.urls=[http://a:1]",): "would not be used with rollout.mode=managed",
+    (
+        "rollout.router=http://a:1",
+    ): "rollout.router=http://a:1 would not be used with rollout.mode=managed",
+    ("rollout.servers=0",): "rollout.servers=0 is out of range",
+    ("rollout.oversample=0.5",): "rollout.oversample=0.5 is out of range: set it to a number at l",
+    (
+        "rollout.oversample=1.5",
+        "rollout.suppress_special_tokens=false",
+    ): "rollout.oversample=1.5 goes on with aborted responses",
+    ("rollout.min_servers=2",): "rollout.min_servers=2 is more than the 1 servers",
+    (
+        "rollout.mode=external",
+        "rollout.urls=[http://a:1]",
+        "rollout.min_servers=2",
+    ): "rollout.min_servers=2 is more than the 1 servers",
+    (
+        "rollout.mode=external",
+        "rollout.urls=[http://a:1, http://a:1/]",
+    ): "names a server twice: remove one",
+    ("rollout.port=65535", "rollout.servers=2"): "rollout.port=65535 is the first of rollout.serv",
+    ("rollout.gpus=[4]", "rollout.servers=2"): "rollout.gpus=[4] must name 2 different GPUs",
+    ("rollout.gpus=[4, 4]", "rollout.servers=2"): "rollout.gpus=[4, 4] must name 2 different GPUs",
+    ("rollout.gpus=[4, 6]", "rollout.tensor_parallel=2"): "gives one server [4, 6], and a server",
+    ("rollout.colocate=true", "rollout.sync=distributed"): "rollout.sync=distributed is a group of",
+    ("rollout.server_args.base_gpu_id=4",): "set by megavlm: use rollout.gpus",
+    ("rollout.server_args.enable_memory_saver=true",): "set by megavlm: use rollout.colocate",
     ("rollout.server_args.port=1",): "rollout.server_args.port is set by megavlm: use rollout.port",
     ("rollout.server_args.tp-size=2",): "use rollout.tensor_parallel",
     ("rollout.server_args.trust-remote-code=true",): "refused, because it runs code",
@@ -178,6 +204,10 @@ KEPT = [
     (SFT, "parallel.data=32", "rollout.max_new_tokens=4000", "rollout.top_p=0.9"),
     ("rollout.mode=external", "rollout.urls=[http://a:1, https://b.c:65000/]"),
     ("rollout.server_args.mem_fraction_static=0.5",),
+    ("rollout.port=65534", "rollout.servers=2", "rollout.min_servers=2"),
+    ("rollout.gpus=[6, 7, 4, 5]", "rollout.servers=2", "rollout.tensor_parallel=2"),
+    ("rollout.mode=external", "rollout.urls=[http://a:1]", "rollout.router=http://b:1"),
+    ("rollout.colocate=true", "rollout.sync=disk", "rollout.oversample=1.5"),
     ("evaluation.every=1", "evaluation.before=true", FILES),
     ("optimizer.warmup_steps=40", "optimizer.min_lr=1e-6"),
     ("optimizer.clip_grad=0",),
@@ -240,7 +270,16 @@ def test_a_url_holds_no_password_and_the_message_does_not_either(recipe: Path) -
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("key", "value"), [("server_args", "{a: 1}"), ("port", "3")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("server_args", "{a: 1}"),
+        ("port", "3"),
+        ("servers", "2"),
+        ("gpus", "[1]"),
+        ("colocate", "true"),
+    ],
+)
 def test_external_servers_are_not_configured(recipe: Path, key: str, value: str) -> None:
     external = ["rollout.mode=external", "rollout.urls=['http://a:1']"]
     with pytest.raises(ValueError, match=r"rollout\.mode=external starts none"):

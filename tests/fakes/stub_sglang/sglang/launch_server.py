@@ -1,6 +1,7 @@
 """Started in SGLang's place by serve.py: it has a worker and answers, or does what STUB says.
 
-ok | crash (at once) | silent (never listens) | stubborn (ignores SIGTERM)
+ok | crash (at once) | silent (never listens) | stubborn (ignores SIGTERM) | mortal (one launch that
+answers; later ones crash: the file STUB_LAUNCHES counts them)
 """
 
 import argparse
@@ -9,7 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[4]))
+
+from tests.fakes.server import FakeServer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int)
@@ -23,18 +28,18 @@ print("keys in the environment:", arguments.api_key in os.environ.values(), flus
 worker = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 print("worker", worker.pid, flush=True)
 
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        known = self.headers["Authorization"] == f"Bearer {arguments.api_key}"
-        self.send_response(200 if known or self.path == "/health" else 401)
-        self.end_headers()
-
-
+if mode == "mortal":
+    launches = Path(os.environ["STUB_LAUNCHES"])
+    with launches.open("a") as file:
+        file.write(f"{arguments.port}\n")
+    if launches.read_text().split().count(str(arguments.port)) > 1:
+        mode = "crash"
 if mode == "crash":
     sys.exit("no such model")
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if mode == "silent":
     signal.pause()
-HTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()
+keys = arguments.api_key, arguments.admin_api_key
+with FakeServer(port=arguments.port, keys=keys, weight_version="default", device="cpu"):
+    signal.pause()

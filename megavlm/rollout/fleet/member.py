@@ -1,0 +1,28 @@
+"""One server of the fleet: where it is, what opens it, and the process if it is ours."""
+
+from dataclasses import dataclass, field
+
+from megavlm.rollout.server import ManagedServer
+
+
+@dataclass
+class Member:
+    """tensor_parallel and device of an external server are known once it has answered."""
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+    server: ManagedServer | None = None  # None: external
+    tensor_parallel: int = 1
+    device: str = "cpu"
+
+    @staticmethod
+    def managed(server: ManagedServer) -> "Member":
+        return Member(
+            server.url,
+            server.api_key,
+            server.admin_key,
+            server,
+            server.tensor_parallel,
+            server.device,
+        )

@@ -1,0 +1,68 @@
+"""Questions to a server about itself. Each returns or raises ProbeError."""
+
+from typing import Any
+
+import httpx
+
+from megavlm.rollout.fleet.member import Member
+
+QUICK = 10.0  # seconds for an answer that needs no model
+SLOW = 30.0  # SGLang itself gives up on a generated token after 20 s
+
+
+class ProbeError(Exception):
+    """Why a server's answer is no sign of life."""
+
+
+class Refused(ProbeError):
+    """The server lives and does not know our key: asking again is useless."""
+
+
+class Probes:
+    """An HTTP client for probes alone, so that no queue of requests delays them."""
+
+    def __init__(self) -> None:
+        self._http = httpx.AsyncClient(timeout=QUICK, trust_env=False)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def is_up(self, member: Member) -> dict[str, Any]:
+        """It is ready for requests, and it is our server that answers: /health is open to all,
+        /server_info is not. Returns the latter.
+        """
+        await self._get(member, "/health", SLOW)
+        return _json(await self._get(member, "/server_info", SLOW))
+
+    async def weight_version(self, member: Member) -> str:
+        """Asks no model: for idle servers, and while weights are on their way."""
+        return str(_json(await self._get(member, "/model_info", QUICK))["weight_version"])
+
+    async def generates(self, member: Member) -> None:
+        """A real token, or any of what it generates anyway."""
+        await self._get(member, "/health_generate", SLOW)
+
+    async def _get(self, member: Member, path: str, timeout: float) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {member.api_key}"} if member.api_key else {}
+        try:
+            reply = await self._http.get(member.url + path, headers=headers, timeout=timeout)
+            if reply.status_code in (401, 403):
+                raise Refused(
+                    f"{member.url}{path} refused our key ({reply.status_code}): set "
+                    "MEGAVLM_ROLLOUT_API_KEY and MEGAVLM_ROLLOUT_ADMIN_KEY to those that the "
+                    "server was started with"
+                )
+            reply.raise_for_status()
+            return reply
+        except httpx.HTTPStatusError as error:
+            raise ProbeError(f"{path} ({error.response.status_code})") from error
+        except httpx.HTTPError as error:
+            raise ProbeError(f"{path}: {error!r}") from error
+
+
+def _json(reply: httpx.Response) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = reply.json()
+        return answer
+    except ValueError as error:
+        raise ProbeError(f"{reply.url.path}: {error!r}") from error

@@ -1,0 +1,328 @@
+"""Faults of servers under a fleet: stubs that run as processes of their own, and fakes."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megavlm.rollout.client import RolloutClient
+from megavlm.rollout.errors import RolloutServerError
+from megavlm.rollout.fleet import supervisor
+from megavlm.rollout.fleet.fleet import Fleet
+from megavlm.rollout.fleet.member import Member
+from megavlm.rollout.fleet.routing import Outlook
+from megavlm.rollout.fleet.state import Policy, State
+from megavlm.rollout.messages import Sampling
+from megavlm.rollout.server import ManagedServer
+from tests.fakes.server import FakeServer
+from tests.unit.rollout.prompts import make_prompt
+
+STUB = Path(__file__).resolve().parents[2] / "fakes" / "stub_sglang"
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
+POLICY = Policy(max_restarts=2, back_off=0.1, max_failures=2, give_up_after=60)
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(STUB))
+    monkeypatch.setenv("STUB", "ok")
+    monkeypatch.setattr(supervisor, "TICK", 0.02)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def managed(tmp_path: Path, count: int, said: list[str], **options: Any) -> Fleet:
+    servers = [
+        ManagedServer("m", dtype="float32", device="cpu", log_path=tmp_path / f"{index}.log")
+        for index in range(count)
+    ]
+    members = [Member.managed(server) for server in servers]
+    return Fleet(members, **({"policy": POLICY, "say": said.append} | options))
+
+
+def external(*fakes: FakeServer, **options: Any) -> Fleet:
+    members = [Member(fake.url) for fake in fakes]
+    return Fleet(members, **({"policy": POLICY, "say": lambda line: None} | options))
+
+
+def push(fleet: Fleet, version: int, fakes: tuple[FakeServer, ...] = ()) -> list[str]:
+    """What a weight push does to the fleet and, here, nothing else. Returns who got it."""
+    targets = fleet.targets()
+    for target in targets:
+        for fake in fakes:
+            if fake.url == target.url:
+                fake.weight_version = str(version)
+        fleet.refitted(target.url, str(version))
+    return [target.url for target in targets]
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def kill(fleet: Fleet, url: str) -> None:
+    server = fleet.members[url].server
+    assert server is not None and server._process is not None
+    os.kill(server._process.pid, signal.SIGKILL)
+
+
+def state(fleet: Fleet, url: str) -> State:
+    return fleet.record(url).state
+
+
+def test_servers_start_together_and_nothing_is_left(tmp_path: Path, said: list[str]) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with managed(tmp_path, 2, said) as fleet:
+        one, other = fleet.members
+        assert [state(fleet, url) for url in fleet.members] == [State.STALE] * 2
+        assert fleet.routable("0") == [] and fleet.outlook("0") is Outlook.REFIT
+        assert [target.needs_all for target in fleet.targets()] == [True, True]
+        assert sorted(push(fleet, 0)) == sorted([one, other])
+        assert [address.url for address in fleet.routable("0")] == [one, other]
+        assert [target.needs_all for target in fleet.targets()] == [False, False]
+        started = set(psutil.Process().children(recursive=True)) - before
+        assert len(started) == 6  # each the server, its reaper, its worker
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive and said == []
+
+
+def test_keys_are_in_no_representation(tmp_path: Path, said: list[str]) -> None:
+    with managed(tmp_path, 1, said) as fleet:
+        push(fleet, 0)
+        (target,), (address,), (member,) = (
+            fleet.targets(),
+            fleet.routable("0"),
+            fleet.members.values(),
+        )
+        assert target.api_key and target.admin_key and target.api_key != target.admin_key
+        for key in (target.api_key, target.admin_key):
+            assert key not in f"{target!r} {address!r} {member!r}"
+
+
+@pytest.mark.parametrize("mode", ["crash", "silent"])
+def test_a_server_that_does_not_start_at_first_ends_the_run(
+    mode: str, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB", mode)
+    reason = "no such model" if mode == "crash" else r"rollout\.start_timeout"
+    with pytest.raises(RolloutServerError, match=reason):
+        managed(tmp_path, 2, said, start_timeout=1.0 if mode == "silent" else 60).__enter__()
+    assert not [p for p in psutil.Process().children() if "serve.py" in " ".join(p.cmdline())]
+
+
+def test_a_killed_server_starts_again_and_gets_nothing_before_it_is_refitted(
+    tmp_path: Path, said: list[str]
+) -> None:
+    with managed(tmp_path, 1, said) as fleet:
+        (url,) = fleet.members
+        push(fleet, 3)
+        kill(fleet, url)
+        wait_for(lambda: state(fleet, url) is not State.HEALTHY)
+        wait_for(lambda: state(fleet, url) is State.STALE)
+        assert fleet.routable("3") == [] == fleet.routable(None)
+        assert [target.needs_all for target in fleet.targets()] == [True]
+        push(fleet, 3)
+        assert [address.url for address in fleet.routable("3")] == [url]
+    assert "died" in said[0] and "exit code -9" in said[0] and "waits for weights" in said[1]
+
+
+def test_restarts_exhausted_tell_the_log(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB", "mortal")
+    monkeypatch.setenv("STUB_LAUNCHES", str(tmp_path / "launches"))
+    with managed(tmp_path, 2, said, min_servers=2) as fleet:
+        push(fleet, 1)
+        url = next(iter(fleet.members))
+        kill(fleet, url)
+        wait_for(lambda: state(fleet, url) is State.RETIRED)
+        expected = r"1 rollout servers are left and rollout.min_servers=2.*(\n.*)*no such model"
+        for ask in (lambda: fleet.routable("1"), fleet.targets, lambda: fleet.outlook("1")):
+            with pytest.raises(RolloutServerError, match=expected):
+                ask()
+        launches = (tmp_path / "launches").read_text().split()
+        assert launches.count(url.rpartition(":")[2]) == 1 + POLICY.max_restarts
+
+
+def test_above_the_floor_the_rest_goes_on(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB", "mortal")
+    monkeypatch.setenv("STUB_LAUNCHES", str(tmp_path / "launches"))
+    with managed(tmp_path, 2, said) as fleet, RolloutClient(fleet) as client:
+        push(fleet, 1)
+        gone, left = fleet.members
+        kill(fleet, gone)
+        wait_for(lambda: state(fleet, gone) is State.RETIRED)
+        assert push(fleet, 2) == [left]
+        # the stub's own version does not change: any will do here
+        groups = client.generate([make_prompt()], n=2, sampling=SAMPLING)
+        assert len(groups[0]) == 2
+
+
+def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
+    """What it had in flight is asked of the other; nothing that was answered is asked again."""
+    prompts = [make_prompt(first_id=i) for i in range(12)]
+    with FakeServer() as a, FakeServer() as b:
+        with external(a, b) as fleet, RolloutClient(fleet, retry_delay=0.0) as client:
+            push(fleet, 1)
+            a.held = set(range(12))  # it answers nothing until it dies
+
+            def die() -> None:
+                wait_for(lambda: "/generate" in a.paths())
+                a.ill.set()
+                a.__exit__()
+
+            death = threading.Thread(target=die)
+            death.start()
+            groups = client.generate(prompts, n=2, sampling=SAMPLING, weight_version=1)
+            death.join()
+            assert [[r.token_ids for r in group] for group in groups] == [
+                [(i, 0), (i, 1)] for i in range(12)
+            ]
+            asked = [ids[0] for body in b.bodies("/generate") for ids in body["input_ids"]]
+            assert sorted(asked) == list(range(12)), "each once"
+        b.held.clear()
+
+
+def test_when_all_are_gone_a_refit_lets_the_rest_go_on(tmp_path: Path, said: list[str]) -> None:
+    """Finished groups stay; the refit is asked for once the server is back."""
+    prompts = [make_prompt(first_id=i) for i in range(3)]
+    refits = []
+    with managed(tmp_path, 1, said) as fleet, RolloutClient(fleet, retry_delay=0.0) as client:
+        (url,) = fleet.members
+        push(fleet, 0)
+        kill(fleet, url)
+
+        def refit() -> None:
+            assert state(fleet, url) is State.STALE
+            refits.append(push(fleet, 0))
+
+        begun = client.generate(prompts[:1], n=2, sampling=SAMPLING, refit=refit)
+        groups = client.generate(
+            prompts, n=2, sampling=SAMPLING, refit=refit, begun=[begun[0], [], []]
+        )
+        assert len(refits) == 1 and groups[0] is not begun[0] and groups[0] == begun[0]
+    assert [[r.token_ids for r in group] for group in groups] == [
+        [(i, 0), (i, 1)] for i in range(3)
+    ]
+
+
+def test_another_weight_version_makes_the_server_stale_and_is_asked_elsewhere() -> None:
+    prompts = [make_prompt(first_id=i) for i in range(40)]
+    with FakeServer() as a, FakeServer() as b:
+        with external(a, b) as fleet, RolloutClient(fleet, retry_delay=0.0) as client:
+            push(fleet, 5, (a, b))
+            a.weight_version = "default"  # somebody started it anew
+            groups = client.generate(prompts, n=1, sampling=SAMPLING, weight_version=5)
+            assert {r.weight_version for group in groups for r in group} == {"5"}
+            assert state(fleet, a.url) is State.STALE
+            assert {t.url: t.needs_all for t in fleet.targets()} == {a.url: True, b.url: False}
+
+
+def test_a_server_that_will_not_hold_the_weights_ends_the_rollout() -> None:
+    with FakeServer(weight_version="9") as fake:
+        with external(fake) as fleet, RolloutClient(fleet, retry_delay=0.0) as client:
+            push(fleet, 5)
+            with pytest.raises(RolloutServerError, match=r"versions \['9'\] instead of 5"):
+                client.generate(
+                    [make_prompt()],
+                    n=1,
+                    sampling=SAMPLING,
+                    weight_version=5,
+                    refit=lambda: push(fleet, 5),
+                )
+
+
+def test_a_failed_request_waits_for_a_real_answer() -> None:
+    """One 5xx makes a suspect; /health_generate clears it, and the request comes again."""
+    with FakeServer("500", only_generate=True) as fake:
+        with external(fake) as fleet, RolloutClient(fleet, retry_delay=0.0) as client:
+            push(fleet, 1)
+            client.generate([make_prompt()], n=1, sampling=SAMPLING, weight_version=1)
+            assert fake.paths().count("/health_generate") == 1
+            assert fake.paths().count("/generate") == 2
+
+
+def test_a_server_that_hangs_is_noticed_by_probes_and_its_requests_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "PROBE_EVERY", 0.1)
+    with FakeServer() as a, FakeServer() as b:
+        with external(a, b) as fleet, RolloutClient(fleet, retry_delay=0.0) as client:
+            push(fleet, 1)
+            a.held = set(range(8))
+            a.ill.set()
+            prompts = [make_prompt(first_id=i) for i in range(8)]
+            groups = client.generate(prompts, n=1, sampling=SAMPLING, weight_version=1)
+            assert len(groups) == 8 and all(groups)
+            wait_for(lambda: state(fleet, a.url) is State.DEAD)
+            a.aborted.set()
+
+
+def test_no_probe_while_weights_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PROBE_EVERY", 0.02)
+    with FakeServer() as fake, external(fake) as fleet:
+        push(fleet, 1)
+        wait_for(lambda: fake.paths().count("/model_info") > 2)
+        (target,) = fleet.targets()
+        time.sleep(0.1)  # what was asked before may still arrive
+        before = len(fake.requests)
+        time.sleep(0.2)
+        assert len(fake.requests) == before
+        fleet.refitted(target.url, "1")
+        wait_for(lambda: len(fake.requests) > before)
+
+
+def test_an_idle_server_that_was_replaced_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PROBE_EVERY", 0.02)
+    with FakeServer() as fake, external(fake) as fleet:
+        push(fleet, 1, (fake,))
+        fake.weight_version = "default"
+        wait_for(lambda: state(fleet, fake.url) is State.STALE)
+
+
+def test_a_push_that_fails_at_one_server_leaves_it_stale() -> None:
+    with FakeServer() as a, FakeServer() as b, external(a, b) as fleet:
+        push(fleet, 1)
+        fleet.targets()
+        fleet.failed(a.url, "refused")
+        fleet.refitted(b.url, "2")
+        assert [address.url for address in fleet.routable("2")] == [b.url]
+        assert {t.url: t.needs_all for t in fleet.targets()} == {a.url: True, b.url: False}
+
+
+def test_a_suspect_that_missed_a_push_is_stale_when_it_comes_back() -> None:
+    with FakeServer() as a, FakeServer() as b, external(a, b) as fleet:
+        push(fleet, 1)
+        a.ill.set()
+        fleet.unanswered(a.url, "timed out")
+        assert state(fleet, a.url) is State.SUSPECT
+        assert push(fleet, 2) == [b.url]
+        a.ill.clear()
+        wait_for(lambda: state(fleet, a.url) is State.STALE)
+
+
+def test_external_servers_must_answer_in_time() -> None:
+    fleet = Fleet([Member("http://127.0.0.1:9")], policy=POLICY, start_timeout=0.3, say=print)
+    with pytest.raises(RolloutServerError, match=r"127\.0\.0\.1:9 did not answer within 0\.3 s"):
+        fleet.__enter__()
+
+
+def test_a_wrong_key_is_told_at_once() -> None:
+    with FakeServer(keys=("reads", "writes")) as fake:
+        fleet = Fleet([Member(fake.url, "other")], policy=POLICY, say=print)
+        with pytest.raises(RolloutServerError, match=r"refused our key .* MEGAVLM_ROLLOUT_API_KEY"):
+            fleet.__enter__()
