@@ -3,23 +3,27 @@ of the server's responses.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from megavlm.data.packing import make_pack, prompt_tree
+from megavlm.data.packing import Pack, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
+from megavlm.models.common.lora import LoRA
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
+from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.fleet.targets import Target, Targets
 from megavlm.rollout.messages import Response, Sampling
+from megavlm.rollout.weights.adapters import Adapters, adapter_name
 from megavlm.rollout.weights.fixed_targets import FixedTargets
 from megavlm.rollout.weights.plan import Plan, TrainerRanks
 from megavlm.rollout.weights.sync import SyncReport, WeightSync
@@ -30,6 +34,7 @@ from megavlm.rollout.weights.transports.distributed import DistributedTransport
 from megavlm.rollout.weights.transports.tensor import TensorTransport
 from megavlm.training.optimizer import wrap
 from megavlm.training.passes import VisionFeatures, score
+from tests.distributed.lora_reference import ALPHA, RANK
 from tests.distributed.merged import add_pairs
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
@@ -90,22 +95,49 @@ def make_sync(
     chunks: list[VisionLanguageModel],
     targets: Targets,
     way: Transport,
+    *,
+    adapters: bool = False,
 ) -> WeightSync:
+    """`adapters`: not merged."""
     config = AutoConfig.from_pretrained(trainer.weights)
     ranks = TrainerRanks.of(config, mesh.layout, mesh.world_size, trainer.options)
     changed = trained_entries(entries, trainer.options, trainer.targets or None)
+    heads = config.text_config.num_key_value_heads
+    pairs = None
+    if adapters:
+        changed, settings = frozenset(), LoRA(RANK, ALPHA, targets=trainer.targets)
+        pairs = Adapters.of(entries, settings, ranks, chunks, heads)
     return WeightSync(
         Plan(entries, ranks, changed),
         chunks,
         targets=targets if mesh.is_driver else None,
         transport=way,
         dtype=torch.float32,
-        num_kv_heads=config.text_config.num_key_value_heads,
+        num_kv_heads=heads,
+        adapters=pairs,
         tied_embeddings=config.tie_word_embeddings,
         timeout=60,
         objects=mesh.objects,
         bucket_bytes=2**19,
     )
+
+
+def packs_of(
+    trainer: Trainer,
+    prompts: Sequence[Prompt],
+    groups: Sequence[Sequence[Response]],
+    context_size: int,
+) -> list[Pack]:
+    config = AutoConfig.from_pretrained(trainer.weights)
+    return [
+        make_pack(
+            [prompt_tree(prompt, [list(response.token_ids) for response in responses])],
+            vision_token_ids=(config.image_token_id, config.video_token_id),
+            multiple=2 if trainer.ranks.sequence else 1,
+            context_size=context_size,
+        )
+        for prompt, responses in zip(prompts, groups, strict=True)
+    ]
 
 
 def trainer_logprobs(
@@ -116,20 +148,58 @@ def trainer_logprobs(
 ) -> list[Tensor]:
     """On each rank: log-probs of each prompt's responses, in their order; none on early stages."""
     mesh, _, chunks = trainer.start()
-    config = AutoConfig.from_pretrained(trainer.weights)
-    packs = [
-        make_pack(
-            [prompt_tree(prompt, [list(response.token_ids) for response in responses])],
-            vision_token_ids=(config.image_token_id, config.video_token_id),
-        )
-        for prompt, responses in zip(prompts, groups, strict=True)
-    ]
+    packs = packs_of(trainer, prompts, groups, 1)
     wrapped = wrap(chunks)
     pictures = {picture.key: picture for prompt in prompts for picture in prompt.pictures}
     scoring = Scoring(sampling.temperature, tuple(sampling.suppressed_ids))
     scores = score(wrapped, packs, VisionFeatures(wrapped, pictures), scoring)
     assert bool(scores) == mesh.is_last_stage
     return [pack_scores.logprobs for pack_scores in scores]
+
+
+def push_and_compare(
+    served: Any,
+    kind: str,
+    trainer: Trainer,
+    scratch: Path,
+    version: int,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    refit: bool,
+    adapters: bool,
+) -> tuple[SyncReport, float]:
+    """On each rank: a push, and the largest difference between the log-probs of the server, which
+    answers after it, and this rank's of the same tokens; 0 where it computes none. `refit`: the
+    server needs every tensor.
+    """
+    mesh, entries, chunks = trainer.start()
+    targets = FixedTargets([replace(served.target, needs_all=refit)])
+    way = transport(kind, scratch)
+    sync = make_sync(trainer, mesh, entries, chunks, targets, way, adapters=adapters)
+    if adapters:  # the one before is unloaded
+        sync.push(version - 1)
+        sampling = replace(sampling, adapter=adapter_name(version))
+    report = sync.push(version)
+    sync.close()
+    groups = None
+    if mesh.is_driver:
+        groups = served.client.generate(prompts, n=2, sampling=sampling, weight_version=version)
+    groups = broadcast_object(groups, mesh)
+    packs = [
+        pack.part(mesh.context_rank)
+        for pack in packs_of(trainer, prompts, groups, mesh.layout.context)
+    ]
+    wrapped = wrap(chunks)
+    pictures = {picture.key: picture for prompt in prompts for picture in prompt.pictures}
+    scoring = Scoring(sampling.temperature, tuple(sampling.suppressed_ids))
+    largest = 0.0
+    scores = score(wrapped, packs, VisionFeatures(wrapped, pictures), scoring)
+    for pack, group, mine in zip(packs, groups, scores, strict=False):  # none on early stages
+        theirs = torch.tensor([p for response in group for p in response.logprobs])
+        if len(pack.target_index):
+            difference = (mine.logprobs - theirs[pack.target_index]).abs().max()
+            largest = max(largest, float(difference))
+    return report, largest
 
 
 def changed(folder: Path, to: Path, *, tower: bool, seed: int) -> Path:

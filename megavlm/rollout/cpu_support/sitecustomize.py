@@ -1,12 +1,13 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
 Python imports `sitecustomize` in every process whose PYTHONPATH holds this directory: in the server
-and in the workers that it spawns. Stock SGLang then needs two things, and gets no more:
+and in the workers that it spawns. Stock SGLang then needs three things, and gets no more:
 
 1. torchvision must be importable beside a CPU build of torch: its two missing operators are
    defined right before the first `import torchvision`, never earlier, so that a process that does
    not use torchvision does not import torch for it.
 2. `sgl_kernel` must be importable: the directory beside this file holds an import-only stand-in.
+3. Its adapters ask for pinned memory, which only a GPU build of torch can give: they get plain.
 """
 
 import importlib.abc
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 # Loaded by its path: megavlm itself need not be importable in the server's processes.
 _OPERATORS = Path(__file__).resolve().parents[2] / "parallel" / "torchvision_ops.py"
@@ -38,4 +40,27 @@ class TorchvisionHook(importlib.abc.MetaPathFinder):
         return None
 
 
-sys.meta_path.insert(0, TorchvisionHook())
+class PinnedMemoryHook(importlib.abc.MetaPathFinder):
+    """Has torch's factories ignore `pin_memory` from the first import of SGLang's adapters on."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == "sglang.srt.lora":
+            sys.meta_path.remove(self)
+            import torch
+
+            for name in ("tensor", "empty", "zeros"):
+                setattr(torch, name, _unpinned(getattr(torch, name)))
+            torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign]
+        return None
+
+
+def _unpinned(factory: Any) -> Any:
+    def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return factory(*args, **kwargs)
+
+    return call
+
+
+sys.meta_path[:0] = [TorchvisionHook(), PinnedMemoryHook()]

@@ -3,26 +3,91 @@
 Covered: linears of the language model but experts, which SGLang's servers can adapt.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megavlm.models.common.lora import LoRA, adapters
 from megavlm.models.common.mapping import COLUMNS, REPLICATED, ROWS, Entry, same
 from megavlm.parallel.mesh import Layout
+from megavlm.rollout.weights.gather import NamedTensors, gather
+from megavlm.rollout.weights.plan import Plan, TrainerRanks
+from megavlm.rollout.weights.servers import Servers
 from megavlm.rollout.weights.shards import Shard
 from megavlm.rollout.weights.trained import adapted_entries, linear_name
+from megavlm.rollout.weights.transports.payload import flatten, payload
 
 PREFIX = "base_model.model."  # PEFT's
-SERVED = ("language.attention", "language.mlp")  # targets that SGLang serves as adapters
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """How adapters are sent as such: their table as a plan, PEFT's configuration, and this rank's
+    parts.
+    """
+
+    plan: Plan
+    config: dict[str, Any]
+    shards: Mapping[int, Shard]
+
+    @classmethod
+    def of(
+        cls,
+        entries: Sequence[Entry],
+        settings: LoRA,
+        trainer: TrainerRanks,
+        chunks: Iterable[MegatronModule],
+        num_kv_heads: int,
+    ) -> "Adapters":
+        table = adapter_entries(entries, settings, trainer.layout, num_kv_heads)
+        plan = Plan(table, trainer, frozenset(range(len(table))))
+        shards = adapter_shards(table, chunks)
+        missing = plan.given_by(dist.get_rank()) - shards.keys()
+        assert not missing, f"no adapter {table[min(missing)].megatron} on this rank"
+        return cls(plan, adapter_config(settings, entries), shards)
+
+    def gather(self, dtype: torch.dtype) -> NamedTensors:
+        """All pairs on rank 0 under PEFT's names, in the servers' type; empty on the others."""
+        return gather(self.plan, range(len(self.plan.entries)), self.shards, dtype, to=0)
 
 
 def adapter_name(version: int | str) -> str:
     """What a request names to be answered with the adapters of a weight version."""
     return f"megavlm-{version}"
+
+
+def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: NamedTensors) -> int:
+    """Has every server load a new adapter beside those that it has, and check its tensors' SHA-256
+    itself. Returns the bytes of tensors that were sent.
+    """
+    flat, places = flatten(tensors)
+    content = payload({"flattened_tensor": flat, "metadata": places})
+    body = {
+        "lora_name": name,
+        "config_dict": config,
+        "load_format": "flattened_bucket",
+        "expected_checksums": {
+            place.name: hashlib.sha256(
+                flat[place.start_idx : place.end_idx].cpu().numpy().data
+            ).hexdigest()
+            for place in places
+        },
+    }
+    ranks = {target.url: target.tensor_parallel for target in servers.live}
+    # Left there by a push of the same version that failed.
+    servers.try_each("/unload_lora_adapter", {"lora_name": name}, ranks)
+    servers.post_each(
+        "/load_lora_adapter_from_tensors",
+        {url: body | {"serialized_named_tensors": [content] * n} for url, n in ranks.items()},
+    )
+    return flat.nbytes * sum(ranks.values())
 
 
 def adapter_config(settings: LoRA, entries: Sequence[Entry]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from typing import Any
 from megavlm.rollout.errors import WeightSyncError
 from megavlm.rollout.fleet.targets import Target, Targets
 from megavlm.rollout.weights import verify
+from megavlm.rollout.weights.adapters import adapter_name, load_adapter
 from megavlm.rollout.weights.engine import Engine
+from megavlm.rollout.weights.gather import NamedTensors
 from megavlm.rollout.weights.servers import Servers
 from megavlm.rollout.weights.transports.base import Transport
 
@@ -60,7 +62,8 @@ class Conductor:
     others go on; WeightSyncError when none is left.
 
     pause: SGLang's mode, which says what becomes of requests in flight. num_kv_heads,
-    tied_embeddings: of the model.
+    tied_embeddings: of the model. adapter_config: PEFT's, where adapters are sent as such; then
+    weights are for servers that need all of them, and no other is paused.
     """
 
     def __init__(
@@ -72,7 +75,10 @@ class Conductor:
         timeout: float,
         num_kv_heads: int,
         tied_embeddings: bool,
+        adapter_config: dict[str, Any] | None = None,
     ) -> None:
+        self._adapter_config = adapter_config
+        self._served: dict[str, str] = {}  # adapters, by server
         self._targets, self._transport = targets, transport
         self._pause, self._timeout = pause, timeout
         self._num_kv_heads, self._tied = num_kv_heads, tied_embeddings
@@ -87,9 +93,14 @@ class Conductor:
         servers = self._servers = Servers(targets, timeout=self._timeout)
         try:
             infos = servers.get("/server_info")
-            servers.post("/pause_generation", {"mode": self._pause})
+            self._loading = [
+                target.url
+                for target in servers.live
+                if full or target.needs_all or self._adapter_config is None
+            ]
+            self._post("/pause_generation", {"mode": self._pause})
             if self._transport.in_session:
-                servers.post("/begin_weight_update", {})
+                self._post("/begin_weight_update", {})
             self._transport.prepare()
         except WeightSyncError:
             self._leave(failed, whole=True)
@@ -103,15 +114,21 @@ class Conductor:
         )
 
     def close(
-        self, round_: Round, sent: Sequence[Sent], version: str, failed: set[str]
+        self,
+        round_: Round,
+        sent: Sequence[Sent],
+        version: str,
+        failed: set[str],
+        adapters: NamedTensors,
     ) -> Closed | None:
         """The servers load what they were sent, are compared, and only then say the new version.
-        None when the round must be made again for those that are left, without `failed`.
+        `adapters`: all pairs, where they are sent as such. None when the round must be made again
+        for those that are left, without `failed`.
         """
         servers, result = self._servers, None
         try:
             if not self._is_broken(sent):
-                result = self._finish(round_, sent, version)
+                result = self._finish(round_, sent, version, adapters)
         except WeightSyncError:
             self._leave(failed, whole=True)
             raise
@@ -121,24 +138,47 @@ class Conductor:
                 self._targets.refitted(target.url, version)
         return result
 
-    def _finish(self, round_: Round, sent: Sequence[Sent], version: str) -> Closed:
+    def _finish(
+        self, round_: Round, sent: Sequence[Sent], version: str, adapters: NamedTensors
+    ) -> Closed:
         servers = self._servers
         live = {target.url for target in servers.live}
         self._transport.commit(servers, [url for url in round_.refitted if url in live])
         if self._transport.in_session:
-            servers.post("/end_weight_update", {})
+            self._post("/end_weight_update", {})
         checked = self._compare(round_, sent)
+        num_bytes = sum(part.bytes for part in sent)
+        if self._adapter_config is not None:
+            name = adapter_name(version)
+            num_bytes += load_adapter(servers, name, self._adapter_config, adapters)
+            checked += len(adapters) * len(servers.live)
         servers.post(
             "/update_weight_version", {"new_version": version, "abort_all_requests": False}
         )
         verify.check_version(servers, version)
-        servers.post("/continue_generation", CONTINUE)
+        self._post("/continue_generation", CONTINUE)
+        if self._adapter_config is not None:
+            self._unload_old(version)
         return Closed(
-            bytes=sum(part.bytes for part in sent),
-            tensors=sum(part.tensors for part in sent),
+            bytes=num_bytes,
+            tensors=sum(part.tensors for part in sent) + len(adapters),
             checked=checked,
             servers=len(servers.live),
         )
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        """To the servers that load weights."""
+        self._servers.post_each(path, dict.fromkeys(self._loading, body))
+
+    def _unload_old(self, version: str) -> None:
+        """No request names the adapter before this one any more."""
+        old = {
+            target.url: {"lora_name": name}
+            for target in self._servers.live
+            if (name := self._served.get(target.url)) and target.url not in self._loading
+        }
+        self._servers.post_each("/unload_lora_adapter", old)
+        self._served = {target.url: adapter_name(version) for target in self._servers.live}
 
     def _is_broken(self, sent: Sequence[Sent]) -> bool:
         """Takes notice of servers that ranks have lost; says whether the others miss something."""

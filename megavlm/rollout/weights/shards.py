@@ -13,8 +13,11 @@ from megavlm.rollout.weights.plan import TIED, Plan
 Shard = Callable[[], Tensor]  # this rank's part of a Megatron tensor
 
 
-def local_shards(plan: Plan, chunks: Sequence[MegatronModule]) -> dict[int, Shard]:
-    """This rank's shards by entry. One with an adapter is given as the two merged.
+def local_shards(
+    plan: Plan, chunks: Sequence[MegatronModule], *, merged: bool = True
+) -> dict[int, Shard]:
+    """This rank's shards by entry. One with an adapter is given as the two merged, or without
+    `merged` as it is without.
 
     Asserts that the plan is right: this rank holds what it shall give, and training changes here
     what it is said to change. A tensor is trained where its storage is that of a parameter that
@@ -31,11 +34,9 @@ def local_shards(plan: Plan, chunks: Sequence[MegatronModule]) -> dict[int, Shar
             if index is None:
                 continue  # an adapter's own, or a value head
             pointer = held.data.data_ptr()
-            if pointer in adapted:
-                shards[index] = adapted[pointer].merged_weight
-            else:
-                shards[index] = held.data.detach
-            if pointer in trained or pointer in adapted:
+            is_merged = merged and pointer in adapted
+            shards[index] = adapted[pointer].merged_weight if is_merged else held.data.detach
+            if pointer in trained or is_merged:
                 changed.add(index)
     _check(plan, set(shards), changed)
     return shards

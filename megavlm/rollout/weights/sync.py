@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megavlm.rollout.errors import RolloutServerError, WeightSyncError
 from megavlm.rollout.fleet.targets import Targets
+from megavlm.rollout.weights.adapters import Adapters
 from megavlm.rollout.weights.conductor import Conductor, Round, Sent
 from megavlm.rollout.weights.gather import gather
 from megavlm.rollout.weights.plan import Plan
@@ -44,9 +45,11 @@ class WeightSync:
 
     chunks: this rank's part of the model. targets: on global rank 0, None elsewhere. transport: one
     of its own on each rank. dtype: what the servers hold. num_kv_heads, tied_embeddings: of the
-    language model. pause: SGLang's mode of pausing. timeout: seconds for a request to a server.
-    objects: a gloo group over all ranks; None is the default group. bucket_bytes: what whole
-    tensors may take on a rank that sends, and as much again on their way.
+    language model. adapters: where they are sent as such; training then changes nothing in `plan`,
+    and requests must name `adapter_name(version)`. pause: SGLang's mode of pausing. timeout:
+    seconds for a request to a server. objects: a gloo group over all ranks; None is the default
+    group. bucket_bytes: what whole tensors may take on a rank that sends, and as much again on
+    their way.
     `version` is that of the last push that succeeded, None before the first.
     """
 
@@ -60,13 +63,15 @@ class WeightSync:
         dtype: torch.dtype,
         num_kv_heads: int = 1,
         tied_embeddings: bool = False,
+        adapters: Adapters | None = None,
         pause: str = "abort",
         timeout: float = 300.0,
         objects: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.version: int | None = None
-        self._plan, self._shards = plan, local_shards(plan, chunks)
+        self._plan, self._shards = plan, local_shards(plan, chunks, merged=adapters is None)
+        self._adapters = adapters
         self._dtype, self._transport = dtype, transport
         self._objects, self._bucket_bytes, self._timeout = objects, bucket_bytes, timeout
         self._conductor = None
@@ -78,6 +83,7 @@ class WeightSync:
                 timeout=timeout,
                 num_kv_heads=num_kv_heads,
                 tied_embeddings=tied_embeddings,
+                adapter_config=None if adapters is None else adapters.config,
             )
 
     def push(self, version: int, *, full: bool = False) -> SyncReport:
@@ -105,9 +111,10 @@ class WeightSync:
     ) -> SyncReport | None:
         round_ = self._agree(version, lambda rank_0: rank_0.open(failed, full=full))
         sent = self._send(round_)
+        pairs = [] if self._adapters is None else self._adapters.gather(self._dtype)
 
         def close(rank_0: Conductor) -> SyncReport | None:
-            closed = rank_0.close(round_, sent, str(version), failed)
+            closed = rank_0.close(round_, sent, str(version), failed, pairs)
             if closed is None:
                 return None
             return SyncReport(seconds=time.monotonic() - started, **asdict(closed))

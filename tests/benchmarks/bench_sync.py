@@ -1,0 +1,134 @@
+"""`make bench`: bytes and seconds of weight syncs of a 0.3B Qwen2.5-VL in fp32, from two
+tensor-parallel trainer ranks to the real SGLang server on this CPU, of one rank and of two.
+
+Everything (what peers send), what training changes beside a frozen tower, adapters merged, and
+adapters as such; by each transport. `least`: what the ranks of the server store of what changed.
+Seconds are medians of three, and mean little across machines; most of them are the server's, which
+loads and hashes on the trainer's cores.
+"""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.lora import LoRA, add_adapters
+from megavlm.parallel.mesh import Layout
+from megavlm.rollout.fleet.targets import Target
+from megavlm.rollout.server import ManagedServer
+from megavlm.rollout.weights.adapters import Adapters
+from megavlm.rollout.weights.engine import Engine
+from megavlm.rollout.weights.fixed_targets import FixedTargets
+from megavlm.rollout.weights.plan import Plan, TrainerRanks
+from megavlm.rollout.weights.sync import WeightSync
+from megavlm.rollout.weights.table import stored_bytes
+from megavlm.rollout.weights.trained import trained_entries
+from megavlm.rollout.weights.transports.base import Transport
+from megavlm.rollout.weights.transports.disk import DiskTransport
+from megavlm.rollout.weights.transports.distributed import DistributedTransport
+from megavlm.rollout.weights.transports.tensor import TensorTransport
+from tests.benchmarks.bench_model import SIZES
+from tests.distributed.fork import launch
+from tests.parity.inputs import QUESTION
+from tests.parity.runs import build
+from tests.parity.table import Ranks
+
+REPEATS = 3
+SETTINGS = LoRA(16, 32.0)
+MODULES = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+TRANSPORTS = ("tensor", "distributed", "disk")
+
+
+def bench_sync(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_tiny_model(folder, [QUESTION] * 10, seed=0, family="qwen2_5_vl", **SIZES["0.3B"])
+    for ranks in (1, 2):
+        server = ManagedServer(
+            folder,
+            dtype="float32",
+            device="cpu",
+            tensor_parallel=ranks,
+            log_path=tmp_path / f"server-{ranks}.log",
+            server_args={
+                "enable_lora": True,
+                "max_lora_rank": SETTINGS.rank,
+                "lora_target_modules": MODULES,
+                "lora_backend": "torch_native",
+            },
+        )
+        with server:
+            keys = {"api_key": server.api_key, "admin_key": server.admin_key}
+            target = Target(server.url, ranks, "cpu", needs_all=False, **keys)
+            (dense, _) = launch(2, measure, folder, target, tmp_path / "sync", False, timeout=1800)
+            (lora, _) = launch(2, measure, folder, target, tmp_path / "sync", True, timeout=1800)
+        print(f"\nserver of {ranks} rank{'s' if ranks > 1 else ''}")
+        for what, way, num_bytes, least, seconds in dense + lora:
+            print(
+                f"  {what:24}{way:13}{num_bytes / 1e6:9.1f} MB, {num_bytes / least:5.2f} x the "
+                f"least;  {seconds:6.2f} s"
+            )
+
+
+def measure(folder: Path, target: Target, scratch: Path, adapted: bool) -> list[Any]:
+    """On each rank: (what, transport, bytes, the least, seconds) of each kind of push."""
+    config = AutoConfig.from_pretrained(folder)
+    options = ModelOptions()
+    mesh, entries, chunks = build(folder, config, Ranks(Layout(tensor=2)), options)
+    trainer = TrainerRanks.of(config, mesh.layout, mesh.world_size, options)
+    heads = config.text_config.num_key_value_heads
+    if adapted:
+        for chunk in chunks:
+            add_adapters(chunk, SETTINGS)
+    targets = SETTINGS.targets if adapted else None
+    plan = Plan(entries, trainer, trained_entries(entries, options, targets))
+    pairs = Adapters.of(entries, SETTINGS, trainer, chunks, heads) if adapted else None
+    engine = Engine(target.tensor_parallel, 1, heads)
+    changed = sum(stored_bytes([entries[i] for i in plan.changed], engine, 4))
+    everything = sum(stored_bytes(entries, engine, 4))
+
+    def sync(way: Transport, plan: Plan, adapters: Adapters | None = None) -> WeightSync:
+        return WeightSync(
+            plan,
+            chunks,
+            targets=FixedTargets([target]) if mesh.is_driver else None,
+            transport=way,
+            dtype=torch.float32,
+            num_kv_heads=heads,
+            adapters=adapters,
+            objects=mesh.objects,
+        )
+
+    rows = []
+    for kind in TRANSPORTS:
+        one = sync(transport(kind, scratch), plan)
+        if adapted:
+            rows.append(("adapters merged", kind, changed, timed(one)))
+        else:
+            rows.append(("everything", kind, everything, timed(one, full=True)))
+            rows.append(("frozen tower left out", kind, changed, timed(one)))
+        one.close()
+    if pairs is not None:
+        one = sync(TensorTransport(), Plan(entries, trainer, frozenset()), pairs)
+        least = target.tensor_parallel * sum(
+            shape[0] * shape[1] * 4 for entry in pairs.plan.entries for shape in entry.hf_shapes
+        )
+        rows.append(("adapters as such", "http", least, timed(one)))
+    return [(what, way, num_bytes, least, s) for what, way, least, (num_bytes, s) in rows]
+
+
+def timed(sync: WeightSync, *, full: bool = False) -> tuple[int, float]:
+    """Bytes that left the trainer for all ranks of the server (of files: once), and seconds."""
+    reports = [sync.push(version, full=full) for version in range(1 + REPEATS)][1:]
+    return reports[0].bytes, statistics.median(report.seconds for report in reports)
+
+
+def transport(kind: str, scratch: Path) -> Transport:
+    if kind == "disk":
+        return DiskTransport(scratch)
+    if kind == "distributed":
+        return DistributedTransport(backend="gloo", address="127.0.0.1")
+    return TensorTransport()

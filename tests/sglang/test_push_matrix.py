@@ -1,0 +1,141 @@
+"""After every kind of push the server's log-probs are the trainer's, on text and on pictures that
+the server has seen before: trainer layouts, server ranks, transports, and what is trained.
+
+A part of the product; SYNC_MATRIX=all runs all of it.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megavlm.data.processor import Processor
+from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.messages import Sampling
+from megavlm.rollout.server import ManagedServer
+from tests.distributed.fork import launch
+from tests.distributed.lora_reference import RANK
+from tests.sglang.conftest import Served, make_model
+from tests.sglang.pushes import Trainer, changed, push_and_compare
+from tests.sglang.questions import prompts
+
+pytestmark = pytest.mark.sglang
+LORA = ("language.attention", "language.mlp")
+ADAPTED = ("lora", "adapter")
+
+
+DENSE = ("qwen2_5_vl", "qwen3_vl")
+WITH_ADAPTERS = {
+    "enable_lora": True,
+    "max_lora_rank": RANK,
+    "lora_target_modules": "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split(),
+    "lora_backend": "torch_native",
+}
+
+
+class Case(NamedTuple):
+    """`ranks`: of the server. mode: "refit" sends everything, as to a restarted server; the others
+    say what is trained.
+    """
+
+    family: str
+    ranks: int
+    layout: str
+    transport: str
+    mode: str
+
+
+# Those to one rank are in test_weights; a server of two has no cache of pictures, as a trained
+# tower needs it.
+SUBSET = [
+    Case("qwen2_5_vl", 2, "TP2xPP2", "tensor", "tower"),
+    Case("qwen2_5_vl", 2, "CP2", "distributed", "frozen tower"),
+    Case("qwen2_5_vl", 2, "one rank", "tensor", "lora"),
+    Case("qwen2_5_vl", 2, "PP2", "disk", "refit"),
+    Case("qwen2_5_vl", 2, "TP2xPP2", "disk", "adapter"),
+    Case("qwen3_vl", 2, "PP2", "tensor", "tower"),
+    Case("qwen3_vl", 2, "TP2xPP2", "distributed", "refit"),
+    Case("qwen3_vl", 2, "CP2", "disk", "frozen tower"),
+    Case("qwen3_vl", 2, "TP2", "tensor", "lora"),
+    Case("qwen3_vl", 2, "one rank", "tensor", "adapter"),
+    Case("qwen3_vl_moe", 2, "EP2", "tensor", "tower"),
+    Case("qwen3_vl_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
+]
+
+
+def everything() -> Iterator[Case]:
+    dense = ("one rank", "TP2", "PP2", "TP2xPP2", "CP2")
+    layouts = {"qwen2_5_vl": dense, "qwen3_vl": dense, "qwen3_vl_moe": ("EP2", "EP2xPP2")}
+    modes = ("tower", "frozen tower", "refit", "lora", "adapter")
+    for family, ranks in itertools.product(layouts, (1, 2)):
+        ways = ("tensor", "distributed", "disk")
+        yield from (
+            Case(family, ranks, *rest)
+            for rest in itertools.product(layouts[family], ways, modes)
+            if not (family == "qwen3_vl_moe" and rest[-1] in ADAPTED)
+        )
+
+
+CASES = [*everything()] if os.environ.get("SYNC_MATRIX") == "all" else SUBSET
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], Served]]:
+    """One at a time, for memory."""
+    root = tmp_path_factory.mktemp("matrix")
+    running: dict[tuple[str, int], Served] = {}
+    with ExitStack() as stack:
+
+        def start(family: str, ranks: int) -> Served:
+            if (family, ranks) not in running:
+                stack.close()
+                running.clear()
+                folder = root / family
+                if not folder.exists():
+                    make_model(folder, family)
+                server = ManagedServer(
+                    folder,
+                    dtype="float32",
+                    device="cpu",
+                    tensor_parallel=ranks,
+                    log_path=root / f"{family}-{ranks}.log",
+                    cache_pictures=False,
+                    server_args=WITH_ADAPTERS if family in DENSE else {},
+                )
+                stack.enter_context(server)
+                processor = Processor(folder, min_pixels=None, max_pixels=None)
+                running[family, ranks] = Served(folder, processor, server, ranks)
+            return running[family, ranks]
+
+        yield start
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) -> None:
+    served = server(case.family, case.ranks).restore()
+    questions = [*prompts(served.processor).values()]
+    drawn = Sampling(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
+    served.client.generate(questions, n=1, sampling=drawn, weight_version="start")
+
+    trains_tower, refit = case.mode == "tower", case.mode == "refit"
+    weights = served.folder
+    if case.mode not in ADAPTED:
+        weights = tmp_path / "weights"
+        changed(served.folder, weights, tower=trains_tower or refit, seed=21)
+    trainer = Trainer(
+        weights, case.layout, not trains_tower, targets=LORA if case.mode in ADAPTED else ()
+    )
+    way = (case.transport, trainer, tmp_path / "scratch", 7, questions, drawn)
+    how = (refit, case.mode == "adapter")
+    results = launch(trainer.ranks.world_size, push_and_compare, served, *way, *how)
+    assert max(difference for _, difference in results) < 1e-4
+    report = results[0][0]
+    assert report.checked >= (28 if case.mode in ADAPTED else 40)
+    if case.mode == "adapter":
+        asked = {"input_ids": [1], "lora_path": "megavlm-6"}
+        with pytest.raises(WeightSyncError, match="megavlm-6"):
+            served.post("/generate", asked)
