@@ -2,7 +2,7 @@
 
 from urllib.parse import urlsplit
 
-from megavlm.config.schema import Rollout
+from megavlm.config.schema import LoRA, Rollout
 
 # Options of the server that megavlm sets itself, and the key to set instead.
 OWNED_SERVER_ARGS = {
@@ -24,6 +24,9 @@ REFUSED_SERVER_ARGS = {
     "api_key": "it would show in the process list, and each run makes its own",
     "admin_api_key": "it would show in the process list, and each run makes its own",
 }
+
+# What servers take as adapters (rollout.weights.adapters).
+SERVED_TARGETS = ("language.attention", "language.mlp")
 
 
 def check_rollout(rollout: Rollout) -> None:
@@ -118,6 +121,22 @@ def _check_gpus(rollout: Rollout) -> None:
                 f"rollout.gpus={list(gpus)} gives one server {list(own)}, and a server takes GPUs "
                 "that follow each other: order them so"
             )
+
+
+def check_adapters(rollout: Rollout, lora: LoRA) -> None:
+    if rollout.lora == "merged":
+        return
+    if lora.rank == 0:
+        raise ValueError(
+            "rollout.lora=adapter sends adapters, and lora.rank=0 trains none: "
+            "set lora.rank, or rollout.lora=merged"
+        )
+    others = [target for target in lora.targets if target not in SERVED_TARGETS]
+    if others:
+        raise ValueError(
+            f"rollout.lora=adapter cannot serve lora.targets={others[0]}: SGLang takes adapters on "
+            f"{' and '.join(SERVED_TARGETS)} from a trainer; set rollout.lora=merged"
+        )
 
 
 def _check_url(key: str, url: str) -> None:

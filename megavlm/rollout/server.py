@@ -35,13 +35,15 @@ ServerArgs = Mapping[str, str | int | float | bool | list[str] | None]
 class ManagedServer:
     """SGLang serving `model_folder` on this machine, with random keys, for as long as the context.
 
-    Entering returns once the server answers. Leaving stops every process of it: SIGTERM, a
-    deadline, then SIGKILL to its process group. If this process dies in any other way, the kernel
-    ends the server (see serve.py); enter the context on a thread that lives as long as it, since
-    for the kernel the parent is that thread.
+    Entering returns once the server answers; `launch` returns at once and may follow a `stop`.
+    Leaving stops every process of it: SIGTERM, a deadline, then SIGKILL to its process group. If
+    this process dies in any other way, the kernel ends the server (see serve.py); launch it on a
+    thread that lives as long as it, since for the kernel the parent is that thread.
 
     dtype: "float32", "bfloat16", ... device: "cpu" or "cuda".
-    port: None takes a free one. log_path: output of the server; an existing file is overwritten.
+    port: None takes a free one. log_path: output of the server; an existing file is overwritten by
+    the first launch. first_gpu: its ranks take GPUs from this one on. first_core: on a CPU its
+    ranks, if it has several, are bound to cores from this one on, in turn.
     start_timeout: seconds to become healthy. cache_pictures: keep the tower's features of pictures
     across requests; False where training changes the tower, because SGLang never drops them when
     weights change. server_args: further SGLang arguments, by their names in Python; None drops
@@ -60,6 +62,8 @@ class ManagedServer:
         tensor_parallel: int = 1,
         port: int | None = None,
         log_path: str | Path,
+        first_gpu: int = 0,
+        first_core: int = 0,
         start_timeout: float = 300.0,
         cache_pictures: bool = True,
         server_args: ServerArgs | None = None,
@@ -76,8 +80,9 @@ class ManagedServer:
         self.api_key, self.admin_key = secrets.token_hex(32), secrets.token_hex(32)
         self.log_path = Path(log_path)
         self.start_timeout = start_timeout
+        self.tensor_parallel, self.device = tensor_parallel, device
         self._stop_timeout = STOP_TIMEOUT[device]
-        self._environment = environment(device, tensor_parallel, cache_pictures)
+        self._environment = environment(device, tensor_parallel, cache_pictures, first_core)
         self._arguments = arguments(
             {
                 "model_path": str(model_folder),
@@ -86,20 +91,32 @@ class ManagedServer:
                 "device": device,
                 "dtype": dtype,
                 "tp_size": tensor_parallel,
-                **(CPU_ARGS if device == "cpu" else {}),
+                **(CPU_ARGS if device == "cpu" else {"base_gpu_id": first_gpu}),
                 "log_level": "warning",
                 **(server_args or {}),
             }
         )
+        self._log_mode = "wb"
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "ManagedServer":
+        self.launch()
+        try:
+            self._wait_until_healthy(time.monotonic() + self.start_timeout)
+        except BaseException:  # KeyboardInterrupt too: nothing may stay behind
+            self.stop()
+            raise
+        return self
+
+    def launch(self) -> None:
+        """Starts the processes; RolloutServerError when the port is in use."""
+        assert self._process is None, "it is running"
         require_free(self.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = tempfile.TemporaryDirectory(prefix="megavlm-rollout-")
         command = [sys.executable, "-P", str(HERE / "serve.py"), str(os.getpid())]
-        with open(self.log_path, "wb") as log:
+        with open(self.log_path, self._log_mode) as log:
             self._process = subprocess.Popen(
                 command + self._arguments,
                 stdin=subprocess.PIPE,
@@ -108,13 +125,12 @@ class ManagedServer:
                 env=self._environment | {"TMPDIR": self._temporary.name},  # SGLang leaves sockets
                 start_new_session=True,  # its own process group, out of Ctrl-C's reach
             )
+        self._log_mode = "ab"  # why the last one died stays readable
         try:
             self._send_keys(self._process)
-            self._wait_until_healthy(time.monotonic() + self.start_timeout)
-        except BaseException:  # KeyboardInterrupt too: nothing may stay behind
+        except BaseException:
             self.stop()
             raise
-        return self
 
     def __exit__(
         self,
@@ -126,9 +142,20 @@ class ManagedServer:
 
     def check(self) -> None:
         """RolloutServerError with the log's tail if the server has died."""
+        if (reason := self.death()) is not None:
+            raise RolloutServerError(reason)
+
+    def death(self) -> str | None:
+        """How it died, with the log's tail; None while it runs."""
         assert self._process is not None, "the server was not started"
-        if (code := self._process.poll()) is not None:
-            raise self._error(f"the SGLang server on port {self.port} ended with exit code {code}")
+        if (code := self._process.poll()) is None:
+            return None
+        return self.with_log(f"the SGLang server on port {self.port} ended with exit code {code}")
+
+    @property
+    def running(self) -> bool:
+        """Whether it was launched and not stopped since; it may have died."""
+        return self._process is not None
 
     def stop(self) -> None:
         """Ends the server and all its workers. Does nothing when it is stopped already."""
@@ -167,15 +194,20 @@ class ManagedServer:
                 except httpx.TransportError:
                     pass
                 time.sleep(0.2)
-        raise self._error(
+        raise RolloutServerError(self.with_log(self.too_late))
+
+    @property
+    def too_late(self) -> str:
+        return (
             f"the SGLang server on port {self.port} was not healthy after {self.start_timeout:g} s "
             "(rollout.start_timeout)"
         )
 
-    def _error(self, message: str) -> RolloutServerError:
+    def with_log(self, message: str) -> str:
+        """The message, and the end of the server's log."""
         lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         tail = "\n".join(f"  {line[:500]}" for line in lines)
-        return RolloutServerError(f"{message}; the end of {self.log_path}:\n{tail}")
+        return f"{message}; the end of {self.log_path}:\n{tail}"
 
 
 # Measured on two cores: one thread, and sleeping when idle, are ten times faster than the defaults.
@@ -199,7 +231,9 @@ def arguments(values: ServerArgs) -> list[str]:
     return words
 
 
-def environment(device: str, tensor_parallel: int, cache_pictures: bool) -> dict[str, str]:
+def environment(
+    device: str, tensor_parallel: int, cache_pictures: bool, first_core: int = 0
+) -> dict[str, str]:
     """This process's environment without what torchrun put there, and with SGLang's settings."""
     torchrun = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC")
     variables = {name: value for name, value in os.environ.items() if not _any_in(torchrun, name)}
@@ -217,7 +251,8 @@ def environment(device: str, tensor_parallel: int, cache_pictures: bool) -> dict
             "CUDA_VISIBLE_DEVICES": "",
         }
         if tensor_parallel > 1:  # the cores of each rank
-            bound = (str(cores[rank % len(cores)]) for rank in range(tensor_parallel))
+            ranks = range(first_core, first_core + tensor_parallel)
+            bound = (str(cores[rank % len(cores)]) for rank in ranks)
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
     return variables
 
