@@ -1,6 +1,7 @@
 """Evaluation during a run, as the configuration asks for it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor, Prompt
@@ -10,6 +11,7 @@ from megavlm.evaluation.runner import Answer
 from megavlm.evaluation.runner import evaluate as run_evaluation
 from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.messages import Response, Sampling
+from megavlm.rollout.weights.adapters import adapter_name
 from megavlm.training.episodes import Arena
 from megavlm.training.questions import usable
 
@@ -30,7 +32,13 @@ def evaluate(
 
     def play(questions: Sequence[Row], how: Sampling) -> list[Answer]:
         def generate(prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
-            return client.generate(prompts, n=n, sampling=how, weight_version=version, refit=refit)
+            return client.generate(
+                prompts,
+                n=n,
+                sampling=asking(config, how, version),
+                weight_version=version,
+                refit=refit,
+            )
 
         groups = arena.play([processor.prompt(row) for row in questions], 1, generate)
         return [Answer(episode.text, episode.score.correct) for (episode,) in groups]
@@ -45,6 +53,13 @@ def evaluate(
         shuffled=config.evaluation.shuffled,
         seed=config.run.seed,
     )
+
+
+def asking(config: Config, how: Sampling, version: int | None) -> Sampling:
+    """With the adapters of a weight version, where servers have them beside the weights."""
+    if config.rollout.lora == "merged" or version is None:
+        return how
+    return replace(how, adapter=adapter_name(version))
 
 
 def sampling(config: Config, processor: Processor) -> Sampling:

@@ -8,6 +8,7 @@ from megavlm.config.schema import Config, Rollout
 from megavlm.parallel import platform
 from megavlm.rollout.server import ManagedServer, ServerArgs
 from megavlm.training.options import trains_tower
+from megavlm.training.weights import server_args
 
 LOG = "rollout_server"
 
@@ -30,7 +31,7 @@ def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedSer
             first_core=index * size,
             start_timeout=rollout.start_timeout,
             cache_pictures=not trains_tower(config),
-            server_args={**sharing_args(rollout), **rollout.server_args},
+            server_args={**sharing_args(rollout), **server_args(config)},
         )
         for index in range(count)
     ]

@@ -15,7 +15,7 @@ from megavlm.rollout.weights.sync import WeightSync
 from megavlm.training import groups as grouping
 from megavlm.training.advantages import add_advantages
 from megavlm.training.driver import Driver
-from megavlm.training.evaluation import sampling
+from megavlm.training.evaluation import asking, sampling
 from megavlm.training.groups import Group, Sampled
 from megavlm.training.loop import Loop
 from megavlm.training.measures import policy_metrics
@@ -89,12 +89,10 @@ class PolicyTrainer(Loop):
 
     def generate(self, prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
         assert self.driver is not None
+        version = self.session.step
+        how = asking(self.session.config, self.sampling, version)
         return self.driver.client.generate(
-            prompts,
-            n=n,
-            sampling=self.sampling,
-            weight_version=self.session.step,
-            refit=self.refit,
+            prompts, n=n, sampling=how, weight_version=version, refit=self.refit
         )
 
     def plan(self, sampled: Sampled | None) -> list[Work] | None:

@@ -136,6 +136,12 @@ BROKEN = {
     (SFT, "parallel.data=33"): "algorithm.batch_size=32 is less than a row for each",
     ("rollout.top_p=0.9",): "rollout.top_p=0.9 cuts the distribution",
     ("rollout.mode=external",): "rollout.mode=external needs the servers' addresses",
+    ("rollout.lora=adapter",): "lora.rank=0 trains none",
+    (
+        "rollout.lora=adapter",
+        "lora.rank=4",
+        "lora.targets=[language.attention, vision.merger]",
+    ): "cannot serve lora.targets=vision.merger",
     ("rollout.urls=[http://a:1]",): "would not be used with rollout.mode=managed",
     (
         "rollout.router=http://a:1",
