@@ -1,0 +1,95 @@
+"""Chats become the tokens that transformers' own template and processor give."""
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megavlm.data.chat import Message
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Row
+from megavlm.demo.tiny_configs import FAMILIES
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+
+
+def picture(seed: int) -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 255, (60, 90 + 30 * seed, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    return file.getvalue()
+
+
+def row(*messages: tuple[str, str], images: int = 0) -> Row:
+    chat = tuple(Message(role, text) for role, text in messages)
+    data = tuple(picture(seed) for seed in range(images))
+    last = next(text for role, text in reversed(messages) if role == "user")
+    return Row(0, last, "", data, "", "chat.jsonl:0", messages=chat)
+
+
+def theirs(folder: Path, row: Row) -> Any:
+    """transformers' tokens; placeholders become the template's own pictures."""
+    define_torchvision_operators()
+    from transformers import AutoProcessor
+
+    images = iter([Image.open(io.BytesIO(data)) for data in row.images])
+    messages = []
+    for message in row.messages:
+        content: list[dict[str, Any]] = []
+        for number, text in enumerate(message.text.split("<image>")):
+            content += [{"type": "image", "image": next(images)}] if number else []
+            content += [{"type": "text", "text": text}] if text else []
+        messages.append({"role": message.role, "content": content})
+    return AutoProcessor.from_pretrained(folder).apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+
+
+CHATS = [
+    row(("system", "Be brief."), ("user", "<image>What color is it?"), images=1),
+    row(
+        ("user", "<image>What?"), ("assistant", "red"), ("user", "And <image> this?"), images=2
+    ),
+    row(("system", "s"), ("user", "What?"), ("assistant", "red"), ("user", "Is it?")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("number", range(len(CHATS)))
+def test_chats_equal_autoprocessor(
+    folder_of: Callable[[str], Path], family: str, number: int
+) -> None:
+    processor = Processor(folder_of(family), min_pixels=None, max_pixels=None)
+    prompt, expected = processor.prompt(CHATS[number]), theirs(folder_of(family), CHATS[number])
+    assert torch.equal(prompt.token_ids, expected["input_ids"][0])
+    if prompt.pictures:
+        patches = torch.cat([item.patches for item in prompt.pictures])
+        assert torch.equal(patches, expected["pixel_values"])
+
+
+def test_a_rows_own_system_message_replaces_the_configured_one(
+    folder_of: Callable[[str], Path],
+) -> None:
+    folder = folder_of("qwen2_5_vl")
+    plain = Processor(folder, min_pixels=None, max_pixels=None)
+    strict = Processor(folder, min_pixels=None, max_pixels=None, system_prompt="Be brief.")
+    own, without = CHATS[0], replace(CHATS[0], messages=CHATS[0].messages[1:])
+    assert torch.equal(strict.prompt(without).token_ids, plain.prompt(own).token_ids)
+    other = replace(own, messages=(Message("system", "What?"), *own.messages[1:]))
+    assert torch.equal(strict.prompt(other).token_ids, plain.prompt(other).token_ids)
+
+
+def test_unmarked_pictures_come_before_the_first_text_of_the_user(
+    folder_of: Callable[[str], Path],
+) -> None:
+    processor = Processor(folder_of("qwen2_5_vl"), min_pixels=None, max_pixels=None)
+    unmarked = row(("user", "What?"), ("assistant", "red"), ("user", "Is it?"), images=2)
+    marked = row(
+        ("user", "<image><image>What?"), ("assistant", "red"), ("user", "Is it?"), images=2
+    )
+    assert torch.equal(processor.prompt(unmarked).token_ids, processor.prompt(marked).token_ids)
