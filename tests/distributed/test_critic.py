@@ -1,0 +1,110 @@
+"""A critic of its own: it starts from the policy's weights with a head that says 0, learns, and
+comes back bit for bit.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.checkpointing.folder import complete_steps
+from megavlm.config.load import load
+from megavlm.config.schema import PPO
+from megavlm.data.packing import make_pack, prompt_tree
+from megavlm.parallel.mesh import build_mesh
+from megavlm.training.critic import Critic
+from megavlm.training.options import layout
+from megavlm.training.passes import VisionFeatures
+from megavlm.training.session import Session
+from megavlm.training.value_update import critic_loss
+from tests.conftest import row, write_rows
+from tests.distributed.fork import launch
+from tests.parity.inputs import Inputs
+from tests.parity.models import make_model
+from tests.parity.reference import distinct_pictures
+
+pytestmark = pytest.mark.distributed
+
+
+class Run:
+    def __init__(self, recipe: Path) -> None:
+        config = load(recipe)
+        assert isinstance(config.algorithm, PPO)
+        self.settings = config.algorithm
+        self.session = Session(config, build_mesh(layout(config), seed=0))
+        self.session.resume()
+        self.critic = Critic(self.session, self.settings)
+        cases = Inputs(Path(config.model.folder)).sequences("one image")
+        mesh, hf = self.session.mesh, self.session.hf_config
+        mine = cases[mesh.data_rank :: mesh.data_size]
+        tokens = (hf.image_token_id, hf.video_token_id)
+        trees = [prompt_tree(case.prompt, case.responses) for case in mine]
+        self.pack = make_pack(trees, vision_token_ids=tokens, context_size=mesh.layout.context)
+        self.pack = self.pack.part(mesh.context_rank)
+        features = VisionFeatures(self.session.updater.chunks, distinct_pictures(cases))
+        self.features = self.critic.features(features, distinct_pictures(cases))
+        assert self.features is features, "a frozen tower's features are the policy's"
+
+    def values(self) -> torch.Tensor:
+        self.critic.add_values([self.pack], self.features)
+        return self.pack.values["values"].clone()
+
+    def update(self) -> float:
+        """Towards 1 everywhere, from the values of now."""
+        ones = torch.ones_like(self.values())
+        self.pack.values.update({"returns": ones, "weights": ones / 20})
+        measures = self.critic.update([self.pack], self.features, critic_loss(self.settings))
+        return measures["value_loss"]
+
+    def save(self) -> None:
+        self.session.step += 1
+        self.critic.save()
+        self.session.save(None, {})
+        self.session.saver.finish()
+
+    def state(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for chunk in self.critic.model for p in chunk.parameters()]
+
+
+def learn_and_resume(recipe: Path) -> list[Any]:
+    run = Run(recipe)
+    start = run.values()
+    losses = [run.update() for _ in range(3)]
+    policy = [p.detach().clone() for chunk in run.session.model for p in chunk.parameters()]
+    run.save()
+    saved, uninterrupted = run.state(), [run.update(), run.update()]
+    values = run.values()
+
+    again = Run(recipe)
+    assert again.session.step == 1
+    same = all(torch.equal(x, y) for x, y in zip(saved, again.state(), strict=True))
+    resumed = [again.update(), again.update()]
+    now = [p for chunk in again.session.model for p in chunk.parameters()]
+    unmoved = all(torch.equal(x, y) for x, y in zip(policy, now, strict=True))
+    again.save()
+    steps = complete_steps(recipe.parent / "run/critic_checkpoints")
+    equal = torch.equal(values, again.values())
+    return [start.any().item(), losses, same, uninterrupted == resumed, equal, unmoved, steps]
+
+
+@pytest.mark.parametrize("parallel", [{"data": 2}, {"context": 2}])
+def test_a_critic_learns_and_resumes(tmp_path: Path, parallel: dict[str, int]) -> None:
+    launch(1, make_model, tmp_path / "model", "qwen2_5_vl", False)
+    sections = {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"folder": str(tmp_path / "model")},
+        "data": {"train_files": [str(write_rows(tmp_path / "rows.parquet", [row()]))]},
+        "parallel": parallel,
+        "algorithm": {"name": "ppo", "critic_lr": 1e-3, "value_clip": None, "kl_coefficient": 0},
+        "checkpoint": {"keep_last": 1},
+    }
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(sections))
+    for result in launch(2, learn_and_resume, recipe):
+        said, losses, *same, steps = result
+        assert said is False, "it starts at zero"
+        assert losses[0] == pytest.approx(0.5) and losses[0] > losses[1] > losses[2]
+        assert same == [True, True, True, True]
+    assert steps in ([1, 2], [2])
