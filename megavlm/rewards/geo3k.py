@@ -22,7 +22,7 @@ from megavlm.rewards.base import Score
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits we turn off
 
 MAX_CHARACTERS = 500  # of a final answer
-_HUGE_POWER = re.compile(r"(?:\^|\*\*)\s*[({]?\s*[+-]?\d{4,}|(?:\^|\*\*)[^+\-*/=,]*(?:\^|\*\*)|\d!")
+_HUGE_POWER = re.compile(r"(?:\^|\*\*)\s*[({]?\s*[+-]?\d{3,}|(?:\^|\*\*)[^+\-*/=,]*(?:\^|\*\*)|\d!")
 _LETTER = re.compile(r"\(?([A-Ea-e])\)?[.:]?")
 _FORMS = (LatexExtractionConfig(), ExprExtractionConfig())
 

@@ -50,12 +50,14 @@ class RewardPool:
         pictures: Sequence[bytes],
         options: Mapping[str, Any],
     ) -> dict[str, Any]:
-        encoded = [base64.b64encode(picture).decode() for picture in pictures]
+        encoded = None
+        if "pictures" in self.takes[function]:
+            encoded = [base64.b64encode(picture).decode() for picture in pictures]
         request = {
             "function": function,
             "response": response,
             "row": row,
-            "pictures": encoded if "pictures" in self.takes[function] else None,
+            "pictures": encoded,
             "options": options,
         }
         return self._process().call(request, self._timeout)

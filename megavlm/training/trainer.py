@@ -98,7 +98,8 @@ class PolicyTrainer(Loop):
     def plan(self, sampled: Sampled | None) -> list[Work] | None:
         if sampled is None or self.driver is None:
             return None
-        groups, longest = sampled.kept, self.sampling.max_new_tokens
+        groups = sampled.kept
+        longest = self.sampling.max_new_tokens * self.session.config.environment.max_turns
         size = len(groups) // self.settings.minibatches
         minibatches = [
             grouping.policy_trees(

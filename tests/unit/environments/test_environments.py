@@ -1,6 +1,8 @@
 """Built-in environments, played by hand with a reward that needs no process."""
 
 import asyncio
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -106,3 +108,15 @@ def test_what_cannot_be_had_is_one_sentence(
     with pytest.raises(ValueError, match=problem):
         registry.check(name)
         registry.load(name, options)
+
+
+def test_no_reward_and_no_environment_brings_torch() -> None:
+    code = (
+        "import sys\n"
+        "from megavlm.environments import registry as environments\n"
+        "from megavlm.rewards import judge, registry as rewards\n"
+        "for name in environments.BUILT_IN: environments.load(name, {})\n"
+        "for name in rewards.BUILT_IN: rewards.load(name, {})\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

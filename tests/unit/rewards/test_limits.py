@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -123,13 +125,33 @@ def test_the_policies() -> None:
         asyncio.run(judge.close())
 
 
-def test_a_process_ends_with_the_thread_that_trains() -> None:
+def test_the_thread_that_made_a_judge_may_end() -> None:
     judges: list[Judge] = []
     thread = threading.Thread(target=lambda: judges.append(make()))
     thread.start()
     thread.join()
     assert score(judges[0], "plain").correct, "the pool's own thread keeps it"
     asyncio.run(judges[0].close())
+
+
+TRAINER = """
+import asyncio, os, signal
+from megavlm.rewards.base import Example
+from megavlm.rewards.judge import Judge, Part
+judge = Judge([Part("r", "user_rewards:faulty")], on_failure="stop", workers=1, timeout=60,
+              memory_mb=1024)
+print(int(asyncio.run(judge.score("pid", Example("?", "red"))).reward), flush=True)
+asyncio.run(judge.score("sleep", Example("?", "red")))
+"""
+
+
+def test_a_trainer_that_is_killed_leaves_no_reward_process() -> None:
+    words = [sys.executable, "-c", TRAINER]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        reward = psutil.Process(int(trainer.stdout.readline()))
+        trainer.kill()
+    assert psutil.wait_procs([reward], timeout=30)[1] == []
 
 
 @pytest.mark.parametrize(
