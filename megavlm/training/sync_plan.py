@@ -35,7 +35,7 @@ def sync_plan(config: Config, world_size: int) -> str:
         text.num_key_value_heads,
         bool(hf_config.tie_word_embeddings),
     )
-    serving = Serving(max(1, len(rollout.urls)), engine)
+    serving = Serving(len(rollout.urls) or rollout.servers, engine)
     adapters = (lora.rank, lora.targets) if lora.rank else (ASSUMED_RANK, ASSUMED_TARGETS)
     rows = table(plan, serving, itemsize=options.dtype.itemsize, lora=adapters)
     return render(rows, plan, serving, adapters)

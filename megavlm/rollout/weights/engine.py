@@ -74,6 +74,11 @@ def stored_name(hub_name: str) -> str:
     return f"{parent}.{fused}.{kind}" if fused else name
 
 
+def is_expert(stored: str) -> bool:
+    """Whether it is a stack of experts, whose rows a GPU's kernels may store in another order."""
+    return stored.endswith((".w13_weight", ".w2_weight"))
+
+
 def engine_tensors(
     hub_tensors: Mapping[str, Tensor], engine: Engine, rank: int
 ) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megavlm.parallel import platform
-from megavlm.rollout.weights.engine import Engine, engine_tensors
+from megavlm.rollout.weights.engine import Engine, engine_tensors, is_expert
 from megavlm.rollout.weights.servers import Servers
 
 # Checksums by engine name, of each rank of a server, by the server's layout.
@@ -44,13 +44,15 @@ def checksums(tensors: Sequence[tuple[str, Tensor]], engines: Mapping[Engine, st
     """Of what each rank of servers must hold once it has loaded these HF tensors. `engines`: the
     servers' layouts, and the devices that they hash on.
 
-    Parts of one fused parameter must come together, as one mapping entry sends them.
+    Parts of one fused parameter must come together, as one mapping entry sends them. A GPU's
+    experts are left out.
     """
     return {
         engine: [
             {
                 name: tensor_hash(tensor, device)
                 for name, tensor in engine_tensors(dict(tensors), engine, rank)
+                if device == "cpu" or not is_expert(name)
             }
             for rank in range(engine.tensor_parallel)
         ]

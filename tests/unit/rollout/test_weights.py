@@ -12,6 +12,7 @@ from megavlm.rollout.weights.engine import Engine, engine_tensors
 from megavlm.rollout.weights.gather import to_hf
 from megavlm.rollout.weights.plan import Plan, TrainerRanks, layer_stages
 from megavlm.rollout.weights.transports.payload import flatten
+from megavlm.rollout.weights.transports.tensor import loads_directly
 from megavlm.rollout.weights.verify import checksums
 
 LAST = "language_model.decoder.final_layernorm.weight"
@@ -157,3 +158,66 @@ def test_checksum_is_of_the_bytes() -> None:
     expected = hashlib.sha256(tensor.contiguous().view(torch.int16).numpy()).hexdigest()[:16]
     found = checksums([("x.weight", tensor)], {Engine(2): "cpu"})
     assert found == {Engine(2): [{"x.weight": expected}] * 2}  # no rank cuts such a one
+
+
+def test_what_a_server_cannot_load_directly() -> None:
+    names = {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.experts.w2_weight"}
+    embedding, experts = "model.embed_tokens.weight", "model.layers.0.mlp.experts.down_proj"
+    assert loads_directly(embedding, names, Engine(2), "cpu")
+    # A tied head of its own, which the server's loader fills with the embedding.
+    assert not loads_directly(embedding, names, Engine(2, tied_embeddings=True), "cpu")
+    assert loads_directly(embedding, names - {"lm_head.weight"}, Engine(2, 1, 1, True), "cpu")
+    assert loads_directly(experts, names, Engine(2), "cpu")
+    assert not loads_directly(experts, names, Engine(2), "cuda")
+    assert not loads_directly("model.norm.weight", names, Engine(2), "cpu")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_slices_of_all_ranks_make_the_whole(size: int) -> None:
+    """Two key-value heads, which four ranks share; experts by twos on four ranks."""
+    engine = Engine(size, 2 if size == 4 else 1, num_kv_heads=2)
+    attention = "model.language_model.layers.0.self_attn"
+    rows = {"q_proj": 8, "k_proj": 2, "v_proj": 2}
+    tensors = {
+        f"{attention}.{part}.weight": torch.randn(count * 4, 3) for part, count in rows.items()
+    }
+    stack = torch.randn(4, 3, 16)
+    tensors |= {
+        f"{attention}.o_proj.weight": torch.randn(3, 32),
+        "lm_head.weight": torch.randn(130, 3),
+        "model.layers.0.mlp.experts.gate_up_proj": stack,
+        "model.visual.blocks.0.attn.qkv.bias": torch.arange(24.0),
+        "visual.blocks.0.mlp.gate_proj.bias": torch.ones(20),
+        "visual.blocks.0.mlp.up_proj.bias": torch.full((20,), 2.0),
+        "visual.blocks.0.mlp.down_proj.weight": torch.ones(3, 20),
+        "visual.merger.mlp.2.bias": torch.ones(3),
+    }
+    ranks = [dict(engine_tensors(tensors, engine, rank)) for rank in range(size)]
+    held = {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    queries = [x[: 32 // size] for x in held["model.layers.0.self_attn.qkv_proj.weight"]]
+    assert torch.equal(torch.cat(queries), tensors[f"{attention}.q_proj.weight"])
+    keys = [x[32 // size :].chunk(2)[0] for x in held["model.layers.0.self_attn.qkv_proj.weight"]]
+    shared = max(1, size // 2)
+    assert torch.equal(torch.cat(keys[::shared]), tensors[f"{attention}.k_proj.weight"])
+    assert all(torch.equal(keys[i], keys[i // shared * shared]) for i in range(size))
+    o = held["model.layers.0.self_attn.o_proj.weight"]
+    assert torch.equal(torch.cat(o, 1), tensors[f"{attention}.o_proj.weight"])
+    head = torch.cat(held["lm_head.weight"])
+    assert len(head) == 192
+    assert torch.equal(head[:130], tensors["lm_head.weight"]) and not head[130:].any()
+    qkv = torch.stack([x.view(3, -1) for x in held["visual.blocks.0.attn.qkv_proj.bias"]], 1)
+    assert torch.equal(qkv.flatten(), tensors["model.visual.blocks.0.attn.qkv.bias"])
+    gate_up = torch.stack(
+        [x.view(2, -1) for x in held["visual.blocks.0.mlp.gate_up_proj.bias"]], 1
+    ).view(2, -1)
+    assert gate_up.tolist() == [[1.0] * 20 + [0.0] * 4, [2.0] * 20 + [0.0] * 4]
+    down = torch.cat(held["visual.blocks.0.mlp.down_proj.weight"], 1)
+    assert down.shape == (3, 24) and not down[:, 20:].any()
+    assert all(len(x) == 3 for x in held["visual.merger.mlp.2.bias"])
+    experts = held["model.layers.0.mlp.experts.w13_weight"]
+    if size == 4:  # two pairs of ranks: experts 0 and 1, then 2 and 3
+        experts = [torch.cat(experts[:2], 1), torch.cat(experts[2:], 1)]
+        assert torch.equal(torch.cat(experts)[:, :4], stack.transpose(1, 2)[:, :4])
+    elif size == 1:
+        assert torch.equal(experts[0], stack.transpose(1, 2))
+    assert sum(x.numel() for x in experts) == stack.numel()

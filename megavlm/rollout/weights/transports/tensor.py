@@ -3,8 +3,9 @@
 A server of one rank takes a bucket as one flat tensor under HF names. A server of several gets
 `direct` loads: each of its ranks finds its own slices alone, cut and fused as it stores them, so
 that no byte is sent twice and nothing is cut there. Not all tensors can be loaded so: what an
-engine keeps under another name, or a second time (a tied head of its own, on CPUs with AMX), goes
-under its HF names, and the server's own loader cuts it. `names` of the server tell.
+engine keeps under another name, or a second time (a tied head of its own, on CPUs with AMX), and
+on a GPU the experts, whose rows its kernels may store in another order, go under their HF names,
+and the server's own loader cuts them. It reads its slices alone where they come by CUDA IPC.
 
 Between GPUs a server's rank reads its slices out of rank 0's GPU, so servers must see that GPU.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megavlm.parallel import platform
-from megavlm.rollout.weights.engine import Engine, engine_tensors, stored_name
+from megavlm.rollout.weights.engine import Engine, engine_tensors, is_expert, stored_name
 from megavlm.rollout.weights.servers import Servers
 from megavlm.rollout.weights.transports.base import Load
 from megavlm.rollout.weights.transports.payload import flatten, payload
@@ -35,6 +36,7 @@ class TensorTransport:
 
     def open(self, servers: Servers, engines: Mapping[str, Engine]) -> None:
         self._servers, self._engines = servers, engines
+        self._devices = {target.url: target.device for target in servers.live}
         self._names: dict[str, set[str]] = {}
         several = [url for url, engine in engines.items() if engine.tensor_parallel > 1]
         asked = servers.post_each(
@@ -81,8 +83,8 @@ class TensorTransport:
         return flat.nbytes * sum(ranks.values())
 
     def _send_direct(self, tensors: Sequence[tuple[str, Tensor]], url: str) -> int:
-        engine, names = self._engines[url], self._names[url]
-        direct = {name: x for name, x in tensors if loads_directly(name, names, engine)}
+        engine, names, device = self._engines[url], self._names[url], self._devices[url]
+        direct = {name: x for name, x in tensors if loads_directly(name, names, engine, device)}
         others = [(name, x) for name, x in tensors if name not in direct]
         sent = self._send_whole(others, [url]) if others else 0
         if not direct:
@@ -102,9 +104,11 @@ class TensorTransport:
         return sent + sum(tensor.nbytes for mine in slices for _, tensor in mine)
 
 
-def loads_directly(hub_name: str, names: AbstractSet[str], engine: Engine) -> bool:
+def loads_directly(hub_name: str, names: AbstractSet[str], engine: Engine, device: str) -> bool:
     """Whether an engine with parameters `names` holds the tensor as `engine_tensors` makes it."""
     name = stored_name(hub_name)
+    if device == "cuda" and is_expert(name):
+        return False
     is_copied = name == EMBEDDING and engine.tied_embeddings and HEAD in names
     return name in names and not is_copied
 
