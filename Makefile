@@ -1,6 +1,7 @@
 # make setup   .venv with the pinned packages; needs only Python 3.11 or newer, no GPU
 # make demo    the main job on generated pictures, or on yours: make demo DATA=DIR SEED=1
 #              by another algorithm of recipes/algorithms: make demo ALGORITHM=ppo
+#              in another environment: make demo ENV=vqa_retry (geo3k, vqa, caption, geospot)
 #              keys of its recipe in recipes/debug as OVERRIDES="algorithm.steps=3"
 # make test    the whole suite on CPU
 # make style   linter, formatter (check only) and type checker
@@ -17,6 +18,7 @@ DATA ?=
 SEED ?=
 FAMILY ?=
 ALGORITHM ?=
+ENV ?=
 OVERRIDES ?=
 TESTS ?= tests
 CASES ?=
@@ -38,7 +40,7 @@ $(STAMP):
 	@touch $@
 
 demo: setup
-	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(OVERRIDES)
+	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(if $(ALGORITHM)$(ENV),--algorithm $(or $(ENV),$(ALGORITHM))) $(OVERRIDES)
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
