@@ -2,7 +2,8 @@
 
 from urllib.parse import urlsplit
 
-from megavlm.config.schema import LoRA, Rollout
+from megavlm.config.algorithms import PolicyOptimization
+from megavlm.config.schema import Config, LoRA, Rollout
 
 # Options of the server that megavlm sets itself, and the key to set instead.
 OWNED_SERVER_ARGS = {
@@ -41,12 +42,6 @@ def check_rollout(rollout: Rollout) -> None:
         raise ValueError(
             f"rollout.min_servers={rollout.min_servers} is more than the {count} servers that "
             "there are: lower it"
-        )
-    if rollout.oversample > 1 and not rollout.suppress_special_tokens:
-        raise ValueError(
-            f"rollout.oversample={rollout.oversample} goes on with aborted responses, in which a "
-            "sampled image token would be taken for a picture: set "
-            "rollout.suppress_special_tokens=true or rollout.oversample=1.0"
         )
     for name in rollout.server_args:
         plain = name.lstrip("-").replace("-", "_")
@@ -121,6 +116,30 @@ def _check_gpus(rollout: Rollout) -> None:
                 f"rollout.gpus={list(gpus)} gives one server {list(own)}, and a server takes GPUs "
                 "that follow each other: order them so"
             )
+
+
+def check_oversample(config: Config) -> None:
+    rollout, algorithm, environment = config.rollout, config.algorithm, config.environment
+    if rollout.oversample == 1 or not isinstance(algorithm, PolicyOptimization):
+        return
+    if not rollout.suppress_special_tokens:
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} goes on with aborted responses, in which a "
+            "sampled image token would be taken for a picture: set "
+            "rollout.suppress_special_tokens=true or rollout.oversample=1.0"
+        )
+    if environment.name != "single_turn":
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} goes on with responses in later steps, when "
+            f"environment.name={environment.name} may start differently: set "
+            "environment.name=single_turn or rollout.oversample=1.0"
+        )
+    if algorithm.old_logprobs == "trainer" and algorithm.importance == "none":
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} trains on tokens that older weights sampled, "
+            "for which algorithm.importance=none does not correct: set algorithm.importance=token "
+            "or rollout.oversample=1.0"
+        )
 
 
 def check_adapters(rollout: Rollout, lora: LoRA) -> None:

@@ -26,6 +26,8 @@ A training step writes one record. What a name means is fixed here and nowhere e
     importance_corrected_share   share of tokens whose weight is cut or masked
     rejected_share           share of tokens of sequences that are left out
     rollout_train_kl         KL of the rollout engine from the trainer per token, nats
+    stale_share              share of tokens that older weights sampled (rollout.oversample)
+    stale_steps              by how many steps the oldest of them are older
     rollout_max_difference   largest log-prob difference of the two engines, nats
     kl_coefficient           where it adapts
     value_loss, value_clip_share, value_mean     of a critic

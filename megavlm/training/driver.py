@@ -24,6 +24,7 @@ from megavlm.training.plan import PackShape, Work, by_rank, plan_step
 from megavlm.training.score import Score
 from megavlm.training.scoring import make_curriculum, make_judge
 from megavlm.training.servers import Connection
+from megavlm.training.unfinished import Backlog
 
 
 class Driver:
@@ -37,6 +38,7 @@ class Driver:
         self.rows = read(config, config.data.train_files)
         self.test_rows = read(config, config.data.test_files)
         self.stream = make_stream(config, self.rows, self.processor)
+        self.backlog = Backlog()
         self.score = Score(config.checkpoint.best_metric)
         self.curriculum = make_curriculum(config)
         # What generates nothing has nothing to judge.
@@ -48,12 +50,19 @@ class Driver:
         if state is not None:
             self.stream.load_state_dict(state)
             self.curriculum.load_state_dict(state["curriculum"])
+            self.backlog.load_state_dict(
+                state["backlog"], lambda index: self.processor.prompt(self.rows[index])
+            )
         run_dir, num_steps = self.config.run.dir, self.config.algorithm.steps
         self.metrics = MetricsWriter(run_dir, step)
         self.samples = SampleWriter(run_dir, step, num_steps=num_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.stream.state_dict(), "curriculum": self.curriculum.state_dict()}
+        return {
+            **self.stream.state_dict(),
+            "curriculum": self.curriculum.state_dict(),
+            "backlog": self.backlog.state_dict(),
+        }
 
     def record(self, step: int, metrics: dict[str, float], samples: Sequence[SampledGroup]) -> None:
         metrics |= self.stream.measures()

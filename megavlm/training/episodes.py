@@ -49,8 +49,9 @@ class Arena:
         number: int = 0,
         phase: Phase | None = None,
     ) -> list[list[Episode]]:
-        """n episodes from each prompt, or from what the environment makes of its row. `number`: of
-        the step, for the environments' seeds. `phase` times rollout and rewards.
+        """n episodes from each prompt, or from what the environment makes of its row, but not from
+        those to which `generate` gives no first responses. `number`: of the step, for the
+        environments' seeds. `phase` times rollout and rewards.
 
         Raises ValueError for an environment that breaks its interface, RewardStop, and what
         `generate` raises.
@@ -58,10 +59,11 @@ class Arena:
         timed = phase or (lambda _: nullcontext())
         with timed("reward"):
             groups = self._runner.run(self._begin(prompts, n, stage, number))
-        waiting = [live for group in groups for live in group]
         # The group's first turn is one prompt with n responses; later ones are each their own.
         with timed("rollout"):
             answers = generate([group[0].prompt for group in groups], n)
+        begun = [group for group, answer in zip(groups, answers, strict=True) if answer]
+        waiting = [live for group in begun for live in group]
         responses = [response for answer in answers for response in answer]
         while waiting:
             with timed("reward"):
@@ -71,7 +73,7 @@ class Arena:
                 with timed("rollout"):
                     answers = generate([live.prompt for live in waiting], 1)
                 responses = [response for (response,) in answers]
-        return [without_skipped([live.episode() for live in group]) for group in groups]
+        return [without_skipped([live.episode() for live in group]) for group in begun]
 
     def close(self) -> None:
         self._runner.run(self.judge.close())

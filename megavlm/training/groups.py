@@ -18,6 +18,7 @@ from megavlm.observability.samples import SampledGroup, SampledResponse
 from megavlm.rewards.base import Score
 from megavlm.rollout.messages import Response
 from megavlm.training.turns import Episode, episode_tree
+from megavlm.training.unfinished import older, staleness
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ def sample(roll_out: Callable[[int], list[Group]], wanted: int, *, further_round
 
 
 def policy_trees(
-    groups: Sequence[Group], settings: PolicyOptimization, *, max_new_tokens: int
+    groups: Sequence[Group], settings: PolicyOptimization, *, max_new_tokens: int, version: int = 0
 ) -> list[Tree]:
     """The trees of one update: a group's prompt once, and its responses. Their tokens' values are
-    those that training/advantages.py and policy_loss.py ask for.
+    those that training/advantages.py and policy_loss.py ask for. version: of the present weights.
     """
     lengths, counted, sequences = [], [], []
     for number, group in enumerate(groups):
@@ -85,7 +86,8 @@ def policy_trees(
             lengths.append(len(response.token_ids))
             counted.append(not masked and not episode.score.skipped)
             extra = shaped(len(response.token_ids), settings, max_new_tokens)
-            sequences.append((number, _turn_columns(episode, extra)))
+            stale = torch.cat([older(turn.response, version) for turn in episode.turns])
+            sequences.append((number, _turn_columns(episode, extra) | {"stale": stale}))
     weights = token_weights(lengths, counted, settings.loss_aggregation, max_new_tokens)
     columns = iter(
         [
@@ -123,7 +125,7 @@ def metrics(groups: Sequence[Group]) -> dict[str, float]:
     turns = [len(episode.turns) for group in groups for episode in group.episodes]
     if max(turns) > 1:
         measures["turns"] = sum(turns) / len(turns)
-    return measures | _by_name(groups)
+    return measures | staleness(responses) | _by_name(groups)
 
 
 def _by_name(groups: Sequence[Group]) -> dict[str, float]:

@@ -25,7 +25,9 @@ Measures = dict[str, Tensor]
 class Update:
     """What a policy's loss needs to know of the update that it is for.
 
-    is_first: of its rollout, so that the present log-probs are those of the policy that sampled.
+    is_first: of its rollout, so that the present log-probs are those of the policy that sampled; of
+    tokens that older weights sampled (`stale`) they are the policy's before this step's updates,
+    and the importance weights correct for the rest of the way.
     has_moved: the policy is no longer the reference, so that their KL is more than rounding.
     reduce: sums over the context ranks that hold parts of the same pack.
     """
@@ -41,8 +43,8 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
 
     A pack's values, each [N]: weights, advantages, sequence, rollout_logprobs; old_logprobs, which
     the first update on a rollout puts there if there are none; reference_logprobs where the KL is
-    in the loss. Measures are sums over tokens, and `signal`: tokens with a gradient that is not
-    rounding alone.
+    in the loss; stale, 1 where older weights sampled, if there are such. Measures are sums over
+    tokens, and `signal`: tokens with a gradient that is not rounding alone.
     """
     kl = estimator(settings.kl_estimator)
     kl_coefficient = update.kl_coefficient if settings.kl_in == "loss" else 0.0
@@ -59,7 +61,8 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
         signal = (correction * values["advantages"] != 0) & ~_stopped(settings, term)
         has_gap = settings.old_logprobs == "trainer" or update.is_first
         sampled = old if settings.old_logprobs == "trainer" else logprobs.detach()
-        measures |= engine_gap(sampled, values["rollout_logprobs"], is_known=has_gap)
+        rollout = values["rollout_logprobs"]
+        measures |= engine_gap(sampled, rollout, values.get("stale"), is_known=has_gap)
         measures |= {
             "tokens": logprobs.new_tensor(float(pack.num_targets)),
             "entropy": scores.entropy.detach().sum(),
@@ -147,15 +150,23 @@ def _correction(
     return weights, measures | {"importance": weights.sum()}
 
 
-def engine_gap(logprobs: Tensor, rollout_logprobs: Tensor, *, is_known: bool = True) -> Measures:
+def engine_gap(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    stale: Tensor | None = None,
+    *,
+    is_known: bool = True,
+) -> Measures:
     """How far rollout engine and trainer are apart. `is_known`: `logprobs` are those of the weights
-    that sampled.
+    that sampled, but where `stale` is 1.
     """
+    known = torch.ones_like(logprobs) if stale is None else 1 - stale
+    logprobs = logprobs.where(known == 1, rollout_logprobs)
     if not is_known:
-        logprobs, rollout_logprobs = logprobs[:0], rollout_logprobs[:0]
+        logprobs, rollout_logprobs, known = logprobs[:0], rollout_logprobs[:0], known[:0]
     kl, largest = importance.mismatch(logprobs, rollout_logprobs)
     return {
-        "engine_tokens": kl.new_tensor(float(len(kl))),
+        "engine_tokens": known.sum(),
         "rollout_train_kl": kl.sum(),
         "largest_rollout_difference": largest,
     }

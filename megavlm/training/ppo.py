@@ -77,7 +77,10 @@ class PPOTrainer(PolicyTrainer):
         if session.mesh.is_last_stage:
             for pack in work.packs:
                 values = pack.values
-                gaps.append(engine_gap(values["old_logprobs"], values["rollout_logprobs"]))
+                gap = engine_gap(
+                    values["old_logprobs"], values["rollout_logprobs"], values.get("stale")
+                )
+                gaps.append(gap)
         return engine_metrics([reduce_measures(gaps, session.mesh)])
 
     def update_shared(self, work: Work, features: VisionFeatures) -> dict[str, float]:

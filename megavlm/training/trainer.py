@@ -3,6 +3,7 @@ driver.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from megavlm.algorithms.kl import adapted
 from megavlm.config.schema import GRPO, PPO
@@ -72,27 +73,37 @@ class PolicyTrainer(Loop):
         return grouping.sample(self.roll_out, wanted, further_rounds=rounds)
 
     def roll_out(self, count: int) -> list[Group]:
-        """Prompts, and the episodes that start from them, with their scores."""
+        """Prompts, and the episodes that start from them, with their scores: `count` groups."""
         session, driver = self.session, self.driver
         assert driver is not None
+        oversample = session.config.rollout.oversample
         with session.phases("data"):
-            prompts = driver.draw(count)
+            asked = driver.backlog.ask(count, oversample, driver.draw)
+
+        def generate(prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
+            if oversample == 1:
+                return self.generate(prompts, n)
+            begun = [item.responses for item in asked]
+            answers = self.generate(prompts, n, begun=begun, enough=count)
+            return driver.backlog.split(asked, answers, count)
+
         episodes = driver.arena.play(
-            prompts,
+            [item.prompt for item in asked],
             self.settings.responses_per_prompt,
-            self.generate,
+            generate,
             stage=driver.curriculum.stage(session.step),
             number=session.step,
             phase=session.phases,
         )
-        return [Group(of_prompt) for of_prompt in episodes]
+        return [Group(of_prompt) for of_prompt in episodes if of_prompt]
 
-    def generate(self, prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
+    def generate(self, prompts: Sequence[Prompt], n: int, **partly: Any) -> list[list[Response]]:
+        """`partly`: of RolloutClient.generate, where a rollout begins or ends with a part."""
         assert self.driver is not None
         version = self.session.step
         how = asking(self.session.config, self.sampling, version)
         return self.driver.client.generate(
-            prompts, n=n, sampling=how, weight_version=version, refit=self.refit
+            prompts, n=n, sampling=how, weight_version=version, refit=self.refit, **partly
         )
 
     def plan(self, sampled: Sampled | None) -> list[Work] | None:
@@ -103,7 +114,10 @@ class PolicyTrainer(Loop):
         size = len(groups) // self.settings.minibatches
         minibatches = [
             grouping.policy_trees(
-                groups[start : start + size], self.settings, max_new_tokens=longest
+                groups[start : start + size],
+                self.settings,
+                max_new_tokens=longest,
+                version=self.session.step,
             )
             for start in range(0, len(groups), size)
         ]

@@ -152,6 +152,14 @@ BROKEN = {
         "rollout.oversample=1.5",
         "rollout.suppress_special_tokens=false",
     ): "rollout.oversample=1.5 goes on with aborted responses",
+    (
+        "rollout.oversample=1.5",
+        "environment.name=a.b:C",
+    ): "environment.name=a.b:C may start differently",
+    (
+        "rollout.oversample=1.5",
+        "algorithm.importance=none",
+    ): "for which algorithm.importance=none does not correct",
     ("rollout.min_servers=2",): "rollout.min_servers=2 is more than the 1 servers",
     (
         "rollout.mode=external",
