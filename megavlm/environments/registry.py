@@ -1,6 +1,5 @@
 """The names by which a recipe asks for an environment: a built-in one, or package.module:Class."""
 
-import importlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megavlm.environments.base import Context, Environment
+from megavlm.rewards.registry import import_module
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def load(name: str, options: Mapping[str, Any]) -> type[Environment]:
     path = BUILT_IN[name].path if name in BUILT_IN else name
     module, _, attribute = path.partition(":")
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
+        found: Any = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"environment.name={name}: it cannot be imported ({error})") from error
     if not inspect.isclass(found) or not all(

@@ -4,8 +4,11 @@ URL of a service.
 
 import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 RewardFunction = Callable[..., Any]  # of base.py's form
@@ -42,7 +45,7 @@ def load(name: str, options: Mapping[str, Any]) -> RewardFunction:
     option that it does not take, for what is no function, and what the import raises.
     """
     module_name, _, attribute = BUILT_IN.get(name, name).partition(":")
-    module = importlib.import_module(module_name)
+    module = import_module(module_name)
     function = getattr(module, attribute)
     if not callable(function):
         raise ValueError(f"{name} is no function")
@@ -53,6 +56,13 @@ def load(name: str, options: Mapping[str, Any]) -> RewardFunction:
     if name in BUILT_IN and hasattr(module, "prepare"):
         module.prepare(**options)
     return function
+
+
+def import_module(name: str) -> ModuleType:
+    """As `python -m` finds it: in the working directory, too."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return importlib.import_module(name)
 
 
 def arguments(function: RewardFunction) -> set[str]:

@@ -36,6 +36,7 @@ class Arena:
         """Raises ValueError for an environment that cannot be had."""
         self._settings, self._seed = config.environment, config.run.seed
         self._processor, self.judge = processor, judge
+        self._system_prompt = config.data.system_prompt
         self._class = registry.load(self._settings.name, self._settings.options)
         self._runner = asyncio.Runner()
 
@@ -82,13 +83,15 @@ class Arena:
     async def _begin(
         self, prompts: Sequence[Prompt], n: int, stage: Stage | None, number: int
     ) -> list[list["_Live"]]:
-        return [
-            await self._group(prompt, n, stage, seed_of(self._seed, number, prompt.row))
-            for prompt in prompts
-        ]
+        return await asyncio.gather(
+            *(
+                self._group(prompt, n, stage, seed_of(self._seed, number, prompt.row))
+                for prompt in prompts
+            )
+        )
 
     async def _group(self, prompt: Prompt, n: int, stage: Stage | None, seed: int) -> list["_Live"]:
-        row = example(prompt.row)
+        row = example(prompt.row, self._system_prompt)
         group, seen = [], []
         for _ in range(n):
             live = _Live(prompt, self._settings.timeout)
@@ -207,8 +210,12 @@ class _Live:
         return Episode(tuple(self.turns), replace(score, reward=total))
 
 
-def example(row: Row) -> Example:
-    chat = tuple({"role": m.role, "content": m.text} for m in row.messages)
+def example(row: Row, system_prompt: str | None = None) -> Example:
+    """`system_prompt`: that of a row which has none of its own."""
+    messages = row.messages or (Message("user", row.problem),)
+    if system_prompt is not None and messages[0].role != "system":
+        messages = (Message("system", system_prompt), *messages)
+    chat = tuple({"role": m.role, "content": m.text} for m in messages)
     return Example(row.problem, row.answer, row.category, row.images, row.extra, chat)
 
 

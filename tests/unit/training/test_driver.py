@@ -11,6 +11,7 @@ from megavlm.config.load import load
 from megavlm.training.driver import Driver
 from megavlm.training.options import layout
 from megavlm.training.plan import PackShape
+from megavlm.training.scoring import make_curriculum
 
 VISION = (7, 8)
 PLAIN = {"multiple": 1, "context_size": 1, "count": 1, "equal_counts": False}
@@ -40,3 +41,20 @@ def test_pack_shape(
     assert Driver.shape.fget is not None
     shape = PackShape(max_tokens=9000, vision_token_ids=VISION, **{**PLAIN, **expected})
     assert Driver.shape.fget(driver) == shape
+
+
+def test_the_curriculum_is_part_of_the_state(write_recipe: Callable[..., Path]) -> None:
+    stages = [{"reward": 0.5, "tolerance": 9.0}, {}]
+    config = load(write_recipe(curriculum={"stages": stages, "window": 1}))
+
+    def driver() -> Any:
+        stream = SimpleNamespace(state_dict=lambda: {"drawn": [3]}, load_state_dict=lambda _: None)
+        return SimpleNamespace(config=config, stream=stream, curriculum=make_curriculum(config))
+
+    first, second = driver(), driver()
+    first.curriculum.record(0.7)
+    state = Driver.state_dict(first)
+    assert state["drawn"] == [3]
+    Driver.start(second, 1, state)
+    assert second.curriculum.number == 1
+    second.metrics.close()

@@ -59,7 +59,9 @@ class Policy:
 
 def arena(processor: Processor, judge: Judge, name: str, **settings: Any) -> Arena:
     config: Any = SimpleNamespace(
-        environment=Environment(name=name, **settings), run=SimpleNamespace(seed=1)
+        environment=Environment(name=name, **settings),
+        run=SimpleNamespace(seed=1),
+        data=SimpleNamespace(system_prompt=processor._system_prompt),
     )
     return Arena(config, processor, judge)
 
@@ -124,6 +126,18 @@ def test_the_whole_conversation_is_what_a_template_makes_of_it(
     assert turn.token_ids.tolist() == whole.token_ids.tolist()
     assert turn.positions.equal(whole.positions) and turn.next_position == whole.next_position
     assert turn.request_ids == whole.request_ids
+
+
+def test_an_environment_adds_to_the_configured_system_prompt(
+    processor: Processor, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "_system_prompt", "Look.")
+    policy = Policy(processor, "3", "3")
+    play(processor, judge, policy, "vqa", n=1)
+    play(processor, judge, policy, "geo3k_calculator", n=1, options={"instruction": "No."})
+    plain, told = (processor.decode(prompts[0].token_ids.tolist()) for prompts, _ in policy.asked)
+    assert plain.startswith("system\nLook.") and "No." not in plain
+    assert told.startswith("system\nLook.\nNo.") and "How many?" in told
 
 
 def test_a_tree_has_each_turn_below_the_one_before(processor: Processor, judge: Judge) -> None:
