@@ -14,9 +14,10 @@ from checkpoint_tools.ahead import one_ahead
 from checkpoint_tools.output import output_folder
 from checkpoint_tools.progress import Show, silent
 from checkpoint_tools.ranks import Ranks
-from checkpoint_tools.step_adapters import Piece, adapter_pieces, write_settings
+from checkpoint_tools.step_adapters import Piece, adapter_pieces
 from checkpoint_tools.weights import Weights, hub_weights
 from megavlm.checkpointing import atomic, folder
+from megavlm.checkpointing.adapters import AdapterSettings
 from megavlm.checkpointing.checksums import Sums, checksums
 from megavlm.checkpointing.writer import Record, RecordFile, write_contents
 from megavlm.models.common.loading import HUB, Form
@@ -97,7 +98,7 @@ def write_checkpoint(
         def publish() -> None:
             if ranks.is_lead:
                 if adapters is not None:
-                    write_settings(adapters, step)
+                    AdapterSettings(adapters.rank, adapters.alpha, adapters.base).write(step)
                 _describe(step, files)
                 folder.publish(output, 0)
                 stack.close()

@@ -3,27 +3,23 @@
     LINEAR.lora_A           [sum of ranks, columns]: the projections' A's below each other
     LINEAR.lora_B_<part>    [rows, rank]: of each projection
 
-Experts are stacked in front, as their weights are. What A and B do not tell lies in `lora.json`
-beside them where an import made the step, and in the recipe where a run did.
+Experts are stacked in front, as their weights are. What A and B do not tell lies in `lora.json`.
 """
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from checkpoint_tools.adapters import Adapters, Pair, Projection, linears, targets
 from checkpoint_tools.weights import Weights
+from megavlm.checkpointing.adapters import SETTINGS, AdapterSettings
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Shape
-
-SETTINGS = "lora.json"
 
 
 @dataclass(frozen=True)
@@ -80,8 +76,7 @@ def step_adapters(
         alpha = known.get("alpha")
     if alpha is None:
         raise ValueError(
-            f"{path} does not tell the alpha of its adapters, as neither {SETTINGS} nor a run's "
-            f"config.yaml lies there: give --alpha."
+            f"{path} does not tell the alpha of its adapters (no {SETTINGS}): give --alpha."
         )
 
     def read(projection: Projection) -> Pair:
@@ -110,11 +105,6 @@ def adapter_pieces(adapters: Adapters) -> Iterator[Piece]:
                 yield Piece(key, expert, shapes[key], b)
 
 
-def write_settings(adapters: Adapters, step: Path) -> None:
-    settings = {"rank": adapters.rank, "alpha": adapters.alpha, "base": adapters.base}
-    (step / SETTINGS).write_text(json.dumps(settings))
-
-
 def _rank(weights: Weights) -> int:
     ranks = {shape[-1] for name, shape, _ in weights.extras if "lora_B_" in name}
     if len(ranks) != 1:
@@ -127,18 +117,8 @@ def _rank(weights: Weights) -> int:
 
 def known_settings(step: Path) -> dict[str, Any]:
     """What is known of the adapters in a step: their alpha, and the model that they belong to."""
-    if (step / SETTINGS).is_file():
-        settings: dict[str, Any] = json.loads((step / SETTINGS).read_bytes())
-        return settings
-    recipe = step.absolute().parents[1] / "config.yaml"
-    if not recipe.is_file():
-        return {}
-    config = OmegaConf.load(recipe)
-    alpha = OmegaConf.select(config, "lora.alpha")
-    # Adapters of a run that began with a checkpoint belong to the weights in that one.
-    started = OmegaConf.select(config, "model.checkpoint")
-    base = None if started else OmegaConf.select(config, "model.folder")
-    return {"alpha": alpha, "base": base}
+    settings = AdapterSettings.read(step)
+    return asdict(settings) if settings else {}
 
 
 def _names(linear: str, parts: list[Projection]) -> Iterator[tuple[str, list[Projection]]]:

@@ -8,6 +8,7 @@
         manifest.json      step, contents, scores, and every other file's size and checksum
         .metadata, metadata.json, common.pt, *.distcp    megatron-core dist_checkpointing
         extra.json         the trainer's own state: loader, curriculum
+        lora.json          rank, alpha and base model of its adapters, where it has some
         random_00000.pt    random states of rank 0
 
 A step is written under another name and renamed when all of it is on the disk, so a folder called

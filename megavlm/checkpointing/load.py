@@ -20,11 +20,11 @@ from megatron.core.utils import unwrap_model
 
 from megavlm.checkpointing import folder as form
 from megavlm.checkpointing import random_states
+from megavlm.checkpointing.adapters import adapters
 from megavlm.checkpointing.checksums import first_difference
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.state import layout, replica_group, sharded_state
 from megavlm.checkpointing.together import together
-from megavlm.models.common.lora_linear import is_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +53,19 @@ def load(
     if optimizer is not None and not manifest.has_optimizer:
         raise ValueError(f"{path} holds weights alone, without the optimizer's state.")
 
-    def verify() -> bool:
-        """Each rank reads its share of the files. Whether its part of the model has adapters."""
+    def verify() -> set[str]:
+        """Each rank reads its share of the files. The keys that its part of the model asks for."""
         names = sorted(manifest.files)[rank::world_size]
         if problem := first_difference(path, manifest.files, names):
             raise ValueError(problem)
         model = sharded_state(chunks, None, None, is_loading=True)["model"]
         tensors = [value for part in model.values() for value in part.values()]
         _check_tensors(tensors, StepReader(path), path, trains=optimizer is not None)
-        return any(is_adapter(value.key) for value in tensors)
+        return {part.key for value in tensors for part in _parts(value)}
 
-    if not any(together("load", verify)) and any(map(is_adapter, StepReader(path).tensors)):
+    if left := adapters(path) - set().union(*together("load", verify)):
         raise ValueError(
-            f"{path} holds adapters, and this model has none to load them into: merge them "
+            f"{path} holds adapters that this model has no place for ({min(left)}): merge them "
             "(megavlm-convert lora-merge), or set lora as the run that saved them did."
         )
     state = dist_checkpointing.load(
@@ -101,9 +101,7 @@ def _check_tensors(tensors: Sequence[Any], reader: StepReader, path: Path, *, tr
     optimizer's state of those that are trained.
     """
     for value in tensors:
-        parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
-        for part in parts:
-            assert isinstance(part, ShardedTensor), part
+        for part in _parts(value):
             if part.key not in reader.tensors:
                 raise ValueError(f"{path} has no tensor {part.key}, which the model asks for.")
             if reader.shape(part.key) != tuple(part.global_shape):
@@ -117,6 +115,12 @@ def _check_tensors(tensors: Sequence[Any], reader: StepReader, path: Path, *, tr
                     "not train: train what it trained, or start another run from its weights "
                     "(model.checkpoint)."
                 )
+
+
+def _parts(value: Any) -> list[ShardedTensor]:
+    parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
+    assert all(isinstance(part, ShardedTensor) for part in parts), parts
+    return parts
 
 
 def _moment(key: str) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megavlm.checkpointing import atomic, random_states
 from megavlm.checkpointing import folder as form
+from megavlm.checkpointing.adapters import SETTINGS, AdapterSettings
 from megavlm.checkpointing.checksums import Sums, checksums
 from megavlm.checkpointing.retention import Retention, prune
 from megavlm.checkpointing.snapshot import Snapshot, Written
@@ -80,6 +81,7 @@ def begin(
     scheduler: OptimizerParamScheduler,
     extra: dict[str, Any],
     hf_folder: str | Path | None = None,
+    adapters: AdapterSettings | None = None,
     scores: Mapping[str, float] | None = None,
     retention: Retention | None = None,
     copy: bool = True,
@@ -112,6 +114,9 @@ def begin(
             snapshot.write_common()
             (path / "extra.json").write_text(json.dumps(extra))
             names += ["common.pt", "extra.json"]
+            if adapters is not None:
+                adapters.write(path)
+                names.append(SETTINGS)
         for name in names:
             atomic.sync(path / name)
         return checksums(path, names)
@@ -129,7 +134,8 @@ def save(folder: str | Path, step: int, **state: Any) -> None:
 
     The keywords are `begin`'s. `chunks`: this rank's part of the model. `extra`: the trainer's own
     state, JSON-able, and `scores`, what `retention` compares, as rank 0 has them. `hf_folder`: the
-    model folder whose configuration, tokenizer and processor files an export needs.
+    model folder whose configuration, tokenizer and processor files an export needs. `adapters`: of
+    the model, where it has some.
     CheckpointError, on every rank, where a rank cannot write; nothing partial is left then, and
     older steps stay.
     """

@@ -13,6 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
+from megavlm.checkpointing.adapters import AdapterSettings
 from megavlm.checkpointing.retention import Retention
 from megavlm.checkpointing.save import begin
 from megavlm.checkpointing.together import CheckpointError
@@ -40,6 +41,7 @@ class Saver:
         folder: Path,
         *,
         hf_folder: Path,
+        adapters: AdapterSettings | None = None,
         retention: Retention,
         background: bool,
     ) -> None:
@@ -47,6 +49,7 @@ class Saver:
         self._where: dict[str, Any] = {
             "folder": folder,
             "hf_folder": hf_folder,
+            "adapters": adapters,
             "retention": retention,
         }
         self._background = background

@@ -18,7 +18,7 @@ from megavlm.parallel.mesh import Mesh
 from megavlm.training.guards import SkipCounter
 from megavlm.training.optimizer import build_updater
 from megavlm.training.passes import LossFunction, VisionFeatures
-from megavlm.training.start import start_model
+from megavlm.training.start import adapter_settings, start_model
 from megavlm.training.update import update
 
 CHECKPOINTS = "checkpoints"
@@ -53,6 +53,7 @@ class Session:
         self.saver = checkpointing.Saver(
             self.folder,
             hf_folder=Path(config.model.folder),
+            adapters=adapter_settings(config),
             retention=checkpointing.Retention(
                 last=kept.keep_last,
                 every=kept.keep_every,

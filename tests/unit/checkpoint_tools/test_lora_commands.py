@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.cli import main
 from checkpoint_tools.lora_import import lora_import
-from checkpoint_tools.step_adapters import SETTINGS
+from megavlm.checkpointing.adapters import SETTINGS
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import configure, make_adapters, rewrite
 
@@ -204,12 +204,6 @@ def test_an_alpha_or_a_base_that_nothing_tells(
     assert "nothing tells which model the adapters in" in told and "--base" in told
     assert not run("lora-export", checkpoint, tmp_path / "out", "--alpha", 6, "--base", "x/y")
     assert "(rank 4, alpha 6) on 12 modules" in capsys.readouterr().out
-
-    # A run that began with a checkpoint trained its adapters on the weights in that one.
-    recipe = {"lora": {"alpha": 6}, "model": {"folder": "x/y", "checkpoint": "warm/start"}}
-    (checkpoint.parent / "config.yaml").write_text(json.dumps(recipe))
-    told = refusal(capsys, "lora-export", checkpoint, tmp_path / "other")
-    assert "a run that began with a checkpoint" in told
 
 
 def test_folders_without_adapters(

@@ -17,6 +17,7 @@ from checkpoint_tools.lora_merge import lora_merge
 from checkpoint_tools.step_adapters import step_adapters
 from checkpoint_tools.weights import hub_weights, step_weights
 from megavlm import checkpointing
+from megavlm.checkpointing.adapters import AdapterSettings
 from megavlm.config.schema import Optimizer
 from megavlm.models.common.lora import LoRA
 from megavlm.models.common.lora_targets import linear_names
@@ -57,6 +58,7 @@ def save(folder: Path, ranks: Ranks, targets: tuple[str, ...], run_dir: Path) ->
         scheduler=updater.scheduler,
         extra={},
         hf_folder=folder,
+        adapters=AdapterSettings(RANK, ALPHA, BASE),
     )
 
 
@@ -74,13 +76,6 @@ def test_every_layout_exports_the_same_bytes(
     for layout in layouts:
         run_dir = tmp_path / layout
         launch(RANKS[layout].world_size, save, hf, RANKS[layout], targets, run_dir)
-        recipe = {
-            "algorithm": {"name": "grpo", "steps": 3},
-            "data": {},
-            "lora": {"rank": RANK, "alpha": ALPHA},
-            "model": {"folder": BASE, "checkpoint": None},
-        }
-        (run_dir / "config.yaml").write_text(json.dumps(recipe))  # JSON is YAML
         done = lora_export(run_dir / "checkpoints", run_dir / "peft")
         assert (done.step, done.rank, done.alpha) == (1, RANK, ALPHA)
         for name in ("adapter_config.json", "adapter_model.safetensors"):

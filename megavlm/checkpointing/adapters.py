@@ -1,0 +1,50 @@
+"""What a step's tensors do not tell of the adapters in it."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megavlm.checkpointing import folder as form
+from megavlm.checkpointing.reader import StepReader
+from megavlm.models.common.lora_linear import is_adapter
+
+SETTINGS = "lora.json"
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """`base`: the model that they belong to, by its name or folder; None where it is unknown."""
+
+    rank: int
+    alpha: float
+    base: str | None
+
+    def write(self, step: Path) -> None:
+        (step / SETTINGS).write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(step: Path) -> "AdapterSettings | None":
+        """None where the step has no such file."""
+        path = step / SETTINGS
+        return AdapterSettings(**json.loads(path.read_bytes())) if path.is_file() else None
+
+
+def adapters(step: Path) -> set[str]:
+    """The keys of a step's adapters."""
+    tensors = StepReader(step).tensors
+    return {key for key in tensors if is_adapter(key) and not key.startswith("optimizer.")}
+
+
+def has_adapters(folder: str | Path) -> bool:
+    """Whether a checkpoint's latest step has some; ValueError where there is no step."""
+    return bool(adapters(form.locate(Path(folder), None)))
+
+
+def check_alpha(folder: str | Path, alpha: float) -> None:
+    """ValueError where the latest step's adapters were trained with another."""
+    settings = AdapterSettings.read(form.locate(Path(folder), None))
+    if settings is not None and settings.alpha != alpha:
+        raise ValueError(
+            f"lora.alpha={alpha:g} is not what the adapters in {folder} were trained with: set "
+            f"lora.alpha={settings.alpha:g}"
+        )

@@ -1,0 +1,97 @@
+"""What a run starts with: fresh adapters, or those of `model.checkpoint`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from checkpoint_tools.lora_import import lora_import
+from megavlm.checkpointing.folder import step_folder
+from megavlm.checkpointing.reader import StepReader
+from megavlm.config.load import load
+from megavlm.models.registry import family
+from megavlm.parallel.mesh import build_mesh
+from megavlm.training.options import layout
+from megavlm.training.start import start_model
+from tests.conftest import row, write_rows
+from tests.distributed.fork import launch
+from tests.unit.checkpoint_tools.lora_models import make_adapters
+from tests.unit.checkpoints.ranks import make_hf
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf(tmp_path_factory.mktemp("start") / "hf")
+
+
+@pytest.fixture(scope="module")
+def adapted(hf: Path) -> Path:
+    make_adapters(hf, hf.parent / "peft", target_modules=r".*language_model.*\.(q|v|down)_proj")
+    lora_import(hf.parent / "peft", hf.parent / "checkpoint", base=hf)
+    return hf.parent / "checkpoint"
+
+
+def started(recipe: Path) -> tuple[dict[str, bool], int]:
+    """Whether each adapter's tensor is the checkpoint's, by key; parameters that are trained."""
+    config = load(recipe)
+    hf_config = AutoConfig.from_pretrained(config.model.folder)
+    entries = family(hf_config.model_type).mapping(hf_config)
+    mesh = build_mesh(layout(config), seed=0)
+    (model,) = start_model(config, hf_config, entries, mesh, "tokens")
+    assert config.model.checkpoint is not None
+    reader = StepReader(step_folder(Path(config.model.checkpoint), 0))
+    equal = {
+        name: torch.equal(parameter, reader.read(name))
+        for name, parameter in model.named_parameters()
+        if "lora_" in name
+    }
+    return equal, sum(parameter.requires_grad for parameter in model.parameters())
+
+
+def write_recipe(folder: Path, hf: Path, checkpoint: Path, **lora: Any) -> Path:
+    files = [write_rows(folder / "rows.parquet", [row()])]
+    recipe = {
+        "run": {"dir": str(folder / "run")},
+        "model": {"folder": str(hf), "checkpoint": str(checkpoint)},
+        "lora": {"rank": 4, "alpha": 6.0} | lora,
+        "data": {"train_files": files, "test_files": files},
+        "algorithm": {"name": "sft", "steps": 1},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))  # JSON is YAML
+    return path
+
+
+TARGETS = [
+    "language_model.decoder.layers.*.self_attention.linear_qkv",
+    "language_model.decoder.layers.*.mlp.linear_fc2",
+]
+
+
+def test_a_run_goes_on_with_a_checkpoint_s_adapters(
+    hf: Path, adapted: Path, tmp_path: Path
+) -> None:
+    ((equal, trained),) = launch(1, started, write_recipe(tmp_path, hf, adapted, targets=TARGETS))
+    assert trained == len(equal) > 0 and all(equal.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"targets": TARGETS, "alpha": 32.0}, "lora.alpha=32 is not what the .*alpha=6"),
+        ({"targets": TARGETS, "rank": 8}, "has shape"),
+        ({"targets": TARGETS[:1]}, "no place for .*linear_fc2.lora_A"),
+        ({"rank": 0}, "no place for .*lora-merge"),
+    ],
+)
+def test_settings_that_are_not_the_checkpoint_s_are_refused(
+    hf: Path, adapted: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    recipe = write_recipe(tmp_path, hf, adapted, **settings)
+    with pytest.raises(RuntimeError, match=message):
+        launch(1, started, recipe)
