@@ -34,7 +34,8 @@ class PolicyTrainer(Loop):
         self.reference = reference(session.model) if self.settings.kl_coefficient else None
         super().__init__(session, driver, sync)
         self.state = session.algorithm_state
-        self.state.setdefault("kl_coefficient", self.settings.kl_coefficient)
+        if self.settings.kl_target is None or "kl_coefficient" not in self.state:
+            self.state["kl_coefficient"] = self.settings.kl_coefficient
         how = None if driver is None else sampling(session.config, driver.processor)
         self.sampling: Sampling = broadcast_object(how, session.mesh)
         # Log-probs of the distribution that the servers sample from.

@@ -1,0 +1,33 @@
+"""The KL coefficient: it adapts from step to step where a recipe says so, and is a run's state."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megavlm.config.schema import GRPO
+from megavlm.training.trainer import PolicyTrainer
+
+
+def steps(settings: GRPO, measured: list[float]) -> list[float]:
+    """The coefficient of each step, and the next one."""
+    trainer: Any = SimpleNamespace(
+        settings=settings, state={"kl_coefficient": settings.kl_coefficient}
+    )
+    used = []
+    for kl in measured:
+        metrics = {"kl_reference": kl}
+        PolicyTrainer.adapt_kl(trainer, metrics)
+        used.append(metrics.get("kl_coefficient", settings.kl_coefficient))
+    return [*used, trainer.state["kl_coefficient"]]
+
+
+def test_it_follows_the_target() -> None:
+    settings = GRPO(kl_coefficient=0.1, kl_target=0.05, kl_horizon=1280)  # ten steps of 128
+    assert steps(settings, [0.5, 0.5, 0.0]) == pytest.approx(
+        [0.1, 0.1 * 1.02, 0.1 * 1.02**2, 0.1 * 1.02**2 * 0.98]
+    )
+
+
+def test_without_a_target_it_stays() -> None:
+    assert steps(GRPO(kl_coefficient=0.1), [0.5, 0.0]) == [0.1] * 3
