@@ -27,6 +27,11 @@ def broadcast_object(value: T | None, mesh: Mesh) -> T:
     return box[0]
 
 
+def barrier(mesh: Mesh) -> None:
+    """No rank goes on before all are here."""
+    dist.barrier(group=mesh.objects)
+
+
 def any_rank(flag: bool) -> bool:
     """True on all ranks if true on one."""
     vote = torch.tensor(float(flag), device=platform.device())

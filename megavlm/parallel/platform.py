@@ -65,6 +65,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def free_cached_memory() -> None:
+    """Gives freed memory back to the device, for other processes."""
+    if has_gpu():
+        torch.cuda.empty_cache()
+
+
 def peak_memory_bytes() -> int:
     """The most memory that this process has held: allocated on the GPU, or resident on a CPU."""
     if has_gpu():

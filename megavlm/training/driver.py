@@ -15,6 +15,7 @@ from megavlm.observability.samples import SampledGroup, SampleWriter
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.fleet.fleet import Fleet
+from megavlm.rollout.fleet.memory import ServerMemory
 from megavlm.training.cost import ModelCost
 from megavlm.training.dataset import read
 from megavlm.training.episodes import Arena
@@ -105,6 +106,10 @@ class Driver:
     @property
     def fleet(self) -> Fleet:
         return self._connected.fleet
+
+    @property
+    def server_memory(self) -> ServerMemory | None:
+        return self._connected.memory
 
     @property
     def _connected(self) -> Connection:

@@ -6,10 +6,13 @@ from typing import TypeVar
 from megavlm.observability.samples import SampledGroup
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
+from megavlm.rollout.errors import WeightSyncError
 from megavlm.rollout.weights.sync import WeightSync
 from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest
+from megavlm.training.offload import trainer_parts
 from megavlm.training.session import Session
+from megavlm.training.sharing import Phase, Sharing
 
 T = TypeVar("T")
 
@@ -24,6 +27,10 @@ class Loop:
         its start.
         """
         self.session, self.driver, self.sync = session, driver, sync
+        self.sharing: Sharing | None = None
+        if sync is not None and session.config.rollout.colocate:
+            memory = None if driver is None else driver.server_memory
+            self.sharing = Sharing(trainer_parts(session.updater), memory, session.mesh)
         state = session.resume()
         if driver is not None:
             driver.start(session.step, state)
@@ -74,21 +81,46 @@ class Loop:
             self._published = self.session.step
 
     def push(self) -> None:
-        """Collective. Servers that have started since get everything."""
+        """Collective. Servers that have started since get everything. Where all die before or in
+        the push, it is made for those that come back.
+        """
         assert self.sync is not None, "this run has no rollout servers"
-        self.sync.push(self.session.step)
+        fleet = None if self.driver is None else self.driver.fleet
+        while True:
+            deaths = self.wait_for_servers()
+            try:
+                self.sync.push(self.session.step)
+                return
+            except WeightSyncError:
+                died = None if fleet is None else fleet.died_since(deaths)
+                if not broadcast_object(died, self.session.mesh):
+                    raise
+
+    def wait_for_servers(self) -> int:
+        """Until weights can be pushed; the servers' deaths so far, on the driver. Collective."""
+        fleet = None if self.driver is None else self.driver.fleet
+        if self.sharing is not None:
+            nobody = None if fleet is None else not fleet.answering()
+            if broadcast_object(nobody, self.session.mesh):
+                self.share("generate")  # a server that starts takes all its memory
+        deaths = 0 if fleet is None else fleet.wait_for_targets()
+        self.share("push")
+        return deaths
 
     def stand_by(self, work: Callable[[], T]) -> T | None:
         """What `work` returns on the driver, which alone does it; the other ranks are there for the
         pushes that it may ask for by `refit`. Collective.
         """
-        mesh = self.session.mesh
-        if self.driver is None:
+        mesh, result = self.session.mesh, None
+        self.share("generate")
+        if self.driver is not None:
+            result = work()
+            broadcast_object(False, mesh)
+        else:
             while broadcast_object(None, mesh):
                 self.push()
-            return None
-        result = work()
-        broadcast_object(False, mesh)
+                self.share("generate")
+        self.share("train")
         return result
 
     def refit(self) -> None:
@@ -97,6 +129,12 @@ class Loop:
         """
         broadcast_object(True, self.session.mesh)
         self.push()
+        self.share("generate")
+
+    def share(self, phase: Phase) -> None:
+        """Where trainer and servers share GPUs, the memory is that of `phase`. Collective."""
+        if self.sharing is not None:
+            self.sharing.move(phase)
 
     def evaluate(self) -> None:
         self.publish()
@@ -107,6 +145,7 @@ class Loop:
         self.driver.evaluate(self.session.step, self.refit)
 
     def save(self) -> None:
+        self.share("train")
         driver = self.driver
         state = None if driver is None else driver.state_dict()
         scores = {} if driver is None else driver.score.take()

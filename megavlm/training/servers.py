@@ -12,8 +12,9 @@ from megavlm.config.schema import Config
 from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.fleet.fleet import Fleet
 from megavlm.rollout.fleet.member import Member
+from megavlm.rollout.fleet.memory import ServerMemory
 from megavlm.rollout.fleet.state import Policy
-from megavlm.training.placement import managed_servers
+from megavlm.training.placement import keeps_weights, managed_servers
 
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
 # directory.
@@ -24,6 +25,7 @@ API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
 class Connection:
     client: RolloutClient
     fleet: Fleet
+    memory: ServerMemory | None = None  # where they share the trainer's GPUs
 
 
 @contextmanager
@@ -49,7 +51,15 @@ def connect(
         say=lambda line: print(line, flush=True),
     )
     with fleet, _client(config, fleet) as client:
-        yield Connection(client, fleet)
+        if not rollout.colocate:
+            yield Connection(client, fleet)
+            return
+        with ServerMemory(
+            fleet, keeps_weights=keeps_weights(rollout), timeout=rollout.request_timeout
+        ) as memory:
+            if needs_refit:  # a trainer is about to take the memory
+                memory.release(["kv_cache", "weights"])
+            yield Connection(client, fleet, memory)
 
 
 def members(config: Config, model_folder: str | Path) -> Sequence[Member]:

@@ -60,6 +60,7 @@ class Fleet:
         self._users = 0
         self._is_starting = True
         self._broken: BaseException | None = None
+        self._deaths = 0
         self.resting = False  # memory is released: no probe, no restart
         self._supervisor = Supervisor(self)
 
@@ -97,6 +98,7 @@ class Fleet:
             if event.kind is Kind.ANSWERED:
                 self._last_answer[url] = now
             if after.state is not before.state:
+                self._deaths += after.state in (State.DEAD, State.RETIRED)
                 self._report(url, before, after)
                 self._wake()
             return action
@@ -125,12 +127,38 @@ class Fleet:
     def targets(self) -> list[Target]:
         with self._lock:
             self._check()
-            self._pushing = {
-                url
-                for url, record in self._records.items()
-                if record.state in (State.HEALTHY, State.STALE)
-            }
-            return [self._target(self.members[url]) for url in self.members if url in self._pushing]
+            targets = self.answering()
+            self._pushing = {target.url for target in targets}
+            return targets
+
+    def answering(self) -> list[Target]:
+        """Healthy and stale servers."""
+        with self._lock:
+            states = {url: record.state for url, record in self._records.items()}
+            fit = (State.HEALTHY, State.STALE)
+            return [self._target(m) for url, m in self.members.items() if states[url] in fit]
+
+    def wait_for_targets(self) -> int:
+        """Returns when there is one: where all have died, that takes a restart. The number of
+        deaths until then, for `died_since`.
+        """
+        with self._changed:
+            while not self.answering():
+                self._check()
+                self._changed.wait(1.0)
+            return self._deaths
+
+    def wait_until_started(self) -> None:
+        """No server is between its launch and its first answer."""
+        with self._changed:
+            while any(r.state is State.STARTING for r in self._records.values()):
+                self._check()
+                self._changed.wait(1.0)
+
+    def died_since(self, deaths: int, patience: float = 5.0) -> bool:
+        """Whether a server has died since; a death is noticed within a moment."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._deaths > deaths, patience)
 
     def refitted(self, url: str, version: str) -> None:
         with self._lock:

@@ -1,0 +1,83 @@
+"""A trainer whose memory goes to the host between updates trains as one whose memory stays."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megavlm.training.offload import Part, distinct, trainer_parts
+from tests.distributed.fork import launch
+from tests.distributed.test_updates import start
+from tests.parity.models import make_model
+from tests.parity.table import LAYOUTS, Ranks
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("offload") / "model"
+    launch(1, make_model, folder, "qwen2_5_vl", False)
+    return folder
+
+
+def train(folder: Path, ranks: Ranks, away: bool) -> Any:
+    """Two updates; parameters and gradient norms."""
+    run = start(folder, ranks, frozen=True)
+    parts = trainer_parts(run.updater)
+    norms = []
+    for _ in range(2):
+        if away:
+            for part in parts.values():
+                part.to_host()
+            held = [
+                p.untyped_storage().nbytes() for c in run.updater.chunks for p in c.parameters()
+            ]
+            assert sum(held) == 0
+            states = run.updater.optimizer.chained_optimizers[0].optimizer.state.values()
+            assert all(
+                x.untyped_storage().nbytes() == 0
+                for state in states
+                for x in state.values()
+                if torch.is_tensor(x)
+            )
+            for part in reversed(parts.values()):
+                part.to_device()
+        run.forward_backward(run.features())
+        norms.append(run.updater.step())
+    return run.parameters(), norms
+
+
+@pytest.mark.parametrize("layout", ["one rank", "DP2"])
+def test_nothing_changes_bit_by_bit(folder: Path, layout: str) -> None:
+    ranks = LAYOUTS[layout]
+    stayed = launch(ranks.world_size, train, folder, ranks, False)
+    went = launch(ranks.world_size, train, folder, ranks, True)
+    for (parameters, norms), (others, other_norms) in zip(stayed, went, strict=True):
+        assert norms == other_norms and norms[0] > 0
+        for one, other in zip(parameters, others, strict=True):
+            assert np.array_equal(one, other)
+
+
+def test_views_share_a_storage_that_leaves_once() -> None:
+    whole = torch.arange(6.0)
+    views = [whole[:2], whole[2:].view(2, 2)]
+    assert len(distinct([whole, *views, torch.empty(0)])) == 1
+    part = Part(lambda: [*views, whole])
+    part.to_host()
+    assert whole.untyped_storage().nbytes() == 0
+    part.to_device()
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5] and views[1].tolist() == [[2, 3], [4, 5]]
+    views[0].fill_(9)
+    assert whole[0] == 9, "still a view of it"
+
+
+def test_what_is_not_kept_comes_back_as_room_alone() -> None:
+    gradient = torch.ones(4)
+    part = Part(lambda: [gradient], keep=False)
+    part.to_host()
+    part.to_device()
+    gradient.zero_()
+    assert gradient.tolist() == [0.0] * 4

@@ -1,0 +1,85 @@
+"""Which memory a server is told to release and to take back, and when it is left alone."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from megavlm.rollout.fleet.fleet import Fleet
+from megavlm.rollout.fleet.member import Member
+from megavlm.rollout.fleet.memory import ServerMemory
+from megavlm.rollout.fleet.state import Policy, State
+from tests.fakes.server import FakeServer
+
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with FakeServer(keys=("reads", "writes")) as fake:
+        yield fake
+
+
+@pytest.fixture
+def fleet(fake: FakeServer) -> Iterator[Fleet]:
+    with Fleet([Member(fake.url, "reads", "writes")], policy=Policy(), say=print) as fleet:
+        push(fleet)
+        yield fleet
+
+
+def push(fleet: Fleet) -> bool:
+    (target,) = fleet.targets()
+    fleet.refitted(target.url, "1")
+    return target.needs_all
+
+
+def memory(fleet: Fleet, keeps_weights: bool = True) -> ServerMemory:
+    return ServerMemory(fleet, keeps_weights=keeps_weights, timeout=10)
+
+
+def told(fake: FakeServer) -> list[tuple[str, str]]:
+    paths = {RELEASE: "release", RESUME: "resume"}
+    return [(paths[p], body["tags"][0]) for p, body, _ in fake.requests if p in paths]
+
+
+def test_the_order_of_a_step(fake: FakeServer, fleet: Fleet) -> None:
+    with memory(fleet) as servers:
+        servers.release(["kv_cache", "weights"])
+        assert fleet.resting and not fleet.may_probe(fake.url)
+        servers.resume(["weights"], starts=False)
+        assert fleet.resting, "the trainer has memory yet"
+        assert not push(fleet), "the copy on the host has what training does not change"
+        servers.resume(["kv_cache"], starts=True)
+        assert not fleet.resting and fleet.may_probe(fake.url)
+    assert told(fake) == [
+        ("release", "kv_cache"),
+        ("release", "weights"),
+        ("resume", "weights"),
+        ("resume", "kv_cache"),
+    ]
+    paths = fake.paths()
+    assert paths.index("/pause_generation") < paths.index(RELEASE), "it is idle first"
+    assert paths.index("/continue_generation") < paths.index(RELEASE)
+
+
+def test_what_is_not_released_is_not_taken_back(fake: FakeServer, fleet: Fleet) -> None:
+    """SGLang's scheduler would die of it."""
+    with memory(fleet) as servers:
+        servers.release(["kv_cache"])
+        servers.release(["kv_cache", "weights"])
+        servers.resume(["weights", "kv_cache"], starts=True)
+        servers.resume(["weights", "kv_cache"], starts=True)
+    assert len(told(fake)) == 4
+
+
+def test_weights_without_a_copy_are_all_sent_again(fake: FakeServer, fleet: Fleet) -> None:
+    with memory(fleet, keeps_weights=False) as servers:
+        servers.release(["kv_cache", "weights"])
+        servers.resume(["weights"], starts=False)
+        assert push(fleet)
+
+
+def test_a_server_that_refuses_is_stale(fake: FakeServer, fleet: Fleet) -> None:
+    fake.refused[RELEASE] = {1}
+    with memory(fleet) as servers:
+        servers.release(["kv_cache"])
+    assert fleet.record(fake.url).state is State.STALE

@@ -1,0 +1,73 @@
+"""Who has the memory of shared GPUs, phase by phase: what leaves goes before anything comes."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from megavlm.training import sharing
+from megavlm.training.sharing import RESIDENT, Phase, Sharing
+
+
+class Recorder:
+    """Stands in for the servers' memory and for a part of the trainer's."""
+
+    def __init__(self, log: list[str], name: str = "") -> None:
+        self.log, self.name = log, name
+
+    def release(self, tags: list[str]) -> None:
+        self.log += [f"-{tag}" for tag in tags]
+
+    def resume(self, tags: list[str], *, starts: bool) -> None:
+        self.log += [f"+{tag}" for tag in tags] + ["may start"] * starts
+
+    def to_host(self) -> None:
+        self.log.append(f"-{self.name}")
+
+    def to_device(self) -> None:
+        self.log.append(f"+{self.name}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+    monkeypatch.setattr(sharing, "barrier", lambda mesh: log.append("all"))
+    return log
+
+
+def shared(log: list[str]) -> Sharing:
+    parts: Any = {name: Recorder(log, name) for name in RESIDENT["train"]}
+    servers: Any = Recorder(log)
+    mesh: Any = None
+    return Sharing(parts, servers, mesh)
+
+
+def test_the_order_of_a_step(log: list[str]) -> None:
+    gpus = shared(log)
+    for phase in ("push", "push", "generate", "train"):
+        gpus.move(phase)
+    assert " ".join(log).split(" all") == [
+        "-optimizer -gradients",
+        " +weights",
+        " -parameters",
+        " +kv_cache may start",
+        " -kv_cache -weights",
+        " +parameters +gradients +optimizer",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("path", list(itertools.product(RESIDENT, repeat=4)))
+def test_never_more_than_a_phase_needs(log: list[str], path: tuple[Phase, ...]) -> None:
+    gpus, held, before = shared(log), set(RESIDENT["train"]), "train"
+    for phase in path:
+        del log[:]
+        gpus.move(phase)
+        for entry in log:
+            if entry[0] == "-":
+                held.remove(entry[1:])
+            elif entry[0] == "+":
+                held.add(entry[1:])
+                assert held <= set(RESIDENT[phase]), (before, phase)
+        assert held == set(RESIDENT[phase])
+        before = phase
