@@ -209,7 +209,11 @@ class Conductor:
 
     def _engine(self, target: Target, info: Mapping[str, Any]) -> Engine:
         return Engine(
-            target.tensor_parallel, int(info.get("ep_size", 1)), self._num_kv_heads, self._tied
+            target.tensor_parallel,
+            int(info.get("ep_size", 1)),
+            self._num_kv_heads,
+            self._tied,
+            on_cpu=target.device == "cpu",
         )
 
     def _compare(self, round_: Round, sent: Sequence[Sent]) -> int:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 VOCAB_MULTIPLE = 64  # embedding, head and learned positions are padded to it with zero rows
+CPU_FFN_MULTIPLE = 32  # of each rank (configs/update_config.py)
 VISION_MULTIPLE = 8  # the width of a gated vision MLP is, too
 # Fused parameters by the HF parts they are made of, in order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -37,16 +38,22 @@ INPUT_CUT = re.compile(
 class Engine:
     """A server's layout. `expert_parallel`: over so many of its ranks whole experts are spread; the
     others cut each expert. `num_kv_heads`: of the language model; ranks share one where they are
-    more. `tied_embeddings`: the hub has no head.
+    more. `tied_embeddings`: the hub has no head. `on_cpu`: SGLang then pads the width of language
+    MLPs and experts.
     """
 
     tensor_parallel: int = 1
     expert_parallel: int = 1
     num_kv_heads: int = 1
     tied_embeddings: bool = False
+    on_cpu: bool = False
 
     def __post_init__(self) -> None:
         assert self.tensor_parallel % self.expert_parallel == 0, "SGLang refuses such a server"
+
+    @property
+    def ffn_multiple(self) -> int:
+        return CPU_FFN_MULTIPLE * self.tensor_parallel if self.on_cpu else 1
 
     @property
     def expert_tensor(self) -> int:
@@ -106,8 +113,8 @@ def engine_tensors(
         elif OUTPUT_CUT.fullmatch(name):
             yield name, tensor.chunk(size)[rank]
         elif INPUT_CUT.fullmatch(name):
-            if name.startswith("visual.") and ".down_proj." in name:
-                tensor = _pad(tensor, VISION_MULTIPLE, dim=1)
+            if ".down_proj." in name:
+                tensor = _pad(tensor, _ffn_multiple(name, engine), dim=1)
             yield name, tensor.chunk(size, dim=1)[rank]
         else:
             yield name, tensor
@@ -116,7 +123,7 @@ def engine_tensors(
 def _fused(name: str, parts: list[Tensor], engine: Engine, rank: int) -> Tensor:
     size = engine.tensor_parallel
     if ".gate_up_proj." in name:
-        multiple = VISION_MULTIPLE if name.startswith("visual.") else 1
+        multiple = _ffn_multiple(name, engine)
         return _cut([_pad(part, multiple) for part in parts], rank, size)
     query, *others = parts
     heads = min(engine.num_kv_heads, size)
@@ -131,8 +138,15 @@ def _experts(name: str, stack: Tensor, engine: Engine, rank: int) -> Tensor:
     mine = stack.chunk(engine.expert_parallel)[rank // engine.expert_tensor].transpose(1, 2)
     place, size = rank % engine.expert_tensor, engine.expert_tensor
     if name.endswith(".down_proj"):
-        return mine.chunk(size, dim=2)[place]
-    return mine if size == 1 else _cut(mine.chunk(2, dim=1), place, size, dim=1)
+        return _pad(mine, engine.ffn_multiple, dim=2).chunk(size, dim=2)[place]
+    if size == 1 and mine.shape[1] // 2 % engine.ffn_multiple == 0:
+        return mine
+    halves = [_pad(half, engine.ffn_multiple, dim=1) for half in mine.chunk(2, dim=1)]
+    return _cut(halves, place, size, dim=1)
+
+
+def _ffn_multiple(name: str, engine: Engine) -> int:
+    return VISION_MULTIPLE if name.startswith("visual.") else engine.ffn_multiple
 
 
 def _cut(parts: Sequence[Tensor], rank: int, size: int, dim: int = 0) -> Tensor:

@@ -160,6 +160,25 @@ def test_checksum_is_of_the_bytes() -> None:
     assert found == {Engine(2): [{"x.weight": expected}] * 2}  # no rank cuts such a one
 
 
+def test_a_cpu_pads_mlps_and_experts() -> None:
+    """To 32 a rank, each half by itself."""
+    engine, mlp = Engine(2, on_cpu=True), "model.layers.0.mlp"
+    tensors = {
+        f"{mlp}.gate_proj.weight": torch.ones(40, 3),
+        f"{mlp}.up_proj.weight": torch.ones(40, 3),
+        f"{mlp}.down_proj.weight": torch.ones(3, 40),
+        f"{mlp}.experts.gate_up_proj": torch.ones(2, 3, 80),
+        f"{mlp}.experts.down_proj": torch.ones(2, 40, 3),
+    }
+    first, second = (dict(engine_tensors(tensors, engine, rank)) for rank in range(2))
+    assert [len(x[f"{mlp}.gate_up_proj.weight"]) for x in (first, second)] == [64, 64]
+    assert second[f"{mlp}.gate_up_proj.weight"].sum(1).tolist() == ([3.0] * 8 + [0.0] * 24) * 2
+    assert second[f"{mlp}.down_proj.weight"].sum(0).tolist() == [3.0] * 8 + [0.0] * 24
+    w13, w2 = (second[f"{mlp}.experts.{name}"] for name in ("w13_weight", "w2_weight"))
+    assert w13.shape == (2, 64, 3) and w13[0].sum(1).tolist() == ([3.0] * 8 + [0.0] * 24) * 2
+    assert w2.shape == (2, 3, 32) and w2[0].sum(0).tolist() == [3.0] * 8 + [0.0] * 24
+
+
 def test_what_a_server_cannot_load_directly() -> None:
     names = {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.experts.w2_weight"}
     embedding, experts = "model.embed_tokens.weight", "model.layers.0.mlp.experts.down_proj"

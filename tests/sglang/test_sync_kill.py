@@ -1,0 +1,81 @@
+"""SIGKILL of the real server in the middle of a push: the fleet starts it again, it is stale, and
+the next push brings it everything.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.data.processor import Processor
+from megavlm.rollout.client import RolloutClient
+from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.fleet.fleet import Fleet
+from megavlm.rollout.fleet.member import Member
+from megavlm.rollout.fleet.state import Policy, State
+from megavlm.rollout.messages import Sampling
+from megavlm.rollout.server import ManagedServer
+from megavlm.rollout.weights.transports.base import Load
+from megavlm.rollout.weights.transports.tensor import TensorTransport
+from tests.distributed.fork import launch
+from tests.parity.reference import Reference
+from tests.sglang.conftest import Served
+from tests.sglang.pushes import Trainer, changed, make_sync
+from tests.sglang.questions import largest_difference, prompts
+
+pytestmark = pytest.mark.sglang
+START = 600.0  # seconds, on a busy machine
+
+
+class Killing(TensorTransport):
+    """Kills the server's processes once, before the second bucket of a push."""
+
+    def __init__(self, server: ManagedServer) -> None:
+        self.server, self.count = server, 0
+
+    def send(self, load: Load) -> int:
+        self.count += 1
+        if self.count == 2:
+            assert self.server._process is not None
+            os.killpg(self.server._process.pid, signal.SIGKILL)
+        return super().send(load)
+
+
+def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) -> dict[str, Any]:
+    """What the push said, and responses after the one that healed."""
+    server = ManagedServer(folder, dtype="float32", device="cpu", log_path=log, start_timeout=START)
+    policy = Policy(max_restarts=2, give_up_after=START, needs_refit=True)
+    mesh, entries, chunks = trainer.start()
+    with Fleet([Member.managed(server)], policy=policy, start_timeout=START) as fleet:
+        sync = make_sync(trainer, mesh, entries, chunks, fleet, Killing(server))
+        with pytest.raises(WeightSyncError, match="weight version 1 was not pushed") as raised:
+            sync.push(1)
+        assert not fleet.routable(None), "no request goes to it"
+        deadline = time.monotonic() + START
+        while fleet.record(server.url).state is not State.STALE or not fleet.targets():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert not fleet.routable(None)
+        report = sync.push(2)
+        questions = [*prompts(Processor(folder, min_pixels=None, max_pixels=None)).values()]
+        client = RolloutClient(fleet)
+        groups = client.generate(questions, n=1, sampling=how, weight_version=2)
+        client.close()
+        return {"error": str(raised.value), "tensors": report.tensors, "groups": groups}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * START)
+def test_killed_in_mid_push(folder: Path, started: Served, tmp_path: Path) -> None:
+    weights = changed(folder, tmp_path / "weights", tower=True, seed=31)
+    how = Sampling(1.0, 8, suppressed_ids=tuple(started.processor.suppressed_ids))
+    arguments = (folder, Trainer(weights), tmp_path / "server.log", how)
+    (result,) = launch(1, killed_and_healed, *arguments, timeout=3 * START)
+    assert "/update_weights_from_tensor failed" in result["error"]
+    reference, by_name = Reference(weights), prompts(started.processor)
+    for prompt, responses in zip(by_name.values(), result["groups"], strict=True):
+        assert largest_difference(reference, prompt, responses, how) < 1e-4
+    assert result["tensors"] > 60, "the tower's, which is frozen, too"
