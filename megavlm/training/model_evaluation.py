@@ -41,9 +41,13 @@ def evaluate_models(config: Config) -> None:
     names = [config.evaluation.model, *filter(None, [config.evaluation.baseline])]
     results, candidates = [], []
     for place, name in enumerate(names):
+        # Each server has a log of its own.
+        home = Path(config.run.dir, "baseline") if place else Path(config.run.dir)
+        home.mkdir(exist_ok=True)
+        own = replace(config, run=replace(config.run, dir=str(home)))
         with (
             served_folder(config, name) as folder,
-            connect(config, folder, needs_refit=False) as connection,
+            connect(own, folder, needs_refit=False) as connection,
         ):
             # The tokenizer and the processor of pictures are this model's own.
             served = replace(config, model=replace(config.model, folder=str(folder)))

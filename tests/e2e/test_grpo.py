@@ -78,18 +78,10 @@ def test_three_steps_then_one_more(world: World) -> None:
     assert "api_key" not in key
 
     elsewhere = (f"run.dir={world.root / 'evaluated'}", f"model.checkpoint={run / 'checkpoints'}")
-    two = ("--baseline", world.root / "model", "checkpoint.verify_export=false")
-    evaluated = world.megavlm("evaluate", recipe, *elsewhere, *two)
+    evaluated = world.megavlm("evaluate", recipe, *elsewhere, "checkpoint.verify_export=false")
     assert evaluated.returncode == 0, evaluated.stderr
     again = json.loads((world.root / "evaluated/evaluation.json").read_text())
     assert again["greedy"] == result["evaluation_after"]["greedy"], "the checkpoint is what trained"
-    trained, start = again["models"]
-    assert trained["overall"]["pass@1"]["value"] == again["greedy"]["overall"]["share"]
-    before = result["evaluation_before"]["greedy"]["overall"]["share"]
-    assert start["overall"]["pass@1"]["value"] == before
-    assert again["comparison"]["accuracy"]["count"] == trained["questions"]
-    for name in ("evaluation.parquet", "evaluation.html"):
-        assert (world.root / "evaluated" / name).exists()
 
     changed = ("algorithm.steps=4", "rollout.temperature=1.0", "checkpoint.verify_export=false")
     resumed = world.megavlm("train", recipe, *changed)
