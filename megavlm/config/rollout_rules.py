@@ -128,6 +128,12 @@ def check_oversample(config: Config) -> None:
             "sampled image token would be taken for a picture: set "
             "rollout.suppress_special_tokens=true or rollout.oversample=1.0"
         )
+    if rollout.router is not None:
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} aborts requests at servers, and "
+            f"rollout.router={rollout.router} hides them: set rollout.router=null or "
+            "rollout.oversample=1.0"
+        )
     if environment.name != "single_turn":
         raise ValueError(
             f"rollout.oversample={rollout.oversample} goes on with responses in later steps, when "

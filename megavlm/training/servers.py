@@ -13,6 +13,7 @@ from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.fleet.fleet import Fleet
 from megavlm.rollout.fleet.member import Member
 from megavlm.rollout.fleet.memory import ServerMemory
+from megavlm.rollout.fleet.router import BehindRouter
 from megavlm.rollout.fleet.state import Policy
 from megavlm.training.placement import keeps_weights, managed_servers
 
@@ -70,5 +71,9 @@ def members(config: Config, model_folder: str | Path) -> Sequence[Member]:
 
 
 def _client(config: Config, fleet: Fleet) -> RolloutClient:
-    rollout = config.rollout
-    return RolloutClient(fleet, timeout=rollout.request_timeout, concurrency=rollout.concurrency)
+    rollout, timeout = config.rollout, config.rollout.request_timeout
+    if rollout.router is None:
+        return RolloutClient(fleet, timeout=timeout, concurrency=rollout.concurrency)
+    routing = BehindRouter(fleet, rollout.router, os.environ.get(API_KEY))
+    together = rollout.concurrency * len(rollout.urls)
+    return RolloutClient(routing, timeout=timeout, concurrency=together)

@@ -160,6 +160,12 @@ BROKEN = {
         "rollout.oversample=1.5",
         "algorithm.importance=none",
     ): "for which algorithm.importance=none does not correct",
+    (
+        "rollout.mode=external",
+        "rollout.urls=[http://a:1]",
+        "rollout.router=http://b:1",
+        "rollout.oversample=2",
+    ): "rollout.oversample=2.0 aborts requests at servers",
     ("rollout.min_servers=2",): "rollout.min_servers=2 is more than the 1 servers",
     (
         "rollout.mode=external",
