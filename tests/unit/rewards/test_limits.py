@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -135,21 +137,24 @@ def test_the_thread_that_made_a_judge_may_end() -> None:
 
 
 TRAINER = """
-import asyncio, os, signal
+import asyncio, sys
 from megavlm.rewards.base import Example
 from megavlm.rewards.judge import Judge, Part
 judge = Judge([Part("r", "user_rewards:faulty")], on_failure="stop", workers=1, timeout=60,
               memory_mb=1024)
 print(int(asyncio.run(judge.score("pid", Example("?", "red"))).reward), flush=True)
-asyncio.run(judge.score("sleep", Example("?", "red")))
+asyncio.run(judge.score("mark and sleep", Example("?", "red", extra={"mark": sys.argv[1]})))
 """
 
 
-def test_a_trainer_that_is_killed_leaves_no_reward_process() -> None:
-    words = [sys.executable, "-c", TRAINER]
+def test_a_trainer_that_is_killed_leaves_no_reward_process(tmp_path: Path) -> None:
+    mark = tmp_path / "asleep"
+    words = [sys.executable, "-c", TRAINER, str(mark)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         reward = psutil.Process(int(trainer.stdout.readline()))
+        while not mark.exists():  # a process at rest would end with its stream
+            time.sleep(0.01)
         trainer.kill()
     assert psutil.wait_procs([reward], timeout=30)[1] == []
 

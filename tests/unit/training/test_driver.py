@@ -48,13 +48,14 @@ def test_the_curriculum_is_part_of_the_state(write_recipe: Callable[..., Path]) 
     config = load(write_recipe(curriculum={"stages": stages, "window": 1}))
 
     def driver() -> Any:
-        stream = SimpleNamespace(state_dict=lambda: {"drawn": [3]}, load_state_dict=lambda _: None)
-        return SimpleNamespace(config=config, stream=stream, curriculum=make_curriculum(config))
+        other = SimpleNamespace(state_dict=lambda: {"drawn": 3}, load_state_dict=lambda *_: None)
+        return SimpleNamespace(
+            config=config, stream=other, backlog=other, curriculum=make_curriculum(config)
+        )
 
     first, second = driver(), driver()
     first.curriculum.record(0.7)
     state = Driver.state_dict(first)
-    assert state["drawn"] == [3]
     Driver.start(second, 1, state)
     assert second.curriculum.number == 1
     second.metrics.close()

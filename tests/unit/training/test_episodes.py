@@ -227,6 +227,8 @@ class Faulty:
                 return Step(None, float("nan"), True)
             case "no observation":
                 return Step(None, 0.0, False)
+            case "endless":
+                return Step(Observation(self.row.messages[-1:], self.row.images), 0.1, False)
             case "long":
                 return Step(Observation([{"role": "user", "content": "many " * 999}]), 0.0, False)
             case "no user":
@@ -278,6 +280,14 @@ def test_a_user_s_environment_scores_itself_and_starts_as_it_likes(
     (prompt,) = policy.asked[0][0]
     assert prompt.row is ROW and not prompt.pictures
     assert processor.decode(prompt.token_ids.tolist()).count("How many?") == 1
+
+
+def test_an_episode_has_no_more_turns_than_are_allowed(processor: Processor, judge: Judge) -> None:
+    policy = Policy(processor, "3", "3", "3", "3")
+    (episode,) = play(
+        processor, judge, policy, FAULTY, n=1, max_turns=3, options={"fault": "endless"}
+    )
+    assert len(episode.turns) == 3 and episode.score.reward == pytest.approx(0.3)
 
 
 def test_a_skipped_episode_moves_no_advantage_and_has_no_weight(processor: Processor) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 SINK: list[bytearray] = []
@@ -30,6 +31,9 @@ def faulty(response: str, row: Mapping[str, Any]) -> Any:
             while True:
                 pass
         case "sleep":
+            time.sleep(1000)
+        case "mark and sleep":
+            Path(row["mark"]).touch()
             time.sleep(1000)
         case "allocate":
             SINK.append(bytearray(4 * 2**30))
