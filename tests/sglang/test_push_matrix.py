@@ -8,13 +8,14 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from megavlm.data.processor import Processor
-from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.errors import RolloutRequestError
 from megavlm.rollout.messages import Sampling
 from megavlm.rollout.server import ManagedServer
 from tests.distributed.fork import launch
@@ -23,7 +24,8 @@ from tests.sglang.conftest import Served, make_model
 from tests.sglang.pushes import Trainer, changed, push_and_compare
 from tests.sglang.questions import prompts
 
-pytestmark = pytest.mark.sglang
+START = 600.0  # seconds, on a busy machine
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3 * START)]
 LORA = ("language.attention", "language.mlp")
 ADAPTED = ("lora", "adapter")
 
@@ -103,6 +105,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
                     device="cpu",
                     tensor_parallel=ranks,
                     log_path=root / f"{family}-{ranks}.log",
+                    start_timeout=START,
                     cache_pictures=False,
                     server_args=WITH_ADAPTERS if family in DENSE else {},
                 )
@@ -136,6 +139,6 @@ def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) 
     report = results[0][0]
     assert report.checked >= 8 * case.ranks, "qkv, o, gate and up, down, of two layers"
     if case.mode == "adapter":
-        asked = {"input_ids": [1], "lora_path": "megavlm-6"}
-        with pytest.raises(WeightSyncError, match="megavlm-6"):
-            served.post("/generate", asked)
+        old = replace(drawn, adapter="megavlm-6")
+        with pytest.raises(RolloutRequestError, match="megavlm-6"):  # unloaded
+            served.client.generate(questions[:1], n=1, sampling=old)
