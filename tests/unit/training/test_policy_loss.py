@@ -1,5 +1,5 @@
-"""The loss of a pack: its denominators are in the weights, what is measured, and which updates have a
-signal.
+"""The loss of a pack: its denominators are in the weights, what is measured, and which updates have
+a signal.
 """
 
 from typing import Any
