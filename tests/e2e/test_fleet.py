@@ -73,3 +73,5 @@ def test_killed_in_mid_generation(world: World) -> None:
     for step in steps:
         assert step["episodes"] == 16, "no sample lost, none doubled"
         assert step["rollout_max_difference"] < 1e-4, "it was refitted with what the trainer has"
+    # Half of the last steps' tokens were begun by the step before.
+    assert all(step["stale_share"] > 0 and step["stale_steps"] == 1 for step in steps[1:])

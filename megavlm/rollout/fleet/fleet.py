@@ -272,7 +272,7 @@ class Fleet:
     def _report(self, url: str, before: Record, after: Record) -> None:
         if self._is_starting:
             return
-        why = after.reason.split("\n")[0]
+        why = after.reason.split("; the end of")[0]
         match after.state:
             case State.DEAD if after.managed:
                 seconds = after.retry_at - self._clock()

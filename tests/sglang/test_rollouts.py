@@ -1,0 +1,70 @@
+"""What the real server does with requests that are aborted and gone on with, and its memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from megavlm.rollout.client import RolloutClient
+from megavlm.rollout.fleet.fleet import Fleet
+from megavlm.rollout.fleet.member import Member
+from megavlm.rollout.fleet.memory import ServerMemory
+from megavlm.rollout.fleet.state import Policy, State
+from megavlm.rollout.messages import ABORT, Response, Sampling, Span
+from tests.sglang.conftest import Served
+from tests.sglang.questions import prompts
+
+pytestmark = pytest.mark.sglang
+
+
+def greedy(served: Served) -> Sampling:
+    suppressed = (*served.processor.suppressed_ids, served.processor.eos_id)
+    return Sampling(0.0, 96, suppressed_ids=suppressed, end_id=served.processor.eos_id)
+
+
+def cut(response: Response, length: int) -> Response:
+    return replace(
+        response,
+        token_ids=response.token_ids[:length],
+        logprobs=response.logprobs[:length],
+        finish=ABORT,
+        spans=(Span(response.weight_version, 0, length),),
+    )
+
+
+def test_aborted_responses_are_gone_on_with_as_if_nothing_had_happened(served: Served) -> None:
+    """Pictures too. The first group lacks two tokens; when it has them the others are aborted."""
+    server, how = served.server, greedy(served)
+    asked = list(prompts(served.processor).values())
+    with RolloutClient(
+        [server.url], api_key=server.api_key, admin_key=server.admin_key, timeout=120
+    ) as client:
+        whole = client.generate(asked, n=2, sampling=how)
+        begun = [[cut(response, 94) for response in whole[0]], [], [], []]
+        partly = client.generate(asked, n=2, sampling=how, begun=begun, enough=1)
+        assert [r.token_ids for r in partly[0]] == [r.token_ids for r in whole[0]]
+        lengths = [len(r.token_ids) for group in partly[1:] for r in group]
+        assert any(0 < length < 96 for length in lengths), "some were aborted in the middle"
+        finished = client.generate(asked, n=2, sampling=how, begun=partly)
+    for group, expected in zip(finished, whole, strict=True):
+        for response, other in zip(group, expected, strict=True):
+            assert response.token_ids == other.token_ids and response.finish == "length"
+            assert response.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert response.spans == (Span("start", 0, 96),)
+
+
+def test_memory_released_and_taken_back(served: Served) -> None:
+    """On a CPU nothing is released, but the order and the tags are the scheduler's to refuse."""
+    server, how = served.server, greedy(served)
+    member = Member(server.url, server.api_key, server.admin_key)
+    asked = list(prompts(served.processor).values())
+    with Fleet([member], policy=Policy(needs_refit=False), say=print) as fleet:
+        with RolloutClient(fleet) as client:
+            before = client.generate(asked, n=1, sampling=how)
+            with ServerMemory(fleet, keeps_weights=True, timeout=60) as memory:
+                for _ in range(2):
+                    memory.release(["kv_cache", "weights"])
+                    memory.resume(["weights"], starts=False)
+                    memory.resume(["kv_cache"], starts=True)
+            assert fleet.record(server.url).state is State.HEALTHY
+            after = client.generate(asked, n=1, sampling=how)
+    assert [r.token_ids for (r,) in before] == [r.token_ids for (r,) in after]
