@@ -35,11 +35,14 @@ class Part:
                 host = torch.empty_like(whole, device="cpu", pin_memory=platform.has_gpu())
                 host.copy_(whole)
             self._away.append((storage, storage.nbytes(), host))
-            storage.resize_(0)
+            # torch pins the size of what numpy has seen, which is memory of the host already.
+            if storage.resizable():
+                storage.resize_(0)
 
     def to_device(self) -> None:
         for storage, size, host in self._away:
-            storage.resize_(size)
+            if storage.resizable():
+                storage.resize_(size)
             if host is not None:
                 _bytes(storage).copy_(host)
         self._away = []

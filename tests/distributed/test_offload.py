@@ -81,3 +81,13 @@ def test_what_is_not_kept_comes_back_as_room_alone() -> None:
     part.to_device()
     gradient.zero_()
     assert gradient.tolist() == [0.0] * 4
+
+
+def test_what_numpy_has_seen_stays_where_it_is() -> None:
+    """A push by value and a checkpoint look at parameters on a CPU through numpy."""
+    seen = torch.arange(4.0)
+    seen.numpy()
+    part = Part(lambda: [seen])
+    part.to_host()
+    part.to_device()
+    assert seen.tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -75,3 +75,20 @@ def test_killed_in_mid_generation(world: World) -> None:
         assert step["rollout_max_difference"] < 1e-4, "it was refitted with what the trainer has"
     # Half of the last steps' tokens were begun by the step before.
     assert all(step["stale_share"] > 0 and step["stale_steps"] == 1 for step in steps[1:])
+
+
+def test_trainer_and_server_take_turns(world: World) -> None:
+    """On a CPU the server's memory stays, and the order of what each gives and takes is real."""
+    recipe = world.recipe(
+        "colocated",
+        parallel={"tensor": 2},
+        algorithm=GRPO,
+        optimizer={"lr": 1e-3},
+        rollout={"colocate": True},
+        evaluation={"after": True, "sampled": False, "shuffled": False},
+    )
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 0, done.stderr
+    steps = world.metrics("colocated")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["rollout_max_difference"] < 1e-4 for step in steps)
