@@ -53,6 +53,7 @@ def bench_sync(tmp_path: Path) -> None:
             device="cpu",
             tensor_parallel=ranks,
             log_path=tmp_path / f"server-{ranks}.log",
+            start_timeout=900.0,
             server_args={
                 "enable_lora": True,
                 "max_lora_rank": SETTINGS.rank,
@@ -63,14 +64,16 @@ def bench_sync(tmp_path: Path) -> None:
         with server:
             keys = {"api_key": server.api_key, "admin_key": server.admin_key}
             target = Target(server.url, ranks, "cpu", needs_all=False, **keys)
-            (dense, _) = launch(2, measure, folder, target, tmp_path / "sync", False, timeout=1800)
-            (lora, _) = launch(2, measure, folder, target, tmp_path / "sync", True, timeout=1800)
-        print(f"\nserver of {ranks} rank{'s' if ranks > 1 else ''}")
-        for what, way, num_bytes, least, seconds in dense + lora:
-            print(
-                f"  {what:24}{way:13}{num_bytes / 1e6:9.1f} MB, {num_bytes / least:5.2f} x the "
-                f"least;  {seconds:6.2f} s"
-            )
+            print(f"\nserver of {ranks} rank{'s' if ranks > 1 else ''}")
+            for adapted in (False, True):
+                arguments = (folder, target, tmp_path / "sync", adapted)
+                rows, _ = launch(2, measure, *arguments, timeout=1800)
+                for what, way, num_bytes, least, seconds in rows:
+                    print(
+                        f"  {what:24}{way:13}{num_bytes / 1e6:9.1f} MB, {num_bytes / least:5.2f} x "
+                        f"the least;  {seconds:6.2f} s",
+                        flush=True,
+                    )
 
 
 def measure(folder: Path, target: Target, scratch: Path, adapted: bool) -> list[Any]:
