@@ -43,7 +43,8 @@ demo: setup
 	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(if $(ALGORITHM)$(ENV),--algorithm $(or $(ENV),$(ALGORITHM))) $(OVERRIDES)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
+	@# Two files at a time: ranks and servers wait for each other, and leave a core idle.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.run $(CASES)

@@ -42,6 +42,7 @@ setup(
             "mypy>=1.15",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.9",
         ],
     },
