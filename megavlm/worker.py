@@ -38,13 +38,21 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
     except KeyboardInterrupt:
         _leave(130)
     except (ValueError, RolloutServerError) as error:
-        if _claim_reason():
-            print(f"megavlm: {error}{_keep_traceback(config)}", file=sys.stderr)
-        _leave(2)
-    except RuntimeError:
+        _explain(error, config)
+    except RuntimeError as error:
+        from megavlm.checkpointing.together import CheckpointError  # not before the platform
+
+        if isinstance(error, CheckpointError):
+            _explain(error, config)
         if _reason_given():
             _leave(2)
         raise
+
+
+def _explain(error: Exception, config: Config) -> NoReturn:
+    if _claim_reason():
+        print(f"megavlm: {error}{_keep_traceback(config)}", file=sys.stderr)
+    _leave(2)
 
 
 def _claim_reason() -> bool:
