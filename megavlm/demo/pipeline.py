@@ -21,6 +21,8 @@ from megavlm.parallel import platform
 
 MARK = ".megavlm-demo"
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "debug"
+# Keys that every part of the demo shares, and the option for each.
+OPTIONS = {"run.dir": "--run-dir", "run.seed": "--seed"}
 # For a set that we did not draw.
 RESPONSE_TOKENS = 16  # at most
 WARM_EPOCHS, WARM_BATCH = 8, 64
@@ -44,6 +46,10 @@ def run_demo(
     """
     if data is not None and tasks is not None:
         raise ValueError("--tasks is for drawn pictures: leave it out with --data")
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if option := OPTIONS.get(key):
+            raise ValueError(f"{override} is set by the demo: give {option} {value} instead")
     main = f"{algorithm}_shapes.yaml" if data is None else "grpo_any.yaml"
     known = sorted(path.stem.removesuffix("_shapes") for path in RECIPES.glob("*_shapes.yaml"))
     known.remove("sft")  # of the warm start

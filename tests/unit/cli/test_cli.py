@@ -88,6 +88,7 @@ BAD = [
     (["evaluate", "RECIPE", "data.test_files=[]"], "data.test_files=[] names no data"),
     (["report", "none"], "none is no run directory: it has no metrics.jsonl"),
     (["demo", "--data", "none"], "--data none is no folder"),
+    (["demo", "run.dir=x"], "run.dir=x is set by the demo: give --run-dir x instead"),
 ]
 
 
