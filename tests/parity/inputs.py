@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image
 from transformers import AutoConfig
 
-from megavlm.data.processor import Processor
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
 from tests.parity.reference import Sequences
 
