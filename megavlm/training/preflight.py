@@ -2,8 +2,8 @@
 
 Each raises ValueError with one sentence that names the key, what is wrong and the way out. The
 rules that need nothing but the configuration are in megavlm/config/rules.py, those of the layout in
-preflight_layout.py. Not covered: memory, the number of GPUs, prompts that are too long (the
-processor names their rows when it meets them).
+preflight_layout.py, those of the servers in preflight_servers.py. Not covered: memory, the number
+of GPUs, prompts that are too long (the processor names their rows when it meets them).
 """
 
 import asyncio
@@ -20,11 +20,10 @@ from megavlm.data.images import decode
 from megavlm.data.rows import Rows
 from megavlm.environments import registry as environments
 from megavlm.rewards import registry
-from megavlm.rollout.errors import RolloutServerError
-from megavlm.rollout.server import require_free
 from megavlm.training.candidate_paths import check_candidates
 from megavlm.training.dataset import read
 from megavlm.training.preflight_layout import check_ranks, check_sizes
+from megavlm.training.preflight_servers import check_handles, check_ports
 from megavlm.training.run_lock import check_free
 from megavlm.training.scoring import make_judge, parts
 
@@ -70,9 +69,9 @@ def check(
         check_free(config.run.dir)
     else:
         check_candidates(config)
-    if config.rollout.mode == "managed" and config.rollout.port is not None:
-        for index in range(config.rollout.servers):
-            check_port(config.rollout.port + index)
+    check_ports(config.rollout)
+    if phase == "train":
+        check_handles(config.rollout)
     for file_list in (train_files, config.data.test_files):
         check_data(file_list, config)
 
@@ -147,13 +146,6 @@ def check_run_dir(folder: Path) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "is not writable" if existing.is_dir() else "is a file"
         raise ValueError(f"run.dir={folder} cannot be written, because {existing} {reason}")
-
-
-def check_port(port: int) -> None:
-    try:
-        require_free(port)
-    except RolloutServerError as error:
-        raise ValueError(str(error)) from error
 
 
 def check_data(files: Sequence[str], config: Config) -> None:
