@@ -31,9 +31,9 @@ def _section(name: str, summary: Summary) -> str:
     figures = tiles(
         [
             (f"{summary.num_rows:,}", "rows"),
-            (f"{len(summary.prompt_tokens):,}", "usable, of those looked at"),
+            (f"{summary.num_usable:,}", "usable, of those looked at"),
             (f"{summary.num_bad:,}", "that cannot be used"),
-            (f"{summary.num_long:,}", "too long"),
+            (f"{summary.num_long:,}", "above data.max_prompt_tokens"),
             (f"{len(summary.widths):,}", "pictures"),
             (f"{len(summary.distinct_pictures):,}", "distinct pictures"),
             (f"{summary.num_videos:,}", "videos"),
@@ -51,7 +51,7 @@ def _section(name: str, summary: Summary) -> str:
         _distribution("Picture width", "pixels, as stored", summary.widths),
         _distribution("Picture height", "pixels, as stored", summary.heights),
         _distribution("Picture file", "KiB", [size // 1024 for size in summary.file_bytes]),
-        _reasons(summary.reasons),
+        _reasons(summary.reasons, summary.num_bad + summary.num_long),
         f"<h3>{len(summary.samples)} rows</h3>" if summary.samples else "",
         *(_sample(row, num_tokens) for row, num_tokens in summary.samples),
     ]
@@ -98,11 +98,14 @@ def _bins(ordered: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(start, start + width - 1, counts[i]) for i, start in enumerate(starts)]
 
 
-def _reasons(reasons: Sequence[str]) -> str:
+def _reasons(reasons: Sequence[str], count: int) -> str:
+    """reasons: the first of `count`."""
     if not reasons:
         return ""
     items = "".join(f"<li>{text(reason, 400)}</li>" for reason in reasons)
-    return f'<h3>Rows that are left out</h3><div class="card"><ul>{items}</ul></div>'
+    if count > len(reasons):
+        items += f"<li>and {count - len(reasons):,} more</li>"
+    return f'<h3>Rows that cannot be used</h3><div class="card"><ul>{items}</ul></div>'
 
 
 def _sample(row: Row, num_tokens: int) -> str:

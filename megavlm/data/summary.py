@@ -13,7 +13,8 @@ MAX_REASONS = 20
 
 @dataclass
 class Summary:
-    """Lists have one number for each row looked at that can be used, or for each of its pictures.
+    """Lists have one number for each row looked at that can be read, or for each of its pictures;
+    rows that are too long are among them, so that a limit can be chosen.
 
     num_rows: of all; num_looked_at: of those, what everything else is about.
     """
@@ -35,11 +36,15 @@ class Summary:
     distinct_pictures: set[int] = field(default_factory=set)  # hashes
     samples: list[tuple[Row, int]] = field(default_factory=list)  # with tokens of the prompt
 
+    @property
+    def num_usable(self) -> int:
+        return self.num_looked_at - self.num_bad - self.num_long
+
 
 def summarize(
     rows: Rows, processor: Processor, *, max_tokens: int, limit: int, num_samples: int = 10
 ) -> Summary:
-    """limit: of rows looked at. max_tokens: prompts of more count as long, and not as usable."""
+    """limit: of rows looked at. max_tokens: prompts of more count as long."""
     summary = Summary(len(rows))
     indices = evenly(len(rows), limit)
     wanted = {indices[i] for i in evenly(len(indices), num_samples)}
@@ -55,8 +60,8 @@ def summarize(
             continue
         if num_tokens > max_tokens:
             summary.num_long += 1
-            _explain(summary, f"{row.source}: the prompt has {num_tokens} tokens")
-            continue
+            reason = f"the prompt has {num_tokens} tokens, more than {max_tokens}"
+            _explain(summary, f"{row.source}: {reason}")
         _add(summary, row, num_tokens, sizes, len(processor.encode_answer(row.answer)))
         if index in wanted:
             summary.samples.append((row, num_tokens))

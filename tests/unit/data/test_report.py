@@ -15,7 +15,7 @@ from PIL import Image
 from megavlm.data.processor import Processor
 from megavlm.data.report import write_data_report
 from megavlm.data.rows import Columns, Rows
-from megavlm.data.summary import evenly, summarize
+from megavlm.data.summary import MAX_REASONS, Summary, evenly, summarize
 from tests.unit.data.test_images import encode
 
 LONG = "q " * 500
@@ -71,9 +71,11 @@ def test_numbers(rows: Rows, processor: Processor) -> None:
     summary = summarize(rows, processor, max_tokens=200, limit=100)
     assert (summary.num_rows, summary.num_looked_at) == (23, 23)
     assert (summary.num_bad, summary.num_long) == (1, 1)
-    assert summary.by_category == {"t": 20, EVIL: 1}
+    assert summary.num_usable == 21
+    assert summary.by_category == {"t": 21, EVIL: 1}  # the long one too
+    assert max(summary.prompt_tokens) > 500
     assert set(summary.widths) == {60} and set(summary.heights) == {90}
-    assert len(summary.distinct_pictures) == 3 and len(summary.widths) == 20
+    assert len(summary.distinct_pictures) == 3 and len(summary.widths) == 21
     assert len(summary.samples) >= 8
     assert summary.prompt_tokens[0] == processor.num_tokens(rows[0])
     few = summarize(rows, processor, max_tokens=200, limit=5)
@@ -95,10 +97,17 @@ def test_the_page_is_whole_and_holds_nothing_that_runs(
     images = [attributes["src"] for tag, attributes in tags.seen if tag == "img"]
     assert images and all(src.startswith("data:image/") for src in images)
     assert names.count("article") == len(summary.samples)
-    assert "&lt;script&gt;" in html and "left out" in html
+    assert "&lt;script&gt;" in html and "cannot be used" in html
+    assert "tokens, more than 200" in html
     policy = re.search('Content-Security-Policy" content="([^"]*)"', html)
     assert policy and policy[1].startswith("default-src 'none'")
     assert not re.search(r"https?://", html)
+
+
+def test_a_page_tells_how_many_reasons_it_leaves_out(tmp_path: Path) -> None:
+    summary = Summary(25, num_looked_at=25, num_bad=25, reasons=["broken"] * MAX_REASONS)
+    write_data_report(tmp_path / "page.html", {"Training data": summary})
+    assert "and 5 more" in (tmp_path / "page.html").read_text()
 
 
 def test_evenly() -> None:
