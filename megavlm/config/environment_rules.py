@@ -70,7 +70,5 @@ def _check_stages(config: Config) -> None:
 
 def _check_order(stages: Sequence[Stage]) -> None:
     ends = [stage.until for stage in stages if stage.until is not None]
-    if any(later <= earlier for earlier, later in pairwise(ends)) or (
-        ends and ends[0] <= 0
-    ):
+    if any(later <= earlier for earlier, later in pairwise(ends)) or (ends and ends[0] <= 0):
         raise ValueError(f"curriculum.stages end at {ends}: each must end after the one before")

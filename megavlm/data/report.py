@@ -33,7 +33,7 @@ def _section(name: str, summary: Summary) -> str:
             (f"{summary.num_rows:,}", "rows"),
             (f"{summary.num_usable:,}", "usable, of those looked at"),
             (f"{summary.num_bad:,}", "that cannot be used"),
-            (f"{summary.num_long:,}", "above data.max_prompt_tokens"),
+            (f"{summary.num_long:,}", "too long"),
             (f"{len(summary.widths):,}", "pictures"),
             (f"{len(summary.distinct_pictures):,}", "distinct pictures"),
             (f"{summary.num_videos:,}", "videos"),

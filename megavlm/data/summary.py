@@ -60,7 +60,9 @@ def summarize(
             continue
         if num_tokens > max_tokens:
             summary.num_long += 1
-            reason = f"the prompt has {num_tokens} tokens, more than {max_tokens}"
+            reason = (
+                f"the prompt has {num_tokens} tokens, more than data.max_prompt_tokens={max_tokens}"
+            )
             _explain(summary, f"{row.source}: {reason}")
         _add(summary, row, num_tokens, sizes, len(processor.encode_answer(row.answer)))
         if index in wanted:

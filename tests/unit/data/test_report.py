@@ -98,7 +98,7 @@ def test_the_page_is_whole_and_holds_nothing_that_runs(
     assert images and all(src.startswith("data:image/") for src in images)
     assert names.count("article") == len(summary.samples)
     assert "&lt;script&gt;" in html and "cannot be used" in html
-    assert "tokens, more than 200" in html
+    assert "tokens, more than data.max_prompt_tokens=200" in html
     policy = re.search('Content-Security-Policy" content="([^"]*)"', html)
     assert policy and policy[1].startswith("default-src 'none'")
     assert not re.search(r"https?://", html)
