@@ -24,7 +24,7 @@ def output_folder(target: Path, *, force: bool, mark: str, nbytes: int) -> Itera
     conversion left is removed. ValueError where another conversion writes the same folder, or its
     disk has less room than `nbytes` of weights need.
     """
-    target = target.absolute()
+    target = target.resolve()  # a link stays, and what it points to is replaced
     for path in (target, *target.parents):
         if path.is_file():
             raise ValueError(f"{path} is a file: name a folder.")

@@ -174,3 +174,14 @@ def test_the_older_folder_stays_until_the_new_one_is_whole(
     export_hf(imported(FAMILY), hf, force=True)
     assert not (hf / "stale.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_link_to_the_output_stays(command: list[object], tmp_path: Path) -> None:
+    link, disk = tmp_path / "link", tmp_path / "disk" / "folder"
+    link.symlink_to(disk)
+    for options in ([], ["--force"], ["--force"]):
+        assert run(*command, link, *options) == 0
+        assert link.readlink() == disk
+        open_weights(disk)
+    assert [path.name for path in disk.parent.iterdir()] == ["folder"]
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "disk"}
