@@ -16,16 +16,17 @@ from typing import Any
 
 from megavlm.rewards.base import Score
 from megavlm.rewards.places import city_name, country_code, great_circle_km, region_name
+from megavlm.rewards.words import MINUS_SIGNS
 
 WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
 MAX_CHARACTERS = 20_000
 _FIELD = re.compile(r"^\W*(country|region|state|province|city|town)\b\W*:\W*(.+)$", re.I | re.M)
-_SIGNED = r"(-?\d{1,3}(?:\.\d{1,12})?)\s{0,3}°?\s{0,3}"
+_SIGNED = r"(-?(?:\d{1,3}(?:\.\d{1,12})?|\.\d{1,12}))\s{0,3}°?\s{0,3}"
 _PAIR = re.compile(_SIGNED + r"([NS])?\s{0,3}[,;/ ]\s{0,3}" + _SIGNED + r"([EW])?", re.I)
 _LABELLED = re.compile(
-    r"\blat(?:itude)?\b[^\w-]{0,8}"
+    r"\blat(?:itude)?\b[^\w-]{0,8}?"
     + _SIGNED
-    + r"([NS])?\b.{0,40}?\blon(?:g(?:itude)?)?\b[^\w-]{0,8}"
+    + r"([NS])?\b.{0,40}?\blon(?:g(?:itude)?)?\b[^\w-]{0,8}?"
     rf"{_SIGNED}([EW])?",
     re.I | re.S,
 )
@@ -78,6 +79,7 @@ def read(response: str) -> dict[str, Any]:
     """What a response says: country, region, city, and `point` (latitude, longitude); the last
     where it says a thing twice.
     """
+    response = response.translate(MINUS_SIGNS)
     said = _read_json(response) or {}
     for label, value in _FIELD.findall(response):
         name = _NAMES.get(label.lower(), label.lower())

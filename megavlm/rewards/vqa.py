@@ -10,7 +10,7 @@ The kind is that of the row's category (counting, attribute, existence, ...), or
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
@@ -30,7 +30,8 @@ CATEGORIES = {
     "attribute": "text",
     "text": "text",
 }
-_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w])")
+_UNIT = r"(?:[kcm]?m|[km]?g|lbs?|oz|ft|in|inch|inches|miles?|k?w|m?l|sec|min|hrs?|deg|px)[23]?"
+_NUMBER = re.compile(rf"(?<![\w.])(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s?({_UNIT}))?(?!\w)")
 _LETTER = re.compile(r"\(?([A-Za-z])(?:[).:]|\Z)")
 _IS = re.compile(r"^.*\b(?:is|are|was|were)\b")
 
@@ -100,7 +101,10 @@ def is_correct(
         truth, said_number = _only_number(answer), _only_number(found)
         if truth is None or said_number is None:
             return False
-        return abs(said_number - truth) <= max(tolerance, relative * abs(truth)) + 1e-9
+        if truth.unit and said_number.unit and truth.unit != said_number.unit:
+            return False
+        far = abs(said_number.value - truth.value)
+        return far <= max(tolerance, relative * abs(truth.value)) + 1e-9
     if kind == "choice":
         return _choice(found, row) == _choice(answer, row) is not None
     answers = [answer, *(row.get("answers") or ())]
@@ -109,10 +113,15 @@ def is_correct(
     return any(text in (said_text, after_is) for text in map(normalized, answers) if text)
 
 
-def _only_number(text: str) -> float | None:
+class _Number(NamedTuple):
+    value: float
+    unit: str  # "" where none is said
+
+
+def _only_number(text: str) -> _Number | None:
     """A second one would be a guess more."""
     digits = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    found = {float(number) for number in _NUMBER.findall(normalized(digits))}
+    found = {_Number(float(number), unit) for number, unit in _NUMBER.findall(normalized(digits))}
     return found.pop() if len(found) == 1 else None
 
 

@@ -42,6 +42,49 @@ def test_kinds(response: str, row: dict[str, Any], correct: bool) -> None:
     assert vqa.score(response, row).correct is correct
 
 
+@pytest.mark.parametrize(
+    ("response", "answer", "correct"),
+    [
+        (".5", "0.5", True),
+        (".5", "5", False),
+        ("-.5", "-0.5", True),
+        ("-.5", "5", False),
+        ("$.50", "0.5", True),
+        ("$.50", "50", False),
+        ("about ...5", "5", True),
+        ("Fig.5 shows 3", "3", False),
+        ("\u22125", "-5", True),
+        ("\u22125", "5", False),
+        ("\u20135", "-5", True),
+        ("3\u20134", "3", False),
+        ("5cm", "5", True),
+        ("5 cm", "5cm", True),
+        ("5 km", "5 cm", False),
+        ("5cm and 5 m", "5 cm", False),
+        ("5", "5 cm", True),
+        ("there are 5 in the picture", "5", True),
+        ("3D", "3", False),
+        ("minus 3", "-3", True),
+        ("minus three", "-3", True),
+        ("negative 3", "3", False),
+        ("5 minus 3", "-3", False),
+        ("twenty-one", "21", True),
+        ("There are Twenty One birds.", "21", True),
+        ("thirty", "30", True),
+        ("thirty-two", "30", False),
+        ("ninety nine", "99", True),
+        ("one hundred", "100", True),
+        ("a hundred", "100", True),
+        ("two hundred and five people", "205", True),
+        ("twenty or one", "21", False),
+        ("12", "twelve", True),
+    ],
+)
+def test_numbers(response: str, answer: str, correct: bool) -> None:
+    assert vqa.score(response, {"answer": answer, "category": "number"}).correct is correct
+    assert vqa.kind_of({"answer": answer}, {}) == "number"
+
+
 def test_tolerance() -> None:
     row = {"answer": "200", "category": "number"}
     assert not vqa.score("205", row).correct
