@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -53,9 +54,11 @@ class Projection:
 @dataclass(frozen=True)
 class Adapters:
     """`linears`: the adapted ones, each with all of its projections in the order of the mapping.
-    `read` gives a projection's pair. `base`: the model that they were trained on, by name or path.
+    `read` gives a projection's pair. `path`: the folder that they lie in. `base`: the model that
+    they were trained on, by name or path.
     """
 
+    path: Path
     rank: int
     alpha: float
     dtype: torch.dtype

@@ -86,8 +86,11 @@ def write_hf(
         full = source.read(entry).to(dtype or weights.dtypes[entry.megatron])
         return [tensor.contiguous() for tensor in entry.to_hf(full)]
 
+    sources = (*weights.folders, *([adapters.path] if adapters else []))
     with (
-        output_folder(hf_dir, force=force, mark="config.json", nbytes=total) as output,
+        output_folder(
+            hf_dir, sources=sources, force=force, mark="config.json", nbytes=total
+        ) as output,
         show("export", total) as advance,
     ):
         folder.copy_hf_files(weights.hf_files, output)

@@ -82,8 +82,11 @@ def write_checkpoint(
         def prepare() -> Path | None:
             if not ranks.is_lead:
                 return None
+            sources = (*weights.folders, *([adapters.path] if adapters else []))
             output = stack.enter_context(
-                output_folder(checkpoint_dir, force=force, mark="step_*", nbytes=total)
+                output_folder(
+                    checkpoint_dir, sources=sources, force=force, mark="step_*", nbytes=total
+                )
             )
             folder.copy_hf_files(weights.hf_files, output / folder.HF)
             atomic.partial(folder.step_folder(output, 0)).mkdir()

@@ -56,7 +56,9 @@ def lora_export(
         )
     modules = to_modules(adapters)
     total = sum(module.nbytes for module in modules)
-    with output_folder(peft_dir, force=force, mark=CONFIG, nbytes=total) as output:
+    with output_folder(
+        peft_dir, sources=weights.folders, force=force, mark=CONFIG, nbytes=total
+    ) as output:
         (output / CONFIG).write_text(json.dumps(_config(adapters, modules), indent=2) + "\n")
         specs = {name: spec for module in modules for name, spec in module.tensors()}
         with SafetensorsWriter(output / TENSORS, specs) as file, show("export", total) as advance:

@@ -4,22 +4,24 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from checkpoint_tools.progress import size
-from megavlm.checkpointing import atomic
+from megavlm.checkpointing import atomic, folder
 
 # For configuration, tokenizer and tables of contents, beside the weights.
 _SPARE_BYTES = 50 * 10**6
 
 
 @contextmanager
-def output_folder(target: Path, *, force: bool, mark: str, nbytes: int) -> Iterator[Path]:
+def output_folder(
+    target: Path, *, sources: Iterable[Path], force: bool, mark: str, nbytes: int
+) -> Iterator[Path]:
     """Yields a partial folder beside `target`, and gives it that name at the end.
 
-    With `force` an older folder is replaced, but only one that holds a file like `mark`, so that a
+    `sources`: the folders that it is made of, none of which it may replace. With `force` an older folder is replaced, but only one that holds a file like `mark`, so that a
     mistyped path does not delete a home directory. On an error nothing is left; what a killed
     conversion left is removed. ValueError where another conversion writes the same folder, or its
     disk has less room than `nbytes` of weights need.
@@ -28,6 +30,7 @@ def output_folder(target: Path, *, force: bool, mark: str, nbytes: int) -> Itera
     for path in (target, *target.parents):
         if path.is_file():
             raise ValueError(f"{path} is a file: name a folder.")
+    _check_sources(target, sources)
     if target.is_dir() and any(target.iterdir()):
         if not force:
             raise ValueError(f"{target} is not empty: choose another folder, or add --force.")
@@ -45,6 +48,22 @@ def output_folder(target: Path, *, force: bool, mark: str, nbytes: int) -> Itera
             atomic.replace_folder(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_sources(target: Path, sources: Iterable[Path]) -> None:
+    """None of the files goes when the target is replaced, and the target not when a step goes."""
+    for source in sources:
+        # A file may be a link to another place.
+        for path in (source, *filter(Path.is_file, source.iterdir())):
+            if path.resolve().is_relative_to(target):
+                raise ValueError(
+                    f"{target} holds {path}, which is read: replacing it would delete that; choose "
+                    f"another folder."
+                )
+        if (source / folder.MANIFEST).is_file() and target.is_relative_to(source.resolve()):
+            raise ValueError(
+                f"{target} lies in a step, which holds nothing else: choose another folder."
+            )
 
 
 @contextmanager

@@ -84,7 +84,8 @@ def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> Adap
     adapted = {
         linear: group for linear, group in whole.items() if not sources.keys().isdisjoint(group)
     }
-    return Adapters(rank, scale.alpha_for(rank), dtype, adapted, read, peft.config.base)
+    alpha, base = scale.alpha_for(rank), peft.config.base
+    return Adapters(peft.path, rank, alpha, dtype, adapted, read, base)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def step_adapters(
     dtype = dtypes[0]
     for other in dtypes:
         dtype = torch.promote_types(dtype, other)
-    return Adapters(rank, alpha, dtype, adapted, read, base or known.get("base"))
+    return Adapters(path, rank, alpha, dtype, adapted, read, base or known.get("base"))
 
 
 def adapter_pieces(adapters: Adapters) -> Iterator[Piece]:

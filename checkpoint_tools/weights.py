@@ -41,6 +41,11 @@ class Weights:
     extras: tuple[tuple[str, Shape, torch.dtype], ...] = ()
     reader: StepReader | None = None
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """That everything is read from."""
+        return self.path, self.hf_files
+
     def entries(self) -> Iterator[Entry]:
         for group in self.groups.values():
             yield from group

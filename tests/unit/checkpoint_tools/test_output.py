@@ -21,8 +21,10 @@ from checkpoint_tools.weights import open_weights
 from megavlm.checkpointing import atomic
 from megavlm.checkpointing.writer import RecordFile
 from tests.unit.checkpoint_tools.conftest import Folder
+from tests.unit.checkpoint_tools.lora_models import make_adapters
 
 FAMILY = "qwen2_vl"
+PLAIN: dict[str, Any] = {"sources": (), "force": False, "mark": "*", "nbytes": 0}
 # What is killed on its way in, and how many calls are let through.
 POINTS = [
     (RecordFile, "add", 0),
@@ -147,7 +149,7 @@ def test_a_file_in_the_way(
 def test_one_process_writes_a_folder(
     command: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with output.output_folder(tmp_path / "out", force=False, mark="*", nbytes=0) as partial:
+    with output.output_folder(tmp_path / "out", **PLAIN) as partial:
         (partial / "kept").touch()
         assert run(*command, tmp_path / "out") == 2
         assert sentence(capsys) == f"{tmp_path}/out is being written by another process."
@@ -185,3 +187,51 @@ def test_a_link_to_the_output_stays(command: list[object], tmp_path: Path) -> No
         open_weights(disk)
     assert [path.name for path in disk.parent.iterdir()] == ["folder"]
     assert {path.name for path in tmp_path.iterdir()} == {"link", "disk"}
+
+
+def test_no_output_replaces_what_it_is_made_of(
+    hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither itself, nor a folder around it, nor one that it links to."""
+    hf = Path(shutil.copytree(hf_folder(FAMILY), tmp_path / "hf"))
+    checkpoint = hf / "checkpoint"
+    links = tmp_path / "links"
+    links.mkdir()
+    for path in hf.iterdir():
+        (links / path.name).symlink_to(path)
+    (tmp_path / "other").symlink_to(tmp_path)
+    assert run("import", hf, checkpoint) == 0
+    assert run("import", hf, checkpoint, "--force") == 0  # below a source is not around it
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    step = checkpoint / "step_00000000"
+    for command, source, target in (
+        ("export", checkpoint, hf),
+        ("export", tmp_path / "other" / "hf" / "checkpoint", hf),
+        ("export", checkpoint, checkpoint / "hf"),
+        ("export", step, checkpoint),
+        ("import", hf, hf),
+        ("import", links, hf),
+    ):
+        assert run(command, source, target, "--force") == 2
+        assert "which is read: replacing it would delete that" in sentence(capsys)
+    assert run("export", checkpoint, step / "out") == 2
+    assert "lies in a step, which holds nothing else" in sentence(capsys)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_merge_does_not_replace_its_adapters(
+    hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, adapter = hf_folder(FAMILY), tmp_path / "out" / "peft"
+    make_adapters(hf, adapter, target_modules=["self_attn.k_proj"])
+    shutil.copyfile(hf / "config.json", adapter.parent / "config.json")
+    (adapter.parent / "step_0").mkdir()
+    for command in (
+        ("lora-merge", hf, adapter.parent, "--adapter", adapter),
+        ("lora-import", adapter, adapter.parent, "--base", hf),
+    ):
+        capsys.readouterr()
+        assert run(*command, "--force") == 2
+        assert "which is read" in sentence(capsys)
+    assert (adapter / "adapter_config.json").is_file()
