@@ -14,7 +14,7 @@ from typing import Literal, NoReturn
 
 from megavlm.config.schema import Config
 from megavlm.launcher import AGENT_PID, REASON_FILE, die_with
-from megavlm.rollout.errors import RolloutServerError
+from megavlm.rollout.errors import RolloutRequestError, RolloutServerError, WeightSyncError
 
 PATIENCE = 5.0  # seconds that a rank which lost its peers waits for one of them to say why
 
@@ -37,7 +37,7 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
         {"train": train, "evaluate": evaluate}[phase](config)
     except KeyboardInterrupt:
         _leave(130)
-    except (ValueError, RolloutServerError) as error:
+    except (ValueError, RolloutServerError, RolloutRequestError, WeightSyncError) as error:
         _explain(error, config)
     except RuntimeError as error:
         from megavlm.checkpointing.together import CheckpointError  # not before the platform

@@ -68,9 +68,8 @@ class RolloutClient:
         with. enough: complete groups after which the rest is aborted; then some groups hold
         aborted responses, and some may be empty.
 
-        Raises RolloutRequestError when a server refuses a request, RolloutServerError when no
-        attempt came through or no server is left, RuntimeError when a server counts other prompt
-        tokens than we do.
+        Raises RolloutRequestError when a server refuses a request or counts other prompt tokens
+        than we do, RolloutServerError when no attempt came through or no server is left.
         """
         version = None if weight_version is None else str(weight_version)
         groups = [list(group) for group in begun] if begun is not None else [[] for _ in prompts]

@@ -55,8 +55,8 @@ class Exchange:
     async def generate(
         self, address: Address, request: Request, sampling: Sampling
     ) -> list[list[Response]]:
-        """The answer to `request`. Raises Failed, RolloutRequestError for a 4xx status, and
-        RuntimeError as `parse_generate` does.
+        """The answer to `request`. Raises Failed, and RolloutRequestError for a 4xx status and as
+        `parse_generate` does.
         """
         try:
             async with asyncio.timeout(self.limits.total):

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megavlm.rollout.errors import RolloutRequestError
+
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
 
@@ -141,7 +143,7 @@ def parse_generate(
     """The n responses of each prompt, in the order of the request.
 
     Raises KeyError, TypeError or ValueError when the answer is not of the form that SGLang gives,
-    and RuntimeError when the server counts other prompt tokens than we do: then its picture
+    and RolloutRequestError when the server counts other prompt tokens than we do: then its picture
     processing is not ours, and its log-probs would be of another prompt.
     """
     items = _items(answer, len(prompts) * n)
@@ -181,7 +183,7 @@ def _response(
     if tokens:  # one that was aborted in the queue has no counts yet
         counted, expected = meta["prompt_tokens"], len(prompt.token_ids) + len(before)
         if counted != expected:
-            raise RuntimeError(
+            raise RolloutRequestError(
                 f"{prompt.row.source}: the rollout server counts {counted} prompt tokens and "
                 f"the trainer {expected}; both must use the same model folder and picture sizes"
             )

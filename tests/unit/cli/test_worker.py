@@ -15,6 +15,7 @@ from megavlm import worker
 
 platform.install()
 from megavlm.checkpointing.together import CheckpointError
+from megavlm.rollout.errors import RolloutRequestError, WeightSyncError
 from megavlm.training import main, preflight
 
 def fail(config):
@@ -27,7 +28,9 @@ worker.run("train", load(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("error", ["CheckpointError", "ValueError"])
+@pytest.mark.parametrize(
+    "error", ["CheckpointError", "ValueError", "RolloutRequestError", "WeightSyncError"]
+)
 def test_what_a_user_can_mend_is_one_sentence(
     write_recipe: Callable[..., Path], error: str
 ) -> None:

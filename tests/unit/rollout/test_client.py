@@ -110,7 +110,9 @@ def test_nobody_listens() -> None:
 
 def test_other_prompt_length_stops() -> None:
     with FakeServer(prompt_tokens=4) as fake:
-        with pytest.raises(RuntimeError, match=r"rows.parquet:7: .* counts 4 .* the trainer 3"):
+        with pytest.raises(
+            RolloutRequestError, match=r"rows.parquet:7: .* counts 4 .* the trainer 3"
+        ):
             client(fake).generate([make_prompt()], n=1, sampling=GREEDY)
         assert len(fake.requests) == 1
 
