@@ -19,6 +19,7 @@ from megavlm.rollout.fleet.targets import Target
 from megavlm.rollout.weights.fixed_targets import FixedTargets
 from megavlm.rollout.weights.plan import Plan, TrainerRanks
 from megavlm.rollout.weights.sync import WeightSync
+from megavlm.rollout.weights.transports import disk
 from megavlm.rollout.weights.transports.disk import DiskTransport
 from megavlm.rollout.weights.transports.tensor import TensorTransport
 from tests.distributed.fork import launch
@@ -180,3 +181,26 @@ def test_disk_leaves_nothing_behind(tmp_path: Path) -> None:
         (request, _, _) = (body for path, body, _ in fake.requests if "from_disk" in path)
     assert request["load_format"] == "safetensors"
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["prepare", "commit"])
+def test_a_folder_that_cannot_be_written(step: str, tmp_path: Path) -> None:
+    """Both ranks hear of it, and the server goes on with what it has."""
+    folder = tmp_path / "weights"
+    if step == "prepare":
+        folder.write_text("no folder")
+    with FakeServer() as fake:
+        push = pushes if step == "prepare" else pushes_that_cannot_rename
+        results = launch(2, push, fake.url, (4,), False, folder)
+        assert paths(fake)[-1] == "/continue_generation" and fake.weight_version == "1"
+    for result in results:
+        (error,) = result["errors"]
+        assert "weight version 4 was not pushed" in error and f"{folder} cannot be written" in error
+
+
+def pushes_that_cannot_rename(*arguments: Any) -> dict[str, Any]:
+    def refuse(source: Path, to: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(to))
+
+    disk.os.rename = refuse  # type: ignore[attr-defined]
+    return pushes(*arguments)

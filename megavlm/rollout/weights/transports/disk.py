@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,8 +35,9 @@ class DiskTransport:
 
     def prepare(self) -> None:
         self._remove()
-        for name in (CHANGED, REST):
-            (self.folder / PARTIAL / name).mkdir(parents=True)
+        with self._writing():
+            for name in (CHANGED, REST):
+                (self.folder / PARTIAL / name).mkdir(parents=True)
 
     def open(self, servers: Servers, engines: Mapping[str, Engine]) -> None:
         self._parts = 0
@@ -44,19 +46,19 @@ class DiskTransport:
         folder = self.folder / PARTIAL / (CHANGED if load.changed else REST)
         path = folder / f"model-{dist.get_rank():04d}-{self._parts:05d}.safetensors"
         tensors = {name: tensor.contiguous().cpu() for name, tensor in load.tensors}
-        try:
+        with self._writing():
             save_file(tensors, path)
-        except (OSError, SafetensorError) as error:
-            raise WeightSyncError(f"{path} cannot be written: {error}") from error
         self._parts += 1
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def commit(self, servers: Servers, refitted: Sequence[str]) -> None:
-        os.rename(self.folder / PARTIAL, self.folder / READY)
+        with self._writing():
+            os.rename(self.folder / PARTIAL, self.folder / READY)
+            filled = {name: any((self.folder / READY / name).iterdir()) for name in (CHANGED, REST)}
         everyone = [target.url for target in servers.live]
         for name, urls in ((CHANGED, everyone), (REST, refitted)):
             folder = (self.folder / READY / name).resolve()
-            if any(folder.iterdir()):
+            if filled[name]:
                 body = {"model_path": str(folder), "load_format": "safetensors"}
                 servers.post_each("/update_weights_from_disk", dict.fromkeys(urls, body))
         self._remove()
@@ -66,6 +68,13 @@ class DiskTransport:
 
     def close(self) -> None:
         pass
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(f"{self.folder} cannot be written: {error}") from error
 
     def _remove(self) -> None:
         for name in (PARTIAL, READY):
