@@ -11,6 +11,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megavlm*", "checkpoint_tools*"]),
+    package_data={"megavlm": ["evaluation/land.svg"]},
     install_requires=[
         "fsspec>=2024.6",
         "httpx>=0.28",

@@ -1,17 +1,17 @@
-"""Where pictures were taken and where models put them: a map as inline SVG.
+"""Where pictures were taken and where models put them: a map as inline SVG."""
 
-Not covered: coast lines; there is a grid with its degrees.
-"""
-
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from megavlm.evaluation.attempts import Candidate
 from megavlm.rewards.geospot import read
 
-_WIDTH, _HEIGHT = 720, 360
+_WIDTH, _HEIGHT = 720, 360  # as land.svg has them
+_LAND = Path(__file__).with_name("land.svg")
 STYLES = ("c1", "c2")  # of models, in the page's style sheet
 TRUTH = "c3"
 MAX_CHARS = 500
@@ -52,6 +52,7 @@ def world_map(found: Sequence[Spot], names: Sequence[str]) -> str:
     if not found:
         return ""
     parts = [
+        _land(),
         *(f'<path class="grid" d="M{_x(lon):.1f} 0V{_HEIGHT}"/>' for lon in range(-150, 180, 30)),
         *(f'<path class="grid" d="M0 {_y(lat):.1f}H{_WIDTH}"/>' for lat in range(-60, 90, 30)),
         *(
@@ -87,6 +88,12 @@ def _truth(extra: Any) -> Point | None:
 def _said(text: str) -> Point | None:
     # A reward reads it in a process with a time limit; here its end must do.
     return read(text[-MAX_CHARS:]).get("point")
+
+
+def _land() -> str:
+    outline = re.search(r' d="([^"]*)"', _LAND.read_text())
+    assert outline is not None
+    return f'<path class="land" d="{outline[1]}"/>'
 
 
 def _x(lon: float) -> float:

@@ -18,14 +18,14 @@ h1{font-size:26px;margin:0}h2{font-size:18px;margin:36px 0 12px}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(128px,1fr));gap:12px}
 .tiles .card{padding:14px 16px}
 .tiles .card b{display:block;font-size:24px;line-height:1.25}.tiles .card span{color:var(--soft);
-font-size:13.5px;line-height:1.3;display:block}
+font-size:13.5px;line-height:1.3;display:block;overflow-wrap:anywhere}
 .verdict{margin-top:12px;border-left:4px solid var(--c2)}.verdict.yes{border-left-color:var(--good)}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(310px,1fr));gap:12px}
-figure{padding:12px 14px 8px}
+figure{padding:12px 14px 8px}.card+figure{margin-top:12px}
 figcaption{display:flex;justify-content:space-between;gap:8px;align-items:baseline}
 small,.soft{color:var(--soft)}svg{width:100%;height:auto;display:block;margin-top:6px}
 svg text{fill:var(--soft);font-size:12px}svg .y{text-anchor:end}svg .x{text-anchor:middle}
-.grid{stroke:var(--rule)}.line{fill:none;stroke-width:2;stroke-linejoin:round}
+.grid{stroke:var(--rule)}.land{fill:var(--rule)}.line{fill:none;stroke-width:2;stroke-linejoin:round}
 .line.c1{stroke:var(--c1)}.line.c2{stroke:var(--c2)}.line.c3{stroke:var(--c3)}.line.c4{stroke:var(--c4)}
 .line.pale{stroke:var(--pale);stroke-width:1.2}.line.dash{stroke:var(--soft);stroke-width:1;
 stroke-dasharray:3 4}
@@ -40,7 +40,8 @@ i.pale{background:var(--pale)}i.dash{background:var(--soft)}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%}
 th,td{padding:6px 10px;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap;
 font-variant-numeric:tabular-nums}
-th{color:var(--soft);font-weight:600}th:first-child,td:first-child{text-align:left}
+th{color:var(--soft);font-weight:600;white-space:normal;
+overflow-wrap:anywhere;min-width:4em}th:first-child,td:first-child{text-align:left}
 td.left{text-align:left;white-space:normal;overflow-wrap:anywhere}
 tr:last-child td{border-bottom:0}tr.all td{font-weight:700}
 .bar{display:inline-block;width:100%;min-width:120px;height:9px;border-radius:5px;background:var(--rule);
