@@ -123,7 +123,8 @@ def export(
         {**asdict(done), "seconds": seconds},
         f"{checkpoint_dir}: {done.num_tensors} tensors of step {done.step}, "
         f"{size(done.num_bytes)}, exported to {hf_dir} in {files(done.num_files)}, {seconds:.1f} s"
-        + (f"; adapters of {done.num_merged} projections are merged" if done.num_merged else ""),
+        + (f"; adapters of {done.num_merged} projections are merged" if done.num_merged else "")
+        + done.remarks(),
         quiet,
         as_json,
     )

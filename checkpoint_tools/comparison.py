@@ -8,9 +8,8 @@ from torch import Tensor
 
 from checkpoint_tools.ahead import one_ahead
 from checkpoint_tools.progress import Show, silent
-from checkpoint_tools.step_adapters import known_settings
+from checkpoint_tools.step_adapters import has_adapters, known_settings
 from checkpoint_tools.weights import Weights
-from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -54,7 +53,7 @@ def compare(a: Weights, b: Weights, *, show: Show = silent) -> Comparison:
     for entry in others.values():
         for name in _names(entry):
             result.add(f"{name} {_alone(b)}")
-    _compare_adapters(a, b, result)
+    _compare_extras(a, b, result)
 
     def read(pair: tuple[Entry, Entry]) -> tuple[list[str], Tensors, Tensors]:
         entry, other = pair
@@ -69,10 +68,10 @@ def compare(a: Weights, b: Weights, *, show: Show = silent) -> Comparison:
     return result
 
 
-def _compare_adapters(a: Weights, b: Weights, result: Comparison) -> None:
-    """Tensor by tensor, as checkpoints hold them."""
-    left, right = ({name for name, *_ in x.extras if is_adapter(name)} for x in (a, b))
-    if left and right:
+def _compare_extras(a: Weights, b: Weights, result: Comparison) -> None:
+    """Adapters and value heads, tensor by tensor, as checkpoints hold them."""
+    left, right = ({name for name, *_ in x.extras} for x in (a, b))
+    if has_adapters(a) and has_adapters(b):
         alphas = [known_settings(x.path).get("alpha") for x in (a, b)]
         if alphas[0] != alphas[1]:
             result.add(f"adapters have alpha {alphas[0]} and {alphas[1]}")

@@ -20,18 +20,26 @@ from checkpoint_tools.step_adapters import has_adapters, step_adapters
 from checkpoint_tools.weights import Group, Weights, step_weights
 from megavlm.checkpointing import folder
 from megavlm.models.common.hf_source import INDEX, SINGLE
+from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry
 
 
 @dataclass(frozen=True)
 class Export:
-    """`step`: of a checkpoint. `num_merged`: projections whose adapters are in the weights."""
+    """`step`: of a checkpoint. `num_merged`: projections whose adapters are in the weights.
+    `left_out`: what a HuggingFace folder has no place for, a critic's value head.
+    """
 
     step: int | None
     num_tensors: int
     num_files: int
     num_bytes: int
     num_merged: int
+    left_out: list[str]
+
+    def remarks(self) -> str:
+        """For the end of a sentence."""
+        return f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
 
 
 def export_hf(
@@ -108,7 +116,8 @@ def write_hf(
             (output / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     step = weights.manifest.step if weights.manifest else None
     num_merged = len(list(adapters.projections())) if adapters else 0
-    return Export(step, len(places), len(plan), total, num_merged)
+    left_out = [name for name, *_ in weights.extras if not is_adapter(name)]
+    return Export(step, len(places), len(plan), total, num_merged, left_out)
 
 
 @dataclass

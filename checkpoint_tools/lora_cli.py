@@ -166,7 +166,8 @@ def lora_merge(
     tell(
         {**asdict(done), "seconds": seconds},
         f"{source}: adapters of {done.num_merged} projections merged, {done.num_tensors} tensors, "
-        f"{size(done.num_bytes)}, in {hf_dir}, {files(done.num_files)}, {seconds:.1f} s",
+        f"{size(done.num_bytes)}, in {hf_dir}, {files(done.num_files)}, {seconds:.1f} s"
+        + done.remarks(),
         quiet,
         as_json,
     )

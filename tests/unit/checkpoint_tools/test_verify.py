@@ -12,6 +12,11 @@ from safetensors.torch import load_file, save_file
 from checkpoint_tools.cli import main
 from checkpoint_tools.comparison import difference
 from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.import_hf import import_hf
+from megavlm.checkpointing.checksums import checksums
+from megavlm.checkpointing.folder import Manifest
+from megavlm.checkpointing.reader import StepReader
+from megavlm.checkpointing.writer import RecordFile, write_contents
 from tests.unit.checkpoint_tools.conftest import Folder
 
 MOE = "qwen3_vl_moe"
@@ -35,6 +40,41 @@ def changed(hf: Path, folder: Path, **tensors: Any) -> Path:
         found[name] = change(found[name].clone())
     save_file(found, path, {"format": "pt"})
     return folder
+
+
+def with_value_head(hf: Path, folder: Path, value: float) -> Path:
+    """A checkpoint as one of a shared critic is."""
+    import_hf(hf, folder)
+    step = folder / "step_00000000"
+    reader = StepReader(step)
+    tensors = {name: reader.read(name) for name in reader.tensors}
+    tensors["value_head.weight"] = torch.full((1, 128), value)
+    for path in step.iterdir():
+        path.unlink()
+    with RecordFile(step, 0) as file:
+        for name, tensor in tensors.items():
+            file.add(name, tensor)
+    write_contents(step, tensors, file.records)
+    sums = checksums(step, [path.name for path in step.iterdir()])
+    Manifest(step=0, has_optimizer=False, layout={}, files=sums).write(step)
+    return folder
+
+
+def test_value_heads_are_compared_and_an_export_says_that_it_has_none(
+    hf_folder: Folder, imported: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = hf_folder("qwen2_vl")
+    a, b = (with_value_head(hf, tmp_path / f"{x}", x) for x in (0.5, 0.25))
+    assert verify(a, a) == 0
+    capsys.readouterr()
+    assert verify(a, b) == 1
+    assert "value_head.weight differs in 128 of 128 entries" in capsys.readouterr().out
+    assert verify(a, imported("qwen2_vl")) == 1
+    assert f"value_head.weight is in {a}/step_00000000 alone" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["export", str(a), f"{tmp_path}/out"])
+    assert capsys.readouterr().out.endswith(" s; left out: value_head.weight\n")
+    assert verify(hf, tmp_path / "out") == 0
 
 
 def set_entry(place: tuple[int, ...], value: float) -> Any:
