@@ -41,7 +41,7 @@ i.pale{background:var(--pale)}i.dash{background:var(--soft)}
 th,td{padding:6px 10px;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap;
 font-variant-numeric:tabular-nums}
 th{color:var(--soft);font-weight:600;white-space:normal;
-overflow-wrap:anywhere;min-width:4em}th:first-child,td:first-child{text-align:left}
+overflow-wrap:anywhere;min-width:6.4em}th:first-child,td:first-child{text-align:left}
 td.left{text-align:left;white-space:normal;overflow-wrap:anywhere}
 tr:last-child td{border-bottom:0}tr.all td{font-weight:700}
 .bar{display:inline-block;width:100%;min-width:120px;height:9px;border-radius:5px;background:var(--rule);

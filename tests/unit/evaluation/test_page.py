@@ -144,5 +144,5 @@ def test_map_of_places() -> None:
     assert float(dots[1]["cx"]) == pytest.approx((78.1 + 180) * 2, abs=0.1)
     assert float(dots[1]["cy"]) == pytest.approx((90 - 29.9) * 2, abs=0.1)
     assert "&lt;b&gt;" in svg
-    assert [a["class"] for tag, a in tags.seen if tag == "path"][0] == "land"
+    assert next(a["class"] for tag, a in tags.seen if tag == "path") == "land"
     assert world_map([], ["a"]) == ""
