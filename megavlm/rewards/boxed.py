@@ -15,11 +15,14 @@ from megavlm.rewards.base import Score
 
 FORMAT_REWARD = 0.1
 _BOX = "\\boxed"
-_ANSWER = re.compile(r"\banswer\s?:", re.IGNORECASE)
+_BARE_BOX = re.compile(r"\s{0,20}([+-]?\d[\d.,]{0,30})")  # \boxed5
+_ANSWER = re.compile(r"\banswer[\s*_]{0,4}[:\uff1a]", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"([+-]?)(?:\\frac\{([^{}]+)\}\{([^{}]+)\}|([^/]+)/([^/]+))")
-_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+_WRAPPER = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|operatorname)\{([^{}]*)\}"
+)
 _SHORT_FRACTION = re.compile(r"\\frac([0-9])([0-9])")
 _CHOICE = re.compile(r"\(([a-z])\)")
 _DROPPED = (
@@ -66,10 +69,11 @@ def last_boxed(text: str) -> str | None:
     if start < 0:
         return None
     opening = start + len(_BOX)
-    while opening < len(text) and text[opening] == " ":
+    while opening < len(text) and text[opening].isspace():
         opening += 1
     if opening == len(text) or text[opening] != "{":
-        return None
+        bare = _BARE_BOX.match(text, start + len(_BOX))
+        return bare[1].rstrip(".,") if bare else None
     depth = 0
     for position in range(opening, len(text)):
         depth += (text[position] == "{") - (text[position] == "}")
@@ -87,9 +91,14 @@ def after_answer(text: str) -> str | None:
     return line.strip().strip("*").strip() or None
 
 
+def unwrapped(text: str) -> str:
+    r"""Without \text{...}, \textbf{...} and their like, up to two around each other."""
+    return _WRAPPER.sub(r"\1", _WRAPPER.sub(r"\1", text))
+
+
 def _normalize(text: str) -> str:
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    text = _WRAPPER.sub(r"\1", text)
+    text = unwrapped(text)
     for symbol in _DROPPED:
         text = text.replace(symbol, "")
     text = "".join(text.split()).rstrip(".").casefold()

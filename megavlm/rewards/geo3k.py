@@ -24,6 +24,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limi
 MAX_CHARACTERS = 500  # of a final answer
 _HUGE_POWER = re.compile(r"(?:\^|\*\*)\s*[({]?\s*[+-]?\d{3,}|(?:\^|\*\*)[^+\-*/=,]*(?:\^|\*\*)|\d!")
 _LETTER = re.compile(r"\(?([A-Ea-e])\)?[.:]?")
+_OPTION = re.compile(r"\(?([A-E])[).:]\s*(\S.*)", re.S)  # "(A) 30", "A. 30"
+_ANOTHER = re.compile(r"(?<![A-Za-z\\])[A-E](?:[).:]|\s*$)")
 _FORMS = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
@@ -57,14 +59,27 @@ def is_equivalent(found: str, answer: str) -> bool:
         return False
     if boxed.is_equal(found, answer):
         return True
+    letter, found = _option(found)
+    if choice := _LETTER.fullmatch(answer.strip()):
+        return letter == choice[1].upper()
     if _HUGE_POWER.search(found):
         return False
-    if choice := _LETTER.fullmatch(answer.strip()):
-        given = _LETTER.fullmatch(found.strip())
-        return given is not None and given[1].upper() == choice[1].upper()
+    if letter and boxed.is_equal(found, answer):
+        return True
     # Its own time limits are signals, which only a main thread can get: the process has better.
     gold, forms = (
         parse(f"${text.strip().strip('$')}$", _FORMS, parsing_timeout=None)
         for text in (answer, found)
     )
     return bool(gold) and verify(gold, forms, timeout_seconds=None)
+
+
+def _option(found: str) -> tuple[str, str]:
+    """The letter of an option, or "", and what is said besides. Two options say nothing."""
+    text = boxed.unwrapped(found).strip().strip("$").strip()
+    if alone := _LETTER.fullmatch(text):
+        return alone[1].upper(), found
+    labelled = _OPTION.fullmatch(text)
+    if labelled is None:
+        return "", found
+    return ("", "") if _ANOTHER.search(labelled[2]) else (labelled[1], labelled[2])

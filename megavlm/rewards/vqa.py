@@ -1,11 +1,13 @@
-"""Short answers to questions about pictures, compared as their kind asks.
+r"""Short answers to questions about pictures, compared as their kind asks.
 
     yes_no   one of the two words, first or alone
     number   the only number that is said, within a tolerance; number words too
-    choice   the letter of an option, or its text where the row has `choices`
+    choice   the letter of an option, alone, marked ("(B)", "B.", "option B") or with its reason, or
+             its text where the row has `choices`
     text     normalised text, alone or after "is"; any of the row's `answers` where it has some
 
 The kind is that of the row's category (counting, attribute, existence, ...), or what its answer is.
+An answer is what stands in \boxed{}, after "Answer:" or "the answer is", or all of the response.
 """
 
 import re
@@ -32,8 +34,24 @@ CATEGORIES = {
 }
 _UNIT = r"(?:[kcm]?m|[km]?g|lbs?|oz|ft|in|inch|inches|miles?|k?w|m?l|sec|min|hrs?|deg|px)[23]?"
 _NUMBER = re.compile(rf"(?<![\w.])(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s?({_UNIT}))?(?!\w)")
-_LETTER = re.compile(r"\(?([A-Za-z])(?:[).:]|\Z)")
-_IS = re.compile(r"^.*\b(?:is|are|was|were)\b")
+_ANSWER_IS = re.compile(r"\b(?:answer|option|choice)\s+(?:is|are)\b\s*:?", re.I)
+_IS = re.compile(r"^.*\b(?:is|are|was|were|it's)\b")
+_LEAD = (
+    r"(?:it'?s\s+|it\s+is\s+|i\s+(?:choose|pick|select|say)\s+)?(?:(?:option|choice|letter)\s+)?"
+)
+# The letter of an option stands alone, has a bracket, point or colon, or goes on with a reason.
+_LETTER = re.compile(
+    rf"{_LEAD}[(\[]?([A-Z])(?:[)\].:]+|\s*$|(?=,?\s+(?:because|since|as|due)\b)"
+    r"|(?=\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b)|(?=\s+[-\u2013\u2014]\s))",
+    re.I,
+)
+# Behind the letter: that it is not this one, or another letter.
+_NOT_THIS = re.compile(
+    r"\s*(?:is\s+(?:not|wrong|incorrect|false|out)\b|(?:isn't|cannot|can't)\b"
+    r"|(?:and|or|nor|but|[&/,])\s*(?:not\s+)?(?:option\s+)?(?-i:[(\[][A-Za-z][)\]]|[A-H]\b)"
+    r"|(?-i:[(\[]?[A-H](?:[)\].,:]|\s*$)))",
+    re.I,
+)
 
 
 def prepare(kinds: Mapping[str, str] | None = None, **_: Any) -> None:
@@ -58,7 +76,7 @@ def score(
     `kinds`: of further categories.
     """
     kind = kind_of(row, kinds or {})
-    correct = is_correct(final_answer(response), row, kind, tolerance, relative)
+    correct = is_correct(response, row, kind, tolerance, relative)
     return Score(right if correct else wrong, correct)
 
 
@@ -66,11 +84,10 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
     category = str(row.get("category", "")).lower().replace("-", "_").replace(" ", "_")
     known = {**CATEGORIES, **kinds}
     if category in known:
-        kind = known[category]
         # Sets disagree about what such a question is: "what colour is there" is existence, too.
-        if kind == "yes_no" and normalized(row["answer"]) not in ("yes", "no"):
-            return "text"
-        return kind
+        kind = known[category]
+        fits = kind == "text" or _said(kind, str(row["answer"]), row) is not None
+        return kind if fits else "text"
     answer = str(row["answer"]).strip()
     if normalized(answer) in ("yes", "no"):
         return "yes_no"
@@ -79,43 +96,64 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
     return "number" if _NUMBER.fullmatch(normalized(answer)) else "text"
 
 
-def final_answer(response: str) -> str:
-    r"""What is in the last \boxed{...}, or after the last "Answer:", or all of it."""
+def final_answers(response: str) -> list[str]:
+    r"""What is in the last \boxed{...}, or after the last "Answer:", or all of it; before it what
+    follows its last "answer is". Of several the first counts that says something of the kind.
+    """
     found = boxed.last_boxed(response)
     if found is None:
         found = boxed.after_answer(response)
-    return (response if found is None else found).strip()
+    whole = _cleaned(response if found is None else found)
+    *_, last = ("", *_ANSWER_IS.split(whole[-MAX_CHARACTERS:]))
+    texts = [last.strip().partition("\n")[0]] if last != whole[-MAX_CHARACTERS:] else []
+    return [*texts, whole] if len(whole) <= MAX_CHARACTERS else texts
+
+
+def _cleaned(text: str) -> str:
+    r"""Without the marks of LaTeX and Markdown: \(\text{B}\) and **B** are B."""
+    return re.sub(r"\\[()\[\]]|\*\*|__|[`$]", "", boxed.unwrapped(text)).strip().strip("*").strip()
 
 
 def is_correct(
-    found: str, row: Mapping[str, Any], kind: str, tolerance: float, relative: float
+    response: str, row: Mapping[str, Any], kind: str, tolerance: float, relative: float
 ) -> bool:
-    if len(found) > MAX_CHARACTERS:
-        return False
     answer = str(row["answer"])
-    if kind == "yes_no":
-        said = normalized(found).split()
-        both = {"yes", "no"} <= set(said)
-        return bool(said) and not both and said[0] == normalized(answer)
+    found = final_answers(response)
+    if kind == "text":
+        said_texts = {said for text in found for said in _spellings(text)}
+        answers = map(normalized, [answer, *(row.get("answers") or ())])
+        return any(text in said_texts for text in answers if text)
+    said = next((said for text in found if (said := _said(kind, text, row)) is not None), None)
+    truth = _said(kind, answer, row)
+    if isinstance(said, _Number) and isinstance(truth, _Number):
+        return said.is_near(truth, max(tolerance, relative * abs(truth.value)))
+    return said is not None and said == truth
+
+
+def _said(kind: str, text: str, row: Mapping[str, Any]) -> "str | _Number | None":
+    """What a text says as an answer of the kind, None where it says nothing or too much."""
     if kind == "number":
-        truth, said_number = _only_number(answer), _only_number(found)
-        if truth is None or said_number is None:
-            return False
-        if truth.unit and said_number.unit and truth.unit != said_number.unit:
-            return False
-        far = abs(said_number.value - truth.value)
-        return far <= max(tolerance, relative * abs(truth.value)) + 1e-9
+        return _only_number(text)
     if kind == "choice":
-        return _choice(found, row) == _choice(answer, row) is not None
-    answers = [answer, *(row.get("answers") or ())]
-    said_text = normalized(found)
-    after_is = _IS.sub("", said_text).strip()
-    return any(text in (said_text, after_is) for text in map(normalized, answers) if text)
+        return _choice(text, row)
+    words = normalized(text).split()
+    both = {"yes", "no"} <= set(words)
+    return words[0] if words and words[0] in ("yes", "no") and not both else None
+
+
+def _spellings(text: str) -> tuple[str, str]:
+    """Normalised: all of it, and what comes after "is"."""
+    said = normalized(text)
+    return said, _IS.sub("", said).strip()
 
 
 class _Number(NamedTuple):
     value: float
     unit: str  # "" where none is said
+
+    def is_near(self, other: "_Number", tolerance: float) -> bool:
+        same_unit = not self.unit or not other.unit or self.unit == other.unit
+        return same_unit and abs(self.value - other.value) <= tolerance + 1e-9
 
 
 def _only_number(text: str) -> _Number | None:
@@ -128,7 +166,10 @@ def _only_number(text: str) -> _Number | None:
 def _choice(text: str, row: Mapping[str, Any]) -> str | None:
     """The letter that is meant."""
     choices = [normalized(str(choice)) for choice in row.get("choices") or ()]
-    if (said := normalized(text)) and said in choices:
-        return chr(ord("A") + choices.index(said))
-    match = _LETTER.match(text.strip().strip("*"))
-    return match[1].upper() if match else None
+    for said in _spellings(text):
+        if said and said in choices:
+            return chr(ord("A") + choices.index(said))
+    match = _LETTER.match(text.strip())
+    if match is None or _NOT_THIS.match(text.strip(), match.end()):
+        return None
+    return match[1].upper()

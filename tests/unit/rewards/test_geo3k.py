@@ -30,6 +30,46 @@ def test_equivalent(found: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("response", "answer", "correct"),
+    [
+        ("**Answer**: 5", "5", True),
+        ("**Answer:** 5", "5", True),
+        ("Answer\uff1a5", "5", True),
+        (r"\boxed5", "5", True),
+        (r"so \boxed 5.", "5", True),
+        (r"\boxed12", "1", False),
+        ("\\boxed\n{5}", "5", True),
+        (r"\boxed{A. 30}", "30", True),
+        (r"\boxed{A. 30}", "A", True),
+        (r"\boxed{A. 30}", "B", False),
+        (r"\boxed{\textbf{(A) }30}", "30", True),
+        (r"\boxed{\textbf{(A)}~30}", "A", True),
+        (r"\boxed{\text{(A)}}", "A", True),
+        (r"\boxed{(A) 2\sqrt{3}}", r"\sqrt{12}", True),
+        (r"\boxed{A. 30 B. 40}", "30", False),
+        (r"\boxed{A. 30 B. 40}", "40", False),
+        (r"\boxed{A. 30 B. 40}", "A", False),
+        (r"\boxed{A or B}", "A", False),
+        (r"\boxed{A 30}", "A", False),
+        (r"\boxed{30 \text{ degrees}}", "30", True),
+        (r"\boxed{5\text{ cm}}", "5", True),
+        (r"\boxed{\$5}", "5", True),
+        (r"\boxed{x = 5}", "5", True),
+        (r"\boxed{\frac12}", "0.5", True),
+        (r"\boxed{-\frac{1}{2}}", "0.5", False),
+        (r"\boxed{1,234}", "1234", True),
+        (r"\boxed{3, 4}", "3", False),
+        (r"\boxed{5 or 6}", "5", False),
+        (r"\boxed{5 or 6}", "6", False),
+        (r"\boxed{}", "0", False),
+        (r"not \boxed{5}, but \boxed{6}", "5", False),
+    ],
+)
+def test_forms_of_an_answer(response: str, answer: str, correct: bool) -> None:
+    assert geo3k.score(response, {"answer": answer}).correct is correct
+
+
+@pytest.mark.parametrize(
     ("found", "answer"),
     [
         ("81", "80"),

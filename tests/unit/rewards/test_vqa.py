@@ -85,6 +85,87 @@ def test_numbers(response: str, answer: str, correct: bool) -> None:
     assert vqa.kind_of({"answer": answer}, {}) == "number"
 
 
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("The answer is (B).", "B"),
+        ("The answer is B.", "B"),
+        ("The correct option is: **B**", "B"),
+        ("**Answer**: B", "B"),
+        ("Answer: (B) a circle", "B"),
+        ("Option B", "B"),
+        ("Option B is correct.", "B"),
+        ("B because it is round", "B"),
+        ("B, since it is round", "B"),
+        ("B is the correct answer", "B"),
+        ("B) a circle", "B"),
+        ("B - a circle", "B"),
+        ("[B]", "B"),
+        ("I choose B.", "B"),
+        (r"\boxed{\text{B}}", "B"),
+        (r"\boxed{\textbf{(B)}}", "B"),
+        (r"\[ \boxed{\mathrm{\text{B}}} \]", "B"),
+        (r"so \(B\)", None),
+        ("B. A circle", "B"),
+        ("b", "B"),
+        ("The answer is not A but B", None),
+        ("Option A is wrong, B", None),
+        ("(A) is wrong, (B) is right", None),
+        ("(A) or (B)", None),
+        ("A or B", None),
+        ("A, B", None),
+        ("A. B. C", None),
+        ("A) and B)", None),
+        ("A dog", None),
+        ("A", "A"),
+        ("a dog", None),
+        ("Because", None),
+        ("I think so", None),
+        ("The answer is A. No, the answer is B.", "B"),
+        ("A dog is seen. " * 200 + "The answer is B.", "B"),
+    ],
+)
+def test_letters(response: str, letter: str | None) -> None:
+    for gold in "ABCD":
+        row = {"answer": gold, "category": "multiple_choice"}
+        assert vqa.score(response, row).correct is (gold == letter)
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "correct"),
+    [
+        ("The answer is yes.", "yes", True),
+        ("The answer is no, there is none", "no", True),
+        (r"\boxed{\text{yes}}", "yes", True),
+        (r"$\boxed{\text{No}}$", "no", True),
+        ("**Yes**", "yes", True),
+        ("Yes, the answer is obvious.", "yes", True),
+        ("Yes, but the answer is no", "no", True),
+        ("The answer is not yes", "yes", False),
+        ("yes or no", "yes", False),
+        (r"\boxed{\text{red}}", "red", True),
+        ("The answer is **red**.", "red", True),
+        ("It's red.", "red", True),
+        ("The answer is red or blue.", "red", False),
+        ("a", "A", True),
+        ("A", "a", True),
+        ("the", "a", False),
+        ("", "the", False),
+        ("A dog", "a", False),
+        ("A dog", "dog", True),
+    ],
+)
+def test_words(response: str, gold: str, correct: bool) -> None:
+    row = {"answer": gold, "category": "yes_no"}  # text where the answer is neither
+    assert vqa.score(response, row).correct is correct
+
+
+def test_an_answer_that_is_not_of_its_category_s_kind_is_text() -> None:
+    for category in ("multiple_choice", "counting", "existence"):
+        row = {"answer": "many", "category": category}
+        assert vqa.score("Many.", row).correct and not vqa.score("A few", row).correct
+
+
 def test_tolerance() -> None:
     row = {"answer": "200", "category": "number"}
     assert not vqa.score("205", row).correct
