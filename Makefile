@@ -1,7 +1,7 @@
 # make setup   .venv with the pinned packages; needs only Python 3.11 or newer, no GPU
 # make demo    the main job on generated pictures, or on yours: make demo DATA=DIR SEED=1
 #              by another algorithm of recipes/algorithms: make demo ALGORITHM=ppo
-#              in another environment: make demo ENV=vqa_retry (geo3k, vqa, caption, geospot)
+#              in another environment: make demo ENV=vqa_retry (geo3k, geo3k_calculator, vqa, caption, geospot)
 #              keys of its recipe in recipes/debug as OVERRIDES="algorithm.steps=3"
 # make test    the whole suite on CPU
 # make style   linter, formatter (check only) and type checker

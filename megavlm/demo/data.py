@@ -16,6 +16,8 @@ from megavlm.demo.shapes import SCHEMA, write_dataset
 
 NUM_TRAIN, NUM_TEST = 8000, 800
 CATEGORY = "task"
+# What is drawn for a recipe of recipes/debug whose environment asks for something of its own.
+TASKS_OF = {"caption": ("describe",), "geospot": ("place",)}
 CAPTION = IMAGE_PLACEHOLDER + "Describe the image."
 
 

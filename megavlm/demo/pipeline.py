@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megavlm.config.schema import Config
 from megavlm.data.rows import read_rows
-from megavlm.demo.data import DemoData, draw, take
+from megavlm.demo.data import TASKS_OF, DemoData, draw, take
 from megavlm.parallel import platform
 
 MARK = ".megavlm-demo"
@@ -40,9 +40,9 @@ def run_demo(
     overrides: list[str],
 ) -> None:
     """Everything is written to `run_dir`. `data` None: pictures are drawn, with questions of
-    `tasks` (None: those that the demo teaches). `warm_steps` None: as many as the pictures need.
-    `algorithm`: of recipes/debug/*_shapes.yaml. `overrides` are of its recipe. SystemExit
-    where a run failed.
+    `tasks` (None: those that the demo or its environment teaches). `warm_steps` None: as many as
+    the pictures need. `algorithm`: of recipes/debug/*_shapes.yaml. `overrides` are of its recipe.
+    SystemExit where a run failed.
     """
     if data is not None and tasks is not None:
         raise ValueError("--tasks is for drawn pictures: leave it out with --data")
@@ -64,7 +64,7 @@ def run_demo(
     seconds: dict[str, float] = {}
     with _phase("data", seconds):
         if data is None:
-            sets = draw(run_dir / "data", seed=seed, tasks=tasks)
+            sets = draw(run_dir / "data", seed=seed, tasks=tasks or TASKS_OF.get(algorithm))
         else:
             sets = take(data, run_dir / "data", seed=seed)
     model, imported = run_dir / "model", run_dir / "imported"

@@ -10,11 +10,11 @@ warm_start.parquet: what a random model learns first, on the training pictures: 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from megavlm.data.chat import IMAGE_PLACEHOLDER
+from megavlm.demo import places
 
 SIZE = 56
 GRID = 2
@@ -52,7 +53,9 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Example:
-    """A question about a picture. `candidates`: the answers that its form allows."""
+    """A question about a picture. `candidates`: the answers that its form allows, or some of them.
+    `columns`: further ones of its row.
+    """
 
     png: bytes
     question: str
@@ -60,6 +63,7 @@ class Example:
     candidates: tuple[str, ...]
     caption: str
     task: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_dataset(
@@ -81,11 +85,14 @@ def write_dataset(
     folder.mkdir(parents=True, exist_ok=True)
     train = examples(np.random.default_rng([seed, 0]), num_train, tasks)
     test = examples(np.random.default_rng([seed, 1]), num_test, tasks)
-    _write(folder / "train.parquet", ((e.png, e.question, e.answer, e.task) for e in train))
-    _write(folder / "test.parquet", ((e.png, e.question, e.answer, e.task) for e in test))
+    _write(folder / "train.parquet", (_row(e) | dict(e.columns) for e in train))
+    _write(folder / "test.parquet", (_row(e) | dict(e.columns) for e in test))
     rng = np.random.default_rng([seed, 2])
-    captions = [(e.png, "Describe the image.", e.caption, "caption") for e in train]
-    questions = [(e.png, e.question, _pick(rng, e.candidates), e.task) for e in train]
+    captions = [
+        _row(replace(e, question="Describe the image.", answer=e.caption, task="caption"))
+        for e in train
+    ]
+    questions = [_row(replace(e, answer=_pick(rng, e.candidates))) for e in train]
     _write(folder / "warm_start.parquet", captions + questions)
 
 
@@ -161,12 +168,36 @@ def _length(rng: np.random.Generator) -> Example:
     return Example(_png(image), question, long, (first, second), caption, "length")
 
 
+def _describe(rng: np.random.Generator) -> Example:
+    """A picture of another task, to be told in the words of its caption."""
+    shown, *others = [TASKS[_pick(rng, ("count", "compare"))](rng) for _ in range(4)]
+    question = _pick(rng, ["What do you see?", "What is in the image?", "What does it show?"])
+    captions = tuple(other.caption for other in others)
+    return replace(
+        shown, question=question, answer=shown.caption, candidates=captions, task="describe"
+    )
+
+
+def _place(rng: np.random.Generator) -> Example:
+    colour, which = _pick(rng, list(COLOURS)), int(rng.integers(2))
+    place = places.PLACES[colour][which]
+    question = _pick(
+        rng, ["Where is this?", "Where was this taken?", "Which place does the image show?"]
+    )
+    candidates = tuple(place.text for place in places.ALL)
+    shown = [colour] * places.NUMBERS[which]
+    made = _example(rng, shown, question, place.text, candidates, "place")
+    return replace(made, columns=asdict(place))
+
+
 TASKS: dict[str, Callable[[np.random.Generator], Example]] = {
     "colour": _colour,
     "count": _count,
     "compare": _compare,
     "kind": _kind,
     "length": _length,
+    "describe": _describe,
+    "place": _place,
 }
 # What a model of the demo's size learns together in 40 steps. With kinds or lengths among the
 # questions, counting suffers and they stay near chance.
@@ -234,14 +265,19 @@ def _pick(rng: np.random.Generator, items: Sequence[T]) -> T:
     return items[int(rng.integers(len(items)))]
 
 
-def _write(path: Path, rows: Iterable[tuple[bytes, str, str, str]]) -> None:
-    records = [
-        {
-            "images": [{"bytes": png, "path": None}],
-            "problem": IMAGE_PLACEHOLDER + question,
-            "answer": answer,
-            "task": task,
-        }
-        for png, question, answer, task in rows
-    ]
-    pq.write_table(pa.Table.from_pylist(records, schema=SCHEMA), path)
+def _row(example: Example) -> dict[str, Any]:
+    return {
+        "images": [{"bytes": example.png, "path": None}],
+        "problem": IMAGE_PLACEHOLDER + example.question,
+        "answer": example.answer,
+        "task": example.task,
+    }
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Columns beyond the schema's may be missing in some rows."""
+    records = list(rows)
+    names = sorted(set().union(*records) - set(SCHEMA.names))
+    further = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in records])
+    schema = pa.schema([*SCHEMA, *further.schema])
+    pq.write_table(pa.Table.from_pylist(records, schema=schema), path)

@@ -2,6 +2,7 @@
 
 import io
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from PIL import Image
 
 from megavlm.data.rows import Row, read_rows
+from megavlm.demo.places import NUMBERS, PLACES
 from megavlm.demo.shapes import COLOURS, KINDS, LEARNT, SIZE, write_dataset
+from megavlm.rewards import geospot
 
 WORDS = {"colour": set(COLOURS), "count": {"1", "2", "3", "4"}, "compare": set(COLOURS)}
 
@@ -152,3 +155,32 @@ def test_form_is_geometry3ks(folder: Path) -> None:
     assert schema.names == ["images", "problem", "answer", "task"]
     assert str(schema.field("images").type) == "list<element: struct<bytes: binary, path: string>>"
     assert all(row.problem.count("<image>") == 1 for row in load(folder, "warm_start"))
+
+
+def test_places_and_descriptions_are_what_the_pixels_show(tmp_path: Path) -> None:
+    write_dataset(tmp_path, seed=0, num_train=120, num_test=10, tasks=["place", "describe"])
+    columns = ("country", "region", "city", "lat", "lon")
+    rows = read_rows([str(tmp_path / "train.parquet")], extra_keys=columns)
+    asked = load(tmp_path, "warm_start")[len(rows) :]
+    told = 0
+    for row, question in zip(rows, asked, strict=True):
+        counts = seen(row)
+        told += question.answer == row.answer
+        if row.problem in {"<image>What do you see?", "<image>What is in the image?"}:
+            expected = " ".join(f"{counts[name]} {name}" for name in sorted(counts))
+            assert row.answer.startswith(expected)
+        elif row.extra["country"]:
+            ((colour, number),) = counts.items()
+            place = PLACES[colour][NUMBERS.index(number)]
+            assert place.text == row.answer
+            assert [row.extra[name] for name in columns] == list(asdict(place).values())
+            assert geospot.score(row.answer, row.extra).reward == 1
+    assert told < 40, "answers of the warm start are withheld"
+
+
+def test_the_seed_decides_further_columns(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_dataset(tmp_path / name, seed=0, num_train=6, num_test=2, tasks=["place"])
+    first, second = (tmp_path / name / "test.parquet" for name in ("one", "two"))
+    assert first.read_bytes() == second.read_bytes()
+    assert pq.read_schema(first).names[4:] == ["city", "country", "lat", "lon", "region"]
