@@ -1,5 +1,5 @@
 """Every released model by its configuration alone: the mapping covers what transformers builds and
-what our tower has, and every tensor can be cut.
+what our tower has, and the ranks of the Megatron model hold what it cuts.
 """
 
 from pathlib import Path
@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY, HubTensors
 from megavlm.models.common.mapping import by_key, shard_tensor
+from megavlm.models.sizes import rank_parameters
+from megavlm.parallel.mesh import Layout
 from tests.unit.models.families import build_in_transformers, entries_of, part
 from tests.unit.models.releases import RELEASES, released_config
 
@@ -42,15 +45,25 @@ def test_the_mapping_has_the_towers_tensors(release: str, tmp_path: Path) -> Non
 
 
 @every_release
-def test_every_tensor_can_be_cut(release: str, tmp_path: Path) -> None:
-    """By every size that divides the heads, as megatron-core wants it."""
-    config = released_config(release, tmp_path)
-    first = [group[0] for group in by_key(entries_of(config)).values()]
-    kinds = {(entry.megatron_shape, entry.shard): entry for entry in first}
-    for size in (1, 2, 4, 8):
-        if config.text_config.num_attention_heads % size:
-            continue
-        for (shape, shard), entry in kinds.items():
-            full = torch.empty(shape, device="meta")
-            piece = shard_tensor(entry, full, size - 1, size)
-            assert piece.numel() * (1 if shard.dim is None else size) == full.numel()
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_rank_holds_what_the_mapping_cuts_for_it(release: str, size: int, tmp_path: Path) -> None:
+    """Every tensor of the Megatron model, in its shape; of language layers, which are alike, one
+    for each level of DeepStack.
+    """
+    config = released_config(release, tmp_path, num_hidden_layers=3)
+    layout, options = Layout(tensor=size), ModelOptions(sequence=size > 1)
+    if config.text_config.num_attention_heads % size:
+        with pytest.raises(ValueError, match=f"parallel.tensor={size}"):
+            rank_parameters(config, layout, size, size - 1, options)
+        return
+    expected: dict[str, tuple[int, ...]] = {}
+    for key, group in by_key(entries_of(config)).items():
+        entry = group[0]
+        cuts = getattr(layout, entry.shard.axis)
+        full = torch.empty(entry.megatron_shape, device="meta")
+        shape = tuple(shard_tensor(entry, full, cuts - 1, cuts).shape)
+        for one in group:
+            name = key.replace(".experts.experts.", f".experts.{one.expert}.")
+            expected[name] = shape
+    held = rank_parameters(config, layout, size, size - 1, options)
+    assert {x.name: x.shape for x in held} == expected
