@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -6,7 +7,7 @@ from typing import Any
 import pytest
 
 from megavlm.config import schema
-from megavlm.config.dump import to_yaml, write
+from megavlm.config.dump import code_of, to_yaml, write
 from megavlm.config.load import load
 
 REQUIRED = "run: {dir: runs/x}\nmodel: {folder: m}\n"
@@ -143,6 +144,9 @@ def test_the_dump_is_complete_and_loads_to_the_same(tmp_path: Path) -> None:
     write(config, tmp_path / "run")
     assert load(tmp_path / "run" / "config.yaml") == config
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    code = code_of((tmp_path / "run" / "config.yaml").read_text())
+    assert code is not None and re.fullmatch(r"megavlm [\w.]+(, commit \w{40}(-dirty)?)?", code)
+    assert code_of("run: {}") is None
     assert "$" not in to_yaml(config)
     dumped: dict[str, Any] = config.to_dict()
     for section in fields(schema.Config):
