@@ -1,16 +1,17 @@
 """README.md of an exported model: what it is, what it was made from and how, how well it does."""
 
-import shutil
-import subprocess
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError, safe_load
 
 from checkpoint_tools.adapters import Adapters
 from checkpoint_tools.weights import Weights
+from megavlm.config.code_version import code_version
+from megavlm.config.dump import code_of
 from megavlm.observability.metrics import EVALUATIONS_FILE
 from megavlm.observability.records import read_records
 from megavlm.observability.result import category_rows
@@ -31,18 +32,48 @@ def model_card(weights: Weights, adapters: Adapters | None = None) -> str:
     """Markdown, of a step, or of a folder into which `adapters` were merged. Where its checkpoints
     lie in a run's directory, what the run has left there is told too.
     """
+    parts = [_HEAD, *_what(weights, adapters)]
+    run = _run(weights)
+    if run is not None:
+        parts += run
+    elif adapters is not None and adapters.base is not None:
+        parts.append(f"- Base model: {_name(adapters.base)}\n")
+    return "\n".join(parts)
+
+
+def _run(weights: Weights) -> list[str] | None:
+    """What the run that saved the weights tells; None where none did."""
     if weights.manifest is None:
-        return "\n".join([_HEAD, *_what(weights, adapters)])
-    step = weights.manifest.step
-    run_dir = weights.path.absolute().parents[1]
-    config_file = run_dir / "config.yaml"
-    parts: list[str] = []
-    if config_file.is_file():
-        recipe = OmegaConf.to_container(OmegaConf.load(config_file))
-        assert isinstance(recipe, dict)
-        parts += _training(recipe, step)
-        parts += _evaluation(run_dir, step)
-    return "\n".join([_HEAD, *_what(weights, adapters), *parts])
+        return None
+    run_dir, step = weights.path.absolute().parents[1], weights.manifest.step
+    file = run_dir / "config.yaml"
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    recipe = _recipe(text)
+    if recipe is None:
+        return None
+    return [*_training(recipe, step, code_of(text)), *_evaluation(run_dir, step)]
+
+
+def _recipe(text: str) -> dict[str, Any] | None:
+    """None where it is no run's: a file of this name may be anything, also broken."""
+    try:
+        if not isinstance(safe_load(text), dict):
+            return None
+        recipe = OmegaConf.to_container(OmegaConf.create(text))
+    except (YAMLError, OmegaConfBaseException, ValueError):  # ValueError: a date that is none
+        return None
+    assert isinstance(recipe, dict)
+    model, data, algorithm = (recipe.get(name) for name in ("model", "data", "algorithm"))
+    if not (isinstance(model, dict) and isinstance(data, dict) and isinstance(algorithm, dict)):
+        return None
+    is_run = "folder" in model and {"name", "steps"} <= algorithm.keys()
+    return recipe if is_run else None
+
+
+def _name(base: str) -> str:
+    """Of a model: on the hub, or the last part of a path, whose others are of the machine."""
+    path = Path(base)
+    return path.name if path.is_absolute() or path.exists() else base
 
 
 def _what(weights: Weights, adapters: Adapters | None) -> Iterator[str]:
@@ -50,11 +81,11 @@ def _what(weights: Weights, adapters: Adapters | None) -> Iterator[str]:
     yield f"# {weights.config.model_type}, {numel / 1e9:.2f} billion parameters\n"
     step = weights.manifest
     source = f"Step {step.step} of a checkpoint" if step else f"Weights of {weights.path.name}"
-    merged = f", with adapters of rank {adapters.rank} merged," if adapters else ""
-    yield f"{source}{merged} {'of' if step else 'by'} {_megavlm()}.\n"
+    merged = f", with adapters of rank {adapters.rank} merged," if adapters else ","
+    yield f"{source}{merged} exported by {code_version()}.\n"
 
 
-def _training(recipe: dict[str, Any], step: int) -> Iterator[str]:
+def _training(recipe: dict[str, Any], step: int, code: str | None) -> Iterator[str]:
     """Paths are told by their last parts: the others are of the machine."""
     algorithm = recipe["algorithm"]
     yield "## Training\n"
@@ -62,6 +93,8 @@ def _training(recipe: dict[str, Any], step: int) -> Iterator[str]:
     if start := recipe["model"].get("checkpoint"):
         yield f"- Started from: {'/'.join(Path(start).parts[-2:])}"
     yield f"- Algorithm: {algorithm['name']}, step {step} of {algorithm['steps']}"
+    if code is not None:
+        yield f"- Trained by: {code}"
     for key, what in (("train_files", "Training data"), ("test_files", "Test data")):
         if files := recipe["data"].get(key):
             yield f"- {what}: {', '.join(Path(file).name for file in files)}"
@@ -85,12 +118,3 @@ def _evaluation(run_dir: Path, step: int) -> Iterator[str]:
         category = row.category.replace("|", r"\|")
         yield f"| {category} | {row.count} | {' | '.join(percent(share) for share in shares)} |"
     yield ""
-
-
-def _megavlm() -> str:
-    """Version and, in a git checkout, commit of the code that exports."""
-    commit, git, root = "", shutil.which("git"), Path(__file__).parents[1]
-    if git and (root / ".git").exists():
-        command = [git, "-C", str(root), "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return f"megavlm {version('megavlm')}" + (f", commit {commit}" if commit else "")

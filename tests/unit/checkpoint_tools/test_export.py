@@ -1,15 +1,19 @@
 """What an export holds, and who can read it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint_tools.adapters import Adapters, Pair, Projection
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.logits import compare_logits
+from checkpoint_tools.model_card import model_card
+from checkpoint_tools.weights import step_weights
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.parity.table import FAMILIES
@@ -114,7 +118,8 @@ def test_the_card_of_a_run_tells_base_recipe_data_and_evaluation(
         "algorithm": {"name": "grpo", "steps": 40, "clip_low": 0.2},
         "optimizer": {"lr": 1e-6},
     }
-    (run / "config.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    text = json.dumps(recipe)  # JSON is YAML
+    (run / "config.yaml").write_text(f"# By megavlm 0.0.9, commit abcdef\n{text}")
     (run / "evaluations.jsonl").write_text(evaluation(0, 0.5) + evaluation(40, 0.75))
     export_hf(run / "checkpoints", tmp_path / "start")
     (run / "evaluations.jsonl").write_text(evaluation(0, 0.5))
@@ -128,6 +133,7 @@ def test_the_card_of_a_run_tells_base_recipe_data_and_evaluation(
     start, unmeasured, end = (
         (tmp_path / name / "README.md").read_text() for name in ("start", "unmeasured", "end")
     )
+    assert "- Trained by: megavlm 0.0.9, commit abcdef\n" in end
     for text in ("Qwen2-VL-2B", "train.parquet", "step 40 of 40", "clip_low: 0.2", "lr: 1.0e-06"):
         assert text in end
     assert "pipeline_tag: image-text-to-text" in end and "/home" not in end and "secret" not in end
@@ -139,4 +145,46 @@ def test_the_card_of_a_run_tells_base_recipe_data_and_evaluation(
 def test_the_card_of_an_import_tells_what_is_known(imported: Folder, tmp_path: Path) -> None:
     export_hf(imported("qwen2_vl"), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
+    assert "Step 0 of a checkpoint, exported by megavlm 0." in card
     assert "# qwen2_vl, 0.00" in card and "megavlm 0." in card and "Training" not in card
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed: 1",
+        "algorithm: 3",
+        "model: {folder: x}",
+        "[1, 2]",
+        "a: [1",
+        "",
+        "words",
+        "7",
+        "day: 2026-99-99",
+        "\0",
+        "${",
+    ],
+)
+def test_a_config_of_something_else_is_none_of_a_run(
+    text: str, imported: Folder, tmp_path: Path
+) -> None:
+    shutil.copytree(imported("qwen2_vl"), tmp_path / "checkpoint")
+    (tmp_path / "config.yaml").write_text(text)
+    weights = step_weights(tmp_path / "checkpoint")
+    assert model_card(weights) == model_card(step_weights(imported("qwen2_vl")))
+
+
+@pytest.mark.parametrize(
+    ("base", "shown"),
+    [("/home/me/Qwen2-VL-2B", "Qwen2-VL-2B"), ("Qwen/Qwen2-VL-2B", "Qwen/Qwen2-VL-2B")],
+)
+def test_the_card_of_imported_adapters_tells_their_base(
+    base: str, shown: str, imported: Folder
+) -> None:
+    weights = step_weights(imported("qwen2_vl"))
+    adapters = Adapters(weights.path, 4, 8, torch.float32, {}, _nothing, base)
+    assert f"- Base model: {shown}\n" in model_card(weights, adapters)
+
+
+def _nothing(projection: Projection) -> Pair:
+    raise AssertionError(projection)
