@@ -1,17 +1,16 @@
 """Checkpoint folder -> HuggingFace folder, with adapters merged if there are any."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from checkpoint_tools.adapters import Adapters, merged
 from checkpoint_tools.ahead import one_ahead
+from checkpoint_tools.family import dtype_keys
 from checkpoint_tools.model_card import model_card
 from checkpoint_tools.output import output_folder
 from checkpoint_tools.progress import Show, silent
@@ -168,16 +167,8 @@ def _set_dtype(path: Path, dtype: torch.dtype) -> None:
     config = json.loads(path.read_bytes())
     name = str(dtype).removeprefix("torch.")
     changed = False
-    for section, key in _dtype_keys(config):
+    for section, key in dtype_keys(config):
         changed |= section[key] != name
         section[key] = name
     if changed:
         path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _dtype_keys(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a configuration, or that of a part of the model, names a dtype."""
-    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in ("dtype", "torch_dtype"):
-            if section.get(key) is not None:
-                yield section, key

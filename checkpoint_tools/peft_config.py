@@ -85,13 +85,15 @@ def read_peft_config(folder: Path) -> PeftConfig:
             tuple(values.get("target_parameters") or ()),
             values.get("base_model_name_or_path"),
         )
+        if not all(map(math.isfinite, (config.alpha, *config.alphas.values()))):
+            raise ValueError("an alpha is not finite")
         for pattern in (*config.ranks, *config.alphas):
             re.compile(pattern)
         if min(config.rank, *config.ranks.values(), 1) < 1:
             raise ValueError("a rank is below 1")
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is no PEFT folder: it has no {CONFIG}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, re.error) as error:
         raise ValueError(f"{path} is no configuration of LoRA adapters: {error}.") from error
     _check_held(path, values)
     return config

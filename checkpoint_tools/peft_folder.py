@@ -164,7 +164,9 @@ def _dims(shape: Shape) -> str:
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error}.") from error
+    except SafetensorError as error:
         raise ValueError(f"{file} is not a complete safetensors file: {error}.") from error
 
 

@@ -9,6 +9,7 @@ Experts are stacked in front, as their weights are. What A and B do not tell lie
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def step_adapters(
         raise ValueError(
             f"{path} does not tell the alpha of its adapters (no {SETTINGS}): give --alpha."
         )
+    if not isfinite(alpha):
+        raise ValueError(f"{path}: adapters cannot have alpha {alpha}; it must be finite.")
 
     def read(projection: Projection) -> Pair:
         a = reader.read(f"{projection.linear}.lora_A", projection.expert)

@@ -24,9 +24,16 @@ class AdapterSettings:
 
     @staticmethod
     def read(step: Path) -> "AdapterSettings | None":
-        """None where the step has no such file."""
+        """None where the step has no such file; ValueError where it is garbage."""
         path = step / SETTINGS
-        return AdapterSettings(**json.loads(path.read_bytes())) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            values = json.loads(path.read_bytes())
+            rank, alpha, base = values["rank"], values["alpha"], values["base"]
+            return AdapterSettings(int(rank), float(alpha), None if base is None else str(base))
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ValueError(f"{path} cannot be read as adapters' settings: {error!r}.") from error
 
 
 def adapters(step: Path) -> set[str]:

@@ -141,5 +141,7 @@ def _index(folder: Path) -> dict[str, str]:
 def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}.") from error
+    except SafetensorError as error:
         raise ValueError(f"{path} is not a complete safetensors file: {error}.") from error

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_tools.cli import main
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
+from megavlm.models.common import hf_source
 from megavlm.models.common.hf_source import HFFolder
 from tests.unit.checkpoint_tools.conftest import Folder
 
@@ -77,6 +78,11 @@ def configure(folder: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def configure_text(folder: Path, **values: object) -> None:
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    configure(folder, text_config=text | values)
+
+
 def other_family(folder: Path, source: Path) -> None:
     """The weights of one family under the configuration of another."""
     shutil.copyfile(source / "config.json", folder / "config.json")
@@ -114,6 +120,22 @@ CASES = {
     "no weights": (
         lambda hf: (hf / "model.safetensors").unlink(),
         r"holds neither model\.safetensors nor model\.safetensors\.index\.json",
+    ),
+    "no heads": (
+        lambda hf: configure_text(hf, num_attention_heads=0),
+        r"config\.json has num_attention_heads=0: it must be at least 1",
+    ),
+    "no key-value heads": (
+        lambda hf: configure_text(hf, num_key_value_heads=0),
+        r"config\.json has num_key_value_heads=0: it must be at least 1",
+    ),
+    "no such dtype": (
+        lambda hf: configure(hf, dtype="float99"),
+        r"config\.json has dtype='float99', which is no dtype of torch",
+    ),
+    "no such dtype of a part": (
+        lambda hf: configure_text(hf, torch_dtype="Tensor"),
+        r"config\.json has torch_dtype='Tensor', which is no dtype of torch",
     ),
     "index of garbage": (
         lambda hf: (shard(hf), (hf / "model.safetensors.index.json").write_text("{")),
@@ -210,11 +232,7 @@ def test_experts_in_every_layout_become_one_checkpoint(
 
 def test_a_square_stack_is_read_as_told_and_never_guessed(hf: Path, tmp_path: Path) -> None:
     """With H = 2I gate_up_proj looks alike in both forms, and down_proj does not."""
-    configure(
-        hf,
-        text_config=json.loads((hf / "config.json").read_text())["text_config"]
-        | {"moe_intermediate_size": 64},
-    )
+    configure_text(hf, moe_intermediate_size=64)
 
     def square(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("gate_up_proj")]:
@@ -237,3 +255,13 @@ def test_stacks_in_the_other_form_are_refused_with_the_way_out(
 ) -> None:
     rewrite(hf, transpose)
     refused(tmp_path, r"form of megavlm-convert import --experts memory", capsys)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_incomplete(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forbidden(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(hf_source, "safe_open", forbidden)
+    refused(tmp_path, r"model\.safetensors cannot be read: .*Permission denied", capsys)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint_tools import peft_folder
 from checkpoint_tools.cli import main
 from checkpoint_tools.lora_import import lora_import
 from megavlm.checkpointing.adapters import SETTINGS
@@ -126,6 +127,11 @@ CASES: dict[str, tuple[Spoil, str]] = {
     "another method": (configured(peft_type="LOHA"), r"adapters: peft_type 'LOHA' is not LORA"),
     "no rank": (configured(r=None), r"is no configuration of LoRA adapters: int\(\) argument"),
     "rank 0": (configured(r=0), r"is no configuration of LoRA adapters: a rank is below 1"),
+    "infinite alpha": (
+        configured(lora_alpha=float("inf")),
+        r"is no configuration of LoRA adapters: an alpha is not finite",
+    ),
+    "infinite rank": (configured(r=float("inf")), r"is no configuration of LoRA adapters: cannot"),
     "a pattern": (configured(rank_pattern={"(": 3}), r"is no configuration of LoRA adapters: miss"),
     "no configuration": (
         lambda folder: (folder / "adapter_config.json").unlink(),
@@ -186,6 +192,45 @@ def test_a_base_that_is_not_there(
         ("lora-merge", checkpoint, tmp_path / "out", "--adapter", peft),
     ):
         assert "has adapters of its own: merge them first" in refusal(capsys, *command)
+
+
+def test_adapters_that_may_not_be_read(
+    peft: Path,
+    hf_folder: Folder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def forbidden(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(peft_folder, "safe_open", forbidden)
+    told = refusal(capsys, "lora-import", peft, tmp_path / "out", "--base", hf_folder(FAMILY))
+    assert "adapter_model.safetensors cannot be read: " in told and "Permission denied" in told
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "7", '{"rank": 4}', '{"rank": 4, "alpha": [], "base": 1}']
+)
+def test_settings_of_adapters_that_are_garbage(
+    text: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint / "step_00000000" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"][SETTINGS]
+    path.write_text(json.dumps(manifest))
+    (path.parent / SETTINGS).write_text(text)
+    told = refusal(capsys, "lora-export", checkpoint, tmp_path / "out")
+    assert f"{path.parent / SETTINGS} cannot be read as adapters' settings: " in told
+
+
+@pytest.mark.parametrize("alpha", ["inf", "nan"])
+def test_an_alpha_that_is_no_number(
+    alpha: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("lora-export", "lora-merge", "export"):
+        told = refusal(capsys, command, checkpoint, tmp_path / "out", "--alpha", alpha)
+        assert told.endswith(f"adapters cannot have alpha {alpha}; it must be finite.")
 
 
 def test_an_alpha_or_a_base_that_nothing_tells(
