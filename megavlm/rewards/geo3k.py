@@ -7,6 +7,7 @@ lengths are refused first, and the rest is left to the limits of the process tha
 import logging
 import re
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from math_verify import (
@@ -22,6 +23,7 @@ from megavlm.rewards.base import Score
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits we turn off
 
 MAX_CHARACTERS = 500  # of a final answer
+MAX_DEPTH = 10  # of brackets in it: the grammar of LaTeX takes seconds from 15 on
 _HUGE_POWER = re.compile(r"(?:\^|\*\*)\s*[({]?\s*[+-]?\d{3,}|(?:\^|\*\*)[^+\-*/=,]*(?:\^|\*\*)|\d!")
 _LETTER = re.compile(r"\(?([A-Ea-e])\)?[.:]?")
 _OPTION = re.compile(r"\(?([A-E])[).:]\s*(\S.*)", re.S)  # "(A) 30", "A. 30"
@@ -62,7 +64,7 @@ def is_equivalent(found: str, answer: str) -> bool:
     letter, found = _option(found)
     if choice := _LETTER.fullmatch(answer.strip()):
         return letter == choice[1].upper()
-    if _HUGE_POWER.search(found):
+    if _HUGE_POWER.search(found) or _depth(found) > MAX_DEPTH:
         return False
     if letter and boxed.is_equal(found, answer):
         return True
@@ -72,6 +74,12 @@ def is_equivalent(found: str, answer: str) -> bool:
         for text in (answer, found)
     )
     return bool(gold) and verify(gold, forms, timeout_seconds=None)
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested, closed or not."""
+    steps = ((c in "({[") - (c in ")}]") for c in text)
+    return max(accumulate(steps), default=0)
 
 
 def _option(found: str) -> tuple[str, str]:

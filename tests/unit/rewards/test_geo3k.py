@@ -97,6 +97,19 @@ def test_values_and_format_are_configurable() -> None:
     assert geo3k.score(r"2\sqrt{3}", row, bare=True).correct
 
 
+@pytest.mark.parametrize("bracket", ["(", "{", "[", r"\sqrt{", r"\left("])
+def test_deep_nesting_is_refused_before_it_is_parsed(
+    bracket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(*_: object, **__: object) -> None:
+        raise AssertionError("it was parsed")
+
+    monkeypatch.setattr(geo3k, "parse", parse)
+    assert not geo3k.is_equivalent(bracket * 11 + "5", "6")
+    with pytest.raises(AssertionError, match="parsed"):
+        geo3k.is_equivalent(bracket * 10 + "5", "6")
+
+
 HOSTILE = {
     "power": r"\boxed{9**9**9}",
     "latex power": r"\boxed{9^{9^{9}}}",
