@@ -1,7 +1,9 @@
 """Names of countries, regions and cities in one spelling, and distances between points."""
 
+import gettext
 import math
 import re
+from collections import defaultdict
 from functools import lru_cache
 
 import pycountry
@@ -9,51 +11,26 @@ import pycountry
 from megavlm.rewards.words import plain
 
 EARTH_RADIUS_KM = 6371.0088  # mean radius (IUGG)
-# Names in use that ISO 3166 does not list.
-_COUNTRIES = {
-    "america": "US",
-    "bosnia": "BA",
-    "brasil": "BR",
-    "britain": "GB",
-    "burma": "MM",
-    "cape verde": "CV",
-    "congo kinshasa": "CD",
-    "congo brazzaville": "CG",
-    "czech republic": "CZ",
-    "democratic republic of congo": "CD",
-    "deutschland": "DE",
-    "dr congo": "CD",
-    "drc": "CD",
-    "east timor": "TL",
-    "england": "GB",
-    "espana": "ES",
-    "great britain": "GB",
-    "holland": "NL",
-    "iran": "IR",
-    "ivory coast": "CI",
-    "korea": "KR",
-    "laos": "LA",
-    "macedonia": "MK",
-    "moldova": "MD",
-    "north korea": "KP",
-    "northern ireland": "GB",
-    "palestine": "PS",
-    "republic of congo": "CG",
-    "republic of ireland": "IE",
-    "russia": "RU",
-    "scotland": "GB",
-    "south korea": "KR",
-    "swaziland": "SZ",
-    "syria": "SY",
-    "turkey": "TR",
-    "uae": "AE",
-    "uk": "GB",
-    "united states of america": "US",
-    "usa": "US",
-    "vatican": "VA",
-    "vatican city": "VA",
-    "wales": "GB",
-}
+# Names in use that ISO 3166 does not list, in any of LANGUAGES.
+_NAMES = """
+AE emirates, uae. AG antigua. AX aland. BA bosnia. BF burkina. BL saint barts. BN brunei.
+BQ bonaire. CD congo drc, congo kinshasa, democratic republic of congo,
+democratic republic of the congo, dr congo, drc. CG congo brazzaville, republic of congo.
+CI ivory coast. CN mainland china, prc. CV cape verde. CZ czech republic. FO faeroe islands.
+GB britain, england, great britain, northern ireland, scotland, uk, wales. HK hong kong sar.
+IE republic of ireland. KP dprk, korea north, north korea. KR korea, korea south, rok, south korea.
+LA lao pdr, laos. MK macedonia. MM burma. MO macao sar, macau, macau sar. NL holland.
+PS palestine. RU russia. SJ svalbard. SY syria. SZ swaziland. TL east timor. TR turkey.
+TT trinidad. TW republic of china. US america, united states of america, usa.
+VA vatican, vatican city. VC saint vincent. VG bvi. VI united states virgin islands,
+us virgin islands, usvi. XK kosovo, xk, xkx.
+"""
+# Of the translations that pycountry brings.
+LANGUAGES = (
+    "ar cs da de el es fi fr hr hu id it ja ko nb nl pl pt ro ru sk sl sv tr uk zh_CN".split()
+)
+_BRACKETS = re.compile(r"([^()\[\]]+)[(\[]([^()\[\]]*)[)\]]\W*")
+_STATE_OF = re.compile(r"(?:republic|kingdom|state) of (?:the )?")
 _LEVELS = re.compile(
     r"\b(?:state|province|region|oblast|krai|county|prefecture|district|department|governorate"
     r"|territory|municipality|metropolitan|autonomous|canton|city|town|greater|republic)\b"
@@ -62,8 +39,17 @@ _SMALL = re.compile(r"\b(?:of|the|de|del|di|da|la|le|el|al|d)\b")
 
 
 def country_code(name: str) -> str:
-    """ISO 3166-1 alpha-2 of a name or code; the plain name where there is none."""
-    return _countries().get(_key(name), _key(name))
+    """ISO 3166-1 alpha-2 of a name or code (XK is Kosovo); the plain name where there is none.
+    "France (FR)" is one country, "Georgia (US)" none.
+    """
+    known, key = _countries(), _key(name)
+    if key in known:
+        return known[key]
+    parts = [_STATE_OF.sub("", key, count=1)]
+    if match := _BRACKETS.fullmatch(name):
+        parts += map(_key, match.groups())
+    codes = {known[part] for part in parts if part in known}
+    return codes.pop() if len(codes) == 1 else key
 
 
 def region_name(name: str, country: str = "") -> str:
@@ -92,17 +78,30 @@ def great_circle_km(left: tuple[float, float], right: tuple[float, float]) -> fl
 
 @lru_cache(maxsize=1)
 def _countries() -> dict[str, str]:
-    """Plain name or code -> alpha-2."""
-    known = {}
+    """Plain name or code -> alpha-2. ISO 3166 first, then names in use, then what is left of a name
+    without its end ("Bolivia, Plurinational State of"), then other languages: of the last two only
+    what is of one country (there are two Virgin Islands).
+    """
+    known: dict[str, str] = {}
     for country in pycountry.countries:
         for field in ("name", "official_name", "common_name", "alpha_2", "alpha_3"):
             if value := getattr(country, field, None):
                 known[_key(value)] = country.alpha_2
-                # "Bolivia, Plurinational State of" is Bolivia; two Koreas are not one.
-                short = _key(value.split(",")[0])
-                if field == "name" and short != "korea" and not short.startswith("congo"):
-                    known.setdefault(short, country.alpha_2)
-    return known | _COUNTRIES
+    for code, names in re.findall(r"([A-Z]{2}) ([^.]+)\.", _NAMES):
+        known |= {" ".join(name.split()): code for name in names.split(",")}
+    short, foreign = defaultdict(set), defaultdict(set)
+    for country in pycountry.countries:
+        short[_key(re.split(r"[,(]", country.name)[0])].add(country.alpha_2)
+    for language in LANGUAGES:
+        translated = gettext.translation("iso3166-1", pycountry.LOCALES_DIR, [language]).gettext
+        for country in pycountry.countries:
+            for name in (country.name, getattr(country, "common_name", country.name)):
+                foreign[_key(translated(name))].add(country.alpha_2)
+    for found in (short, foreign):
+        for key, codes in found.items():
+            if len(codes) == 1:
+                known.setdefault(key, *codes)
+    return known
 
 
 def _key(name: str) -> str:
@@ -110,10 +109,10 @@ def _key(name: str) -> str:
     words = re.sub(r"[^\w\s]", " ", text).split()
     if words[:1] == ["the"]:
         words = words[1:]
-    return " ".join(words)
+    return re.sub(r"\bste?\b(?= )", "saint", " ".join(words))
 
 
 def _place(name: str) -> str:
-    key = _key(re.sub(r"\b(?:st|ste)\b\.?", "saint", plain(name)))
+    key = _key(name)
     short = " ".join(_SMALL.sub(" ", _LEVELS.sub(" ", key)).split())
     return short or key

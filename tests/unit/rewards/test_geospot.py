@@ -27,6 +27,36 @@ FULL = "Country: France\nRegion: Ile de France\nCity: Paris\nCoordinates: 48.856
         ("DR Congo", "COD"),
         ("bosnia & herzegovina", "BA"),
         ("são tomé and príncipe", "ST"),
+        ("Macau", "MO"),
+        ("Brunei", "BN"),
+        ("Kosovo", "XKX"),
+        ("Republic of Korea", "KR"),
+        ("Korea, North", "KP"),
+        ("St Lucia", "LC"),
+        ("St. Kitts and Nevis", "KN"),
+        ("St. Vincent & the Grenadines", "VC"),
+        ("Holy See", "Vatican City"),
+        ("Falkland Islands", "FK"),
+        ("Österreich", "Austria"),
+        ("Schweiz", "Suisse"),
+        ("Ελλάδα", "Greece"),
+        ("日本", "Japan"),
+        ("US Virgin Islands", "VI"),
+        ("U.S. Virgin Islands", "VIR"),
+        ("British Virgin Islands", "VG"),
+        ("Saint Martin", "MF"),
+        ("Sint Maarten", "SX"),
+        ("PRC", "China"),
+        ("People's Republic of China", "CN"),
+        ("Republic of China", "Taiwan"),
+        ("Democratic Republic of the Congo", "CD"),
+        ("Congo (Kinshasa)", "CD"),
+        ("Republic of the Congo", "CG"),
+        ("Kingdom of Spain", "ES"),
+        ("France (FR)", "FR"),
+        ("USA (United States)", "US"),
+        ("France 🇫🇷", "FR"),
+        ("ST", "São Tomé and Príncipe"),
     ],
 )
 def test_a_country_has_one_code(left: str, right: str) -> None:
@@ -37,6 +67,8 @@ def test_a_country_has_one_code(left: str, right: str) -> None:
 def test_countries_that_sound_alike_are_two() -> None:
     for left, right in (("Niger", "Nigeria"), ("KR", "KP"), ("Congo", "DR Congo"), ("", "France")):
         assert country_code(left) != country_code(right)
+    for name in ("Virgin Islands", "Georgia (US)", "France or Spain", "Europe"):
+        assert len(country_code(name)) > 2
 
 
 def test_regions_and_cities() -> None:
@@ -44,6 +76,7 @@ def test_regions_and_cities() -> None:
     assert region_name("Bavaria") != region_name("Saxony")
     assert region_name("Île-de-France") == region_name("ile de france")
     assert city_name("St. Petersburg") == city_name("Saint Petersburg")
+    assert city_name("St Moritz") == city_name("Saint-Moritz") != city_name("Moritz")
     assert city_name("Zürich") == city_name("zurich") and city_name("Mexico City") == "mexico"
 
 
