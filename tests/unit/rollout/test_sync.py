@@ -76,6 +76,7 @@ def pushes(url: str, versions: tuple[int, ...], full: bool, folder: Path | None)
             report = sync.push(version)
         except WeightSyncError as error:
             errors.append(str(error))
+    sync.close()
     return {"version": sync.version, "errors": errors, "report": report}
 
 

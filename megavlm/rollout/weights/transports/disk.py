@@ -22,7 +22,9 @@ CHANGED, REST = "changed", "rest"
 class DiskTransport:
     """Writes safetensors to `folder` and has the servers load them.
 
-    Servers see the folder only under its final name, when it is complete; it holds one push.
+    Servers see the folder only under its final name, when it is complete; it holds one push, and is
+    there until the next one: SGLang 0.5.23 answers when its first rank has loaded, and the others
+    may not have looked yet.
     """
 
     by_stage = True
@@ -32,8 +34,10 @@ class DiskTransport:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._parts = 0
+        self._is_first = False  # of the ranks: it alone prepares
 
     def prepare(self) -> None:
+        self._is_first = True
         self._remove()
         with self._writing():
             for name in (CHANGED, REST):
@@ -61,13 +65,13 @@ class DiskTransport:
             if filled[name]:
                 body = {"model_path": str(folder), "load_format": "safetensors"}
                 servers.post_each("/update_weights_from_disk", dict.fromkeys(urls, body))
-        self._remove()
 
     def abort(self, servers: Servers) -> None:
         self._remove()
 
     def close(self) -> None:
-        pass
+        if self._is_first:
+            self._remove()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
