@@ -4,14 +4,15 @@
 
 A name's component is 1 where it is right. That of coordinates is exp(-distance / tolerance), the
 great-circle distance and the tolerance in km. Correct is the country. A response says
-"Country: ...", "Region: ...", "City: ...", "Coordinates: latitude, longitude", or is JSON with
-these keys; one short line without them is a country.
+"Country: ...", "Region: ...", "City: ...", "Coordinates: latitude, longitude", each in a line
+of its own or behind a comma, or has JSON with these keys; one short line without is a country.
 """
 
 import json
 import math
 import re
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from megavlm.rewards.base import Score
@@ -20,7 +21,12 @@ from megavlm.rewards.words import MINUS_SIGNS
 
 WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
 MAX_CHARACTERS = 20_000
-_FIELD = re.compile(r"^\W*(country|region|state|province|city|town)\b\W*:\W*(.+)$", re.I | re.M)
+MAX_OBJECTS = 50  # of JSON in a response that are tried
+_LABEL = re.compile(
+    r"(?:^|[,;|:.])[^\w\n]{0,20}(country|region|state|province|city|town|coordinates|gps|location"
+    r"|lat(?:itude)?|lon(?:g(?:itude)?)?)\b[^\w\n:]{0,8}[:\uff1a]",
+    re.I | re.M,
+)
 _SIGNED = r"(-?(?:\d{1,3}(?:\.\d{1,12})?|\.\d{1,12}))\s{0,3}°?\s{0,3}"
 _PAIR = re.compile(_SIGNED + r"([NS])?\s{0,3}[,;/ ]\s{0,3}" + _SIGNED + r"([EW])?", re.I)
 _LABELLED = re.compile(
@@ -31,6 +37,8 @@ _LABELLED = re.compile(
     re.I | re.S,
 )
 _NAMES = {"state": "region", "province": "region", "town": "city"}
+_COORDINATES = (("lat", "latitude"), ("lon", "longitude"))
+_AROUND = " \t\r\n*_`\"'.,;|{}"  # a value
 
 
 def prepare(weights: Mapping[str, float] | None = None, tolerance: float = 25.0, **_: Any) -> None:
@@ -63,7 +71,9 @@ def score(
             known = {
                 spell(str(alias)) for alias in [truth[name], *(row.get(f"{name}_aliases") or ())]
             }
-            parts[name] = float(name in said and spell(said[name]) in known)
+            parts[name] = float(
+                any(spell(given) in known for given in _spellings(said.get(name, "")))
+            )
     if truth["point"] is not None:
         parts["coordinates"] = 0.0
         if said.get("point") is not None:
@@ -80,11 +90,8 @@ def read(response: str) -> dict[str, Any]:
     where it says a thing twice.
     """
     response = response.translate(MINUS_SIGNS)
-    said = _read_json(response) or {}
-    for label, value in _FIELD.findall(response):
-        name = _NAMES.get(label.lower(), label.lower())
-        said[name] = value.strip().strip("*").rstrip(".,;").strip()
-    if (point := _read_point(response)) is not None:
+    said = _read_labels(response) | _read_json(response)
+    if "point" not in said and (point := _read_point(response)) is not None:
         said["point"] = point
     line = response.strip()
     if not said and line and len(line) <= 60 and "\n" not in line:
@@ -92,25 +99,47 @@ def read(response: str) -> dict[str, Any]:
     return said
 
 
-def _read_json(response: str) -> dict[str, Any] | None:
-    """The last flat object of the response."""
-    end = response.rfind("}")
-    start = response.rfind("{", 0, end)
-    if start < 0:
-        return None
-    try:
-        value = json.loads(response[start : end + 1])
-    except ValueError:
-        return None
-    names = {str(name).lower(): item for name, item in value.items()}
-    said = {name: str(names[name]) for name in ("country", "region", "city") if names.get(name)}
-    lat, lon = (names.get(short, names.get(long)) for short, long in _COORDINATES)
-    if isinstance(lat, int | float) and isinstance(lon, int | float) and _on_earth(lat, lon):
-        return {**said, "point": (float(lat), float(lon))}
-    return said or None
+def _read_labels(response: str) -> dict[str, Any]:
+    """A value ends with its line, or at the next label."""
+    said = {}
+    labels = list(_LABEL.finditer(response))
+    ends = [label.start() for label in labels] + [len(response)]
+    for label, end in zip(labels, ends[1:], strict=True):
+        name = _NAMES.get(label[1].lower(), label[1].lower())
+        value = response[label.end() : end].strip(_AROUND).partition("\n")[0].strip(_AROUND)
+        if name in ("country", "region", "city") and value:
+            said[name] = value
+    return said
 
 
-_COORDINATES = (("lat", "latitude"), ("lon", "longitude"))
+def _spellings(value: str) -> set[str]:
+    """ "Paris (France)" and "Paris, France" are Paris."""
+    return {value, value.partition("(")[0], value.partition(",")[0]} - {""}
+
+
+def _read_json(response: str) -> dict[str, Any]:
+    """Of the objects in the response; what is in an object "coordinates" counts as beside it."""
+    said: dict[str, Any] = {}
+    decoder, end = json.JSONDecoder(), 0
+    for start in (match.start() for match in islice(re.finditer(r"\{", response), MAX_OBJECTS)):
+        if start < end:
+            continue
+        try:
+            value, end = decoder.raw_decode(response, start)
+        except (ValueError, RecursionError):
+            continue
+        names = {str(name).lower(): item for name, item in value.items()}
+        for inner in (names.get("coordinates"), names.get("location")):
+            if isinstance(inner, dict):
+                names |= {str(name).lower(): item for name, item in inner.items()}
+        for label, item in names.items():
+            name = _NAMES.get(label, label)
+            if name in ("country", "region", "city") and isinstance(item, str) and item:
+                said[name] = item
+        lat, lon = (names.get(short, names.get(long)) for short, long in _COORDINATES)
+        if (point := _point(lat, lon)) is not None:
+            said["point"] = point
+    return said
 
 
 def _read_point(response: str) -> tuple[float, float] | None:
@@ -121,13 +150,18 @@ def _read_point(response: str) -> tuple[float, float] | None:
             lon = float(lon_text) * (-1 if east.upper() == "W" else 1)
             # Plain whole numbers are counts and house numbers.
             exact = "." in lat_text and "." in lon_text
-            if _on_earth(lat, lon) and (exact or north or pattern is _LABELLED):
-                found = lat, lon
+            if exact or north or pattern is _LABELLED:
+                found = _point(lat, lon) or found
     return found
 
 
-def _on_earth(lat: float, lon: float) -> bool:
-    return abs(lat) <= 90 and abs(lon) <= 180
+def _point(lat: object, lon: object) -> tuple[float, float] | None:
+    """Two numbers, or texts of such; None where they are none, or not on earth."""
+    try:
+        point = float(str(lat)), float(str(lon))
+    except ValueError:
+        return None
+    return point if abs(point[0]) <= 90 and abs(point[1]) <= 180 else None
 
 
 def _truth(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Places: what a response says, names in one spelling, distances, and what they are worth."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -123,6 +125,51 @@ def test_reading_names() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "response",
+    [
+        FULL,
+        FULL.replace("\n", ", "),
+        FULL.replace("\n", " | "),
+        FULL.replace(": ", ":** ").replace("\n", "\n- **"),
+        "1. Country: France\n2. Region: Ile de France\n3. City: Paris.\n4. GPS: 48.8566, 2.3522",
+        "Country: France (FR). State: Ile de France (Paris region); City: Paris, France\n"
+        "Lat: 48.8566, Long: 2.3522",
+        "Country:\nFrance\nRegion:\n\nÎle-de-France\nCity:\nParis\n48.8566\u00b0 N, 2.3522\u00b0 E",
+        '{"country": "France", "region": "Ile de France", "city": "Paris",'
+        ' "lat": 48.8566, "lon": 2.3522}',
+        '```json\n{"country": "FR",\n "state": "Ile de France",\n "city": "Paris",\n'
+        ' "coordinates": {"latitude": "48.8566", "longitude": "2.3522"}}\n``` so {that} is it',
+        '{"country": "France", "region": "Ile de France", "city": "Paris",'
+        ' "coordinates": [48.8566, 2.3522]}',
+        'Country: Spain. No: {"country": "France", "region": "Ile de France", "city": "Paris",'
+        ' "location": "48.8566, 2.3522"}',
+    ],
+)
+def test_forms_of_a_whole_answer(response: str) -> None:
+    assert geospot.score(response, PARIS).reward == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "parts"),
+    [
+        ("Country: France or Spain", {"country": 0}),
+        ("Country: Spain (not France)", {"country": 0}),
+        ("France (FR)", {"country": 1}),
+        ('{"country": "Spain"} although Country: France', {"country": 0}),
+        ('{"country": null}\nCountry: France', {"country": 1}),
+        ("Country: , City: Paris", {"country": 0, "city": 1}),
+        ("City: London, Paris", {"city": 0}),
+        ("the country: France is nice", {"country": 0}),
+        ('{"lat": 148.8566, "lon": 2.3522}', {"coordinates": 0}),
+        ('{"lat": NaN, "lon": 2.3522}', {"coordinates": 0}),
+    ],
+)
+def test_what_is_said_counts_as_far_as_it_goes(response: str, parts: dict[str, float]) -> None:
+    found = geospot.score(response, PARIS).parts
+    assert {name: found[name] for name in parts} == parts
+
+
 def test_the_whole_answer_is_worth_one_and_each_part_its_weight() -> None:
     assert geospot.score(FULL, PARIS).reward == pytest.approx(1.0)
     assert geospot.score("Country: France", PARIS).reward == pytest.approx(0.3)
@@ -157,12 +204,27 @@ def test_options_are_checked(options: dict[str, Any], problem: str) -> None:
         geospot.prepare(**options)
 
 
-def test_hostile_text_is_cheap() -> None:
-    for text in (
-        "Country:" * 10**5,
-        "1.1 " * 10**5,
-        "{" * 10**5 + "}",
-        "lat 1 " * 10**5,
-        "9" * 10**6,
-    ):
-        assert geospot.score(text, PARIS).reward < 0.01
+HOSTILE = {
+    "labels": "'Country:' * 10**5",
+    "labels in a line": "'country: ,' * 10**5",
+    "numbers": "'1.1 ' * 10**5",
+    "objects": "'{' * 10**5 + '}'",
+    "nested objects": "'{\"a\":' * 10**5",
+    "latitudes": "'lat 1 ' * 10**5",
+    "digits": "'9' * 10**6",
+    "newlines": "'\\n' * 20_000",
+    "spaces": "'Country' + ' ' * 20_000",
+    "commas": "',' * 20_000",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_text_is_cheap(name: str) -> None:
+    # In a process of its own, limited in CPU time: a hang is a failure, not a hung test run.
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (10, 10))\n"
+        "from megavlm.rewards import geospot\n"
+        f"assert geospot.score({HOSTILE[name]}, {PARIS!r}).reward < 0.01"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
