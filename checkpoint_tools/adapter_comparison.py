@@ -18,6 +18,8 @@ def compare_adapters(
     """Modules are equal when A, B and their scale are. `alpha`: of a checkpoint's, where nothing
     tells it. ValueError for a folder that holds no adapters.
     """
+    if alpha is not None and is_peft_folder(a) and is_peft_folder(b):
+        raise ValueError(f"{a} and {b} have alphas of their own: leave --alpha out.")
     result = Comparison()
     left, right = _modules(a, alpha), _modules(b, alpha)
     with show("verify", sum(module.nbytes for module in left.values())) as advance:

@@ -151,6 +151,11 @@ def inspect(
     # Names and numbers are to be read, and copied, whole: a pipe is no narrow terminal.
     console = Console(width=None if sys.stdout.isatty() else 250)
     if is_peft_folder(path):
+        if step is not None or mapping or experts != "hub":
+            raise ValueError(
+                f"{path} holds adapters: leave --step, --mapping and --experts out, which are of "
+                f"models."
+            )
         peft = open_peft(path)
         if as_json:
             typer.echo(json.dumps(adapter_inspection.summary(peft)))
@@ -176,8 +181,9 @@ def verify(
         typer.Option("--logits", help="Compare fp32 logits on a text and a picture instead."),
     ] = False,
     tolerance: Annotated[
-        float, typer.Option(min=0, help="Of logits, relative to the largest.")
-    ] = 0.0,
+        float | None,
+        typer.Option(min=0, help="Of logits, relative to the largest (default: 0)."),
+    ] = None,
     experts_a: Experts = "hub",
     experts_b: Experts = "hub",
     alpha: Alpha = None,
@@ -197,14 +203,24 @@ def verify(
     if logits:
         from checkpoint_tools.logits import compare_logits
 
-        found = compare_logits(a, b)
-        is_equal = all(one.relative <= tolerance for one in found)
+        found = compare_logits(
+            a, b, experts=(experts_a, experts_b), alpha=alpha, show=show(quiet, as_json)
+        )
+        is_equal = all(one.relative <= (tolerance or 0) for one in found)
         record: dict[str, Any] = {"logits": [asdict(one) for one in found]}
         lines = [one.sentence() for one in found]
     else:
+        if tolerance is not None:
+            raise ValueError("bits are equal or not: --tolerance is for --logits.")
         if is_peft_folder(a) or is_peft_folder(b):
+            if (experts_a, experts_b) != ("hub", "hub"):
+                raise ValueError("adapters are compared: leave --experts-a and --experts-b out.")
             result = compare_adapters(a, b, alpha=alpha, show=show(quiet, as_json))
         else:
+            if alpha is not None:
+                raise ValueError(
+                    "tensors are compared: --alpha is for --logits, or for a PEFT folder."
+                )
             left = open_weights(a, experts=experts_a)
             right = open_weights(b, experts=experts_b)
             result = comparison.compare(left, right, show=show(quiet, as_json))

@@ -61,7 +61,9 @@ def export_hf(
     config.json; where the output folder is in use, or its disk has no room.
     """
     weights = step_weights(checkpoint_dir, step)
-    adapters = step_adapters(weights, alpha=alpha) if has_adapters(weights) else None
+    adapters = None
+    if alpha is not None or has_adapters(weights):
+        adapters = step_adapters(weights, alpha=alpha)
     return write_hf(
         weights,
         hf_dir,

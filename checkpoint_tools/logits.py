@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.export_hf import write_hf
+from checkpoint_tools.peft_folder import is_peft_folder
+from checkpoint_tools.progress import Show, silent
+from checkpoint_tools.step_adapters import has_adapters, step_adapters
+from checkpoint_tools.weights import Weights, open_weights
+from megavlm.models.common.loading import HUB, Form
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 _TEXT = "The quick brown fox jumps over the lazy dog, and then?"
@@ -40,11 +45,34 @@ class Difference:
         )
 
 
-def compare_logits(a: Path, b: Path) -> list[Difference]:
+def compare_logits(
+    a: Path,
+    b: Path,
+    *,
+    experts: tuple[Form, Form] = (HUB, HUB),
+    alpha: float | None = None,
+    show: Show = silent,
+) -> list[Difference]:
     """Of HF folders or checkpoints, in fp32, one model in memory at a time. Both get the inputs
-    that the processor of `a` makes. ValueError for vocabularies of different sizes.
+    that the processor of `a` makes. `experts`: the forms of their stacks, as in HubTensors.
+    `alpha`: of adapters in a checkpoint, where nothing tells it.
+
+    ValueError for adapters without a model, or vocabularies of different sizes.
     """
-    with _hf_folder(a) as left, _hf_folder(b) as right:
+    for path in (a, b):
+        if is_peft_folder(path):
+            raise ValueError(
+                f"{path} holds adapters and no model, so there are no logits: merge them "
+                f"(megavlm-convert lora-merge MODEL OUTPUT --adapter {path}) and compare that."
+            )
+    sides = [open_weights(path, experts=form) for path, form in zip((a, b), experts, strict=True)]
+    if alpha is not None and not any(map(has_adapters, sides)):
+        raise ValueError(f"neither {a} nor {b} holds adapters: leave --alpha out.")
+    with ExitStack() as stack:
+        left, right = (
+            stack.enter_context(_hf_folder(weights, form, alpha, show))
+            for weights, form in zip(sides, experts, strict=True)
+        )
         inputs = _inputs(left)
         first, second = _logits(left, inputs), _logits(right, inputs)
         tokenizer = _processor(left).tokenizer
@@ -67,13 +95,16 @@ def compare_logits(a: Path, b: Path) -> list[Difference]:
 
 
 @contextmanager
-def _hf_folder(path: Path) -> Iterator[Path]:
-    """The folder itself, or a checkpoint's export for as long as it is needed."""
-    if (path / "config.json").is_file():
-        yield path
+def _hf_folder(weights: Weights, experts: Form, alpha: float | None, show: Show) -> Iterator[Path]:
+    """The folder itself, or what is made of it for as long as it is needed: an export of a
+    checkpoint, or the same model with its experts as on the hub.
+    """
+    if weights.manifest is None and experts == HUB:
+        yield weights.path
         return
+    adapters = step_adapters(weights, alpha=alpha) if has_adapters(weights) else None
     with tempfile.TemporaryDirectory(prefix="megavlm-verify-") as folder:
-        export_hf(path, Path(folder) / "hf")
+        write_hf(weights, Path(folder) / "hf", adapters=adapters, show=show)
         yield Path(folder) / "hf"
 
 

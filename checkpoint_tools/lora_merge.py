@@ -34,6 +34,8 @@ def lora_merge(
     ValueError as in `open_weights`, `step_adapters` and `to_adapters`; where there are no adapters,
     or two kinds; where the output folder is in use, or its disk has no room.
     """
+    if adapter is not None and alpha is not None:
+        raise ValueError(f"{adapter} has an alpha of its own: leave --alpha out.")
     weights = open_weights(source, step=step, experts=experts)
     if adapter is not None:
         adapters = adapters_of(adapter, weights)

@@ -66,14 +66,20 @@ class Weights:
 def open_weights(path: Path, *, step: int | None = None, experts: Form = HUB) -> Weights:
     """Of an HF folder (`experts` as in HubTensors), or of a checkpoint (default: its latest step).
 
-    ValueError where it is neither, or incomplete.
+    ValueError where it is neither, or incomplete, or has no use for `step` or `experts`.
     """
     if (path / "config.json").is_file():
+        if step is not None:
+            raise ValueError(f"{path} is a model folder: it has no steps to choose from by --step.")
         return hub_weights(path, experts)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder.")
     if folder.latest(path) is None and not (path / folder.MANIFEST).is_file():
         raise ValueError(f"{path} is neither a HuggingFace model folder nor a checkpoint.")
+    if experts != HUB:
+        raise ValueError(
+            f"{path} is a checkpoint, where experts lie in one form: leave --experts out."
+        )
     return step_weights(path, step)
 
 
