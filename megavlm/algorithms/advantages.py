@@ -3,37 +3,52 @@
 S responses; `rewards` [S]; `groups` [S] int64, the group that each response belongs to, in
 0..S-1. A group whose rewards are all equal gets exactly zero: subtracting a rounded mean would
 leave noise that a division by a tiny deviation, or Adam, makes large. Sums are in float64.
+
+`counted` [S] bool: responses whose reward is known, None for all. The others have the advantage
+zero, and are in no sum and no count: the group is what it would be without them.
 """
 
+import torch
 from torch import Tensor
 
 from megavlm.algorithms.filters import differs
-from megavlm.algorithms.segments import segment_mean, segment_sum
+from megavlm.algorithms.segments import segment_sum
 
 # Only keeps the division defined: rewards that differ at all differ by far more than this.
 _EPSILON = 1e-6
 
 
-def grpo(rewards: Tensor, groups: Tensor, *, normalize_by_std: bool) -> Tensor:
+def grpo(
+    rewards: Tensor, groups: Tensor, *, normalize_by_std: bool, counted: Tensor | None = None
+) -> Tensor:
     """(r - mean) / (std + 1e-6) over the group, std with n - 1: GRPO (arXiv 2402.03300). Without
     the division: Dr. GRPO (arXiv 2503.20783).
     """
     num = len(rewards)
-    exact = rewards.double()
-    centred = exact - segment_mean(exact, groups, num)[groups]
+    exact, ones = _known(rewards, counted)
+    count = segment_sum(ones, groups, num)
+    mean = segment_sum(exact, groups, num) / count.clamp(min=1.0)
+    centred = (exact - mean[groups]) * ones
     if normalize_by_std:
-        count = segment_sum(exact.new_ones(num), groups, num)
         variance = segment_sum(centred.square(), groups, num) / (count - 1).clamp(min=1.0)
         centred = centred / (variance.sqrt() + _EPSILON)[groups]
-    return centred.where(differs(rewards, groups), 0.0).to(rewards.dtype)
+    return centred.where(differs(rewards, groups, counted), 0.0).to(rewards.dtype)
 
 
-def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+def rloo(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> Tensor:
     """r minus the mean of the group's other rewards: RLOO (arXiv 2402.14740). 0 for a response that
     is alone.
     """
     num = len(rewards)
-    exact = rewards.double()
-    count = segment_sum(exact.new_ones(num), groups, num)[groups]
+    exact, ones = _known(rewards, counted)
+    count = segment_sum(ones, groups, num)[groups]
     others = (segment_sum(exact, groups, num)[groups] - exact) / (count - 1).clamp(min=1.0)
-    return (exact - others).where(differs(rewards, groups), 0.0).to(rewards.dtype)
+    made = (exact - others) * ones
+    return made.where(differs(rewards, groups, counted), 0.0).to(rewards.dtype)
+
+
+def _known(rewards: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rewards, 0 where not counted, and 1 where counted; both [S] in float64."""
+    exact = rewards.double()
+    ones = torch.ones_like(exact) if counted is None else counted.double()
+    return exact * ones, ones

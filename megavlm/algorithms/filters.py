@@ -13,12 +13,15 @@ def has_signal(rewards: Tensor) -> Tensor:
     return rewards.amax(dim=1) != rewards.amin(dim=1)
 
 
-def differs(rewards: Tensor, groups: Tensor) -> Tensor:
-    """The same of a flat row: [S] bool, True for a response whose group has signal. groups: [S]
-    int64 in 0..S-1.
+def differs(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> Tensor:
+    """The same of a flat row: [S] bool, True for a response whose group has signal among those that
+    are counted ([S] bool; None: all). groups: [S] int64 in 0..S-1.
     """
+    known = torch.ones_like(groups, dtype=torch.bool) if counted is None else counted
     bounds = [
-        torch.zeros_like(rewards).scatter_reduce(0, groups, rewards, how, include_self=False)
+        torch.zeros_like(rewards).scatter_reduce(
+            0, groups[known], rewards[known], how, include_self=False
+        )
         for how in ("amin", "amax")
     ]
     return (bounds[0] != bounds[1])[groups]

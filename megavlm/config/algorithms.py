@@ -14,7 +14,7 @@ class PolicyOptimization:
     `policy_loss`: clip (PPO's surrogate; `clip_high` above `clip_low` is clip-higher; `dual_clip`
     bounds the loss of bad tokens), gspo (one ratio per sequence), cispo (ratios as clipped
     weights). `loss_aggregation`: token_mean, sequence_mean, sequence_sum, or constant (divided by
-    `rollout.max_new_tokens` for each response).
+    the longest possible, `rollout.max_new_tokens` x `environment.max_turns`, for each episode).
 
     `kl_coefficient` times `kl_estimator` of the KL to the reference is added to the loss, or taken
     from the reward (`kl_in`). `kl_target`: the coefficient follows the measured KL, over
@@ -27,7 +27,8 @@ class PolicyOptimization:
 
     `dynamic_sampling`: groups whose rewards are all equal are replaced by other prompts', in at
     most that many further rounds a step. `overlong_buffer`: the last tokens before
-    `rollout.max_new_tokens`, over which the reward falls by `overlong_penalty`.
+    `rollout.max_new_tokens`, over which the reward falls by `overlong_penalty`; of several turns
+    the last one counts, which alone may have been cut.
     `mask_truncated`: responses that ran into the limit are not trained on."""
 
     name: str

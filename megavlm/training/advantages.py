@@ -1,7 +1,8 @@
 """Advantages of a step's tokens, made where log-probs and values are: on the last pipeline stage.
 
 A pack's values (`groups.policy_trees`): `rewards`, at the last token of what earned them;
-`sequence`, `group` and `turn`, numbers of what a token belongs to; `weights`. Under context
+`sequence`, `group` and `turn`, numbers of what a token belongs to; `counted`, 0 for sequences
+whose reward is not known; `weights`. Under context
 parallelism a rank holds a part of a sequence; sums over sequences need all of it.
 """
 
@@ -66,11 +67,12 @@ def _made(columns: dict[str, Tensor], settings: GRPO | PPO) -> dict[str, Tensor]
     totals = segment_sum(rewards, ids, num)
     groups = _numbered(columns["group"])
     of_sequence = groups.new_zeros(num).index_put((ids,), groups)
+    known = columns["counted"].new_zeros(num).index_put((ids,), columns["counted"]) > 0
     if settings.advantage_estimator == "rloo":
-        made = relative.rloo(totals, of_sequence)
+        made = relative.rloo(totals, of_sequence, known)
     else:
         by_std = settings.normalize_by_std and settings.advantage_estimator == "grpo"
-        made = relative.grpo(totals, of_sequence, normalize_by_std=by_std)
+        made = relative.grpo(totals, of_sequence, normalize_by_std=by_std, counted=known)
     return {"advantages": made[ids]}
 
 

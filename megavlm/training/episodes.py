@@ -22,7 +22,7 @@ from megavlm.environments.base import Context, Environment, Observation, Step, s
 from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
 from megavlm.rewards.judge import Judge, Stage
 from megavlm.rollout.messages import Response
-from megavlm.training.turns import Episode, Turn, without_skipped
+from megavlm.training.turns import Episode, Turn
 
 T = TypeVar("T")
 Generate = Callable[[Sequence[Prompt], int], list[list[Response]]]  # prompts, responses to each
@@ -74,7 +74,7 @@ class Arena:
                 with timed("rollout"):
                     answers = generate([live.prompt for live in waiting], 1)
                 responses = [response for (response,) in answers]
-        return [without_skipped([live.episode() for live in group]) for group in begun]
+        return [[live.episode() for live in group] for group in begun]
 
     def close(self) -> None:
         self._runner.run(self.judge.close())

@@ -74,10 +74,18 @@ def sample(roll_out: Callable[[int], list[Group]], wanted: int, *, further_round
 
 
 def policy_trees(
-    groups: Sequence[Group], settings: PolicyOptimization, *, max_new_tokens: int, version: int = 0
+    groups: Sequence[Group],
+    settings: PolicyOptimization,
+    *,
+    max_new_tokens: int,
+    max_turns: int = 1,
+    version: int = 0,
 ) -> list[Tree]:
     """The trees of one update: a group's prompt once, and its responses. Their tokens' values are
-    those that training/advantages.py and policy_loss.py ask for. version: of the present weights.
+    those that training/advantages.py and policy_loss.py ask for. max_new_tokens: of a turn.
+    version: of the present weights.
+
+    A skipped episode has no weight, and no part in the advantages of others.
     """
     lengths, counted, sequences = [], [], []
     for number, group in enumerate(groups):
@@ -85,14 +93,21 @@ def policy_trees(
             masked = settings.mask_truncated and response.finish == "length"
             lengths.append(len(response.token_ids))
             counted.append(not masked and not episode.score.skipped)
-            extra = shaped(len(response.token_ids), settings, max_new_tokens)
+            # Only an episode's last turn can have run into the limit.
+            last = len(episode.turns[-1].response.token_ids)
+            extra = shaped(last, settings, max_new_tokens)
             stale = torch.cat([older(turn.response, version) for turn in episode.turns])
-            sequences.append((number, _turn_columns(episode, extra) | {"stale": stale}))
-    weights = token_weights(lengths, counted, settings.loss_aggregation, max_new_tokens)
+            known = float(not episode.score.skipped)
+            sequences.append((number, known, _turn_columns(episode, extra) | {"stale": stale}))
+    longest = max_new_tokens * max_turns
+    weights = token_weights(lengths, counted, settings.loss_aggregation, longest)
     columns = iter(
         [
-            turns | _constant(length, {"weights": weight, "sequence": index, "group": number})
-            for index, (length, weight, (number, turns)) in enumerate(
+            turns
+            | _constant(
+                length, {"weights": weight, "sequence": index, "group": number, "counted": known}
+            )
+            for index, (length, weight, (number, known, turns)) in enumerate(
                 zip(lengths, weights, sequences, strict=True)
             )
         ]
@@ -101,7 +116,7 @@ def policy_trees(
 
 
 def shaped(length: int, settings: PolicyOptimization, max_new_tokens: int) -> float:
-    """What is added to the reward of a response of that length."""
+    """What is added to the reward of an episode whose last turn has that length."""
     if not settings.overlong_buffer:
         return 0.0
     return settings.overlong_penalty * overlong_penalty(
@@ -111,16 +126,15 @@ def shaped(length: int, settings: PolicyOptimization, max_new_tokens: int) -> fl
 
 def metrics(groups: Sequence[Group]) -> dict[str, float]:
     """What the rollout itself tells, by the names of observability/metrics.py."""
-    rewards = _rewards(groups)
     responses = [response for group in groups for response in group.responses]
-    scores = [score for group in groups for score in group.scores]
+    scores = [score for group in groups for score in group.scores if not score.skipped]
     measures = {
-        "episodes": float(len(scores)),
-        "reward": rewards.mean().item(),
-        "accuracy": sum(score.correct for score in scores) / len(scores),
+        "episodes": float(len(responses)),
+        "reward": sum(score.reward for score in scores) / max(len(scores), 1),
+        "accuracy": sum(score.correct for score in scores) / max(len(scores), 1),
         "response_length": sum(len(r.token_ids) for r in responses) / len(responses),
         "truncated_share": sum(r.finish == "length" for r in responses) / len(responses),
-        "groups_without_signal": 1 - has_signal(rewards).float().mean().item(),
+        "groups_without_signal": 1 - sum(map(_teaches, groups)) / len(groups),
     }
     turns = [len(episode.turns) for group in groups for episode in group.episodes]
     if max(turns) > 1:
@@ -135,12 +149,14 @@ def _by_name(groups: Sequence[Group]) -> dict[str, float]:
     for group in groups:
         category = group.prompt.row.category
         for score in group.scores:
+            failed += score.failure is not None
+            if score.skipped:
+                continue
             if category:
                 values[f"reward/{category}"].append(score.reward)
                 values[f"accuracy/{category}"].append(score.correct)
             for name, value in score.parts.items():
                 values[f"reward/part/{name}"].append(value)
-            failed += score.failure is not None
     means = {name: sum(x) / len(x) for name, x in sorted(values.items())}
     return means | {"reward_failures": float(failed)}
 
@@ -164,12 +180,14 @@ def samples(groups: Sequence[Group]) -> list[SampledGroup]:
     ]
 
 
-def _rewards(groups: Sequence[Group]) -> Tensor:
-    return torch.tensor([[score.reward for score in group.scores] for group in groups])
+def _rewards(group: Group) -> list[float]:
+    """Those that are known."""
+    return [score.reward for score in group.scores if not score.skipped]
 
 
 def _teaches(group: Group) -> bool:
-    return bool(has_signal(_rewards([group])))
+    rewards = torch.tensor([_rewards(group)])
+    return bool(rewards.numel() and has_signal(rewards))
 
 
 def _turn_columns(episode: Episode, extra: float) -> dict[str, Tensor]:

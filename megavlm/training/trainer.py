@@ -111,13 +111,13 @@ class PolicyTrainer(Loop):
         if sampled is None or self.driver is None:
             return None
         groups = sampled.kept
-        longest = self.sampling.max_new_tokens * self.session.config.environment.max_turns
         size = len(groups) // self.settings.minibatches
         minibatches = [
             grouping.policy_trees(
                 groups[start : start + size],
                 self.settings,
-                max_new_tokens=longest,
+                max_new_tokens=self.sampling.max_new_tokens,
+                max_turns=self.session.config.environment.max_turns,
                 version=self.session.step,
             )
             for start in range(0, len(groups), size)

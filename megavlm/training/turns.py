@@ -46,21 +46,6 @@ class Episode:
         return "\n\n".join(turn.text for turn in self.turns)
 
 
-def without_skipped(group: list[Episode]) -> list[Episode]:
-    """A skipped episode has the mean reward of the others, so that it moves none of their
-    advantages; its own tokens get no weight.
-    """
-    rewards = [episode.score.reward for episode in group if not episode.score.skipped]
-    mean = sum(rewards) / len(rewards) if rewards else 0.0
-    return [_worth(episode, mean) if episode.score.skipped else episode for episode in group]
-
-
-def _worth(episode: Episode, reward: float) -> Episode:
-    *before, last = episode.turns
-    last = replace(last, reward=reward - sum(turn.reward for turn in before))
-    return Episode((*before, last), replace(episode.score, reward=reward))
-
-
 def episode_tree(
     prompt: Prompt, episodes: Sequence[Episode], values: Sequence[Mapping[str, Tensor]]
 ) -> Tree:

@@ -84,6 +84,7 @@ def trees_of(cases: list[Sequences], settings: GRPO | PPO) -> list[Tree]:
             rewards = torch.zeros(length)
             rewards[-1] = torch.randint(0, 3, (), generator=generator) / 2
             numbers = {"weights": next(weights), "sequence": sequence, "group": group}
+            numbers["counted"] = 1.0
             sequence += 1
             values.append(
                 {name: torch.full((length,), float(number)) for name, number in numbers.items()}

@@ -52,6 +52,25 @@ def test_rloo_equals_its_definition(groups: list[list[float]]) -> None:
         assert made == pytest.approx(reward - others, abs=1e-6)
 
 
+@given(GROUPS, st.integers(0, 2**12))
+def test_what_is_not_counted_is_as_if_it_were_not_there(
+    groups: list[list[float]], mask: int
+) -> None:
+    rewards, numbers = flat(groups)
+    counted = torch.tensor([bool(mask >> (index % 12) & 1) for index in range(len(rewards))])
+    kept, kept_numbers = rewards[counted], numbers[counted]
+    for estimate in (
+        lambda r, g, **k: grpo(r, g, normalize_by_std=True, **k),
+        lambda r, g, **k: grpo(r, g, normalize_by_std=False, **k),
+        rloo,
+    ):
+        made = estimate(rewards, numbers, counted=counted)
+        assert not made[~counted].any()
+        if len(kept):
+            renumbered = kept_numbers.unique(return_inverse=True)[1]
+            torch.testing.assert_close(made[counted], estimate(kept, renumbered))
+
+
 @pytest.mark.parametrize("n", [1, 3, 7])
 def test_equal_rewards_give_exactly_zero(n: int) -> None:
     # The mean of three 0.1 is not 0.1 in float32: the difference must not be blown up.

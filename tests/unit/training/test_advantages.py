@@ -34,6 +34,7 @@ def columns() -> dict[str, Tensor]:
     total = sum(lengths)
     return {name: torch.tensor(values) for name, values in made.items()} | {
         "weights": torch.full((total,), 1 / total),
+        "counted": torch.ones(total),
         "values": torch.randn(total, generator=generator),
         "old_logprobs": torch.randn(total, generator=generator) - 2,
         "rollout_logprobs": torch.randn(total, generator=generator) - 2,

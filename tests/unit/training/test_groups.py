@@ -17,7 +17,9 @@ class Prompts:
     def roll_out(self, count: int) -> list[Any]:
         self.asked.append(count)
         return [
-            SimpleNamespace(scores=[SimpleNamespace(reward=r) for r in next(self.rewards)])
+            SimpleNamespace(
+                scores=[SimpleNamespace(reward=r, skipped=False) for r in next(self.rewards)]
+            )
             for _ in range(count)
         ]
 

@@ -1,0 +1,150 @@
+"""Groups that teach nothing, and episodes whose reward is not known: advantages of policy trees."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megavlm.algorithms.segments import alone
+from megavlm.config.schema import GRPO, PPO
+from megavlm.data.packing import make_pack
+from megavlm.data.positions import text_positions
+from megavlm.rewards.base import Score
+from megavlm.rollout.messages import Response
+from megavlm.training import groups as grouping
+from megavlm.training.advantages import add_advantages
+from megavlm.training.groups import Group
+from megavlm.training.turns import Episode, Turn
+
+ESTIMATORS = [
+    GRPO(),
+    GRPO(normalize_by_std=False),
+    GRPO(advantage_estimator="rloo"),
+    GRPO(advantage_estimator="reinforce_plus_plus_baseline"),
+    GRPO(advantage_estimator="reinforce_plus_plus"),
+    PPO(lam=1.0),
+]
+
+
+def prompt(length: int) -> Any:
+    return SimpleNamespace(
+        token_ids=torch.arange(length),
+        positions=text_positions(length, 0),
+        next_position=length,
+        pictures=(),
+        row=SimpleNamespace(category="", problem="?", answer="", source=""),
+    )
+
+
+def episode(
+    *rewards: float, lengths: Sequence[int] = (), skipped: bool = False, cut: bool = False
+) -> Episode:
+    """A turn for each reward, of two tokens where `lengths` say nothing else."""
+    turns, known = [], 3
+    for reward, length in zip(rewards, lengths or [2] * len(rewards), strict=True):
+        finish: Any = "length" if cut else "stop"
+        response = Response((7,) * length, (-0.5,) * length, finish, "0")
+        turns.append(Turn(prompt(known), response, "", reward))
+        known += length + 1
+    failure = "timeout" if skipped else None
+    score = Score(sum(rewards), False, failure=failure, skipped=skipped)
+    return Episode(tuple(turns), score)
+
+
+def columns(groups: Sequence[Group], settings: Any, max_new_tokens: int = 8) -> dict[str, Tensor]:
+    """A token of each response: [S] of every value, with the advantages."""
+    trees = grouping.policy_trees(groups, settings, max_new_tokens=max_new_tokens)
+    pack = make_pack(trees, vision_token_ids=(-1, -2))
+    pack.values["values"] = torch.zeros(pack.num_targets)
+    add_advantages([pack], settings, kl_coefficient=0.0, over_context=alone, over_all=alone)
+    return {name: values[1::2] for name, values in pack.values.items()}
+
+
+def group(*rewards: float, skipped: Sequence[int] = (), cut: bool = False) -> Group:
+    return Group([episode(r, skipped=i in skipped, cut=cut) for i, r in enumerate(rewards)])
+
+
+@pytest.mark.parametrize("settings", ESTIMATORS)
+def test_an_episode_that_is_skipped_is_as_if_it_were_not_there(settings: Any) -> None:
+    teaching = group(0.0, 0.25, 1.0)
+    alone_ = columns([group(1.0, 0.5), teaching], settings)
+    found = columns([group(1.0, 7.0, 0.5, skipped=[1]), teaching], settings)
+    others = [0, 2, 3, 4, 5]
+    assert alone_["advantages"][:2].any()
+    torch.testing.assert_close(found["advantages"][others], alone_["advantages"])
+    torch.testing.assert_close(found["weights"][others], alone_["weights"])
+    assert found["weights"][1] == 0
+
+
+@pytest.mark.parametrize("settings", ESTIMATORS[:3])
+def test_an_episode_that_is_skipped_has_no_advantage_of_its_own(settings: Any) -> None:
+    assert columns([group(1.0, 7.0, 0.5, skipped=[1])], settings)["advantages"][1] == 0
+
+
+@pytest.mark.parametrize("settings", ESTIMATORS)
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param([group(0.1, 0.1, 0.1), group(0.1, 0.1, 0.1)], id="all rewards equal"),
+        pytest.param([group(0.1, 0.1, 0.1, cut=True)], id="all truncated, and equal"),
+        pytest.param([group(0.4, 0.1, 0.2, skipped=[0, 1, 2])], id="all skipped"),
+        pytest.param([group(0.4, 0.1, skipped=[0])], id="one left"),
+    ],
+)
+def test_a_group_without_signal_has_advantage_zero(settings: Any, groups: list[Group]) -> None:
+    found = columns(groups, settings)
+    assert all(values.isfinite().all() for values in found.values())
+    # What nothing is subtracted from, REINFORCE++ and PPO whiten: over equal returns that is 0.
+    trained_on = found["weights"] > 0
+    assert not found["advantages"][trained_on].any()
+
+
+@pytest.mark.parametrize("settings", ESTIMATORS)
+def test_where_all_are_truncated_and_masked_nothing_is_trained_on(settings: Any) -> None:
+    found = columns([group(0.4, 0.1, 0.2, cut=True)], replace(settings, mask_truncated=True))
+    assert all(values.isfinite().all() for values in found.values())
+    assert not found["weights"].any()
+
+
+def test_metrics_of_groups_without_signal_are_numbers() -> None:
+    for skipped in ((), (0,), (0, 1)):
+        metrics = grouping.metrics([group(0.5, 0.5, skipped=skipped)])
+        assert metrics["groups_without_signal"] == 1 and metrics["reward_failures"] == len(skipped)
+        assert metrics["reward"] == (0.0 if len(skipped) == 2 else 0.5)
+
+
+@pytest.mark.parametrize("rewards", [(0.5, 0.5), ()])
+def test_dynamic_sampling_ends_where_no_prompt_teaches(rewards: tuple[float, ...]) -> None:
+    """Equal rewards, or every reward unknown."""
+    asked = []
+
+    def roll_out(count: int) -> list[Group]:
+        asked.append(count)
+        return [group(*rewards) if rewards else group(1.0, 0.0, skipped=[0, 1])] * count
+
+    sampled = grouping.sample(roll_out, 2, further_rounds=3)
+    assert asked == [2, 2, 2, 2] and len(sampled.kept) == 2
+
+
+def test_only_a_last_turn_that_was_long_is_punished() -> None:
+    settings = GRPO(overlong_buffer=2, overlong_penalty=0.5)
+    episodes = [
+        episode(0.0, 1.0, lengths=(8, 2)),
+        episode(0.0, 1.0, lengths=(2, 8), cut=True),
+        episode(0.0, 1.0, lengths=(2, 7)),
+    ]
+    (tree,) = grouping.policy_trees([Group(episodes)], settings, max_new_tokens=8, max_turns=2)
+    targets = [segment for segment in tree.segments if segment.is_target]
+    assert [target.values["rewards"][-1].item() for target in targets[1::2]] == [1.0, 0.5, 0.75]
+
+
+def test_the_constant_is_the_longest_episode_that_can_be() -> None:
+    settings = GRPO(loss_aggregation="constant")
+    groups = [Group([episode(0.0, 1.0), episode(1.0, 0.0)])]
+    (tree,) = grouping.policy_trees(groups, settings, max_new_tokens=8, max_turns=3)
+    weights = [s.values["weights"] for s in tree.segments if s.is_target]
+    assert torch.cat(weights).tolist() == pytest.approx([1 / (2 * 8 * 3)] * 8)
