@@ -56,6 +56,8 @@ def _check_stages(config: Config) -> None:
                 f"{key} {'ends, but it is the last' if last else 'never ends'}: every stage but "
                 "the last needs until or reward, and the last has neither"
             )
+        if stage.reward is not None and not math.isfinite(stage.reward):
+            raise ValueError(f"{key}.reward={stage.reward} must be a finite number")
         if stage.tolerance is not None and not 0 < stage.tolerance < math.inf:
             raise ValueError(f"{key}.tolerance={stage.tolerance} must be above 0")
         if not all(0 <= weight < math.inf for weight in stage.weights.values()):

@@ -15,6 +15,7 @@ from megavlm.rewards.caption_metrics import (
     keywords_of,
     rouge_l,
 )
+from megavlm.rewards.options import check_number, check_weights
 from megavlm.rewards.words import tokens
 
 MAX_WORDS = 400  # the rest of a longer response is not read, but counts as length
@@ -23,15 +24,14 @@ DEFAULT_WEIGHTS = {"rouge": 0.5, "keywords": 0.5}
 
 
 def prepare(
-    weights: Mapping[str, float] | None = None,
+    weights: Any = None,
     corpus_files: Sequence[str] = (),
     reference_key: str = "references",
-    **_: Any,
+    correct_from: Any = 0.5,
 ) -> None:
     """Raises ValueError for a metric that is not known, or has not what it needs."""
-    for name in weights or ():
-        if name not in METRICS:
-            raise ValueError(f"caption has no metric {name!r}: choose of {', '.join(METRICS)}")
+    check_weights("caption", weights, METRICS)
+    check_number("caption's correct_from", correct_from)
     if (weights or {}).get("cider") and not corpus_files:
         raise ValueError(
             "cider needs the captions by which words are weighed: set corpus_files to Parquet "

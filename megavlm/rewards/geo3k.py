@@ -19,6 +19,7 @@ from math_verify import (
 
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
+from megavlm.rewards.options import check_number
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits we turn off
 
@@ -29,6 +30,16 @@ _LETTER = re.compile(r"\(?([A-Ea-e])\)?[.:]?")
 _OPTION = re.compile(r"\(?([A-E])[).:]\s*(\S.*)", re.S)  # "(A) 30", "A. 30"
 _ANOTHER = re.compile(r"(?<![A-Za-z\\])[A-E](?:[).:]|\s*$)")
 _FORMS = (LatexExtractionConfig(), ExprExtractionConfig())
+
+
+def prepare(
+    right: Any = 0.9, wrong: Any = 0.0, format_reward: Any = 0.1, bare: Any = False
+) -> None:
+    """Raises ValueError for what is no number."""
+    for name, value in (("right", right), ("wrong", wrong), ("format_reward", format_reward)):
+        check_number(f"geo3k's {name}", value)
+    if not isinstance(bare, bool):
+        raise ValueError(f"geo3k's bare is {bare!r}: set it to true or false")
 
 
 def score(

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 from megavlm.rewards.base import Score
+from megavlm.rewards.options import check_number, check_weights
 from megavlm.rewards.places import city_name, country_code, great_circle_km, region_name
 from megavlm.rewards.words import MINUS_SIGNS
 
@@ -41,13 +42,10 @@ _COORDINATES = (("lat", "latitude"), ("lon", "longitude"))
 _AROUND = " \t\r\n*_`\"'.,;|{}"  # a value
 
 
-def prepare(weights: Mapping[str, float] | None = None, tolerance: float = 25.0, **_: Any) -> None:
+def prepare(weights: Any = None, tolerance: Any = 25.0) -> None:
     """Raises ValueError for a component that is not known, or a tolerance that is no distance."""
-    unknown = sorted(set(weights or ()) - set(WEIGHTS))
-    if unknown:
-        raise ValueError(f"geospot has no component {unknown[0]!r}: choose of {', '.join(WEIGHTS)}")
-    if not 0 < tolerance < math.inf:
-        raise ValueError(f"geospot's tolerance is {tolerance} km: set it to a distance above 0")
+    check_weights("geospot", weights, WEIGHTS)
+    check_number("geospot's tolerance in km", tolerance, above=0)
 
 
 def score(

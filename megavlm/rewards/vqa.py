@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
+from megavlm.rewards.options import check_number
 from megavlm.rewards.words import normalized
 
 MAX_CHARACTERS = 2000  # of a final answer
@@ -54,8 +55,20 @@ _NOT_THIS = re.compile(
 )
 
 
-def prepare(kinds: Mapping[str, str] | None = None, **_: Any) -> None:
-    """Raises ValueError for a kind that is not known."""
+def prepare(
+    tolerance: Any = 0.0,
+    relative: Any = 0.0,
+    right: Any = 1.0,
+    wrong: Any = 0.0,
+    kinds: Any = None,
+) -> None:
+    """Raises ValueError for a kind that is not known, and for what is no number."""
+    check_number("vqa's tolerance", tolerance, least=0)
+    check_number("vqa's relative tolerance", relative, least=0)
+    check_number("vqa's right", right)
+    check_number("vqa's wrong", wrong)
+    if not isinstance(kinds, Mapping | None):
+        raise ValueError(f"vqa's kinds are {kinds!r}: give CATEGORY: KIND for each")
     for category, kind in (kinds or {}).items():
         if kind not in KINDS:
             raise ValueError(

@@ -33,6 +33,8 @@ PARTS = "reward.parts={a: {name: vqa}, b: {name: caption, weight: 2}}"
         (["curriculum.stages=[{}, {}]"], r"curriculum.stages\[0\] never ends"),
         (["curriculum.stages=[{until: 5}, {until: 5}, {}]"], r"stages end at \[5, 5\]"),
         (["curriculum.stages=[{until: 0}, {}]"], r"stages end at \[0\]"),
+        (["curriculum.stages=[{reward: .nan}, {}]"], r"stages\[0\].reward=nan must be a finite"),
+        (["curriculum.stages=[{tolerance: .nan}]"], "tolerance=nan must be above 0"),
         (["curriculum.stages=[{tolerance: 0}]"], "tolerance=0.0 must be above 0"),
         (["curriculum.stages=[{weights: {a: -1}}]"], "must be numbers of at least 0"),
         ([PARTS, "curriculum.stages=[{weights: {c: 1}}]"], "names 'c', which reward.parts"),

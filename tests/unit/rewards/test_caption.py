@@ -110,5 +110,5 @@ def test_the_reward_weighs_its_metrics(tmp_path: Path) -> None:
 def test_cider_without_a_corpus_is_refused() -> None:
     with pytest.raises(ValueError, match="corpus_files"):
         caption.prepare(weights={"cider": 1.0})
-    with pytest.raises(ValueError, match="no metric 'bleu'"):
+    with pytest.raises(ValueError, match="no component 'bleu'"):
         caption.prepare(weights={"bleu": 1.0})

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -119,3 +120,35 @@ def test_registry_knows_its_rewards_and_lists_them_for_an_unknown_name() -> None
 def test_an_option_that_a_reward_does_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no option 'tolerence'; its options are: .*tolerance"):
         registry.load("vqa", {"tolerence": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("caption", {"weights": {"rouge": "x"}}, "caption's weight of rouge is 'x'"),
+        ("caption", {"weights": {"rouge": -1}}, "at least 0"),
+        ("caption", {"weights": {"rouge": float("nan")}}, "weight of rouge is nan"),
+        ("caption", {"weights": {"rouge": 0, "keywords": 0}}, "weights are all 0"),
+        ("caption", {"weights": {}}, "weights are all 0"),
+        ("caption", {"weights": {1: 1.0}}, "no component '1'"),
+        ("caption", {"correct_from": None}, "correct_from is None"),
+        ("geospot", {"weights": {"country": -1}}, "weight of country is -1"),
+        ("geospot", {"weights": ["country"]}, "give NAME: NUMBER"),
+        ("geospot", {"weights": {"country": True}}, "is True"),
+        ("geospot", {"tolerance": "25"}, "tolerance in km is '25': set it to a number above 0"),
+        ("geospot", {"tolerance": float("inf")}, "is inf"),
+        ("geo3k", {"right": "x"}, "geo3k's right is 'x'"),
+        ("geo3k", {"format_reward": float("nan")}, "format_reward is nan"),
+        ("geo3k", {"bare": "no"}, "set it to true or false"),
+        ("vqa", {"tolerance": "x"}, "vqa's tolerance is 'x'"),
+        ("vqa", {"relative": -0.1}, "vqa's relative tolerance is -0.1"),
+        ("vqa", {"wrong": float("-inf")}, "vqa's wrong is -inf"),
+        ("vqa", {"kinds": ["a"]}, "give CATEGORY: KIND"),
+        ("vqa", {"kinds": {"a": ["text"]}}, "cannot be"),
+    ],
+)
+def test_options_of_built_in_rewards_are_checked(
+    name: str, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        registry.load(name, options)
