@@ -49,8 +49,13 @@ def load(name: str, options: Mapping[str, Any]) -> RewardFunction:
     function = getattr(module, attribute)
     if not callable(function):
         raise ValueError(f"{name} is no function")
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        raise ValueError(
+            f"{name} is async, but rewards are called one by one in processes of their own: make "
+            "it a plain function, or serve it and give its URL"
+        )
     takes = arguments(function) - {"pictures"}
-    if unknown := sorted(set(options) - takes):
+    if (unknown := sorted(set(options) - takes)) and not _takes_any(function):
         known = ", ".join(sorted(takes)) or "none"
         raise ValueError(f"it takes no option {unknown[0]!r}; its options are: {known}")
     if name in BUILT_IN and hasattr(module, "prepare"):
@@ -66,7 +71,14 @@ def import_module(name: str) -> ModuleType:
 
 
 def arguments(function: RewardFunction) -> set[str]:
-    """Names beyond response and row that the function can be given."""
-    parameters = list(inspect.signature(function).parameters.values())
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return set(names[2:])
+    """Names beyond response and row that the function can be given; with **options also those that
+    a curriculum's stage may set. Pictures are for functions that name them.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[2:]
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return names | {"tolerance", "weights"} if _takes_any(function) else names
+
+
+def _takes_any(function: RewardFunction) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

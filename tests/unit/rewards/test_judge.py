@@ -40,6 +40,18 @@ def test_a_function_gets_pictures_and_options() -> None:
     assert score([Part("size", "user_rewards:length")], "redred") == Score(2.0, True)
 
 
+def test_a_function_with_any_options_gets_those_of_the_recipe_and_the_stage() -> None:
+    part = Part("sum", "user_rewards:anything", options={"a": 1.5, "b": 2})
+    assert score([part], "red").reward == 3.5
+    assert score([part], "red", Stage(tolerance=8.0)).reward == 11.5
+
+
+@pytest.mark.parametrize("name", ["later", "LATER"])
+def test_a_coroutine_function_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"user_rewards:{name} is async"):
+        score([Part("later", f"user_rewards:{name}")], "red")
+
+
 def test_a_stage_changes_weights_and_tolerance() -> None:
     parts = [Part("right", "exact_match"), Part("close", "user_rewards:tolerant")]
     stage = Stage({"close": 0.5}, tolerance=8.0)

@@ -20,6 +20,22 @@ def looks(response: str, row: Mapping[str, Any], pictures: Sequence[bytes]) -> d
     return {"reward": 0.5, "correct": response == pictures[0].decode(), "parts": {"seen": 1}}
 
 
+def anything(response: str, row: Mapping[str, Any], /, **options: float) -> float:
+    return sum(options.values())
+
+
+async def later(response: str, row: Mapping[str, Any]) -> float:
+    return 1.0
+
+
+class Later:
+    async def __call__(self, response: str, row: Mapping[str, Any]) -> float:
+        return 1.0
+
+
+LATER = Later()
+
+
 def tolerant(response: str, row: Mapping[str, Any], tolerance: float = 1.0) -> float:
     return tolerance
 
