@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -18,10 +19,17 @@ from urllib.parse import urlsplit
 import httpx
 
 from megavlm.rewards.base import Example, RewardFailure
+from megavlm.rewards.options import check_number
 
 MAX_REPLY = 2**18
 CONNECT_SECONDS = 10.0
-_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+MAX_PAUSE = 30.0  # seconds before another attempt, whatever the service asks for
+_NUMBER = r"(?<![\w.])-?[0-9]+(?:\.[0-9]+)?(?![\w])"
+# "Score: 7", "**Rating:** 7/10", {"score": 7}
+_LABELLED = re.compile(
+    rf"\b(?:score|rating)\b[\s*_\"'`]{{0,8}}[:=][\s*_\"'`]{{0,8}}({_NUMBER})", re.I
+)
+_FIELDS = ("scale", "problem", "answer", "response")
 _MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
 MODEL_PROMPT = (
     "Rate how well the response answers the request about the picture, from 0 (wrong) to {scale} "
@@ -31,9 +39,11 @@ MODEL_PROMPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
-    """`attempts`: at connection errors, time-outs and 5xx. `api_key_env`: the environment variable
-    with the service's key. `delay`: longest first pause between attempts, seconds. The others are
-    of a reward model: what it is asked, and the rating that means 1.
+    """`attempts`: at connection errors, time-outs, 429 and 5xx. `api_key_env`: the environment
+    variable with the service's key. `delay`: longest first pause between attempts, seconds.
+    `concurrency`: requests in flight; others wait their turn. The rest is of a reward model: what
+    it is asked (`prompt`, with {problem}, {answer}, {response} and {scale}), and the rating that
+    means 1. It says its rating alone, or as "Score: 7".
     """
 
     url: str
@@ -54,14 +64,52 @@ class RemoteOptions:
         if unknown or "url" not in options:
             problem = f"has no {unknown[0]!r}" if unknown else "needs a url"
             raise ValueError(f"the reward service {problem}: its options are {', '.join(names)}")
+        for name in ("url", "model", "prompt", "api_key_env"):
+            if not isinstance(options.get(name, ""), str):
+                raise ValueError(f"the reward service's {name} is {options[name]!r}: give a text")
         made = cls(**options)
-        parts = urlsplit(made.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            raise ValueError(
-                f"the reward service's url {made.url!r} cannot be used: write "
-                "http://HOST:PORT/PATH without a name or password (keys come from the environment)"
-            )
+        for name, most in (("attempts", 10), ("concurrency", 4096)):
+            if not isinstance(getattr(made, name), int):
+                raise ValueError(
+                    f"the reward service's {name} is {getattr(made, name)!r}: give a whole number"
+                )
+            check_number(f"the reward service's {name}", getattr(made, name), least=1, most=most)
+        check_number("the reward service's delay", made.delay, least=0, most=MAX_PAUSE)
+        check_number("the reward model's scale", made.scale, above=0)
+        check_number("the reward model's correct_from", made.correct_from)
+        _check_prompt(made.prompt)
+        _check_url(made.url)
         return made
+
+
+def _check_prompt(prompt: str) -> None:
+    try:
+        used = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
+        prompt.format(**dict.fromkeys(_FIELDS, ""))
+    except (ValueError, LookupError, AttributeError) as error:
+        raise ValueError(_PROMPT.format(repr(str(error)))) from error
+    if unknown := used - set(_FIELDS):
+        raise ValueError(_PROMPT.format(sorted(unknown)[0]))
+
+
+_PROMPT = (
+    "the reward model's prompt cannot be filled in ({}): its fields are {{"
+    + "}}, {{".join(_FIELDS)
+    + "}}, and other braces are doubled"
+)
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        usable = parts.port != 0 and parts.hostname and "@" not in parts.netloc
+    except ValueError:  # a port above 65535, or a broken address
+        usable = False
+    if not usable or parts.scheme not in ("http", "https"):
+        raise ValueError(
+            f"the reward service's url {url!r} cannot be used: write "
+            "http://HOST:PORT/PATH without a name or password (keys come from the environment)"
+        )
 
 
 class RemoteReward:
@@ -111,35 +159,40 @@ class RemoteReward:
 
     def _rating(self, answer: Any) -> dict[str, Any]:
         try:
-            found = _NUMBER.search(answer["choices"][0]["message"]["content"][:1000])
+            text = answer["choices"][0]["message"]["content"][-1000:]
         except (KeyError, IndexError, TypeError) as error:
             raise RewardFailure("remote", f"{self._options.url} sent no chat answer") from error
-        if found is None:
-            raise RewardFailure("remote", f"{self._options.url} rated by no number")
-        reward = min(max(float(found[0]) / self._options.scale, 0.0), 1.0)
+        if not isinstance(text, str) or (rating := _rating_in(text, self._options.scale)) is None:
+            raise RewardFailure("remote", f"{self._options.url} rated by no number, or by several")
+        reward = min(max(rating / self._options.scale, 0.0), 1.0)
         return {"reward": reward, "correct": reward >= self._options.correct_from, "parts": {}}
 
     async def _post(self, body: Any) -> Any:
-        problem: Any = None
+        problem = _TryAgain("")
         content = json.dumps(body, default=str).encode()
         async with self._slots:
             for attempt in range(self._options.attempts):
                 if attempt:
                     longest = self._options.delay * 2 ** (attempt - 1)
-                    await asyncio.sleep(longest * secrets.SystemRandom().random())
+                    pause = longest * secrets.SystemRandom().random()
+                    await asyncio.sleep(min(max(pause, problem.pause), MAX_PAUSE))
                 try:
                     async with asyncio.timeout(self._timeout):
                         return await self._once(content)
                 except TimeoutError:
-                    problem = f"no answer in {self._timeout:g} s"
+                    problem = _TryAgain(f"no answer in {self._timeout:g} s")
                 except httpx.HTTPError as error:
-                    problem = repr(error)
+                    problem = _TryAgain(repr(error))
+                except _TryAgain as error:
+                    problem = error
         raise RewardFailure("remote", f"{self._options.url}: {problem}")
 
     async def _once(self, content: bytes) -> Any:
         async with self._client().stream("POST", self._options.url, content=content) as reply:
-            if reply.is_server_error:
-                reply.raise_for_status()
+            if reply.is_server_error or reply.status_code == httpx.codes.TOO_MANY_REQUESTS:
+                wait = reply.headers.get("Retry-After", "")  # seconds; dates are not read
+                pause = float(wait) if re.fullmatch(r"[0-9]{1,6}", wait) else 0.0
+                raise _TryAgain(f"it said {reply.status_code}", pause)
             if reply.status_code != httpx.codes.OK:  # our mistake, or a redirect
                 raise RewardFailure("remote", f"{self._options.url} said {reply.status_code}")
             parts = bytearray()
@@ -168,6 +221,22 @@ class RemoteReward:
     async def close(self) -> None:
         if self._http is not None:
             await self._http.aclose()
+
+
+class _TryAgain(Exception):
+    """`pause`: seconds that the service asks for."""
+
+    def __init__(self, message: str, pause: float = 0.0) -> None:
+        super().__init__(message)
+        self.pause = pause
+
+
+def _rating_in(text: str, scale: float) -> float | None:
+    """After the last "score:" or "rating:", or the only number; "7/10", "7 out of 10" are 7."""
+    if labelled := _LABELLED.findall(text):
+        return float(labelled[-1])
+    numbers = re.findall(_NUMBER, re.sub(rf"\s*(?:/|out of)\s*{scale:g}(?!\w|\.\d)", " ", text))
+    return float(numbers[0]) if len(numbers) == 1 else None
 
 
 def data_url(picture: bytes) -> str:

@@ -6,7 +6,7 @@ from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-Fault = Literal["500", "404", "redirect", "garbage", "endless", "hang"]
+Fault = Literal["500", "404", "429", "redirect", "garbage", "endless", "hang"]
 
 
 class FakeService:
@@ -14,6 +14,7 @@ class FakeService:
 
     def __init__(self, answer: Any, *faults: Fault) -> None:
         self.answer, self.script = answer, deque(faults)
+        self.retry_after = "0"
         self.requests: list[tuple[str, Any, str | None]] = []
         self.closed = threading.Event()
         handler = type("Bound", (_Handler,), {"fake": self})
@@ -44,9 +45,13 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "hang":
             fake.closed.wait()
             return
-        self.send_response({"500": 500, "404": 404, "redirect": 307}.get(fault or "", 200))
+        self.send_response(
+            {"500": 500, "404": 404, "429": 429, "redirect": 307}.get(fault or "", 200)
+        )
         if fault == "redirect":
             self.send_header("Location", fake.url + "/elsewhere")
+        if fault == "429":
+            self.send_header("Retry-After", fake.retry_after)
         self.end_headers()
         if fault == "endless":
             try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megavlm.rewards import remote
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.judge import Judge, Part
 from tests.fakes.service import FakeService, Fault
@@ -58,10 +59,64 @@ def test_a_reward_model_sees_the_picture_and_its_rating_is_a_share(
     assert "Describe." in text["text"] and "a dog" in text["text"] and "<image>" not in text["text"]
 
 
-@pytest.mark.parametrize(("said", "reward"), [("12", 1.0), ("-3", 0.0), ("0", 0.0), ("10/10", 1.0)])
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("12", 1.0),
+        ("-3", 0.0),
+        ("0", 0.0),
+        ("10/10", 1.0),
+        ("7 out of 10.", 0.7),
+        ("**7**", 0.7),
+        ("On a scale of 0 to 10 I hesitate. Score: 7", 0.7),
+        ("Score: 3. No, **Rating:** 7/10", 0.7),
+        ('{"score": 7}', 0.7),
+    ],
+)
 def test_a_rating_stays_within_its_scale(said: str, reward: float) -> None:
     with FakeService({"choices": [{"message": {"content": said}}]}) as service:
         assert score(by_model(service)).reward == reward
+
+
+@pytest.mark.parametrize(
+    "said", ["On a scale of 0 to 10, I would say 7", "7 or 8", "none", "", None, [7], "v2.1b"]
+)
+def test_a_rating_that_is_not_one_number_is_a_failure(said: Any) -> None:
+    with FakeService({"choices": [{"message": {"content": said}}]}) as service:
+        assert score(by_model(service)).failure == "remote"
+
+
+def test_a_service_that_is_busy_is_asked_again_when_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(remote.asyncio, "sleep", sleep)
+    for wait, expected in (("7", 7.0), ("86400", remote.MAX_PAUSE)):
+        with FakeService({"reward": 1}, "429") as service:
+            service.retry_after = wait
+            assert score(by_url(service)) == Score(1.0, True)
+            assert pauses.pop() == expected
+    with FakeService({"reward": 1}, "429") as service:
+        service.retry_after = "Fri, 31 Dec 1999 23:59:59 GMT"
+        assert score(by_url(service)) == Score(1.0, True)
+        assert pauses.pop() <= 0.01
+
+
+def test_requests_beyond_the_concurrency_wait_their_turn() -> None:
+    async def run(service: FakeService) -> list[Score]:
+        parts = [by_url(service, concurrency=1)]
+        judge = Judge(parts, on_failure="zero", workers=1, timeout=5, memory_mb=1024)
+        try:
+            return await asyncio.gather(*(judge.score("a dog", EXAMPLE) for _ in range(20)))
+        finally:
+            await judge.close()
+
+    with FakeService({"reward": 1}) as service:
+        assert asyncio.run(run(service)) == [Score(1.0, True)] * 20
 
 
 def test_errors_of_the_server_are_tried_again_and_mistakes_are_not() -> None:
@@ -106,6 +161,34 @@ def test_a_reward_that_is_not_finite_is_a_failure() -> None:
         (Part("m", "reward_model", options={"url": "http://a:b@host/"}), "cannot be used"),
         (Part("m", "reward_model", options={"url": "file:///etc"}), "cannot be used"),
         (Part("u", "http://host:1/", options={"retry": 3}), "has no 'retry'"),
+        (Part("u", "http://host:99999/"), "cannot be used"),
+        (Part("u", "http://host:0/"), "cannot be used"),
+        (Part("u", "http://[::1/"), "cannot be used"),
+        (Part("m", "reward_model", options={"url": 8000}), "url is 8000: give a text"),
+        (Part("m", "reward_model", options={"url": None}), "url is None: give a text"),
+        *(
+            (Part("u", "http://host:1/", options=options), problem)
+            for options, problem in (
+                ({"concurrency": 0}, "concurrency is 0: set it to a number at least 1"),
+                ({"concurrency": 1.5}, "concurrency is 1.5: give a whole number"),
+                ({"attempts": 0}, "attempts is 0"),
+                ({"attempts": "3"}, "attempts is '3': give a whole number"),
+                ({"attempts": True}, "attempts is True"),
+                ({"delay": -1}, "delay is -1"),
+                ({"delay": float("nan")}, "delay is nan"),
+                ({"scale": 0}, "scale is 0: set it to a number above 0"),
+                ({"scale": "10"}, "scale is '10'"),
+                ({"correct_from": "x"}, "correct_from is 'x'"),
+                ({"prompt": "Rate {respnse}"}, "respnse.*its fields are {scale}, {problem}"),
+                ({"prompt": 'as {"score": 1}'}, "cannot be filled in"),
+                ({"prompt": "{response.x}"}, "cannot be filled in"),
+                ({"prompt": "{response[0]}"}, "cannot be filled in"),
+                ({"prompt": "{}"}, "cannot be filled in"),
+                ({"prompt": "{"}, "cannot be filled in"),
+                ({"prompt": 3}, "prompt is 3: give a text"),
+                ({"api_key_env": None}, "api_key_env is None"),
+            )
+        ),
     ],
 )
 def test_options_are_checked(part: Part, problem: str) -> None:
