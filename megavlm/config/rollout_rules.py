@@ -122,17 +122,17 @@ def check_oversample(config: Config) -> None:
     rollout, algorithm, environment = config.rollout, config.algorithm, config.environment
     if rollout.oversample == 1 or not isinstance(algorithm, PolicyOptimization):
         return
-    if not rollout.suppress_special_tokens:
-        raise ValueError(
-            f"rollout.oversample={rollout.oversample} goes on with aborted responses, in which a "
-            "sampled image token would be taken for a picture: set "
-            "rollout.suppress_special_tokens=true or rollout.oversample=1.0"
-        )
     if rollout.router is not None:
         raise ValueError(
             f"rollout.oversample={rollout.oversample} aborts requests at servers, and "
             f"rollout.router={rollout.router} hides them: set rollout.router=null or "
             "rollout.oversample=1.0"
+        )
+    if not rollout.suppress_special_tokens:
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} goes on with aborted responses, in which a "
+            "sampled image token would be taken for a picture: set "
+            "rollout.suppress_special_tokens=true or rollout.oversample=1.0"
         )
     if environment.name != "single_turn":
         raise ValueError(
@@ -145,6 +145,17 @@ def check_oversample(config: Config) -> None:
             f"rollout.oversample={rollout.oversample} trains on tokens that older weights sampled, "
             "for which algorithm.importance=none does not correct: set algorithm.importance=token "
             "or rollout.oversample=1.0"
+        )
+
+
+def check_router(rollout: Rollout) -> None:
+    """sglang-router 0.3.2 writes requests anew, with the sampling parameters that it knows."""
+    if rollout.router is not None and rollout.suppress_special_tokens:
+        raise ValueError(
+            f"rollout.router={rollout.router} leaves logit biases out of the requests that it "
+            "passes on, and rollout.suppress_special_tokens=true is one: servers would sample from "
+            "another distribution than the one that is trained; set "
+            "rollout.suppress_special_tokens=false or rollout.router=null"
         )
 
 

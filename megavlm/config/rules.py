@@ -10,7 +10,12 @@ from megavlm.config.checkpoint_rules import check_checkpoint
 from megavlm.config.data_rules import check_data
 from megavlm.config.environment_rules import check_environment
 from megavlm.config.model_rules import check_model
-from megavlm.config.rollout_rules import check_adapters, check_oversample, check_rollout
+from megavlm.config.rollout_rules import (
+    check_adapters,
+    check_oversample,
+    check_rollout,
+    check_router,
+)
 from megavlm.config.schema import Config, Evaluation, PolicyOptimization
 
 
@@ -29,6 +34,7 @@ def check(config: Config) -> None:
     check_environment(config)
     check_rollout(config.rollout)
     check_oversample(config)
+    check_router(config.rollout)
     check_adapters(config.rollout, config.lora)
     _check_optimizer(config)
     _check_evaluation(config.evaluation, config)

@@ -166,6 +166,11 @@ BROKEN = {
         "rollout.router=http://b:1",
         "rollout.oversample=2",
     ): "rollout.oversample=2.0 aborts requests at servers",
+    (
+        "rollout.mode=external",
+        "rollout.urls=[http://a:1]",
+        "rollout.router=http://b:1",
+    ): "set rollout.suppress_special_tokens=false or rollout.router=null",
     ("rollout.min_servers=2",): "rollout.min_servers=2 is more than the 1 servers",
     (
         "rollout.mode=external",
@@ -226,7 +231,12 @@ KEPT = [
     ("rollout.server_args.mem_fraction_static=0.5",),
     ("rollout.port=65534", "rollout.servers=2", "rollout.min_servers=2"),
     ("rollout.gpus=[6, 7, 4, 5]", "rollout.servers=2", "rollout.tensor_parallel=2"),
-    ("rollout.mode=external", "rollout.urls=[http://a:1]", "rollout.router=http://b:1"),
+    (
+        "rollout.mode=external",
+        "rollout.urls=[http://a:1]",
+        "rollout.router=http://b:1",
+        "rollout.suppress_special_tokens=false",
+    ),
     ("rollout.colocate=true", "rollout.sync=disk", "rollout.oversample=1.5"),
     ("evaluation.every=1", "evaluation.before=true", FILES),
     ("optimizer.warmup_steps=40", "optimizer.min_lr=1e-6"),
