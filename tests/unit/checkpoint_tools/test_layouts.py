@@ -1,12 +1,10 @@
-"""HF -> checkpoint -> a model under any layout -> training checkpoint -> HF: every byte is back.
+"""HF -> checkpoint -> models under one layout after the other -> HF: every byte is back.
 
-All of a real run but its steps: the model is built empty, loaded, and saved with its optimizer's
-state.
+All of a real run but its steps: the model is built empty, loads what the layout before has saved,
+and is saved with its optimizer's state; every save is exported.
 """
 
 import filecmp
-import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -19,41 +17,65 @@ from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.weights import step_weights
 from megavlm import checkpointing
+from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import local_tensors
 from megavlm.models.registry import build_model
-from megavlm.parallel.mesh import build_mesh
+from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.optimizer import build_updater
 from tests.distributed.fork import launch
-from tests.parity.table import EXPERT_LAYOUTS, FAMILIES, LAYOUTS, Ranks
+from tests.parity.table import FAMILIES, Ranks
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoints.ranks import SETTINGS
 
-MOE = ("qwen3_vl_moe",)
-CASES = {
-    "one rank": FAMILIES,
-    "TP2+SP": FAMILIES,
-    "PP2": FAMILIES,
-    "TP2+SPxPP2": FAMILIES,
-    "TP4": ("qwen2_5_vl",),
-    "EP2": MOE,
-    "EP2xPP2": MOE,
-    "expert TP2+SP": MOE,
+# Pairs of tensor and pipeline ranks; experts are spread over the ranks that these leave, or over
+# data ranks where there are none.
+SIZES = [(tensor, pipeline) for pipeline in (2, 1) for tensor in (4, 2, 1)]
+EXPERTS = {
+    "expert TP2": Ranks(Layout(tensor=2, expert_tensor=2), sequence=True),
+    **{
+        f"TP{tensor} x PP{pipeline} x EP2": Ranks(
+            Layout(tensor=tensor, pipeline=pipeline, expert=2),
+            data=2 if tensor == 1 else 1,
+            sequence=tensor > 1,
+        )
+        for tensor, pipeline in SIZES
+    },
 }
+# In the order in which each loads what the one before has saved.
+CASES = EXPERTS | {
+    f"TP{tensor} x PP{pipeline}": Ranks(
+        Layout(tensor=tensor, pipeline=pipeline), sequence=tensor > 1
+    )
+    for tensor, pipeline in SIZES
+}
+MOE = ("qwen3_vl_moe",)
 STEP = 7
 FILE = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def in_bf16(hf_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Real models are: here too, but one."""
+def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A model and its import. Real ones are in bf16: here too, but one."""
 
     @cache
     def make(family: str) -> Path:
         folder = tmp_path_factory.mktemp("bf16") / family
-        shutil.copytree(hf_folder(family), folder)
+        make_tiny_model(
+            folder,
+            ["red"],
+            seed=3,
+            family=family,
+            num_layers=2,
+            num_heads=8,
+            num_kv_heads=4,
+            vision_depth=1,
+            tied_embeddings=family == "qwen2_vl",
+            randomise_norms_and_biases=True,
+            **({"dense_layers": [0]} if family in MOE else {}),
+        )
         if family != "qwen2_vl":
-            path = folder / "model.safetensors"
+            path = folder / FILE
             tensors = {name: x.bfloat16() for name, x in load_file(path).items()}
             save_file(tensors, path, {"format": "pt"})
             text = (folder / "config.json").read_text()
@@ -64,10 +86,34 @@ def in_bf16(hf_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Fold
     return make
 
 
-def load_and_save(folders: list[Path], ranks: Ranks, target: Path) -> None:
-    """Models of several families in turn, under one layout."""
+@pytest.fixture(scope="module")
+def saved(in_bf16: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """By case: a training checkpoint of each family that can have the layout."""
+    cases = list(CASES)
+
+    @cache
+    def make(case: str) -> Path:
+        target = tmp_path_factory.mktemp("saved")
+        sources = {}
+        for family in families(case):
+            before = [one for one in cases[: cases.index(case)] if family in families(one)]
+            hf = in_bf16(family)
+            sources[hf] = make(before[-1]) / hf.name if before else hf / "checkpoint"
+        ranks = CASES[case]
+        launch(ranks.world_size, load_and_save, sources, ranks, target)
+        return target
+
+    return make
+
+
+def families(case: str) -> tuple[str, ...]:
+    return MOE if case in EXPERTS else FAMILIES
+
+
+def load_and_save(sources: dict[Path, Path], ranks: Ranks, target: Path) -> None:
+    """Models of several HF folders in turn, from their checkpoints, under one layout."""
     mesh = build_mesh(ranks.mesh)
-    for folder in folders:
+    for folder, checkpoint in sources.items():
         config = AutoConfig.from_pretrained(folder)
         options = ModelOptions(
             dtype=config.dtype, sequence=ranks.sequence, freeze_tower=False, freeze_merger=False
@@ -76,7 +122,7 @@ def load_and_save(folders: list[Path], ranks: Ranks, target: Path) -> None:
         for chunk in chunks:
             for tensor in local_tensors(chunk):
                 tensor.data.detach().fill_(float("nan"))
-        checkpointing.load(folder / "checkpoint", chunks=chunks)
+        checkpointing.load(checkpoint, chunks=chunks)
         updater = build_updater(chunks, SETTINGS, num_steps=10)
         checkpointing.save(
             target / folder.name,
@@ -90,19 +136,17 @@ def load_and_save(folders: list[Path], ranks: Ranks, target: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_every_byte_comes_back_from_every_layout(
-    layout: str, in_bf16: Callable[[str], Path], tmp_path: Path
+    case: str, in_bf16: Folder, saved: Folder, tmp_path: Path
 ) -> None:
-    ranks = (LAYOUTS | EXPERT_LAYOUTS)[layout]
-    folders = [in_bf16(family) for family in CASES[layout]]
-    launch(ranks.world_size, load_and_save, folders, ranks, tmp_path)
-    for folder in folders:
-        saved, out = tmp_path / folder.name, tmp_path / "out" / folder.name
-        manifest = step_weights(saved).manifest
+    ranks = CASES[case]
+    for folder in map(in_bf16, families(case)):
+        checkpoint, out = saved(case) / folder.name, tmp_path / folder.name
+        manifest = step_weights(checkpoint).manifest
         assert manifest is not None and manifest.has_optimizer
-        assert manifest.layout["tensor"] == ranks.mesh.tensor
-        assert export_hf(saved, out).step == STEP
+        assert manifest.layout == {**vars(ranks.mesh), "data": manifest.layout["data"]}
+        assert export_hf(checkpoint, out).step == STEP
         before, after = load_file(folder / FILE), load_file(out / FILE)
         assert before.keys() == after.keys()
         for name, tensor in before.items():
