@@ -63,7 +63,9 @@ class Columns:
     extra: tuple[str, ...] = ()
 
     def texts(self) -> list[str]:
-        return [x for x in (self.prompt, self.answer, self.category, *self.images) if x is not None]
+        """Columns whose cells in a CSV file are text, whatever they look like: the region "01"."""
+        names = (self.prompt, self.answer, self.category, *self.images, *self.extra)
+        return [name for name in names if name is not None]
 
     def named(self) -> list[tuple[str, str]]:
         """(configuration key, column) of all that must be there."""
@@ -110,8 +112,9 @@ class Rows(Sequence[Row]):
     assistant gives the answer, if no column does. An image column holds a list of pictures or one,
     in any form of references.py; paths are relative to the data file and stay inside its folder.
     The video column holds a list of videos or one: a struct of `frames`, a list of pictures, and
-    `fps`, how many of them a second has. Null or an empty list is a row without. Columns of `extra`
-    are kept as they are. In JSONL a key that a line lacks is null.
+    `fps`, how many of them a second has. Null or an empty list is a row without; an empty text,
+    such as an empty cell of a CSV file, is a picture that is missing. Columns of `extra` are kept
+    as they are, and as text in CSV. In JSONL a key that a line lacks is null.
 
     May be used after a fork, and be pickled.
     """
@@ -316,7 +319,7 @@ def _text(record: Mapping[str, Any], column: str) -> str:
 
 
 def _listed(value: Any) -> list[Any]:
-    if value is None or value == "":  # an empty cell of a CSV file
+    if value is None:
         return []
     return value if isinstance(value, list) else [value]
 

@@ -163,12 +163,17 @@ def _point(lat: object, lon: object) -> tuple[float, float] | None:
 
 
 def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the row's columns; the answer is the country where no column says it."""
-    lat, lon = row.get("lat"), row.get("lon")
-    known = lat not in (None, "") and lon not in (None, "")
+    """Of the row's columns; the answer is the country where no column says it. Coordinates that are
+    no numbers or not on earth are not known.
+    """
     return {
-        "country": str(row.get("country") or row.get("answer") or ""),
-        "region": str(row.get("region") or ""),
-        "city": str(row.get("city") or ""),
-        "point": (float(str(lat)), float(str(lon))) if known else None,
+        "country": _text(row.get("country")) or _text(row.get("answer")),
+        "region": _text(row.get("region")),
+        "city": _text(row.get("city")),
+        "point": _point(row.get("lat"), row.get("lon")),
     }
+
+
+def _text(value: object) -> str:
+    """Tables have NaN where a text is missing."""
+    return "" if value is None or value != value else str(value).strip()

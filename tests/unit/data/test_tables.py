@@ -68,15 +68,30 @@ def test_jsonl_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
-    path.write_text('question,answer,lat,images\n"a, b",007,1.5,\nc,1.50,,\n')
-    rows = read_rows([str(path)], prompt_key="question", category_key=None, extra_keys=("lat",))
-    assert [(row.problem, row.answer, row.extra["lat"], row.images) for row in rows] == [
-        ("a, b", "007", 1.5, ()),
-        ("c", "1.50", None, ()),
+    path.write_text('question,answer,region,seen\n"a, b",007,01,true\nc,1.50,,\n')
+    keys = {"prompt_key": "question", "category_key": None, "extra_keys": ("region", "seen")}
+    rows = read_rows([str(path)], image_keys=(), **keys)  # type: ignore[arg-type]
+    assert [(row.problem, row.answer, dict(row.extra)) for row in rows] == [
+        ("a, b", "007", {"region": "01", "seen": "true"}),
+        ("c", "1.50", {"region": "", "seen": ""}),
     ]
     path.write_text("a,b\n1\n")
     with pytest.raises(ValueError, match=r"x\.csv: not a readable CSV file"):
         read_rows([str(path)])
+
+
+def test_an_empty_picture_cell_is_a_bad_sample_and_null_is_a_row_without(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("problem,answer,images\nq,a,\n")
+    rows = Rows([str(path)], Columns(category=None))
+    with pytest.raises(ValueError, match=r"x\.csv:0: a picture has neither bytes nor"):
+        _ = rows[0]
+    records = [{"problem": "q", "answer": "a", "images": value} for value in (None, [], "", [""])]
+    rows = Rows([jsonl(tmp_path / "x.jsonl", records)], Columns(category=None))
+    assert rows[0].images == rows[1].images == ()
+    for index in (2, 3):
+        with pytest.raises(ValueError, match="neither bytes nor a path"):
+            _ = rows[index]
 
 
 def test_a_geospot_table(tmp_path: Path) -> None:

@@ -185,6 +185,10 @@ def test_what_a_row_does_not_know_does_not_count() -> None:
     assert geospot.score("France", table).reward == 1.0
     assert geospot.score("48.9, 2.4", table | {"lat": "48.9", "lon": "2.4"}).reward == 0.5
     assert geospot.score("Spain", row).reward == 0.0
+    nan = float("nan")
+    for lat, lon in ((nan, nan), ("NaN", "NaN"), (91.0, 0.0), ("0", "-181"), ("?", "?"), (1.0, "")):
+        assert geospot.score("France", row | {"lat": lat, "lon": lon}).reward == 1.0
+    assert geospot.score("France", row | {"region": nan, "city": nan}).reward == 1.0
 
 
 def test_a_stage_weighs_parts() -> None:
