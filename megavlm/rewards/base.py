@@ -52,6 +52,15 @@ class Score:
     skipped: bool = False
 
 
+def check_answer(row: Mapping[str, Any]) -> None:
+    """Raises ValueError for a row without an answer, by which no response can be right."""
+    if not str(row.get("answer", "")).strip():
+        raise ValueError(
+            "the row has no answer that a response is compared with: name its column in "
+            "data.answer_key, or take another reward"
+        )
+
+
 class RewardFailure(Exception):
     """A reward that was not computed: a limit, an exception, no number."""
 

@@ -41,6 +41,21 @@ def prepare(
         read_corpus(tuple(corpus_files), reference_key)
 
 
+def check_row(
+    row: Mapping[str, Any], reference_key: str = "references", **_: Any
+) -> list[list[str]]:
+    """The words of its references. Raises ValueError without any: every response would get 0."""
+    told = row.get(reference_key) or row.get("answer")
+    texts = told if isinstance(told, list) else [told]
+    references = [words for text in texts if text is not None and (words := tokens(str(text)))]
+    if not references:
+        raise ValueError(
+            f"caption has nothing to compare with: the row has no {reference_key!r} and no answer; "
+            "name the column of captions in data.extra_keys, and as reference_key in its options"
+        )
+    return references
+
+
 def score(
     response: str,
     row: Mapping[str, Any],
@@ -51,8 +66,7 @@ def score(
 ) -> Score:
     """The weighted metrics (CIDEr-D 0 to 10, the others 0 to 1), correct from `correct_from`."""
     weights = weights or DEFAULT_WEIGHTS
-    told = row.get(reference_key) or row["answer"]
-    references = [tokens(str(text)) for text in (told if isinstance(told, list) else [told])]
+    references = check_row(row, reference_key)
     words = tokens(response)
     caption: Words = words[:MAX_WORDS]
     parts: dict[str, float] = {}

@@ -48,6 +48,15 @@ def prepare(weights: Any = None, tolerance: Any = 25.0) -> None:
     check_number("geospot's tolerance in km", tolerance, above=0)
 
 
+def check_row(row: Mapping[str, Any], **_: Any) -> None:
+    """Raises ValueError for a row that knows no place: every response would get 0."""
+    if not any(_truth(row).values()):
+        raise ValueError(
+            "geospot knows neither country, region, city nor coordinates (lat, lon) of the row: "
+            "name the columns that it has in data.extra_keys"
+        )
+
+
 def score(
     response: str,
     row: Mapping[str, Any],
@@ -55,6 +64,7 @@ def score(
     tolerance: float = 25.0,
 ) -> Score:
     """`tolerance`: the distance in km at which coordinates are worth 1/e."""
+    check_row(row)
     said = read(response[-MAX_CHARACTERS:])
     truth = _truth(row)
     parts: dict[str, float] = {}

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from megavlm.rewards.base import check_answer
+
 RewardFunction = Callable[..., Any]  # of base.py's form
 
 # Modules are loaded in the reward processes, when they are asked for: math needs half a second.
@@ -22,6 +24,7 @@ BUILT_IN = {
     "geospot": "megavlm.rewards.geospot:score",
     "vqa": "megavlm.rewards.vqa:score",
 }
+_CHECK_ROWS = ("caption", "geospot")  # by a check_row of their own; the others want an answer
 REWARD_MODEL = "reward_model"
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -61,6 +64,16 @@ def load(name: str, options: Mapping[str, Any]) -> RewardFunction:
     if name in BUILT_IN and hasattr(module, "prepare"):
         module.prepare(**options)
     return function
+
+
+def check_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises ValueError where a built-in reward misses what it compares with; others are asked for
+    nothing before they score.
+    """
+    if name in _CHECK_ROWS:
+        import_module(BUILT_IN[name].partition(":")[0]).check_row(row, **options)
+    elif name in BUILT_IN:
+        check_answer(row)
 
 
 def import_module(name: str) -> ModuleType:

@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from megavlm.config.schema import Config
+from megavlm.config.schema import SFT, Config
 from megavlm.data.images import decode
-from megavlm.data.rows import Rows
+from megavlm.data.rows import Row
 from megavlm.environments import registry as environments
 from megavlm.rewards import registry
+from megavlm.rewards.base import Example
 from megavlm.training.candidate_paths import check_candidates
 from megavlm.training.dataset import read
 from megavlm.training.preflight_layout import check_ranks, check_sizes
@@ -72,8 +73,8 @@ def check(
     check_ports(config.rollout)
     if phase == "train":
         check_handles(config.rollout)
-    for file_list in (train_files, config.data.test_files):
-        check_data(file_list, config)
+    check_data(train_files, config, "sft" if isinstance(config.algorithm, SFT) else "rewards")
+    check_data(config.data.test_files, config, "rewards" if _evaluates(config, phase) else None)
 
 
 def check_model(folder: Path, config: Config) -> None:
@@ -148,9 +149,15 @@ def check_run_dir(folder: Path) -> None:
         raise ValueError(f"run.dir={folder} cannot be written, because {existing} {reason}")
 
 
-def check_data(files: Sequence[str], config: Config) -> None:
+def _evaluates(config: Config, phase: str) -> bool:
+    evaluation = config.evaluation
+    return phase == "evaluate" or bool(evaluation.every or evaluation.before or evaluation.after)
+
+
+def check_data(files: Sequence[str], config: Config, use: Literal["sft", "rewards"] | None) -> None:
     """Files and columns; values, placeholders and pictures of the first SAMPLE rows, but those
-    that only the network has. With data.bad_samples=skip one good row is enough.
+    that only the network has; and whether these rows have what their use needs. With
+    data.bad_samples=skip one good row is enough.
     """
     rows = read(config, files)
     if files and not rows:
@@ -158,7 +165,9 @@ def check_data(files: Sequence[str], config: Config) -> None:
     errors = []
     for index in range(min(len(rows), SAMPLE)):
         try:
-            _check_row(rows, index)
+            row = rows.peek(index)
+            _check_row(row)
+            _check_use(row, config, use)
         except ValueError as error:
             if config.data.bad_samples == "refuse":
                 raise
@@ -167,8 +176,26 @@ def check_data(files: Sequence[str], config: Config) -> None:
         raise ValueError(f"not one of the first {len(errors)} rows can be used: {errors[0]}")
 
 
-def _check_row(rows: Rows, index: int) -> None:
-    row = rows.peek(index)
+def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) -> None:
+    if use == "sft" and not row.answer.strip():
+        raise ValueError(
+            f"{row.source}: algorithm.name=sft has no answer to learn: name its column in "
+            "data.answer_key, or let the chat end with the assistant's message"
+        )
+    reward, environment = config.reward, config.environment.name
+    if use != "rewards" or not (
+        reward.name or reward.parts or environment in environments.BUILT_IN
+    ):
+        return  # an environment of the user's own may need no reward
+    columns = Example(row.problem, row.answer, row.category, extra=row.extra).columns()
+    for part in parts(config):
+        try:
+            registry.check_row(part.name, columns, part.options)
+        except ValueError as error:
+            raise ValueError(f"{row.source}: {error}") from error
+
+
+def _check_row(row: Row) -> None:
     for number, image in enumerate(row.images, 1):
         try:
             decode(image)

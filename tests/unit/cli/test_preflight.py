@@ -137,3 +137,51 @@ def test_run_dir(
     assert f"because {tmp_path / 'file'} is a file" in text
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
     assert f"because {tmp_path} is not writable" in refused(write_recipe())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["environment.name=geospot", "data.answer_key=null"], "name the columns that it has"),
+        (["environment.name=caption", "data.answer_key=null"], "no 'references' and no answer"),
+        (["environment.name=vqa", "data.answer_key=null"], "no answer that a response is compared"),
+        (["data.answer_key=null"], "name its column in data.answer_key"),
+        (["algorithm.name=sft", "data.answer_key=null"], "sft has no answer to learn: name its"),
+        (["reward.parts={a: {name: geo3k}}", "data.answer_key=null"], "the row has no answer"),
+    ],
+)
+def test_rows_have_what_rewards_and_supervision_need(
+    write_recipe: WriteRecipe, overrides: list[str], message: str
+) -> None:
+    said = refused(write_recipe(), *overrides)
+    assert message in said and "rows.parquet:0: " in said
+
+
+def test_rows_need_no_more_than_is_used(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    place = row(answer="", lat=1.5, lon=2.5)
+    spots = write_rows(tmp_path / "spots.parquet", [place])
+    files = f"data.train_files=[{spots}]"
+    test = f"data.test_files=[{spots}]"
+    keys = "data.extra_keys=[lat, lon]"
+    recipe = write_recipe()
+    check(recipe, "environment.name=geospot", files, test, keys)
+    assert "no answer" in refused(recipe, files, test, keys)
+    quiet = ["evaluation.every=0", "evaluation.before=false", "evaluation.after=false"]
+    check(recipe, test, *quiet)
+    check(recipe, "algorithm.name=sft", test, *quiet)
+    assert "no answer" in refused(recipe, test, *quiet, phase="evaluate")
+    whole = write_rows(tmp_path / "chat.parquet", [row(answer="", problem=CHAT, images=[])])
+    check(
+        recipe,
+        "algorithm.name=sft",
+        "data.answer_key=null",
+        f"data.train_files=[{whole}]",
+        "data.image_keys=[]",
+        "data.test_files=[]",
+        *quiet,
+    )
+    some = write_rows(tmp_path / "some.parquet", [row(answer=""), row()])
+    check(recipe, f"data.train_files=[{some}]", "data.bad_samples=skip")
+
+
+CHAT = [{"role": "user", "content": "Colour?"}, {"role": "assistant", "content": "red"}]

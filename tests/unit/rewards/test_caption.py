@@ -112,3 +112,11 @@ def test_cider_without_a_corpus_is_refused() -> None:
         caption.prepare(weights={"cider": 1.0})
     with pytest.raises(ValueError, match="no component 'bleu'"):
         caption.prepare(weights={"bleu": 1.0})
+
+
+def test_a_row_without_references_is_an_error() -> None:
+    for row in ({"answer": ""}, {"answer": "", "references": []}, {"references": [None, " ."]}):
+        with pytest.raises(ValueError, match=r"no 'references' and no answer.*data\.extra_keys"):
+            caption.score("a dog", row)
+    row = {"answer": "", "texts": ["a dog"]}
+    assert caption.score("a dog", row, reference_key="texts").reward == 1.0

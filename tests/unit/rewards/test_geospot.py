@@ -191,6 +191,13 @@ def test_what_a_row_does_not_know_does_not_count() -> None:
     assert geospot.score("France", row | {"region": nan, "city": nan}).reward == 1.0
 
 
+def test_a_row_that_knows_no_place_is_an_error() -> None:
+    for row in ({}, {"answer": ""}, {"answer": "", "country": None, "lat": "NaN", "lon": "0"}):
+        with pytest.raises(ValueError, match=r"data\.extra_keys"):
+            geospot.score("France", row)
+    assert geospot.score("1.5, 2.5", {"answer": "", "lat": 1.5, "lon": 2.5}).reward == 1.0
+
+
 def test_a_stage_weighs_parts() -> None:
     stage = {"country": 0.3, "coordinates": 0.3}
     near = "Country: France\nCoordinates: 48.0, 2.3522"
