@@ -36,6 +36,9 @@ A training step writes one record. What a name means is fixed here and nowhere e
     learning_rate            that of the last update; critic_*: the same of a critic of its own
     skipped_updates          updates whose gradient was not finite and was not applied
     updates_without_signal   updates whose gradient was nothing but rounding and was not applied
+    sync_bytes, sync_tensors     that left the ranks that send, in the pushes since the last step
+    sync_checked             tensors on servers' ranks whose checksums were compared in them
+    sync_servers             that have the weights of the last of them
     skipped_bad              rows left out so far because they cannot be used
     skipped_long             rows left out so far because their prompts are too long
     tokens_per_second        tokens trained on, prompts included, over seconds/total

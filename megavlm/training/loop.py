@@ -7,7 +7,8 @@ from megavlm.observability.samples import SampledGroup
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.rollout.errors import WeightSyncError
-from megavlm.rollout.weights.sync import WeightSync
+from megavlm.rollout.fleet.state import State
+from megavlm.rollout.weights.sync import SyncReport, WeightSync, measures
 from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest
 from megavlm.training.offload import trainer_parts
@@ -28,6 +29,7 @@ class Loop:
         """
         self.session, self.driver, self.sync = session, driver, sync
         self.sharing: Sharing | None = None
+        self.pushes: list[SyncReport] = []  # since the last record
         if sync is not None and session.config.rollout.colocate:
             memory = None if driver is None else driver.server_memory
             self.sharing = Sharing(trainer_parts(session.updater), memory, session.mesh)
@@ -81,31 +83,34 @@ class Loop:
             self._published = self.session.step
 
     def push(self) -> None:
-        """Collective. Servers that have started since get everything. Where all die before or in
-        the push, it is made for those that come back.
+        """Collective. Servers that have started since get everything. Where all die in the push, or
+        fail it, it is made again for those that come back or still answer, with everything; the
+        fleet gives up servers that fail time and again, and then the run.
         """
         assert self.sync is not None, "this run has no rollout servers"
         fleet = None if self.driver is None else self.driver.fleet
         while True:
-            deaths = self.wait_for_servers()
+            setbacks = self.wait_for_servers()
             try:
-                self.sync.push(self.session.step)
+                self.pushes.append(self.sync.push(self.session.step))
                 return
             except WeightSyncError:
-                died = None if fleet is None else fleet.died_since(deaths)
-                if not broadcast_object(died, self.session.mesh):
-                    raise
+                again = None if fleet is None else fleet.failed_since(setbacks)
+                if not broadcast_object(again, self.session.mesh):
+                    raise  # it is no server's fault
 
     def wait_for_servers(self) -> int:
-        """Until weights can be pushed; the servers' deaths so far, on the driver. Collective."""
+        """Until weights can be pushed; the servers' setbacks so far, on the driver. Collective."""
         fleet = None if self.driver is None else self.driver.fleet
         if self.sharing is not None:
+            if fleet is not None:
+                fleet.wait_while(State.SUSPECT)
             nobody = None if fleet is None else not fleet.answering()
             if broadcast_object(nobody, self.session.mesh):
                 self.share("generate")  # a server that starts takes all its memory
-        deaths = 0 if fleet is None else fleet.wait_for_targets()
+        setbacks = 0 if fleet is None else fleet.wait_for_targets()
         self.share("push")
-        return deaths
+        return setbacks
 
     def stand_by(self, work: Callable[[], T]) -> T | None:
         """What `work` returns on the driver, which alone does it; the other ranks are there for the
@@ -156,10 +161,11 @@ class Loop:
     ) -> None:
         """The step just made, on the driver."""
         seconds = self.session.phases.take()
+        pushes, self.pushes = self.pushes, []
         if self.driver is None:
             return
         metrics |= {
             "tokens_per_second": num_tokens / seconds["seconds/total"],
             "memory_gib": platform.peak_memory_bytes() / 2**30,
         }
-        self.driver.record(self.session.step, metrics | seconds, samples)
+        self.driver.record(self.session.step, metrics | measures(pushes) | seconds, samples)

@@ -13,8 +13,10 @@ from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.fleet.fleet import Fleet
 from megavlm.rollout.fleet.member import Member
 from megavlm.rollout.fleet.memory import ServerMemory
+from megavlm.rollout.fleet.requirements import Requirements
 from megavlm.rollout.fleet.router import BehindRouter
 from megavlm.rollout.fleet.state import Policy
+from megavlm.training.options import trains_tower
 from megavlm.training.placement import keeps_weights, managed_servers
 
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
@@ -45,7 +47,7 @@ def connect(
         needs_refit=needs_refit,
     )
     fleet = Fleet(
-        members(config, model_folder),
+        members(config, model_folder, needs_refit=needs_refit),
         policy=policy,
         min_servers=rollout.min_servers,
         start_timeout=rollout.start_timeout,
@@ -63,11 +65,18 @@ def connect(
             yield Connection(client, fleet, memory)
 
 
-def members(config: Config, model_folder: str | Path) -> Sequence[Member]:
-    if config.rollout.mode == "managed":
+def members(
+    config: Config, model_folder: str | Path, *, needs_refit: bool = True
+) -> Sequence[Member]:
+    rollout = config.rollout
+    if rollout.mode == "managed":
         return [Member.managed(server) for server in managed_servers(config, model_folder)]
     keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
-    return [Member(url.rstrip("/"), *keys) for url in config.rollout.urls]
+    required = Requirements(
+        fresh_pictures=needs_refit and trains_tower(config),
+        fresh_prefixes=needs_refit and rollout.pause == "in_place",
+    )
+    return [Member(url.rstrip("/"), *keys, required=required) for url in rollout.urls]
 
 
 def _client(config: Config, fleet: Fleet) -> RolloutClient:

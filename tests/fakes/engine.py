@@ -26,16 +26,14 @@ class FakeEngine(FakeServer):
     comes out wrong.
     """
 
-    def __init__(self, *, weight_version: str = "3") -> None:
-        super().__init__(weight_version=weight_version)
+    def __init__(self, *, weight_version: str = "3", port: int = 0) -> None:
+        super().__init__(weight_version=weight_version, device="cpu", port=port)
         self.weights: dict[str, Tensor] = {}
         self.updates: list[list[str]] = []
         self.spoil: str | None = None
         self.is_paused = False
 
     def answer(self, path: str, body: Any) -> Any:
-        if path == "/server_info":
-            return {"tp_size": 1, "device": "cpu"}
         if path == "/pause_generation":
             self.is_paused = True
         if path == "/continue_generation":

@@ -13,7 +13,9 @@ from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-Fault = Literal["500", "400", "reset", "garbage", "wrong form", "hang", "slow body", "head only"]
+Fault = Literal[
+    "500", "400", "reset", "garbage", "list", "wrong form", "hang", "slow body", "head only"
+]
 PROMPT_IDS = 3  # of the prompts that tests make: what follows are tokens to go on from
 
 
@@ -38,6 +40,9 @@ class FakeServer:
         self.device = device
         self.keys = keys  # what reads, what changes; None: everyone may
         self.refused: dict[str, set[int]] = {}  # path -> which of its calls, from 1, get 400
+        self.faults: dict[tuple[str, int], Fault] = {}  # of such calls
+        self.info: dict[str, Any] = {}  # what it says of itself besides
+        self.adapters: list[str] = []
         self.deaf = False  # says that it took a new weight version, and did not
         self.held: set[int] = set()  # first ids of prompts whose answers wait for an abort
         self.held_once = False  # what is asked for again is not
@@ -77,7 +82,11 @@ class FakeServer:
         if path == "/model_info":
             return {"weight_version": self.weight_version}
         if path == "/server_info":
-            return {"tp_size": 1, "device": self.device}
+            return {"tp_size": 1, "device": self.device, "version": "0.5.23"} | self.info
+        if path == "/v1/models":
+            return {"data": [{"id": name} for name in ["model", *self.adapters]]}
+        if path == "/unload_lora_adapter":
+            self.adapters.remove(body["lora_name"])
         return {"success": True, "message": "Success."}
 
     def _generate(self, body: Any) -> Any:
@@ -158,9 +167,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         scripted = self.path == "/generate" or not fake.only_generate
         fault = fake.script.popleft() if fake.script and scripted else None
-        if sum(p == self.path for p, *_ in fake.requests) in fake.refused.get(self.path, ()):
+        call = sum(p == self.path for p, *_ in fake.requests)
+        if call in fake.refused.get(self.path, ()):
             self._reply(400, b'{"success": false, "message": "refused as told"}')
             return
+        fault = fake.faults.get((self.path, call), fault)
         if fault == "hang":
             fake.closed.wait()
             return
@@ -177,6 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault == "garbage":
             self._reply(200, b'{"text": ')
+        elif fault == "list":
+            self._reply(200, b"[1, 2]")
         elif fault == "wrong form":
             self._reply(200, b'{"meta_info": {}}')
         elif fault == "head only":

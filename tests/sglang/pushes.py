@@ -75,13 +75,17 @@ def transport(kind: str, folder: Path) -> Transport:
 
 
 def push(
-    targets: Sequence[Target], kind: str, trainer: Trainer, scratch: Path, version: int
+    targets: Sequence[Target],
+    kind: str,
+    trainer: Trainer,
+    scratch: Path,
+    version: int,
+    pause: str = "abort",
 ) -> SyncReport:
     """On each rank. Small buckets, so that there are several."""
     mesh, entries, chunks = trainer.start()
-    sync = make_sync(
-        trainer, mesh, entries, chunks, FixedTargets(targets), transport(kind, scratch)
-    )
+    way = transport(kind, scratch)
+    sync = make_sync(trainer, mesh, entries, chunks, FixedTargets(targets), way, pause=pause)
     report = sync.push(version)
     assert sync.version == version
     sync.close()
@@ -97,6 +101,7 @@ def make_sync(
     way: Transport,
     *,
     adapters: bool = False,
+    pause: str = "abort",
 ) -> WeightSync:
     """`adapters`: not merged."""
     config = AutoConfig.from_pretrained(trainer.weights)
@@ -115,6 +120,7 @@ def make_sync(
         dtype=torch.float32,
         num_kv_heads=heads,
         adapters=pairs,
+        pause=pause,
         tied_embeddings=config.tie_word_embeddings,
         timeout=60,
         objects=mesh.objects,

@@ -55,7 +55,7 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
             sync.push(1)
         assert not fleet.routable(None), "no request goes to it"
         deadline = time.monotonic() + START
-        # Stale at once, as the push failed; then found dead; stale again when it answers anew.
+        # Suspect at once, as the push failed; then found dead; stale when it answers anew.
         for state in (State.DEAD, State.STALE):
             while fleet.record(server.url).state is not state:
                 assert time.monotonic() < deadline

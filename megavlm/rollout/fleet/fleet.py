@@ -6,7 +6,7 @@ events of three kinds of callers: the client, a push, and the supervisor, which 
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -60,7 +60,7 @@ class Fleet:
         self._users = 0
         self._is_starting = True
         self._broken: BaseException | None = None
-        self._deaths = 0
+        self._setbacks = 0
         self.resting = False  # memory is released: no probe, no restart
         self._supervisor = Supervisor(self)
 
@@ -98,7 +98,7 @@ class Fleet:
             if event.kind is Kind.ANSWERED:
                 self._last_answer[url] = now
             if after.state is not before.state:
-                self._deaths += after.state in (State.DEAD, State.RETIRED)
+                self._setbacks += after.state in (State.DEAD, State.RETIRED)
                 self._report(url, before, after)
                 self._wake()
             return action
@@ -113,9 +113,9 @@ class Fleet:
             return self._clock() - self._last_answer[url]
 
     def may_probe(self, url: str) -> bool:
-        """Not while weights are on their way to it, or its memory is released."""
+        """Not while weights are on their way to it."""
         with self._lock:
-            return url not in self._pushing and not self.resting
+            return url not in self._pushing
 
     @property
     def is_generating(self) -> bool:
@@ -124,10 +124,10 @@ class Fleet:
 
     # Targets: what a push needs
 
-    def targets(self) -> list[Target]:
+    def targets(self, without: Container[str] = ()) -> list[Target]:
         with self._lock:
             self._check()
-            targets = self.answering()
+            targets = [target for target in self.answering() if target.url not in without]
             self._pushing = {target.url for target in targets}
             return targets
 
@@ -139,26 +139,29 @@ class Fleet:
             return [self._target(m) for url, m in self.members.items() if states[url] in fit]
 
     def wait_for_targets(self) -> int:
-        """Returns when there is one: where all have died, that takes a restart. The number of
-        deaths until then, for `died_since`.
+        """Returns when there is one: where all have died, that takes a restart. A count for
+        `failed_since`.
         """
         with self._changed:
             while not self.answering():
                 self._check()
                 self._changed.wait(1.0)
-            return self._deaths
+            return self._setbacks
 
-    def wait_until_started(self) -> None:
-        """No server is between its launch and its first answer."""
+    def wait_while(self, *states: State) -> None:
+        """Until no server is in one of them: STARTING and SUSPECT pass by themselves."""
         with self._changed:
-            while any(r.state is State.STARTING for r in self._records.values()):
+            while any(record.state in states for record in self._records.values()):
                 self._check()
                 self._changed.wait(1.0)
 
-    def died_since(self, deaths: int, patience: float = 5.0) -> bool:
-        """Whether a server has died since; a death is noticed within a moment."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._deaths > deaths, patience)
+    def failed_since(self, count: int) -> bool:
+        """Whether a server has died or failed a push since, and so another push may do better: a
+        server that fails time and again is given up in the end.
+        """
+        with self._lock:
+            self._check()
+            return self._setbacks > count
 
     def refitted(self, url: str, version: str) -> None:
         with self._lock:
@@ -170,9 +173,17 @@ class Fleet:
                     self.tell(other, Event(Kind.WRONG_VERSION, reason=f"missed {version}"))
 
     def failed(self, url: str, reason: str) -> None:
+        self._missed(url, Event(Kind.SYNC_FAILED, reason=reason))
+
+    def mismatched(self, url: str, reason: str) -> None:
+        self._missed(url, Event(Kind.MISMATCH, reason=reason))
+
+    def _missed(self, url: str, event: Event) -> None:
         with self._lock:
             self._pushing.discard(url)
-            self.tell(url, Event(Kind.SYNC_FAILED, reason=reason))
+            self._setbacks += 1
+            self._say(f"rollout server {url} missed a push: {event.reason}")
+            self.tell(url, event)
             self._check()
 
     # Routing: what the client needs
@@ -255,13 +266,16 @@ class Fleet:
     def _check(self) -> None:
         if self._broken is not None:
             raise self._broken
-        retired = [r for r in self._records.values() if r.state is State.RETIRED]
+        retired = [
+            f"{url} was {record.reason}"
+            for url, record in self._records.items()
+            if record.state is State.RETIRED
+        ]
         left = len(self._records) - len(retired)
         if left < self.min_servers:
             raise RolloutServerError(
-                f"{left} rollout servers are left and rollout.min_servers={self.min_servers}: "
-                f"one was given up after {retired[-1].restarts} restarts (rollout.max_restarts); "
-                f"the last checkpoint is there to go on from; {retired[-1].reason}"
+                f"{left} rollout servers are left and rollout.min_servers={self.min_servers}; "
+                f"the last checkpoint is there to go on from; {', '.join(retired)}"
             )
 
     def _wake(self) -> None:
@@ -280,6 +294,6 @@ class Fleet:
             case State.DEAD:
                 self._say(f"rollout server {url} is away ({why})")
             case State.RETIRED:
-                self._say(f"rollout server {url} is given up ({why})")
+                self._say(f"rollout server {url} is {why}")
             case State.STALE if before.state is not State.SUSPECT:
                 self._say(f"rollout server {url} answers and waits for weights")

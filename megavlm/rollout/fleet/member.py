@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, field
 
+from megavlm.rollout.fleet.requirements import Requirements
 from megavlm.rollout.server import ManagedServer
 
 
 @dataclass
 class Member:
-    """tensor_parallel and device of an external server are known once it has answered."""
+    """tensor_parallel and device of an external server are known once it has answered; `required`:
+    of an external one.
+    """
 
     url: str
     api_key: str | None = field(default=None, repr=False)
@@ -15,6 +18,7 @@ class Member:
     server: ManagedServer | None = None  # None: external
     tensor_parallel: int = 1
     device: str = "cpu"
+    required: Requirements = field(default_factory=Requirements)
 
     @staticmethod
     def managed(server: ManagedServer) -> "Member":

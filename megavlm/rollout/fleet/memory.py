@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from megavlm.rollout.fleet.fleet import Fleet
+from megavlm.rollout.fleet.state import State
 from megavlm.rollout.fleet.targets import Target
 
 LOST = "its weights were released without a copy"
@@ -33,7 +34,7 @@ class ServerMemory:
     def release(self, tags: Sequence[str]) -> None:
         if not tags:
             return
-        self._fleet.wait_until_started()
+        self._fleet.wait_while(State.STARTING)
         self._fleet.resting = True
 
         def one(target: Target) -> None:
@@ -64,6 +65,7 @@ class ServerMemory:
             self._fleet.resting = False
 
     def _each(self, one: Any) -> None:
+        self._fleet.wait_while(State.SUSPECT)  # it may have memory to release, or to take back
         targets = self._fleet.answering()
 
         def attempt(target: Target) -> None:

@@ -15,7 +15,7 @@ class ProbeError(Exception):
 
 
 class Refused(ProbeError):
-    """The server lives and does not know our key: asking again is useless."""
+    """The server lives and is not one for this run: asking again is useless."""
 
 
 class Probes:
@@ -27,16 +27,26 @@ class Probes:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def is_up(self, member: Member) -> dict[str, Any]:
+    async def is_up(self, member: Member) -> tuple[int, str]:
         """It is ready for requests, and it is our server that answers: /health is open to all,
-        /server_info is not. Returns the latter.
+        /server_info is not. Returns how many ranks it has, and their device; Refused where it is
+        external and not as this run needs it.
         """
         await self._get(member, "/health", SLOW)
-        return _json(await self._get(member, "/server_info", SLOW))
+        info = _json(await self._get(member, "/server_info", SLOW))
+        if member.server is not None:
+            return member.tensor_parallel, member.device
+        try:
+            return member.required.read(info)
+        except ValueError as error:
+            raise Refused(f"{member.url} {error}") from error
 
     async def weight_version(self, member: Member) -> str:
         """Asks no model: for idle servers, and while weights are on their way."""
-        return str(_json(await self._get(member, "/model_info", QUICK))["weight_version"])
+        info = _json(await self._get(member, "/model_info", QUICK))
+        if "weight_version" not in info:
+            raise ProbeError("/model_info: it does not say its weight_version, as SGLang does")
+        return str(info["weight_version"])
 
     async def generates(self, member: Member) -> None:
         """A real token, or any of what it generates anyway."""
@@ -62,7 +72,9 @@ class Probes:
 
 def _json(reply: httpx.Response) -> dict[str, Any]:
     try:
-        answer: dict[str, Any] = reply.json()
-        return answer
+        answer = reply.json()
     except ValueError as error:
         raise ProbeError(f"{reply.url.path}: {error!r}") from error
+    if not isinstance(answer, dict):
+        raise ProbeError(f"{reply.url.path}: {str(answer)[:100]!r} is no object")
+    return answer

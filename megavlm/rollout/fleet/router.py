@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 from megavlm.rollout.fleet.fleet import Fleet
 from megavlm.rollout.fleet.routing import Address, Outlook
-from megavlm.rollout.fleet.state import State
+from megavlm.rollout.fleet.state import ANSWERING, State
 
 
 class BehindRouter:
@@ -21,8 +21,9 @@ class BehindRouter:
 
     def routable(self, version: str | None) -> list[Address]:
         current = {address.url for address in self._fleet.routable(version)}
-        behind = {target.url for target in self._fleet.answering()} - current
-        return [self._address] if current and not behind else []
+        members = self._fleet.members
+        answering = {url for url in members if self._fleet.record(url).state in ANSWERING}
+        return [self._address] if current and current == answering else []
 
     def outlook(self, version: str | None) -> Outlook:
         return self._fleet.outlook(version)

@@ -38,6 +38,7 @@ class Kind(Enum):
     EXITED = "the process exited"
     REFITTED = "refitted"
     SYNC_FAILED = "a push failed"
+    MISMATCH = "it holds other tensors than it was sent"
     WRONG_VERSION = "it holds other weights"
     TICK = "time passed"
 
@@ -55,8 +56,10 @@ class Event:
 class Policy:
     """max_restarts: of a managed server, counted until it was healthy for `forget_after`.
     back_off: before the first restart; it doubles with each. max_failures: probes in a row that a
-    suspect may fail. give_up_after: how long an external server may be away. needs_refit: whether
-    a server that has started needs weights before it gets requests. Times in seconds.
+    suspect may fail. give_up_after: how long an external server may be away. max_missed: pushes in
+    a row that fail at a server before it is given up; max_mismatches: those after which its
+    checksums differ. needs_refit: whether a server that has started needs weights before it gets
+    requests. Times in seconds.
     """
 
     max_restarts: int = 3
@@ -64,6 +67,8 @@ class Policy:
     max_failures: int = 3
     forget_after: float = 600.0
     give_up_after: float = 300.0
+    max_missed: int = 3
+    max_mismatches: int = 2
     needs_refit: bool = True
 
     def wait(self, restarts: int) -> float:
@@ -74,15 +79,18 @@ class Policy:
 @dataclass(frozen=True)
 class Record:
     """version: of the weights it was refitted with and still has, as far as we know; None where it
-    must be refitted. failures: probes in a row. restarts: made and not forgotten. since: when it
-    came into its state; healthy_since: when it last became fit for requests. reason: of its last
-    trouble.
+    must be refitted. failures: probes in a row. missed, mismatches: pushes since the last that came
+    through, and those of them after which checksums differed. restarts: made and not forgotten.
+    since: when it came into its state; healthy_since: when it last became fit for requests. reason:
+    of its last trouble.
     """
 
     managed: bool
     state: State = State.STARTING
     version: str | None = None
     failures: int = 0
+    missed: int = 0
+    mismatches: int = 0
     restarts: int = 0
     since: float = 0.0
     healthy_since: float = 0.0
@@ -107,8 +115,11 @@ def transition(record: Record, event: Event, now: float, policy: Policy) -> tupl
             return _answered(record, now, policy), Action.NOTHING
         case Kind.REFITTED:
             return _refitted(record, event.version, now), Action.NOTHING
-        case Kind.SYNC_FAILED | Kind.WRONG_VERSION:
+        case Kind.WRONG_VERSION:
             return _outdated(record, event.reason, now), Action.NOTHING
+        case Kind.SYNC_FAILED | Kind.MISMATCH:
+            mismatch = event.kind is Kind.MISMATCH
+            return _missed(record, event.reason, now, policy, mismatch), Action.NOTHING
         case Kind.REQUEST_FAILED:
             if record.state is State.HEALTHY:
                 record = _to(record, State.SUSPECT, now, reason=event.reason)
@@ -147,13 +158,30 @@ def _refitted(record: Record, version: str, now: float) -> Record:
     """A process that has gone meanwhile has taken its weights with it."""
     if record.state not in ANSWERING:
         return record
-    return _healthy(replace(record, version=version), now)
+    return _healthy(replace(record, version=version, missed=0, mismatches=0), now)
 
 
 def _outdated(record: Record, reason: str, now: float) -> Record:
     if record.state is State.HEALTHY:
         return _to(record, State.STALE, now, version=None, failures=0, reason=reason)
     return replace(record, version=None, reason=reason)
+
+
+def _missed(record: Record, reason: str, now: float, policy: Policy, mismatch: bool) -> Record:
+    """A push failed there: whether it lives is a probe's to say, at once."""
+    missed, mismatches = record.missed + 1, record.mismatches + mismatch
+    record = replace(record, version=None, missed=missed, mismatches=mismatches, reason=reason)
+    if mismatches >= policy.max_mismatches:
+        return _retired(record, f"given up after {mismatches} pushes with other checksums", now)
+    if missed >= policy.max_missed:
+        return _retired(record, f"given up after {missed} failed pushes", now)
+    if record.state in ANSWERING:
+        return _to(record, State.SUSPECT, now, failures=0)
+    return record
+
+
+def _retired(record: Record, why: str, now: float) -> Record:
+    return _to(record, State.RETIRED, now, version=None, reason=f"{why}: {record.reason}")
 
 
 def _probe_failed(record: Record, reason: str, now: float, policy: Policy) -> tuple[Record, Action]:
@@ -173,17 +201,17 @@ def _died(record: Record, reason: str, now: float, policy: Policy) -> tuple[Reco
     if not record.managed:
         return _to(gone, State.DEAD, now), Action.NOTHING
     if record.restarts >= policy.max_restarts:
-        return _to(gone, State.RETIRED, now), Action.STOP
+        why = f"given up after {record.restarts} restarts (rollout.max_restarts)"
+        return _retired(gone, why, now), Action.STOP
     retry_at = now + policy.wait(record.restarts)
     return _to(gone, State.DEAD, now, retry_at=retry_at), Action.STOP
 
 
 def _tick(record: Record, now: float, policy: Policy) -> tuple[Record, Action]:
     if not record.managed:
-        away = record.state in (State.STARTING, State.DEAD)
-        if away and now - record.since >= policy.give_up_after:
-            reason = record.reason or "it did not answer"
-            return _to(record, State.RETIRED, now, reason=reason), Action.NOTHING
+        if record.state is State.DEAD and now - record.since >= policy.give_up_after:
+            why = f"given up after {policy.give_up_after:g} s away (rollout.start_timeout)"
+            return _retired(record, why, now), Action.NOTHING
         return record, Action.NOTHING
     if record.state is State.DEAD and now >= record.retry_at:
         restarts = record.restarts + 1

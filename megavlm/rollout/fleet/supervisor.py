@@ -68,6 +68,10 @@ class Supervisor:
         """One look at a server: its process, what time has changed, and a probe if one is due."""
         url, fleet = member.url, self._fleet
         state = fleet.record(url).state
+        if state is State.RETIRED:
+            if member.server is not None and member.server.running:
+                await asyncio.to_thread(member.server.stop)
+            return
         if fleet.resting and state is State.DEAD:
             return  # its memory is in use
         action = fleet.tell(url, Event(Kind.TICK))
@@ -88,8 +92,10 @@ class Supervisor:
             case State.DEAD if member.server is None:
                 return self._first(member)
             case State.SUSPECT:
-                return self._generate(member)
-            case State.STALE | State.HEALTHY if fleet.silent_for(url) > PROBE_EVERY:
+                return self._version(member) if fleet.resting else self._generate(member)
+            case State.STALE | State.HEALTHY if (
+                not fleet.resting and fleet.silent_for(url) > PROBE_EVERY
+            ):
                 return self._generate(member) if fleet.is_generating else self._version(member)
         return None
 
@@ -108,7 +114,7 @@ class Supervisor:
         """Whether it is up by now."""
         fleet, record = self._fleet, self._fleet.record(member.url)
         try:
-            info = await self._probes.is_up(member)
+            member.tensor_parallel, member.device = await self._probes.is_up(member)
         except Refused as refusal:
             await self._stop(member, Event(Kind.START_FAILED, reason=str(refusal)))
             return
@@ -126,8 +132,6 @@ class Supervisor:
             )
             await self._stop(member, Event(Kind.START_FAILED, reason=reason))
             return
-        if member.server is None:
-            member.tensor_parallel, member.device = int(info["tp_size"]), str(info["device"])
         fleet.tell(member.url, ANSWERED)
 
     async def _generate(self, member: Member) -> None:

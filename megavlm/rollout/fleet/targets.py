@@ -1,5 +1,6 @@
 """What a weight push needs to know of the servers: the seam between the fleet and the sync."""
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,15 +25,18 @@ class Target:
 class Targets(Protocol):
     """The fleet, as a push sees it. Used on the driver alone, from any thread.
 
-    `targets` and `failed` raise RolloutServerError when fewer servers than rollout.min_servers can
-    ever be left.
+    All but `refitted` raise RolloutServerError when fewer servers than rollout.min_servers can ever
+    be left.
     """
 
-    def targets(self) -> list[Target]:
-        """Healthy and stale servers, never dead or starting ones."""
+    def targets(self, without: Container[str] = ()) -> list[Target]:
+        """Healthy and stale servers, never dead or starting ones, nor those `without`."""
 
     def refitted(self, url: str, version: str) -> None:
         """Verified: the server has exactly the weights `version`; requests may go to it."""
 
     def failed(self, url: str, reason: str) -> None:
-        """A push failed at it: stale, and without requests until it is refitted."""
+        """A push failed at it: without requests until it is refitted."""
+
+    def mismatched(self, url: str, reason: str) -> None:
+        """The same, as it holds other tensors than it was sent."""

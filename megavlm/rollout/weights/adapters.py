@@ -25,6 +25,7 @@ from megavlm.rollout.weights.trained import adapted_entries, linear_name
 from megavlm.rollout.weights.transports.payload import flatten, payload
 
 PREFIX = "base_model.model."  # PEFT's
+OURS = "megavlm-"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Adapters:
 
 def adapter_name(version: int | str) -> str:
     """What a request names to be answered with the adapters of a weight version."""
-    return f"megavlm-{version}"
+    return f"{OURS}{version}"
 
 
 def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: NamedTensors) -> int:
@@ -88,6 +89,18 @@ def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: N
         {url: body | {"serialized_named_tensors": [content] * n} for url, n in ranks.items()},
     )
     return flat.nbytes * sum(ranks.values())
+
+
+def unload_adapters(servers: Servers, *, but: str) -> None:
+    """Of what runs have left on servers, a push that failed among them, every adapter but one."""
+    path = "/v1/models"
+    loaded = servers.read(
+        path, servers.get(path), lambda answer: [str(model["id"]) for model in answer["data"]]
+    )
+    for url, names in loaded.items():
+        for name in names:
+            if name.startswith(OURS) and name != but:
+                servers.post_each("/unload_lora_adapter", {url: {"lora_name": name}})
 
 
 def adapter_config(settings: LoRA, entries: Sequence[Entry]) -> dict[str, Any]:

@@ -1,19 +1,28 @@
 """Rank 0's part of a push: all that servers are told besides the tensors."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
+
 from megavlm.rollout.errors import WeightSyncError
 from megavlm.rollout.fleet.targets import Target, Targets
 from megavlm.rollout.weights import verify
-from megavlm.rollout.weights.adapters import adapter_name, load_adapter
+from megavlm.rollout.weights.adapters import adapter_name, load_adapter, unload_adapters
 from megavlm.rollout.weights.engine import Engine
 from megavlm.rollout.weights.gather import NamedTensors
 from megavlm.rollout.weights.servers import Servers
 from megavlm.rollout.weights.transports.base import Transport
 
 CONTINUE = {"torch_empty_cache": False}
+# Of prefixes, which the old weights computed; by SGLang's mode of pausing. Requests that were
+# aborted may take seconds to be gone; those that were retracted wait, and none must be waited for;
+# under those that go on in place SGLang refuses it.
+FLUSH = {"abort": "/flush_cache?timeout=20", "retract": "/flush_cache"}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,10 @@ class Conductor:
     """Opens and closes rounds. A server that fails at any point is told to `targets`, and the
     others go on; WeightSyncError when none is left.
 
-    pause: SGLang's mode, which says what becomes of requests in flight. num_kv_heads,
-    tied_embeddings: of the model. adapter_config: PEFT's, where adapters are sent as such; then
-    weights are for servers that need all of them, and no other is paused.
+    http: for all requests. pause: SGLang's mode, which says what becomes of requests in flight; one
+    that goes on in place keeps its prefix, so that servers must have no prefix cache then.
+    num_kv_heads, tied_embeddings: of the model. adapter_config: PEFT's, where adapters are sent as
+    such; then weights are for servers that need all of them, and no other is paused.
     """
 
     def __init__(
@@ -71,6 +81,7 @@ class Conductor:
         targets: Targets,
         transport: Transport,
         *,
+        http: httpx.Client,
         pause: str,
         timeout: float,
         num_kv_heads: int,
@@ -78,7 +89,8 @@ class Conductor:
         adapter_config: dict[str, Any] | None = None,
     ) -> None:
         self._adapter_config = adapter_config
-        self._served: dict[str, str] = {}  # adapters, by server
+        self._adapter: str | None = None  # that servers have
+        self._http, self._has_warned = http, False
         self._targets, self._transport = targets, transport
         self._pause, self._timeout = pause, timeout
         self._num_kv_heads, self._tied = num_kv_heads, tied_embeddings
@@ -87,12 +99,15 @@ class Conductor:
         """Servers paused and ready for tensors, without those that have `failed` in this push.
         `full`: all of them get every tensor.
         """
-        targets = [target for target in self._targets.targets() if target.url not in failed]
+        targets = self._targets.targets(without=failed)
         if not targets:
             raise WeightSyncError("there is no rollout server to push to")
-        servers = self._servers = Servers(targets, timeout=self._timeout)
+        servers = self._servers = Servers(targets, timeout=self._timeout, http=self._http)
+        path = "/server_info"
         try:
-            infos = servers.get("/server_info")
+            expert_parallel = servers.read(
+                path, servers.get(path), lambda info: int(info.get("ep_size", 1))
+            )
             self._loading = [
                 target.url
                 for target in servers.live
@@ -108,9 +123,9 @@ class Conductor:
         live = servers.live
         return Round(
             tuple(live),
-            {target.url: self._engine(target, infos[target.url]) for target in live},
+            {target.url: self._engine(target, expert_parallel[target.url]) for target in live},
             tuple(target.url for target in live if full or target.needs_all),
-            tuple(target.url for target in live if verify.is_comparable(target.device)),
+            self._comparable(live),
         )
 
     def close(
@@ -146,6 +161,8 @@ class Conductor:
         self._transport.commit(servers, [url for url in round_.refitted if url in live])
         if self._transport.in_session:
             self._post("/end_weight_update", {})
+        if self._pause in FLUSH:
+            self._post(FLUSH[self._pause], {})
         checked = self._compare(round_, sent)
         num_bytes = sum(part.bytes for part in sent)
         if self._adapter_config is not None:
@@ -158,7 +175,8 @@ class Conductor:
         verify.check_version(servers, version)
         self._post("/continue_generation", CONTINUE)
         if self._adapter_config is not None:
-            self._unload_old(version)
+            self._adapter = adapter_name(version)
+            unload_adapters(servers, but=self._adapter)
         return Closed(
             bytes=num_bytes,
             tensors=sum(part.tensors for part in sent) + len(adapters),
@@ -170,15 +188,22 @@ class Conductor:
         """To the servers that load weights."""
         self._servers.post_each(path, dict.fromkeys(self._loading, body))
 
-    def _unload_old(self, version: str) -> None:
-        """No request names the adapter before this one any more."""
-        old = {
-            target.url: {"lora_name": name}
-            for target in self._servers.live
-            if (name := self._served.get(target.url)) and target.url not in self._loading
-        }
-        self._servers.post_each("/unload_lora_adapter", old)
-        self._served = {target.url: adapter_name(version) for target in self._servers.live}
+    def finish(self) -> None:
+        """Servers that go on without this run have no adapter of it."""
+        if self._adapter is not None:
+            self._servers.try_each("/unload_lora_adapter", {"lora_name": self._adapter})
+            self._adapter = None
+
+    def _comparable(self, targets: Sequence[Target]) -> tuple[str, ...]:
+        urls = tuple(target.url for target in targets if verify.is_comparable(target.device))
+        if len(urls) < len(targets) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "checksums of weights on GPU servers are compared where rank 0 has a GPU and "
+                "SGLang installed; here they are not, and a push is verified by its version alone "
+                "(sync_checked in metrics.jsonl counts compared tensors)"
+            )
+        return urls
 
     def _is_broken(self, sent: Sequence[Sent]) -> bool:
         """Takes notice of servers that ranks have lost; says whether the others miss something."""
@@ -205,12 +230,15 @@ class Conductor:
         servers.try_each("/continue_generation", CONTINUE, urls)
         failed.update(servers.lost)
         for url, reason in servers.lost.items():
-            self._targets.failed(url, reason)
+            if url in servers.mismatched:
+                self._targets.mismatched(url, reason)
+            else:
+                self._targets.failed(url, reason)
 
-    def _engine(self, target: Target, info: Mapping[str, Any]) -> Engine:
+    def _engine(self, target: Target, expert_parallel: int) -> Engine:
         return Engine(
             target.tensor_parallel,
-            int(info.get("ep_size", 1)),
+            expert_parallel,
             self._num_kv_heads,
             self._tied,
             on_cpu=target.device == "cpu",

@@ -1,10 +1,10 @@
 """Servers that nobody supervises, as targets of a push."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from megavlm.rollout.fleet.targets import Target
-from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.weights.servers import Servers, control_client
 
 
 class FixedTargets:
@@ -29,8 +29,12 @@ class FixedTargets:
             Target(url.rstrip("/"), 1, "cpu", True, api_key=api_key, admin_key=admin_key)
             for url in urls
         ]
-        infos = Servers(unknown, timeout=timeout).get("/server_info")
-        sizes = {url: (int(info["tp_size"]), info["device"]) for url, info in infos.items()}
+        path = "/server_info"
+        with control_client() as http:
+            servers = Servers(unknown, timeout=timeout, http=http)
+            sizes = servers.read(
+                path, servers.get(path), lambda info: (int(info["tp_size"]), str(info["device"]))
+            )
         return cls(
             [
                 replace(target, tensor_parallel=sizes[target.url][0], device=sizes[target.url][1])
@@ -39,11 +43,14 @@ class FixedTargets:
             ]
         )
 
-    def targets(self) -> list[Target]:
-        return list(self._targets.values())
+    def targets(self, without: Container[str] = ()) -> list[Target]:
+        return [target for url, target in self._targets.items() if url not in without]
 
     def refitted(self, url: str, version: str) -> None:
         self._targets[url] = replace(self._targets[url], needs_all=False)
 
     def failed(self, url: str, reason: str) -> None:
         self._targets[url] = replace(self._targets[url], needs_all=True)
+
+    def mismatched(self, url: str, reason: str) -> None:
+        self.failed(url, reason)

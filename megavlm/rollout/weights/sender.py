@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+import httpx
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -45,9 +46,17 @@ class Sender:
     nobody.
     """
 
-    def __init__(self, transport: Transport, round_: Round, turn: Turn, *, timeout: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        round_: Round,
+        turn: Turn,
+        *,
+        timeout: float,
+        http: httpx.Client,
+    ) -> None:
         self._transport, self._round, self._turn = transport, round_, turn
-        self._servers = Servers(round_.targets, timeout=timeout)
+        self._servers = Servers(round_.targets, timeout=timeout, http=http)
         self._bytes = self._tensors = 0
         self._changed: verify.Expected = {}
         self._rest: verify.Expected = {}

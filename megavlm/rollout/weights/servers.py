@@ -1,9 +1,9 @@
 """The control side of SGLang servers: what changes them, and what they say of themselves."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -14,19 +14,34 @@ PIECE = 2**18  # bytes
 TIDY_TIMEOUT = 20.0  # seconds: a server that failed may answer nothing at all
 
 Answers = dict[str, dict[str, Any]]  # by the server's address
+T = TypeVar("T")
+
+
+def control_client() -> httpx.Client:
+    """Connections to servers, without a proxy between."""
+    return httpx.Client(trust_env=False)
 
 
 class Servers:
     """Requests to several servers at once. One that refuses or cannot be reached is lost: `lost`
-    has its reason, and no later request goes to it. WeightSyncError, with the reasons, when none is
-    left. Nothing is retried here, because a retry of one step of a push would not undo the others.
+    has its reason, and no later request goes to it; `mismatched` those that hold other tensors than
+    they were sent. WeightSyncError, with the reasons, when none is left. Nothing is retried here,
+    because a retry of one step of a push would not undo the others. `http`: connections that
+    outlast this, where somebody else closes them.
     """
 
-    def __init__(self, targets: Sequence[Target], *, timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        *,
+        timeout: float = 300.0,
+        http: httpx.Client | None = None,
+    ) -> None:
         self._targets = {target.url: target for target in targets}
         self.lost: dict[str, str] = {}
+        self.mismatched: set[str] = set()
         self._timeout = timeout
-        self._http = httpx.Client(trust_env=False)
+        self._http = http or control_client()
 
     @property
     def live(self) -> list[Target]:
@@ -47,6 +62,16 @@ class Servers:
     def post_each(self, path: str, bodies: Mapping[str, Mapping[str, Any]]) -> Answers:
         """A body for each of some servers."""
         return self._all("POST", path, bodies)
+
+    def read(self, path: str, answers: Answers, part: Callable[[Any], T]) -> dict[str, T]:
+        """`part` of each answer to `path`; servers that answer in another form are lost."""
+        parts = {}
+        for url, answer in answers.items():
+            try:
+                parts[url] = part(answer)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                self.lose(url, f"{url}{path} answers in a form that is not SGLang's ({error!r})")
+        return parts
 
     def _all(
         self, method: str, path: str, bodies: Mapping[str, Mapping[str, Any] | None]
@@ -97,7 +122,7 @@ class Servers:
             raise WeightSyncError(f"{url}{path} ({reply.status_code}): {reply.text[:500]}")
         if not reply.headers.get("content-type", "").startswith("application/json"):
             return {}  # /flush_cache answers a sentence
-        answer: dict[str, Any] = reply.json()
+        answer = _json(reply)
         if answer.get("success") is False:  # adapters are refused with status 200
             raise WeightSyncError(f"{url}{path}: {answer.get('error_message', answer)}")
         return answer
@@ -111,6 +136,16 @@ class Servers:
                 self.request("POST", url, path, body, timeout=TIDY_TIMEOUT)
             except WeightSyncError:
                 pass  # it is gone, or there was nothing to tidy up
+
+
+def _json(reply: httpx.Response) -> dict[str, Any]:
+    try:
+        answer = reply.json()
+    except ValueError as error:
+        raise WeightSyncError(f"{reply.url} answers no JSON: {error}") from error
+    if not isinstance(answer, dict):
+        raise WeightSyncError(f"{reply.url} answers {str(answer)[:100]!r}, which is no object")
+    return answer
 
 
 def _pieces(content: bytes) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from megavlm.rollout.weights.conductor import Conductor, Round, Sent
 from megavlm.rollout.weights.gather import gather
 from megavlm.rollout.weights.plan import Plan
 from megavlm.rollout.weights.sender import Sender, Turn
+from megavlm.rollout.weights.servers import control_client
 from megavlm.rollout.weights.shards import local_shards
 from megavlm.rollout.weights.transports.base import Transport
 
@@ -38,6 +39,18 @@ class SyncReport:
     tensors: int
     checked: int
     servers: int
+
+
+def measures(reports: Sequence[SyncReport]) -> dict[str, float]:
+    """Of a step's pushes together, under their names in metrics.jsonl; none of no push."""
+    if not reports:
+        return {}
+    return {
+        "sync_bytes": float(sum(report.bytes for report in reports)),
+        "sync_tensors": float(sum(report.tensors for report in reports)),
+        "sync_checked": float(sum(report.checked for report in reports)),
+        "sync_servers": float(reports[-1].servers),
+    }
 
 
 class WeightSync:
@@ -74,11 +87,12 @@ class WeightSync:
         self._adapters = adapters
         self._dtype, self._transport = dtype, transport
         self._objects, self._bucket_bytes, self._timeout = objects, bucket_bytes, timeout
-        self._conductor = None
+        self._conductor, self._http = None, control_client()
         if targets is not None:
             self._conductor = Conductor(
                 targets,
                 transport,
+                http=self._http,
                 pause=pause,
                 timeout=timeout,
                 num_kv_heads=num_kv_heads,
@@ -103,8 +117,13 @@ class WeightSync:
         return report
 
     def close(self) -> None:
-        """Gives back what the transport holds. Collective."""
+        """Gives back what the transport holds, and what servers were given for this run alone.
+        Collective.
+        """
+        if self._conductor is not None:
+            self._conductor.finish()
         self._transport.close()
+        self._http.close()
 
     def _attempt(
         self, version: int, full: bool, failed: set[str], started: float
@@ -148,7 +167,10 @@ class WeightSync:
         with ExitStack() as stack:
             sender = None
             if rank in senders:
-                sender = Sender(self._transport, round_, self._turn(senders), timeout=self._timeout)
+                turn = self._turn(senders)
+                sender = Sender(
+                    self._transport, round_, turn, timeout=self._timeout, http=self._http
+                )
                 stack.enter_context(sender)
             for bucket in buckets:
                 to = senders[bucket.stage % len(senders)]

@@ -20,12 +20,13 @@ Expected = dict[Engine, list[dict[str, str]]]
 
 def check_version(servers: Servers, version: str) -> None:
     """Loses the servers that do not say that their weights are `version`."""
-    for url, info in servers.get("/model_info").items():
-        if info["weight_version"] != version:
+    path = "/model_info"
+    said = servers.read(path, servers.get(path), lambda info: info["weight_version"])
+    for url, found in said.items():
+        if found != version:
             servers.lose(
                 url,
-                f"{url} says its weights are version {info['weight_version']!r} after a push of "
-                f"version {version!r}",
+                f"{url} says its weights are version {found!r} after a push of version {version!r}",
             )
 
 
@@ -89,20 +90,34 @@ def check_checksums(servers: Servers, expected: Mapping[str, Sequence[Mapping[st
     """Loses the servers that hold another tensor than expected, with the name of the first.
     `expected`: of each rank, by server. Returns how many tensors were compared.
     """
-    asked = {url: {"action": "checksum"} for url, ranks in expected.items() if any(map(len, ranks))}
+    asked = [url for url, ranks in expected.items() if any(map(len, ranks))]
     count = 0
-    for url, answer in servers.post_each("/weights_checker", asked).items():
+    for url, ranks in held_checksums(servers, asked).items():
         count += sum(map(len, expected[url]))
-        if difference := _first_difference(answer["ranks"], expected[url]):
+        if difference := _first_difference(ranks, expected[url]):
+            servers.mismatched.add(url)
             servers.lose(url, f"{url} holds {difference}")
     return count
 
 
+def held_checksums(servers: Servers, urls: Iterable[str]) -> dict[str, list[dict[str, str]]]:
+    """What each rank of some servers says it holds: checksums by engine name."""
+    sizes = {target.url: target.tensor_parallel for target in servers.live}
+    path = "/weights_checker"
+    body = {"action": "checksum"}
+    answers = servers.post_each(path, dict.fromkeys(urls, body))
+    held = servers.read(
+        path, answers, lambda answer: [dict(rank["checksums"]) for rank in answer["ranks"]]
+    )
+    for url in [url for url, ranks in held.items() if len(ranks) != sizes[url]]:
+        servers.lose(url, f"{url}{path} answers for {len(held.pop(url))} of {sizes[url]} ranks")
+    return held
+
+
 def _first_difference(
-    ranks: Sequence[Mapping[str, Mapping[str, str]]], expected: Sequence[Mapping[str, str]]
+    ranks: Sequence[Mapping[str, str]], expected: Sequence[Mapping[str, str]]
 ) -> str | None:
-    for rank, (answer, wanted) in enumerate(zip(ranks, expected, strict=True)):
-        held = answer["checksums"]
+    for rank, (held, wanted) in enumerate(zip(ranks, expected, strict=True)):
         for name, checksum in wanted.items():
             if held.get(name) != checksum:
                 where = f" on its rank {rank}" if len(ranks) > 1 else ""

@@ -16,6 +16,7 @@ from megavlm.rollout.errors import RolloutServerError
 from megavlm.rollout.fleet import supervisor
 from megavlm.rollout.fleet.fleet import Fleet
 from megavlm.rollout.fleet.member import Member
+from megavlm.rollout.fleet.requirements import Requirements
 from megavlm.rollout.fleet.routing import Outlook
 from megavlm.rollout.fleet.state import Policy, State
 from megavlm.rollout.messages import Sampling
@@ -301,7 +302,17 @@ def test_a_push_that_fails_at_one_server_leaves_it_stale() -> None:
         fleet.failed(a.url, "refused")
         fleet.refitted(b.url, "2")
         assert [address.url for address in fleet.routable("2")] == [b.url]
+        wait_for(lambda: state(fleet, a.url) is State.STALE)
         assert {t.url: t.needs_all for t in fleet.targets()} == {a.url: True, b.url: False}
+
+
+def test_a_server_left_out_of_a_push_made_again_is_probed() -> None:
+    with FakeServer() as a, FakeServer() as b, external(a, b) as fleet:
+        push(fleet, 1)
+        fleet.targets()
+        fleet.failed(a.url, "refused")
+        assert [target.url for target in fleet.targets(without={a.url})] == [b.url]
+        assert fleet.may_probe(a.url) and not fleet.may_probe(b.url)
 
 
 def test_a_suspect_that_missed_a_push_is_stale_when_it_comes_back() -> None:
@@ -316,9 +327,57 @@ def test_a_suspect_that_missed_a_push_is_stale_when_it_comes_back() -> None:
 
 
 def test_external_servers_must_answer_in_time() -> None:
-    fleet = Fleet([Member("http://127.0.0.1:9")], policy=POLICY, start_timeout=0.3, say=print)
-    with pytest.raises(RolloutServerError, match=r"127\.0\.0\.1:9 did not answer within 0\.3 s"):
+    policy = Policy(give_up_after=0.3)  # as a run has it
+    fleet = Fleet([Member("http://127.0.0.1:9")], policy=policy, start_timeout=0.3, say=print)
+    reason = (
+        r"127\.0\.0\.1:9 did not answer within 0\.3 s \(rollout\.start_timeout\): /health: Conn"
+    )
+    with pytest.raises(RolloutServerError, match=reason):
         fleet.__enter__()
+
+
+FRESH = Requirements(fresh_pictures=True)
+ENVIRONMENT = "internal_states"
+
+
+@pytest.mark.parametrize(
+    ("info", "required", "reason"),
+    [
+        ({"version": "0.5.4"}, Requirements(), r"runs SGLang 0\.5\.4, and 0\.5\.23 or newer"),
+        ({"version": None}, Requirements(), "runs SGLang None"),
+        ({"tp_size": "x"}, Requirements(), "does not say its tp_size"),
+        ({}, FRESH, "start it with SGLANG_VLM_CACHE_SIZE_MB=0"),
+        ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "100"}}]}, FRESH, "start it"),
+        ({}, Requirements(fresh_prefixes=True), "start it with --disable-radix-cache"),
+        ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "0"}}]}, FRESH, None),
+        ({"disable_radix_cache": True}, Requirements(fresh_prefixes=True), None),
+        ({"version": "0.6.0rc1"}, Requirements(), None),
+    ],
+)
+def test_an_external_server_must_be_as_the_run_needs_it(
+    info: dict[str, Any], required: Requirements, reason: str | None
+) -> None:
+    with FakeServer() as fake:
+        fake.info = info
+        fleet = Fleet([Member(fake.url, required=required)], policy=POLICY, say=print)
+        if reason is None:
+            with fleet:
+                assert fleet.targets()
+        else:
+            with pytest.raises(RolloutServerError, match=f"{fake.url} .*{reason}"):
+                fleet.__enter__()
+
+
+@pytest.mark.parametrize("fault", ["garbage", "list"])
+def test_an_answer_in_another_form_is_no_sign_of_life(fault: Any) -> None:
+    with FakeServer() as fake:
+        fake.faults = {("/server_info", 1): fault, ("/model_info", 1): "wrong form"}
+        with external(fake) as fleet:
+            push(fleet, 1)
+            fleet.resting = True  # so that the version is asked for
+            fleet.unanswered(fake.url, "timed out")
+            wait_for(lambda: state(fleet, fake.url) is State.HEALTHY)
+            assert fake.paths().count("/model_info") == 2
 
 
 def test_a_wrong_key_is_told_at_once() -> None:

@@ -1,9 +1,11 @@
 """Which memory a server is told to release and to take back, and when it is left alone."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from megavlm.rollout.fleet import supervisor
 from megavlm.rollout.fleet.fleet import Fleet
 from megavlm.rollout.fleet.member import Member
 from megavlm.rollout.fleet.memory import ServerMemory
@@ -44,12 +46,12 @@ def told(fake: FakeServer) -> list[tuple[str, str]]:
 def test_the_order_of_a_step(fake: FakeServer, fleet: Fleet) -> None:
     with memory(fleet) as servers:
         servers.release(["kv_cache", "weights"])
-        assert fleet.resting and not fleet.may_probe(fake.url)
+        assert fleet.resting
         servers.resume(["weights"], starts=False)
         assert fleet.resting, "the trainer has memory yet"
         assert not push(fleet), "the copy on the host has what training does not change"
         servers.resume(["kv_cache"], starts=True)
-        assert not fleet.resting and fleet.may_probe(fake.url)
+        assert not fleet.resting
     assert told(fake) == [
         ("release", "kv_cache"),
         ("release", "weights"),
@@ -82,4 +84,17 @@ def test_a_server_that_refuses_is_stale(fake: FakeServer, fleet: Fleet) -> None:
     fake.refused[RELEASE] = {1}
     with memory(fleet) as servers:
         servers.release(["kv_cache"])
-    assert fleet.record(fake.url).state is State.STALE
+        fleet.wait_while(State.SUSPECT)
+        assert fleet.record(fake.url).state is State.STALE
+    assert "/health_generate" not in fake.paths(), "it may have no memory to generate with"
+
+
+def test_a_server_at_rest_is_left_alone(
+    fake: FakeServer, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory(fleet) as servers:
+        servers.release(["kv_cache", "weights"])
+        monkeypatch.setattr(supervisor, "PROBE_EVERY", 0.0)
+        before = len(fake.requests)
+        time.sleep(1.0)
+        assert len(fake.requests) == before

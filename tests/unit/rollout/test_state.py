@@ -61,9 +61,28 @@ def test_failures_count_in_a_row() -> None:
     assert record.state is State.HEALTHY
 
 
+def test_a_failed_push_is_a_suspicion_that_leaves_it_stale() -> None:
+    suspect = run(healthy(), (Kind.SYNC_FAILED, 3.0))
+    assert suspect.state is State.SUSPECT
+    assert run(suspect, (Kind.ANSWERED, 4.0)).state is State.STALE
+    assert run(suspect, *[(Kind.PROBE_FAILED, 4.0)] * 3).state is State.DEAD
+    assert run(Record(True), (Kind.ANSWERED, 1.0), (Kind.SYNC_FAILED, 2.0)).state is State.SUSPECT
+
+
+@pytest.mark.parametrize(("kind", "most"), [(Kind.SYNC_FAILED, 3), (Kind.MISMATCH, 2)])
+def test_pushes_that_fail_in_a_row_give_a_server_up(kind: Kind, most: int) -> None:
+    record = healthy()
+    for now in range(10, 50, 10):  # one that comes through forgets those before
+        missed = [(kind, now), (Kind.ANSWERED, now + 1)] * (most - 1)
+        record = run(record, *missed, (Kind.REFITTED, now + 2, "8"))
+        assert record.state is State.HEALTHY
+    record = run(record, *[(kind, 60.0), (Kind.ANSWERED, 61.0)] * most)
+    assert record.state is State.RETIRED and f"after {most}" in record.reason
+
+
 @pytest.mark.parametrize("kind", [Kind.SYNC_FAILED, Kind.WRONG_VERSION])
 def test_a_server_whose_weights_are_in_doubt_is_stale(kind: Kind) -> None:
-    assert run(healthy(), (kind, 3.0)).state is State.STALE
+    assert run(healthy(), (Kind.WRONG_VERSION, 3.0)).state is State.STALE
     suspect = run(healthy(), (Kind.REQUEST_FAILED, 3.0), (kind, 4.0))
     assert suspect.state is State.SUSPECT
     assert run(suspect, (Kind.ANSWERED, 5.0)).state is State.STALE
@@ -82,7 +101,8 @@ def test_restarts_back_off_and_end() -> None:
         record, action = transition(record, Event(Kind.TICK), record.retry_at, POLICY)
         assert record.state is State.STARTING and action is Action.START
     assert waits == [1.0, 2.0]
-    assert record.state is State.RETIRED and record.reason == "killed"
+    assert record.state is State.RETIRED
+    assert record.reason == "given up after 2 restarts (rollout.max_restarts): killed"
 
 
 def test_long_health_forgets_restarts() -> None:
@@ -129,7 +149,8 @@ def test_no_request_goes_to_weights_that_were_not_verified_since_the_last_start(
         record, action = transition(record, event, now, POLICY)
         if event.kind is Kind.REFITTED:
             verified = event.version
-        if event.kind in (*GONE, Kind.SYNC_FAILED, Kind.WRONG_VERSION) or action is Action.START:
+        doubts = (Kind.SYNC_FAILED, Kind.MISMATCH, Kind.WRONG_VERSION)
+        if event.kind in (*GONE, *doubts) or action is Action.START:
             verified = None
         for version in ("1", "2"):
             if record.routable(version):

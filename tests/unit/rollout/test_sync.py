@@ -2,6 +2,7 @@
 
 import base64
 import io
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from megavlm.models.common.mapping import ROWS, gated, same, shard_tensor
 from megavlm.parallel.mesh import Layout
 from megavlm.rollout.errors import WeightSyncError
 from megavlm.rollout.fleet.targets import Target
+from megavlm.rollout.weights.adapters import unload_adapters
 from megavlm.rollout.weights.fixed_targets import FixedTargets
 from megavlm.rollout.weights.plan import Plan, TrainerRanks
-from megavlm.rollout.weights.sync import WeightSync
+from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.weights.sync import SyncReport, WeightSync, measures
 from megavlm.rollout.weights.transports import disk
 from megavlm.rollout.weights.transports.disk import DiskTransport
 from megavlm.rollout.weights.transports.tensor import TensorTransport
@@ -57,10 +60,17 @@ class Model(nn.Module):
         return {e.megatron: ShardedTensor.from_rank_offsets(e.megatron, p) for e, p in pairs}
 
 
-def pushes(url: str, versions: tuple[int, ...], full: bool, folder: Path | None) -> dict[str, Any]:
+def pushes(
+    url: str,
+    versions: tuple[int, ...],
+    full: bool,
+    folder: Path | None,
+    device: str = "cuda",
+    pause: str = "abort",
+) -> dict[str, Any]:
     targets = None
     if dist.get_rank() == 0:
-        targets = FixedTargets([Target(url, 1, "cuda", full, "reads", "writes")])
+        targets = FixedTargets([Target(url, 1, device, full, "reads", "writes")])
     size = dist.get_world_size()
     sync = WeightSync(
         Plan(ENTRIES, TrainerRanks(Layout(tensor=size), size), frozenset({1, 2, 3})),
@@ -69,6 +79,7 @@ def pushes(url: str, versions: tuple[int, ...], full: bool, folder: Path | None)
         transport=TensorTransport() if folder is None else DiskTransport(folder),
         dtype=torch.float32,
         bucket_bytes=100,
+        pause=pause,
     )
     errors, report = [], None
     for version in versions:
@@ -122,6 +133,7 @@ def test_what_is_sent(full: bool) -> None:
         "/pause_generation",
         "/begin_weight_update",
         "/end_weight_update",
+        "/flush_cache?timeout=20",
         VERSION,
         "/model_info",
         "/continue_generation",
@@ -156,6 +168,25 @@ def test_refusal_of_any_step(path: str, call: int) -> None:
         fake.refused.clear()
         results = launch(2, pushes, fake.url, (5,), False, None)
         assert [result["version"] for result in results] == [5, 5] and fake.weight_version == "5"
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("/server_info", "garbage"),
+        ("/server_info", "list"),
+        ("/model_info", "garbage"),
+        ("/model_info", "wrong form"),
+        ("/weights_checker", "wrong form"),
+    ],
+)
+def test_an_answer_in_another_form_fails_the_push(path: str, fault: Any) -> None:
+    with FakeServer(device="cpu") as fake:
+        fake.faults[path, 1] = fault
+        device = "cpu" if path == "/weights_checker" else "cuda"  # whose checksums are compared
+        (result,) = launch(1, pushes, fake.url, (4,), False, None, device)
+    (error,) = result["errors"]
+    assert "weight version 4 was not pushed" in error and path in error
 
 
 def test_server_that_does_not_take_the_version() -> None:
@@ -205,3 +236,58 @@ def pushes_that_cannot_rename(*arguments: Any) -> dict[str, Any]:
 
     disk.os.rename = refuse  # type: ignore[attr-defined]
     return pushes(*arguments)
+
+
+def test_a_cache_is_flushed_once_and_never_under_requests_that_go_on() -> None:
+    """SGLang refuses it then, and servers that go on in place have no cache of prefixes."""
+    with FakeServer() as fake:
+        launch(1, pushes, fake.url, (4,), False, None, "cuda", "retract")
+        assert len(sent(fake)) > 1
+        launch(1, pushes, fake.url, (5,), False, None, "cuda", "in_place")
+        asked = [path for path in paths(fake) if "flush" in path]
+        flushing = [body.get("flush_cache") for path, body, _ in fake.requests if path == UPDATE]
+        assert fake.bodies("/pause_generation") == [{"mode": "retract"}, {"mode": "in_place"}]
+    assert asked == ["/flush_cache"] and not any(flushing)
+
+
+def test_connections_are_kept_from_push_to_push() -> None:
+    with FakeServer() as fake:
+        launch(1, pushes, fake.url, (4, 5, 6), False, None)
+        assert len(fake.requests) > 20 and fake.num_connections <= 2
+
+
+def warnings_of(url: str) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megavlm.rollout").addHandler(handler)
+    pushes(url, (4, 5), False, None)
+    return lines
+
+
+def test_what_cannot_be_compared_is_told_once() -> None:
+    """Checksums of a GPU's tensors are made by a GPU, and there is none here."""
+    with FakeServer(device="cuda") as fake:
+        (lines,) = launch(1, warnings_of, fake.url)
+    (line,) = lines
+    assert "verified by its version alone" in line
+
+
+def test_only_the_current_adapter_stays() -> None:
+    with FakeServer() as fake:
+        fake.adapters = ["megavlm-3", "theirs", "megavlm-4", "megavlm-41"]
+        servers = Servers([Target(fake.url, 1, "cpu", needs_all=False)])
+        unload_adapters(servers, but="megavlm-4")
+        assert fake.adapters == ["theirs", "megavlm-4"]
+
+
+def test_measures_are_of_all_pushes_of_a_step() -> None:
+    first = SyncReport(seconds=1.0, bytes=10, tensors=2, checked=4, servers=1)
+    second = SyncReport(seconds=1.0, bytes=5, tensors=1, checked=0, servers=2)
+    assert measures([]) == {}
+    assert measures([first, second]) == {
+        "sync_bytes": 15,
+        "sync_tensors": 3,
+        "sync_checked": 4,
+        "sync_servers": 2,
+    }

@@ -7,23 +7,28 @@ import pytest
 import torch.distributed as dist
 
 from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.fleet.state import State
+from megavlm.rollout.weights.sync import SyncReport
 from megavlm.training.loop import Loop
 from tests.distributed.fork import launch
 
 
 class Fleet:
-    """Servers that die in some of the pushes."""
+    """Servers of which some die in the pushes or fail them."""
 
-    def __init__(self, deaths: int) -> None:
-        self.deaths = deaths
+    def __init__(self, setbacks: int) -> None:
+        self.setbacks = setbacks
         self.waited = 0
+
+    def wait_while(self, *states: State) -> None:
+        pass
 
     def wait_for_targets(self) -> int:
         self.waited += 1
         return 0
 
-    def died_since(self, deaths: int) -> bool:
-        return self.deaths > 0
+    def failed_since(self, count: int) -> bool:
+        return self.setbacks > count
 
 
 class Sync:
@@ -33,19 +38,20 @@ class Sync:
         self.failures = failures
         self.pushes = 0
 
-    def push(self, step: int) -> None:
+    def push(self, step: int) -> SyncReport:
         dist.barrier()  # a push is collective
         self.pushes += 1
         if self.pushes <= self.failures:
             raise WeightSyncError("the server has died")
+        return SyncReport(seconds=0.1, bytes=7, tensors=2, checked=3, servers=1)
 
 
-def loop_of(deaths: int, failures: int) -> Any:
+def loop_of(setbacks: int, failures: int) -> Any:
     loop: Any = Loop.__new__(Loop)
     loop.session = SimpleNamespace(step=3, mesh=SimpleNamespace(objects=None))
     is_driver = dist.get_rank() == 0
-    loop.driver = SimpleNamespace(fleet=Fleet(deaths)) if is_driver else None
-    loop.sync, loop.sharing = Sync(failures), None
+    loop.driver = SimpleNamespace(fleet=Fleet(setbacks)) if is_driver else None
+    loop.sync, loop.sharing, loop.pushes = Sync(failures), None, []
     return loop
 
 
@@ -61,8 +67,8 @@ def refits_twice() -> Any:
     return first, loop.stand_by(lambda: "again"), loop.sync.pushes
 
 
-def pushes(deaths: int, failures: int) -> Any:
-    loop = loop_of(deaths, failures)
+def pushes(setbacks: int, failures: int) -> Any:
+    loop = loop_of(setbacks, failures)
     try:
         loop.push()
     except WeightSyncError as error:
@@ -75,10 +81,28 @@ def test_every_rank_takes_part_in_what_the_driver_asks_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deaths", "failures", "outcome"),
+    ("setbacks", "failures", "outcome"),
     [(0, 0, 1), (1, 1, 2), (0, 1, "the server has died")],
 )
-def test_a_push_in_which_the_servers_die_is_made_again(
-    deaths: int, failures: int, outcome: Any
+def test_a_push_in_which_the_servers_fail_is_made_again(
+    setbacks: int, failures: int, outcome: Any
 ) -> None:
-    assert launch(2, pushes, deaths, failures) == [outcome] * 2
+    assert launch(2, pushes, setbacks, failures) == [outcome] * 2
+
+
+def recorded() -> list[Any]:
+    """What two steps are recorded with, after two pushes and after none."""
+    loop, records = loop_of(0, 0), []
+    loop.push()
+    loop.push()
+    loop.session.phases = SimpleNamespace(take=lambda: {"seconds/total": 1.0})
+    loop.driver.record = lambda step, metrics, samples: records.append(metrics)
+    for _ in range(2):
+        loop.record({}, num_tokens=1)
+    return records
+
+
+def test_a_step_tells_what_was_sent_and_compared() -> None:
+    ((first, second),) = launch(1, recorded)
+    assert (first["sync_bytes"], first["sync_checked"], first["sync_servers"]) == (14, 6, 1)
+    assert not [name for name in second if name.startswith("sync")]

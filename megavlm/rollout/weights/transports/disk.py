@@ -63,7 +63,11 @@ class DiskTransport:
         for name, urls in ((CHANGED, everyone), (REST, refitted)):
             folder = (self.folder / READY / name).resolve()
             if filled[name]:
-                body = {"model_path": str(folder), "load_format": "safetensors"}
+                body = {
+                    "model_path": str(folder),
+                    "load_format": "safetensors",
+                    "flush_cache": False,
+                }
                 servers.post_each("/update_weights_from_disk", dict.fromkeys(urls, body))
 
     def abort(self, servers: Servers) -> None:

@@ -65,7 +65,7 @@ class DistributedTransport:
             "shapes": [list(place.shape) for place in places],
             "group_name": group.name,
             "load_format": "flattened_bucket",
-            "flush_cache": True,
+            "flush_cache": False,
         }
 
         def broadcast() -> None:

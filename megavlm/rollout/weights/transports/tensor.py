@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megavlm.parallel import platform
+from megavlm.rollout.weights import verify
 from megavlm.rollout.weights.engine import Engine, engine_tensors, is_expert, stored_name
 from megavlm.rollout.weights.servers import Servers
 from megavlm.rollout.weights.transports.base import Load
@@ -39,11 +40,8 @@ class TensorTransport:
         self._devices = {target.url: target.device for target in servers.live}
         self._names: dict[str, set[str]] = {}
         several = [url for url, engine in engines.items() if engine.tensor_parallel > 1]
-        asked = servers.post_each(
-            "/weights_checker", {url: {"action": "checksum"} for url in several}
-        )
-        for url, answer in asked.items():
-            self._names[url] = set(answer["ranks"][0]["checksums"])
+        for url, ranks in verify.held_checksums(servers, several).items():
+            self._names[url] = set(ranks[0])
 
     def send(self, load: Load) -> int:
         sent = 0
@@ -75,7 +73,7 @@ class TensorTransport:
                 url: {
                     "serialized_named_tensors": [content] * count,
                     "load_format": "flattened_bucket",
-                    "flush_cache": True,
+                    "flush_cache": False,
                 }
                 for url, count in ranks.items()
             },
@@ -98,7 +96,7 @@ class TensorTransport:
         body = {
             "serialized_named_tensors": contents,
             "load_format": "direct",
-            "flush_cache": True,
+            "flush_cache": False,
         }
         self._servers.post_each(UPDATE, {url: body})
         return sent + sum(tensor.nbytes for mine in slices for _, tensor in mine)

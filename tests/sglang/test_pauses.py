@@ -1,0 +1,126 @@
+"""Pushes under a request that runs: what becomes of it, by way of pausing, and that new requests
+are answered by the new weights alone, though their prompts were computed before.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from megavlm.data.processor import Processor
+from megavlm.rollout.fleet.requirements import Requirements
+from megavlm.rollout.server import ManagedServer
+from tests.distributed.fork import launch
+from tests.parity.reference import Reference
+from tests.sglang.conftest import PLAIN, Served
+from tests.sglang.pushes import Trainer, changed, push
+from tests.sglang.questions import prompts
+from tests.sglang.test_weights import differences
+
+START = 600.0  # seconds, on a busy machine
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2 * START)]
+LONG = 10_000  # tokens: it runs until it is ended
+
+
+class Request:
+    """A request that has begun to be answered; `chunks`: what has come so far."""
+
+    def __init__(self, served: Served) -> None:
+        self.served, self.chunks = served, []
+        self.has_begun = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        body = {
+            "input_ids": list(prompts(self.served.processor)["text"].request_ids),
+            "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True},
+            "stream": True,
+        }
+        keys = {"Authorization": f"Bearer {self.served.server.api_key}"}
+        url = self.served.server.url + "/generate"
+        with httpx.stream("POST", url, json=body, headers=keys, timeout=START) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    self.chunks.append(json.loads(line.removeprefix("data: ")))
+                    self.has_begun.set()
+        self.has_begun.set()
+
+    @property
+    def last(self) -> Any:
+        return self.chunks[-1]["meta_info"]
+
+
+@contextmanager
+def running(served: Served) -> Iterator[Request]:
+    request = Request(served)
+    request.thread.start()
+    try:
+        assert request.has_begun.wait(START) and request.chunks
+        yield request
+    finally:
+        served.post("/abort_request", {"abort_all": True})
+        request.thread.join()
+
+
+def push_under_a_request(served: Served, pause: str, tmp_path: Path) -> Request:
+    """Which has ended; the answers to others, right after the push, are checked."""
+    differences(served, Reference(served.folder), "start", seed=0)
+    weights = changed(served.folder, tmp_path / "weights", tower=False, seed=17)
+    trainer = Trainer(weights, "one rank")
+    with running(served) as request:
+        launch(1, push, [served.target], "tensor", trainer, tmp_path, 5, pause)
+        after = differences(served, Reference(weights), 5, seed=0)
+        assert max(after.values()) < 1e-4, after
+    return request
+
+
+def versions(request: Request) -> list[str]:
+    return [span["version"] for span in request.last["weight_versions"]]
+
+
+def test_abort_ends_it(served: Served, tmp_path: Path) -> None:
+    request = push_under_a_request(served, "abort", tmp_path)
+    assert request.last["finish_reason"]["type"] == "abort"
+    assert versions(request) == ["start"]
+
+
+def test_retract_computes_it_anew(served: Served, tmp_path: Path) -> None:
+    request = push_under_a_request(served, "retract", tmp_path)
+    assert versions(request) == ["start", "5"], "it went on"
+
+
+@pytest.mark.slow
+def test_in_place_goes_on_without_a_cache_of_prefixes(
+    servers: Callable[[str], Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was started as an external one must be, and says so."""
+    monkeypatch.setenv("SGLANG_EXPOSE_OWN_ENV_VARS", "1")
+    folder = servers(PLAIN).folder
+    with ManagedServer(
+        folder,
+        dtype="float32",
+        device="cpu",
+        log_path=tmp_path / "server.log",
+        start_timeout=START,
+        cache_pictures=False,
+        server_args={"disable_radix_cache": True, "weight_version": "start"},
+    ) as server:
+        processor = Processor(folder, min_pixels=None, max_pixels=None)
+        served = Served(folder, processor, server)
+        required = Requirements(fresh_pictures=True, fresh_prefixes=True)
+        assert required.read(served.get("/server_info")) == (1, "cpu")
+        request = push_under_a_request(served, "in_place", tmp_path)
+        assert versions(request) == ["start", "5"]
+
+
+def test_a_server_that_does_not_tell_is_refused(started: Served) -> None:
+    info = started.get("/server_info")
+    for required in (Requirements(fresh_pictures=True), Requirements(fresh_prefixes=True)):
+        with pytest.raises(ValueError, match="start it with"):
+            required.read(info)
+    assert Requirements().read(info) == (1, "cpu")
