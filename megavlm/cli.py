@@ -85,20 +85,29 @@ def plan(
     sync: Annotated[
         bool, typer.Option("--sync", help="What each weight sync sends, from and to which ranks.")
     ] = False,
+    servers: Annotated[
+        bool,
+        typer.Option("--servers", help="How GPU servers are started elsewhere, in bash's words."),
+    ] = False,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Trainer ranks, if not those of the recipe.")
     ] = None,
 ) -> None:
     """Print what RECIPE will do on a cluster of any size, and start nothing."""
-    if not sync:
-        raise ValueError("megavlm plan needs to know what to plan: add --sync")
+    if sync == servers:
+        raise ValueError("megavlm plan needs to know what to plan: add --sync or --servers")
     from megavlm.config.load import load
     from megavlm.parallel import platform
 
     platform.install()
+    config = load(recipe, overrides or [])
+    if servers:
+        from megavlm.training.server_plan import server_plan
+
+        typer.echo(server_plan(config))
+        return
     from megavlm.training.sync_plan import sync_plan
 
-    config = load(recipe, overrides or [])
     typer.echo(sync_plan(config, ranks or config.parallel.num_ranks))
 
 

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 import httpx
 
 from megavlm.rollout.errors import RolloutServerError
+from megavlm.rollout.server_args import ServerArgs, arguments, environment, serving_args
 
 HOST = "127.0.0.1"
 HERE = Path(__file__).resolve().parent
@@ -23,13 +23,6 @@ HERE = Path(__file__).resolve().parent
 # it; on a CPU there is nothing to release, and SGLang would take 9 s.
 STOP_TIMEOUT = {"cuda": 30.0, "cpu": 0.0}
 TAIL_LINES = 30
-# Set by ManagedServer itself, or unsafe: they run code that comes with a model or with a request.
-RESERVED = frozenset(
-    "model_path host port device dtype tp_size tensor_parallel_size api_key admin_api_key config "
-    "trust_remote_code enable_custom_logit_processor".split()
-)
-
-ServerArgs = Mapping[str, str | int | float | bool | list[str] | None]
 
 
 class ManagedServer:
@@ -68,12 +61,6 @@ class ManagedServer:
         cache_pictures: bool = True,
         server_args: ServerArgs | None = None,
     ) -> None:
-        for name in server_args or {}:
-            if name.lstrip("-").replace("-", "_") in RESERVED:
-                raise ValueError(
-                    f"rollout.server_args.{name} is not allowed: megavlm sets it itself or it lets "
-                    "a model or a request run code; remove it."
-                )
         self.port = free_port() if port is None else port
         self.url = f"http://{HOST}:{self.port}"
         # hex: a key that starts with "-" would read as an option
@@ -83,19 +70,9 @@ class ManagedServer:
         self.tensor_parallel, self.device = tensor_parallel, device
         self._stop_timeout = STOP_TIMEOUT[device]
         self._environment = environment(device, tensor_parallel, cache_pictures, first_core)
-        self._arguments = arguments(
-            {
-                "model_path": str(model_folder),
-                "host": HOST,
-                "port": self.port,
-                "device": device,
-                "dtype": dtype,
-                "tp_size": tensor_parallel,
-                **(CPU_ARGS if device == "cpu" else {"base_gpu_id": first_gpu}),
-                "log_level": "warning",
-                **(server_args or {}),
-            }
-        )
+        place: ServerArgs = {} if device == "cpu" else {"base_gpu_id": first_gpu}
+        served = serving_args(model_folder, dtype, device, tensor_parallel, server_args or {})
+        self._arguments = arguments({"host": HOST, "port": self.port, **place, **served})
         self._log_mode = "wb"
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -208,59 +185,6 @@ class ManagedServer:
         lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         tail = "\n".join(f"  {line[:500]}" for line in lines)
         return f"{message}; the end of {self.log_path}:\n{tail}"
-
-
-# Measured on two cores: one thread, and sleeping when idle, are ten times faster than the defaults.
-CPU_ARGS: ServerArgs = {
-    "attention_backend": "torch_native",
-    # max_total_tokens bounds the pool. This is how much memory other processes may take while the
-    # server starts before it gives up.
-    "mem_fraction_static": 0.6,
-    "max_total_tokens": 20000,
-    "sleep_on_idle": True,
-    "skip_server_warmup": True,
-}
-
-
-def arguments(values: ServerArgs) -> list[str]:
-    """SGLang's command line: a flag for True, nothing for False and None."""
-    words: list[str] = []
-    for name, value in values.items():
-        if value is not None and value is not False:
-            words.append("--" + name.replace("_", "-"))
-            listed = value if isinstance(value, list | tuple) else [value]
-            words += [] if value is True else [str(item) for item in listed]
-    return words
-
-
-def environment(
-    device: str, tensor_parallel: int, cache_pictures: bool, first_core: int = 0
-) -> dict[str, str]:
-    """This process's environment without what torchrun put there, and with SGLang's settings."""
-    torchrun = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC")
-    variables = {name: value for name, value in os.environ.items() if not _any_in(torchrun, name)}
-    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if not cache_pictures:
-        variables["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
-    if device == "cpu":
-        paths = [str(HERE / "cpu_support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        cores = sorted(os.sched_getaffinity(0))
-        variables |= {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles C++ for 20 s
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        if tensor_parallel > 1:  # the cores of each rank
-            ranks = range(first_core, first_core + tensor_parallel)
-            bound = (str(cores[rank % len(cores)]) for rank in ranks)
-            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
-    return variables
-
-
-def _any_in(words: tuple[str, ...], name: str) -> bool:
-    return any(word in name for word in words)
 
 
 def free_port() -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megavlm.config.schema import Config, Rollout
 from megavlm.parallel import platform
-from megavlm.rollout.server import ManagedServer, ServerArgs
+from megavlm.rollout.server import ManagedServer
+from megavlm.rollout.server_args import ServerArgs
 from megavlm.training.options import trains_tower
 from megavlm.training.weights import server_args
 
@@ -17,13 +18,14 @@ def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedSer
     """Not launched yet. ValueError where this machine has not the GPUs."""
     rollout = config.rollout
     count, size = rollout.servers, rollout.tensor_parallel
+    device = platform.device().type
     gpus = server_gpus(rollout, platform.num_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     names = [LOG] if count == 1 else [f"{LOG}_{index}" for index in range(count)]
     return [
         ManagedServer(
             model_folder,
             dtype=config.model.dtype,
-            device=platform.device().type,
+            device=device,
             tensor_parallel=size,
             port=None if rollout.port is None else rollout.port + index,
             log_path=Path(config.run.dir) / f"{names[index]}.log",
@@ -31,7 +33,7 @@ def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedSer
             first_core=index * size,
             start_timeout=rollout.start_timeout,
             cache_pictures=not trains_tower(config),
-            server_args={**sharing_args(rollout), **server_args(config)},
+            server_args={**sharing_args(rollout), **server_args(config, device)},
         )
         for index in range(count)
     ]

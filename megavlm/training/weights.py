@@ -48,15 +48,18 @@ def weight_sync(session: Session, targets: Targets | None) -> WeightSync:
     )
 
 
-def server_args(config: Config) -> dict[str, Any]:
-    """SGLang's further arguments: what the recipe says over what serving adapters needs."""
+def server_args(config: Config, device: str) -> dict[str, Any]:
+    """SGLang's further arguments: what the recipe says over what serving adapters needs, and what
+    its way of pausing must have.
+    """
+    must = {"disable_radix_cache": True} if config.rollout.pause == "in_place" else {}
     if config.rollout.lora == "merged":
-        return config.rollout.server_args
+        return {**config.rollout.server_args, **must}
     modules = [leaf for target in config.lora.targets for leaf in _MODULES[target]]
     needed: dict[str, Any] = {"enable_lora": True, "max_lora_rank": config.lora.rank}
-    if not platform.has_gpu():
+    if device == "cpu":
         needed["lora_backend"] = "torch_native"
-    return {**needed, "lora_target_modules": modules, **config.rollout.server_args}
+    return {**needed, "lora_target_modules": modules, **config.rollout.server_args, **must}
 
 
 _MODULES = {

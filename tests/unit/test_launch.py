@@ -15,22 +15,31 @@ KEYS = ("MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY")
 NOTE = 'printf "%s\\n" "$(basename "$0") $*" >> "$NOTES"\n'
 PROGRAMS = {
     "scontrol": "printf 'node0\\nnode1\\nnode2\\n'\n",
-    "megavlm": NOTE + 'echo "WORLD_SIZE=$WORLD_SIZE" >> "$NOTES"; exit ${MEGAVLM_CODE:-0}\n',
+    "megavlm": NOTE
+    + 'if [ "$1" = plan ]; then echo "$PLAN"; exit; fi\n'
+    + 'echo "WORLD_SIZE=$WORLD_SIZE" >> "$NOTES"; exit ${MEGAVLM_CODE:-0}\n',
     "curl": NOTE,
     # Its own options are up to the first word that is a program.
-    "srun": NOTE + 'while [ "$1" != bash ] && [ "$1" != torchrun ]; do shift; done; exec "$@"\n',
+    "srun": NOTE + 'while [ "$1" != env ] && [ "$1" != torchrun ]; do shift; done; exec "$@"\n',
     "torchrun": NOTE
-    + 'while [ -n "${MODEL:-}" ] && [ ! -s "$NOTES.server" ]; do :; done; env > "$NOTES.env"\n',
+    + 'for port in ${PORTS:-}; do until [ -s "$NOTES.$port" ]; do sleep 0.05; done; done\n'
+    + 'env > "$NOTES.env"\n',
 }
 # Stands for the server: its parent's process id, its keys, and then it serves until it is ended.
 SERVER = """#!{python}
 import os, sys
 if sys.argv[1] == "-c":
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-with open(os.environ["NOTES"] + ".server", "w") as notes:
-    print(int(sys.argv[3]) == os.getppid(), *sys.argv[4:], sys.stdin.readline(), file=notes)
-    print(*os.environ, file=notes)
+port = sys.argv[sys.argv.index("--port") + 1]
+leads = os.getpgid(0) == os.getpid()
+with open(os.environ["NOTES"] + "." + port, "w") as notes:
+    print(int(sys.argv[3]) == os.getppid(), leads, *sys.argv[4:], file=notes)
+    print(sys.stdin.readline().strip(), file=notes)
+    print(*os.environ, os.environ.get("SGLANG_X"), os.environ["TMPDIR"], file=notes)
 """
+PLAN = """tensor_parallel=4
+server_environment=(SGLANG_X=' 0 ')
+server_arguments=(--model-path 'models/m m' --tp-size 4)"""
 
 
 @pytest.fixture
@@ -46,7 +55,8 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[0-2]")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    for key in ("MODEL", "WORLD_SIZE", *KEYS):
+    monkeypatch.setenv("PLAN", PLAN)
+    for key in ("WORLD_SIZE", *KEYS):
         monkeypatch.delenv(key, raising=False)
     return tmp_path / "notes"
 
@@ -68,45 +78,53 @@ def test_torchrun_checks_once_and_then_starts_the_ranks(notes: Path) -> None:
 
 def test_a_failed_check_starts_nothing(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAVLM_CODE", "2")
-    monkeypatch.setenv("MODEL", "models/m")
     assert launch("torchrun.sh", "recipe.yaml", "4").returncode == 2
     assert launch("slurm.sbatch", RECIPE).returncode == 2
     assert "torchrun " not in notes.read_text() and "srun " not in notes.read_text()
 
 
-def test_slurm_serves_on_the_last_node_and_trains_on_the_others(
+def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
     notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MODEL", "models/m")
+    monkeypatch.setenv("PORTS", "30000 30001")
     done = launch("slurm.sbatch", RECIPE, "run.seed=1")
     assert (done.returncode, done.stderr) == (0, "")
     text = notes.read_text()
-    urls = "rollout.mode=external rollout.urls=['http://node2:30000']"
-    assert f"megavlm train {RECIPE} run.seed=1 {urls} --dry-run\nWORLD_SIZE=16" in text
-    assert "http://node2:30000/health" in text
+    urls = "rollout.urls=['http://node2:30000','http://node2:30001']"
+    given = f"{RECIPE} run.seed=1 rollout.mode=external {urls}"
+    assert f"megavlm train {given} --dry-run\nWORLD_SIZE=16" in text
+    assert "http://node2:30000/health" in text and "http://node2:30001/health" in text
     assert "--nnodes 2 --nproc-per-node 8" in text and "--rdzv-endpoint node0:29500" in text
     assert "--nodelist node0,node1" in text and "--nodelist node2" in text
 
-    server = notes.with_name("notes.server").read_text()
-    assert server.startswith("True --model-path models/m --host node2 --port 30000 --tp-size 8")
     environment = dict(
         line.split("=", 1)
         for line in notes.with_name("notes.env").read_text().splitlines()
         if "=" in line
     )
     api_key, admin_key = (environment[key] for key in KEYS)
-    assert f'{{"api_key": "{api_key}", "admin_api_key": "{admin_key}"}}' in server
     assert len({api_key, admin_key}) == 2 and len(api_key) == 64
+    folders = set()
+    for index in range(2):
+        words, keys, names = notes.with_name(f"notes.3000{index}").read_text().splitlines()
+        assert words == (
+            "True True --model-path models/m m --tp-size 4 --mem-fraction-static 0.85 "
+            f"--host node2 --port 3000{index} --base-gpu-id {4 * index}"
+        )
+        assert keys == f'{{"api_key": "{api_key}", "admin_api_key": "{admin_key}"}}'
+        assert not set(KEYS) & set(names.split()) and "  0  " in names
+        folders.add(names.split()[-1])
+    assert len(folders) == 2, "each is removed with its server"
     for key in KEYS:
-        assert key not in server.split()  # its environment has none
         assert environment[key] not in text  # no argument list has one
 
 
-def test_slurm_needs_a_model_and_nodes(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "set MODEL to the folder" in launch("slurm.sbatch", RECIPE).stderr
+def test_slurm_needs_nodes_and_gpus(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RECIPE" in launch("slurm.sbatch").stderr
-    monkeypatch.setenv("MODEL", "models/m")
+    monkeypatch.setenv("GPUS_PER_NODE", "2")
+    done = launch("slurm.sbatch", RECIPE)
+    assert done.returncode == 2 and "rollout.tensor_parallel=4 is more than the 2" in done.stderr
     monkeypatch.setenv("ROLLOUT_NODES", "3")
     done = launch("slurm.sbatch", RECIPE)
     assert done.returncode == 2 and "3 nodes cannot hold 3 rollout nodes" in done.stderr
-    assert not notes.exists()
+    assert "srun" not in notes.read_text()

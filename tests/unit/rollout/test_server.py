@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from megavlm.rollout.errors import RolloutServerError
-from megavlm.rollout.server import ManagedServer, arguments, environment
+from megavlm.rollout.server import ManagedServer
+from megavlm.rollout.server_args import arguments, environment
 
 ROOT = Path(__file__).resolve().parents[3]
 STUB = ROOT / "tests" / "fakes" / "stub_sglang"

@@ -1,5 +1,7 @@
 """Where rollout servers go, and what they are started with."""
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,9 @@ from megavlm.config.load import load
 from megavlm.parallel import platform
 from megavlm.training import placement
 from megavlm.training.placement import managed_servers, server_gpus
+from megavlm.training.server_plan import server_plan
+from megavlm.training.servers import members
+from megavlm.training.weights import server_args
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,26 @@ def test_gpus_that_are_not_there_or_taken(
         server_gpus(load(write_recipe(rollout=keys)).rollout, 8, trainers)
 
 
+def test_no_prefix_outlives_a_push_that_does_not_flush(write_recipe: Any) -> None:
+    given = {"pause": "in_place", "server_args": {"disable_radix_cache": False}}
+    assert server_args(load(write_recipe(rollout=given)), "cpu") == {"disable_radix_cache": True}
+    assert server_args(load(write_recipe(rollout={"pause": "retract"})), "cpu") == {}
+
+
+@pytest.mark.parametrize("needs_refit", [True, False])
+@pytest.mark.parametrize("pause", ["abort", "in_place"])
+@pytest.mark.parametrize("freeze", [True, False])
+def test_what_external_servers_must_be(
+    write_recipe: Any, freeze: bool, pause: str, needs_refit: bool
+) -> None:
+    rollout = {"mode": "external", "urls": ["http://a:1", "http://b:1/"], "pause": pause}
+    config = load(write_recipe(rollout=rollout, model={"freeze_tower": freeze}))
+    one, other = members(config, "model", needs_refit=needs_refit)
+    assert one.required == other.required and other.url == "http://b:1"
+    assert one.required.fresh_pictures == (needs_refit and not freeze)
+    assert one.required.fresh_prefixes == (needs_refit and pause == "in_place")
+
+
 def test_sharing_keeps_a_copy_of_the_weights_on_the_host(
     write_recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,3 +116,30 @@ def test_sharing_keeps_a_copy_of_the_weights_on_the_host(
     }
     without = {"colocate": True, "server_args": {"enable_weights_cpu_backup": False}}
     assert not placement.keeps_weights(load(write_recipe(rollout=without)).rollout)
+
+
+def test_what_a_launch_script_is_told(write_recipe: Any) -> None:
+    """The same arguments as servers of ours have, in words that bash takes as they are."""
+    sections: dict[str, Any] = {
+        "model": {"folder": "models/a b", "dtype": "bfloat16", "freeze_tower": False},
+        "rollout": {"mode": "external", "urls": ["http://a:1"], "tensor_parallel": 4},
+    }
+    script = server_plan(load(write_recipe(**sections))) + (
+        '\nprintf "%s\\n" "$tensor_parallel" "${server_environment[@]}" "${server_arguments[@]}"'
+    )
+    bash = str(shutil.which("bash"))
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, check=True)
+    size, *words = done.stdout.splitlines()
+    assert size == "4"
+    assert words[:2] == ["SGLANG_VLM_CACHE_SIZE_MB=0", "SGLANG_EXPOSE_OWN_ENV_VARS=1"]
+    assert words[2:4] == ["--model-path", "models/a b"]
+    assert " ".join(words[4:]) == "--device cuda --dtype bfloat16 --tp-size 4 --log-level warning"
+
+
+def test_a_launch_script_serves_adapters(write_recipe: Any) -> None:
+    rollout = {"mode": "external", "urls": ["http://a:1"], "lora": "adapter"}
+    plan = server_plan(load(write_recipe(rollout=rollout, lora={"rank": 8})))
+    assert (
+        "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj k_proj v_proj o_proj" in plan
+    )
+    assert "SGLANG_VLM_CACHE" not in plan and "torch_native" not in plan
