@@ -1,10 +1,9 @@
 """A description against reference captions: the row's `references`, or its answer."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
-
-import pyarrow.parquet as pq
 
 from megavlm.rewards.base import Score
 from megavlm.rewards.caption_metrics import (
@@ -25,20 +24,20 @@ DEFAULT_WEIGHTS = {"rouge": 0.5, "keywords": 0.5}
 
 def prepare(
     weights: Any = None,
-    corpus_files: Sequence[str] = (),
+    corpus: str | None = None,
     reference_key: str = "references",
     correct_from: Any = 0.5,
 ) -> None:
     """Raises ValueError for a metric that is not known, or has not what it needs."""
     check_weights("caption", weights, METRICS)
     check_number("caption's correct_from", correct_from)
-    if (weights or {}).get("cider") and not corpus_files:
+    if (weights or {}).get("cider") and corpus is None:
         raise ValueError(
-            "cider needs the captions by which words are weighed: set corpus_files to Parquet "
-            "files, ${data.train_files} for example"
+            "cider needs the captions by which words are weighed: set corpus_files to data files, "
+            "${data.train_files} for example"
         )
-    if corpus_files:
-        read_corpus(tuple(corpus_files), reference_key)
+    if corpus is not None:
+        read_corpus(corpus)
 
 
 def check_row(
@@ -60,11 +59,13 @@ def score(
     response: str,
     row: Mapping[str, Any],
     weights: Mapping[str, float] | None = None,
-    corpus_files: Sequence[str] = (),
+    corpus: str | None = None,
     reference_key: str = "references",
     correct_from: float = 0.5,
 ) -> Score:
-    """The weighted metrics (CIDEr-D 0 to 10, the others 0 to 1), correct from `correct_from`."""
+    """The weighted metrics (CIDEr-D 0 to 10, the others 0 to 1), correct from `correct_from`.
+    `corpus`: the file that the trainer writes of a recipe's `corpus_files`.
+    """
     weights = weights or DEFAULT_WEIGHTS
     references = check_row(row, reference_key)
     words = tokens(response)
@@ -77,22 +78,15 @@ def score(
         keywords = set(map(str, row.get("keywords") or ())) or keywords_of(references)
         parts["keywords"] = coverage(caption, keywords)
     if weights.get("cider"):
-        corpus = read_corpus(tuple(corpus_files), reference_key)
-        parts["cider"] = cider_d(caption, references, corpus) if len(words) <= MAX_WORDS else 0.0
+        assert corpus is not None
+        long = len(words) > MAX_WORDS
+        parts["cider"] = 0.0 if long else cider_d(caption, references, read_corpus(corpus))
     reward = sum(weights[name] * value for name, value in parts.items())
     return Score(reward, reward >= correct_from, parts)
 
 
 @lru_cache(maxsize=1)
-def read_corpus(files: tuple[str, ...], reference_key: str) -> Corpus:
-    """Raises ValueError for a file or column that is missing."""
-    references: list[list[Words]] = []
-    for file in files:
-        try:
-            column = pq.read_table(file, columns=[reference_key])[reference_key].to_pylist()
-        except (OSError, KeyError, ValueError) as error:
-            raise ValueError(f"{file} has no captions in {reference_key!r} ({error})") from error
-        for captions in column:
-            texts = captions if isinstance(captions, list) else [captions]
-            references.append([tokens(str(text)) for text in texts])
-    return Corpus.of(references)
+def read_corpus(file: str) -> Corpus:
+    """Of a file with the references of one picture a line, as JSON."""
+    with open(file, encoding="utf-8") as lines:
+        return Corpus.of([tokens(text) for text in json.loads(line)] for line in lines)

@@ -1,11 +1,15 @@
 """The configured rewards and curriculum."""
 
 import asyncio
+import tempfile
+import weakref
+from dataclasses import replace
 
 from megavlm.config.schema import Config
 from megavlm.environments.curriculum import Curriculum, Term
 from megavlm.environments.registry import default_reward
 from megavlm.rewards.judge import Judge, Part, Stage
+from megavlm.training.corpus import with_corpus
 
 
 def parts(config: Config) -> list[Part]:
@@ -24,13 +28,21 @@ def make_judge(config: Config) -> Judge:
     of the curriculum that asks for what it has not.
     """
     reward = config.reward
+    # Reward processes read it whenever one starts: it stays as long as the judge.
+    folder = tempfile.TemporaryDirectory(prefix="megavlm_rewards_")
     judge = Judge(
-        parts(config),
+        [
+            replace(part, options=with_corpus(part.options, folder.name))
+            if part.name == "caption"
+            else part
+            for part in parts(config)
+        ],
         on_failure=reward.on_failure,
         workers=reward.workers,
         timeout=reward.timeout,
         memory_mb=reward.memory_mb,
     )
+    weakref.finalize(judge, folder.cleanup)
     try:
         for term in _terms(config):
             judge.check(term.stage)

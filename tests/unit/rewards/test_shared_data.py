@@ -10,6 +10,7 @@ import pytest
 from megavlm.environments.registry import default_reward
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.judge import Judge, Part
+from megavlm.training.corpus import with_corpus
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 NUM = 40  # rows of a set
@@ -65,12 +66,13 @@ def test_the_true_answer_is_right_and_another_is_not(folder: str) -> None:
     assert all(a.reward > b.reward for a, b in zip(right, wrong, strict=True))
 
 
-def test_cider_ranks_a_picture_s_own_captions_first() -> None:
+def test_cider_ranks_a_picture_s_own_captions_first(tmp_path: Path) -> None:
     folder = SHARED / "coco_mini_captions"
     if not folder.is_dir():
         pytest.skip(f"no pictures at {SHARED}")
     data = rows(folder)
-    options = {"weights": {"cider": 1.0}, "corpus_files": [str(folder / "train.parquet")]}
+    files = {"corpus_files": [str(folder / "train.parquet")]}
+    options = {"weights": {"cider": 1.0}} | with_corpus(files, str(tmp_path))
     held = [row | {"references": row["references"][1:]} for row in data]
     own = [(row["references"][0], dict(rest)) for row, rest in zip(data, held, strict=True)]
     other = [(row["references"][0], dict(rest)) for row, rest in zip(data[1:], held, strict=False)]

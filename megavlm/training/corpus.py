@@ -1,0 +1,47 @@
+"""The captions by which the caption reward weighs words, as a file that its processes read: they
+have none of the trainer's keys, and read no data files.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megavlm.data.files import expand
+from megavlm.data.tables import open_table
+
+
+def with_corpus(options: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """`options` of the caption reward with `corpus`, a file in `folder`, for their `corpus_files`.
+
+    Raises ValueError for a file or column that is missing.
+    """
+    options = dict(options)
+    files = options.pop("corpus_files", [])
+    if not isinstance(files, Sequence) or isinstance(files, str):
+        raise ValueError(f"caption's corpus_files are {files!r}: give a list of data files")
+    if not files:
+        return options
+    key = options.get("reference_key", "references")
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".jsonl", delete=False) as file:
+        for captions in _references(files, key):
+            file.write(json.dumps(captions) + "\n")
+    return options | {"corpus": file.name}
+
+
+def _references(files: Sequence[str], key: str) -> Iterator[list[str]]:
+    found = False
+    for file in expand(files):
+        table = open_table(file, [key])
+        for number in range(len(table.block_rows)):
+            block = table.read(number, [key])
+            for index in range(table.block_rows[number]):
+                value = block.record(index).get(key)
+                texts = value if isinstance(value, list) else [value]
+                if captions := [str(text) for text in texts if text]:
+                    found = True
+                    yield captions
+    if not found:
+        raise ValueError(
+            f"{', '.join(files)}: no captions in {key!r}, which caption's options name"
+        )
