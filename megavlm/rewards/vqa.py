@@ -86,11 +86,11 @@ def score(
     kinds: Mapping[str, str] | None = None,
 ) -> Score:
     """`tolerance`, `relative`: how far a number may be off, as such and as a share of the answer.
-    `kinds`: of further categories.
+    `kinds`: of further categories. Its part is the kind, so that accuracy is told by kind.
     """
     kind = kind_of(row, kinds or {})
     correct = is_correct(response, row, kind, tolerance, relative)
-    return Score(right if correct else wrong, correct)
+    return Score(right if correct else wrong, correct, {kind: float(correct)})
 
 
 def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:

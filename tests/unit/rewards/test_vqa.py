@@ -181,3 +181,13 @@ def test_values_and_kinds_are_configurable() -> None:
     assert vqa.score("x", row, wrong=-1.0).reward == -1.0
     with pytest.raises(ValueError, match="'diagram' cannot be 'maths'"):
         vqa.prepare(kinds={"diagram": "maths"})
+
+
+def test_accuracy_is_told_by_kind_without_a_category() -> None:
+    for answer, said, parts in (
+        ("yes", "no", {"yes_no": 0.0}),
+        ("3", "three", {"number": 1.0}),
+        ("B", "(B)", {"choice": 1.0}),
+        ("red", "blue", {"text": 0.0}),
+    ):
+        assert vqa.score(said, {"answer": answer}, right=2.0).parts == parts
