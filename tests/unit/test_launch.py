@@ -4,9 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
+
+from megavlm.rollout.server import free_port
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/grpo/qwen2_5_vl_7b_geo3k_nodes.yaml"
@@ -27,7 +32,7 @@ PROGRAMS = {
 }
 # Stands for the server: its parent's process id, its keys, and then it serves until it is ended.
 SERVER = """#!{python}
-import os, sys
+import os, sys, time
 if sys.argv[1] == "-c":
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 port = sys.argv[sys.argv.index("--port") + 1]
@@ -36,6 +41,8 @@ with open(os.environ["NOTES"] + "." + port, "w") as notes:
     print(int(sys.argv[3]) == os.getppid(), leads, *sys.argv[4:], file=notes)
     print(sys.stdin.readline().strip(), file=notes)
     print(*os.environ, os.environ.get("SGLANG_X"), os.environ["TMPDIR"], file=notes)
+while int(sys.argv[3]) == os.getppid():
+    time.sleep(0.05)
 """
 PLAN = """tensor_parallel=4
 server_environment=(SGLANG_X=' 0 ')
@@ -128,3 +135,47 @@ def test_slurm_needs_nodes_and_gpus(notes: Path, monkeypatch: pytest.MonkeyPatch
     done = launch("slurm.sbatch", RECIPE)
     assert done.returncode == 2 and "3 nodes cannot hold 3 rollout nodes" in done.stderr
     assert "srun" not in notes.read_text()
+
+
+def test_servers_of_a_node_end_with_its_process_and_not_with_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real serve.py, with a stub of SGLang under it."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/fakes/stub_sglang"))
+    monkeypatch.setenv("STUB", "ok")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for key in KEYS:
+        monkeypatch.setenv(key, key.lower())
+    port = free_port()
+    command = [str(ROOT / "launch/servers.sh"), "127.0.0.1", str(port), "2", "4"]
+    node = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    try:
+        urls = [f"http://127.0.0.1:{port + index}/health" for index in range(2)]
+        servers = [wait_for_server(url, node) for url in urls]
+        started = psutil.Process(node.pid).children(recursive=True)
+        servers[0].kill()
+        servers[0].wait()
+        assert httpx.get(urls[1], headers=KEY).is_success and node.poll() is None
+        assert tmp_path.exists() and len(list(tmp_path.glob("*/*"))) == 1
+    finally:
+        node.terminate()
+        node.wait()
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert not alive and not list(tmp_path.iterdir())
+
+
+KEY = {"Authorization": "Bearer megavlm_rollout_admin_key"}
+
+
+def wait_for_server(url: str, node: subprocess.Popen[bytes]) -> psutil.Process:
+    """serve.py of the server at `url`, once that answers."""
+    while node.poll() is None:
+        try:
+            if httpx.get(url, headers=KEY).is_success:
+                break
+        except httpx.HTTPError:
+            time.sleep(0.1)
+    port = url.split(":")[2].partition("/")[0]
+    words = {process: process.cmdline() for process in psutil.Process(node.pid).children()}
+    return next(process for process, line in words.items() if port in line)
