@@ -36,6 +36,9 @@ CATEGORIES = {
 _UNIT = r"(?:[kcm]?m|[km]?g|lbs?|oz|ft|in|inch|inches|miles?|k?w|m?l|sec|min|hrs?|deg|px)[23]?"
 _NUMBER = re.compile(rf"(?<![\w.])(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s?({_UNIT}))?(?!\w)")
 _ANSWER_IS = re.compile(r"\b(?:answer|option|choice)\s+(?:is|are)\b\s*:?", re.I)
+_SENTENCE_END = re.compile(r"\n|(?:(?<=[a-z]{3})|(?<=\d))[.!]\s+(?=[A-Z])")
+_TAGGED = re.compile(r"<answer>([^<]*)</answer>", re.I)
+_NONE = re.compile(r"there (?:are|were) no \w+(?: (?:in|on|at) .*)?")
 _IS = re.compile(r"^.*\b(?:is|are|was|were|it's)\b")
 _LEAD = (
     r"(?:it'?s\s+|it\s+is\s+|i\s+(?:choose|pick|select|say)\s+)?(?:(?:option|choice|letter)\s+)?"
@@ -110,15 +113,19 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
 
 
 def final_answers(response: str) -> list[str]:
-    r"""What is in the last \boxed{...}, or after the last "Answer:", or all of it; before it what
-    follows its last "answer is". Of several the first counts that says something of the kind.
+    r"""What is in the last \boxed{...} or <answer>, or after the last "Answer:", or all of it after
+    </think>; before it the sentence that follows its last "answer is". Of several the first counts
+    that says something of the kind.
     """
     found = boxed.last_boxed(response)
+    if found is None and (tagged := _TAGGED.findall(response)):
+        found = tagged[-1]
     if found is None:
+        response = response.rpartition("</think>")[2]
         found = boxed.after_answer(response)
     whole = _cleaned(response if found is None else found)
-    *_, last = ("", *_ANSWER_IS.split(whole[-MAX_CHARACTERS:]))
-    texts = [last.strip().partition("\n")[0]] if last != whole[-MAX_CHARACTERS:] else []
+    _, *told = _ANSWER_IS.split(whole[-MAX_CHARACTERS:])
+    texts = [_SENTENCE_END.split(told[-1].strip())[0]] if told else []
     return [*texts, whole] if len(whole) <= MAX_CHARACTERS else texts
 
 
@@ -132,8 +139,8 @@ def is_correct(
 ) -> bool:
     answer = str(row["answer"])
     found = final_answers(response)
-    if kind == "text":
-        said_texts = {said for text in found for said in _spellings(text)}
+    if kind == "text":  # any text is one, so the first
+        said_texts = {said for text in found[:1] for said in _spellings(text)}
         answers = map(normalized, [answer, *(row.get("answers") or ())])
         return any(text in said_texts for text in answers if text)
     said = next((said for text in found if (said := _said(kind, text, row)) is not None), None)
@@ -173,6 +180,8 @@ def _only_number(text: str) -> _Number | None:
     """A second one would be a guess more."""
     digits = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
     found = {_Number(float(number), unit) for number, unit in _NUMBER.findall(normalized(digits))}
+    if not found and _NONE.fullmatch(normalized(text)):
+        return _Number(0.0, "")
     return found.pop() if len(found) == 1 else None
 
 

@@ -40,9 +40,9 @@ def normalized(text: str) -> str:
 
 
 def _parts(word: str) -> list[str]:
-    """ "twenty-one" is two words, "t-shirt" one."""
+    """ "light-blue" and "twenty-one" are two words, "3-4" is one."""
     parts = word.split("-")
-    return parts if all(part in _UNITS or part in _ROUND for part in parts) else [word]
+    return parts if all(part.isalpha() for part in parts) else [word]
 
 
 def _with_digits(words: Sequence[str]) -> list[str]:
