@@ -12,7 +12,10 @@
         random_00000.pt    random states of rank 0
 
 A step is written under another name and renamed when all of it is on the disk, so a folder called
-`step_*` is complete. `latest` is replaced after that.
+`step_*` is complete. `latest` is replaced after that. Before it, `latest` gets a second line that
+announces the step with its manifest's checksum: killed between the two, a run goes on from the new
+step. A complete step that is not announced in this way is no newer one, whatever its number: a run
+that went back (`checkpoint.step`) has left it behind.
 """
 
 import json
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.checkpointing import atomic
+from megavlm.checkpointing.checksums import checksums
 
 FORMAT = 1
 HF = "hf"
@@ -85,20 +89,31 @@ def latest(folder: str | Path) -> int | None:
     """
     folder = Path(folder)
     steps = complete_steps(folder)
-    tracker = folder / LATEST
-    text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
-    for step in steps:
-        if text == step_folder(folder, step).name:
-            return step
     if not steps:
         return None
-    logger.warning(
-        "%s does not name a complete step (%r): taking the newest one, %d.",
-        tracker,
-        text[:40],
-        steps[-1],
-    )
-    return steps[-1]
+    step = _tracked(folder)
+    if step is None:
+        step = steps[-1]
+        logger.warning(
+            "%s does not name a complete step: taking the newest one, %d.", folder / LATEST, step
+        )
+    return step
+
+
+def _tracked(folder: Path) -> int | None:
+    """The step that the tracker file announces, if that has appeared, or else names."""
+    tracker = folder / LATEST
+    text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    named, _, announced = text.partition("\n")
+    steps = {step_folder(folder, step).name: step for step in complete_steps(folder)}
+    coming = announced.split(" ")[0]
+    if coming in steps and announced == _announcement(coming, folder / coming):
+        return steps[coming]
+    return steps.get(named)
+
+
+def _announcement(name: str, step: Path) -> str:
+    return f"{name} {checksums(step, [MANIFEST])[MANIFEST]['crc32']:08x}"
 
 
 def locate(folder: Path, step: int | None) -> Path:
@@ -119,8 +134,13 @@ def locate(folder: Path, step: int | None) -> Path:
 
 def publish(folder: Path, step: int) -> None:
     """The partial step becomes the latest one."""
-    atomic.replace_folder(step_folder(folder, step))
-    atomic.write_text(folder / LATEST, f"{step_folder(folder, step).name}\n")
+    path, before = step_folder(folder, step), _tracked(folder)
+    if before is not None:
+        announcement = _announcement(path.name, atomic.partial(path))
+        lines = f"{step_folder(folder, before).name}\n{announcement}\n"
+        atomic.write_text(folder / LATEST, lines)
+    atomic.replace_folder(path)
+    atomic.write_text(folder / LATEST, f"{path.name}\n")
 
 
 def copy_hf_files(source: Path, target: Path) -> None:

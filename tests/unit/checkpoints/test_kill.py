@@ -21,9 +21,11 @@ from megavlm.checkpointing.together import CheckpointError
 from tests.distributed.fork import launch
 from tests.unit.checkpoints.ranks import ONE_RANK, TP2, Run, make_hf, start
 
-# Each is called in a save, in this order; True: killed after the first call, not before it.
-WRITE_POINTS = [
+# Each is called in a save, in this order; True: killed after the call, not before it; a number: of
+# the call, if it is not the first.
+WRITE_POINTS: list[tuple[Any, ...]] = [
     (Path, "mkdir", False),
+    (atomic, "replace_folder", True),  # of the model's files
     (random_states, "write", True),
     (Snapshot, "write_common", True),
     (Snapshot, "write", False),
@@ -32,14 +34,16 @@ WRITE_POINTS = [
     (Snapshot, "write_contents", True),
     (form.Manifest, "write", False),
     (form.Manifest, "write", True),
-    (atomic, "sync_tree", True),
-    (atomic, "replace_folder", True),
     (Path, "write_text", True),
-    (atomic, "write_text", True),
+    (atomic, "write_text", True),  # the step is announced
+    (atomic, "sync_tree", True, 2),
+    (atomic, "replace_folder", True, 2),
+    (Path, "write_text", True, 2),
+    (atomic, "write_text", True, 2),
     (atomic, "remove_folder", False),
     (shutil, "rmtree", False),  # renamed, its files still there
 ]
-TRACKER_IS_WRITTEN = WRITE_POINTS.index((atomic, "write_text", True))
+STEP_IS_THERE = WRITE_POINTS.index((atomic, "replace_folder", True, 2))
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +59,19 @@ def first(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lis
     return folder, fingerprint
 
 
-def kill_at(owner: Any, name: str, after: bool) -> None:
+def kill_at(owner: Any, name: str, after: bool, call: int = 1) -> None:
     """Replaces a function by one that kills this process and whatever it has forked."""
     os.setpgid(0, 0)
     function: Callable[..., Any] = getattr(owner, name)
+    others = iter(range(call - 1))
 
     def killed(*args: Any, **kwargs: Any) -> Any:
         # The tracker is meant, not extra.json; a deletion, not cleaning.
         if (name == "write_text" and owner is Path and "latest" not in args[0].name) or (
             name == "rmtree" and not args[0].name.endswith(".deleted")
         ):
+            return function(*args, **kwargs)
+        if next(others, None) is not None:
             return function(*args, **kwargs)
         if after:
             function(*args, **kwargs)
@@ -128,7 +135,7 @@ def test_a_killed_save_leaves_the_step_before(
     with pytest.raises(RuntimeError, match="died without a word"):
         launch(1, save_and_die, hf, folder, point, background)
 
-    step = 2 if point >= TRACKER_IS_WRITTEN else 1
+    step = 2 if point >= STEP_IS_THERE else 1
     assert checkpointing.latest(folder) == step
     (resumed,) = launch(1, resume, hf, folder, step)
     assert (resumed == fingerprint) == (step == 1)
