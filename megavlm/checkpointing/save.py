@@ -71,6 +71,10 @@ class Saving:
             is_first = dist.get_rank() == 0
             together(self.what, lambda: publish(parts) if is_first else None, group, hint=hint)
 
+    def abandon(self) -> None:
+        """Leaves nothing of it."""
+        _remove(_path(self.folder, self.step))
+
 
 def begin(
     folder: str | Path,
@@ -153,9 +157,13 @@ def _nothing_left(path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
-        if dist.get_rank() == 0:
-            shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
         raise
+
+
+def _remove(path: Path) -> None:
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _hint(folder: Path) -> str:

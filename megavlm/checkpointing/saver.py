@@ -1,7 +1,7 @@
 """Saves the steps of one run while it trains."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megavlm.checkpointing.adapters import AdapterSettings
 from megavlm.checkpointing.retention import Retention
-from megavlm.checkpointing.save import begin
+from megavlm.checkpointing.save import Saving, begin
 from megavlm.checkpointing.together import CheckpointError
 from megavlm.parallel import platform
 
@@ -69,12 +69,15 @@ class Saver:
         scheduler: OptimizerParamScheduler,
         extra: dict[str, Any],
         scores: Mapping[str, float] | None = None,
+        companion: Callable[[bool], Saving] | None = None,
     ) -> None:
         """Takes the step, and writes it or lets a thread do so; waits for an earlier save first.
 
-        Collective, as `megavlm.checkpointing.save` is.
+        Collective, as `megavlm.checkpointing.save` is. `companion`: begins another save, told
+        whether training goes on meanwhile, that must be complete before the step appears.
         """
         self.finish()
+        before = [] if companion is None else [companion(self._background)]
         saving = begin(
             **self._where,
             step=step,
@@ -86,10 +89,10 @@ class Saver:
             copy=self._background,
         )
         if not self._background:
-            saving.complete()
+            _complete([*before, saving], None)
             return
         self._what = saving.what
-        self._running = self._threads.submit(saving.complete, self._group)
+        self._running = self._threads.submit(_complete, [*before, saving], self._group)
 
     def poll(self) -> None:
         """Between two steps: notes that a save has ended, on all ranks, and how. Collective."""
@@ -138,3 +141,14 @@ class Saver:
             # Not together: other ranks may be anywhere. Their threads go on while they live.
             if problem := self._running.exception():
                 logger.warning("%s", problem)
+
+
+def _complete(savings: Sequence[Saving], group: dist.ProcessGroup | None) -> None:
+    """In order; after one that fails nothing is left of those behind it."""
+    for place, saving in enumerate(savings):
+        try:
+            saving.complete(group)
+        except CheckpointError:
+            for later in savings[place + 1 :]:
+                later.abandon()
+            raise

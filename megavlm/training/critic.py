@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm import checkpointing
-from megavlm.checkpointing import atomic
+from megavlm.checkpointing import Saving, atomic
 from megavlm.checkpointing.folder import complete_steps, step_folder
 from megavlm.config.algorithms import PPO
 from megavlm.data.packing import Pack
@@ -25,7 +25,7 @@ CHECKPOINTS = "critic_checkpoints"
 
 class Critic:
     def __init__(self, session: Session, settings: PPO) -> None:
-        """At the run's start, or where the session resumed."""
+        """At the run's start."""
         config = session.config
         self._session = session
         self._folder = Path(config.run.dir) / CHECKPOINTS
@@ -37,8 +37,11 @@ class Critic:
             updates_per_step=settings.updates_per_step,
         )
         self._skips = SkipCounter()
-        if session.step:
-            checkpointing.load(self._folder, step=session.step, **self._parts)
+
+    def resume(self) -> None:
+        """Where the session resumed."""
+        if self._session.step:
+            checkpointing.load(self._folder, step=self._session.step, **self._parts)
 
     def features(self, of_policy: VisionFeatures, pictures: Any) -> VisionFeatures:
         """A frozen tower is the policy's: its features are too."""
@@ -67,17 +70,14 @@ class Critic:
             session.step,
         )
 
-    def save(self) -> None:
-        """Before the policy's checkpoint of the same step, which is the one that a run resumes
-        from.
+    def begin_save(self, copy: bool) -> Saving:
+        """Of the session's step. It is complete before the policy's checkpoint of the same step
+        appears, which is the one that a run resumes from.
         """
-        session = self._session
-        session.saver.finish()
-        with session.phases("checkpoint"):
-            self._prune()
-            checkpointing.save(
-                self._folder, session.step, extra={"step": session.step}, **self._parts
-            )
+        step = self._session.step
+        self._prune()
+        extra = {"step": step}
+        return checkpointing.begin(self._folder, step, extra=extra, copy=copy, **self._parts)
 
     def _prune(self) -> None:
         """Steps that the policy does not have any more cannot be resumed from."""

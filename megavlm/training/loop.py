@@ -1,8 +1,9 @@
 """The loop around training steps: evaluation, checkpoints, records, and how a run ends."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from megavlm.checkpointing import Saving
 from megavlm.observability.samples import SampledGroup
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
@@ -11,7 +12,7 @@ from megavlm.rollout.fleet.state import State
 from megavlm.rollout.weights.sync import SyncReport, WeightSync, measures
 from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest
-from megavlm.training.offload import trainer_parts
+from megavlm.training.offload import Part, trainer_parts
 from megavlm.training.session import Session
 from megavlm.training.sharing import Phase, Sharing
 
@@ -32,14 +33,27 @@ class Loop:
         self.pushes: list[SyncReport] = []  # since the last record
         if sync is not None and session.config.rollout.colocate:
             memory = None if driver is None else driver.server_memory
-            self.sharing = Sharing(trainer_parts(session.updater), memory, session.mesh)
-        state = session.resume()
+            self.sharing = Sharing(self.parts(), memory, session.mesh)
+        state = self.resume()
         if driver is not None:
             driver.start(session.step, state)
         if sync is not None:
             with session.phases("sync"):
                 self.push()
         self._published = session.step
+
+    def resume(self) -> dict[str, Any] | None:
+        """What the driver goes on from; None at a run's start. Collective."""
+        return self.session.resume()
+
+    def parts(self) -> dict[str, Part]:
+        """Of this rank's memory, what leaves a GPU while servers work on it."""
+        return trainer_parts(self.session.updater)
+
+    @property
+    def companion(self) -> Callable[[bool], Saving] | None:
+        """Begins what is saved beside the policy, see Saver.save."""
+        return None
 
     def train_step(self) -> None:
         raise AssertionError("a trainer defines its step")
@@ -154,7 +168,7 @@ class Loop:
         driver = self.driver
         state = None if driver is None else driver.state_dict()
         scores = {} if driver is None else driver.score.take()
-        self.session.save(state, scores)
+        self.session.save(state, scores, self.companion)
 
     def record(
         self, metrics: dict[str, float], *, num_tokens: int, samples: Sequence[SampledGroup] = ()

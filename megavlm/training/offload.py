@@ -48,8 +48,10 @@ class Part:
         self._away = []
 
 
-def trainer_parts(updater: Updater) -> dict[str, Part]:
-    """parameters, frozen ones too; gradients, which each update starts from zero; optimizer."""
+def trainer_parts(updater: Updater, prefix: str = "") -> dict[str, Part]:
+    """parameters, frozen ones too; gradients, which each update starts from zero; optimizer: names
+    that begin with `prefix`.
+    """
     chunks = updater.chunks
 
     def parameters() -> Iterator[Tensor]:
@@ -73,9 +75,9 @@ def trainer_parts(updater: Updater) -> dict[str, Part]:
                     yield tensor
 
     return {
-        "parameters": Part(parameters),
-        "gradients": Part(gradients, keep=False),
-        "optimizer": Part(optimizer),
+        f"{prefix}parameters": Part(parameters),
+        f"{prefix}gradients": Part(gradients, keep=False),
+        f"{prefix}optimizer": Part(optimizer),
     }
 
 

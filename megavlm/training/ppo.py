@@ -2,6 +2,10 @@
 with values before the advantages and the critic's loss in the update.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from megavlm.checkpointing import Saving
 from megavlm.config.schema import PPO
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.rollout.weights.sync import WeightSync
@@ -13,6 +17,7 @@ from megavlm.training.measures import (
     policy_metrics,
     value_metrics,
 )
+from megavlm.training.offload import Part, trainer_parts
 from megavlm.training.passes import VisionFeatures, score
 from megavlm.training.plan import Work
 from megavlm.training.policy_loss import engine_gap
@@ -25,10 +30,21 @@ class PPOTrainer(PolicyTrainer):
     """The critic is a model of its own, or a value head on the policy."""
 
     def __init__(self, session: Session, driver: Driver | None, sync: WeightSync) -> None:
-        super().__init__(session, driver, sync)
-        assert isinstance(self.settings, PPO)
-        self.ppo = self.settings
+        assert isinstance(session.config.algorithm, PPO)
+        self.ppo = session.config.algorithm
         self.critic = Critic(session, self.ppo) if self.ppo.critic == "separate" else None
+        super().__init__(session, driver, sync)
+
+    def resume(self) -> dict[str, Any] | None:
+        state = super().resume()
+        if self.critic is not None:
+            self.critic.resume()
+        return state
+
+    def parts(self) -> dict[str, Part]:
+        if self.critic is None:
+            return super().parts()
+        return super().parts() | trainer_parts(self.critic.updater, "critic_")
 
     @property
     def critic_alone(self) -> bool:
@@ -101,7 +117,6 @@ class PPOTrainer(PolicyTrainer):
         self.adapt_kl(metrics)
         return metrics
 
-    def save(self) -> None:
-        if self.critic is not None:
-            self.critic.save()
-        super().save()
+    @property
+    def companion(self) -> Callable[[bool], Saving] | None:
+        return None if self.critic is None else self.critic.begin_save

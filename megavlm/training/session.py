@@ -1,12 +1,13 @@
 """What every rank of a training run holds: mesh, model, updater, and the step it is at."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import AutoConfig
 
 from megavlm import checkpointing
+from megavlm.checkpointing import Saving
 from megavlm.config.schema import PPO, Config
 from megavlm.data.packing import Pack
 from megavlm.models.common.logprobs import Scoring
@@ -86,9 +87,14 @@ class Session:
         self.algorithm_state = extra["algorithm"]
         return extra["driver"]
 
-    def save(self, driver_state: dict[str, Any] | None, scores: dict[str, float]) -> None:
+    def save(
+        self,
+        driver_state: dict[str, Any] | None,
+        scores: dict[str, float],
+        companion: Callable[[bool], Saving] | None = None,
+    ) -> None:
         """Collective. `driver_state`: what the driver needs to go on, and `scores`, what the run's
-        checkpoints are compared by, as the driver has them.
+        checkpoints are compared by, as the driver has them. `companion`: see Saver.save.
         """
         with self.phases("checkpoint"):
             self.saver.save(
@@ -102,6 +108,7 @@ class Session:
                     "algorithm": self.algorithm_state,
                 },
                 scores=scores,
+                companion=companion,
             )
 
     def start_step_clock(self) -> None:

@@ -12,9 +12,10 @@ from megavlm.rollout.fleet.memory import ServerMemory
 from megavlm.training.offload import Part
 
 Phase = Literal["train", "push", "generate"]
+CRITIC = ("critic_parameters", "critic_gradients", "critic_optimizer")  # of its own
 # The trainer's parts, and the servers' by SGLang's tags, in the order in which they are taken.
 RESIDENT: dict[Phase, tuple[str, ...]] = {
-    "train": ("parameters", "gradients", "optimizer"),
+    "train": ("parameters", "gradients", "optimizer", *CRITIC),
     "push": ("parameters", "weights"),
     "generate": ("weights", "kv_cache"),
 }
@@ -30,7 +31,7 @@ class Sharing:
 
     def move(self, phase: Phase) -> None:
         """What the new phase does without leaves on every rank before anything comes."""
-        now, then = RESIDENT[self._phase], RESIDENT[phase]
+        now, then = self._resident(self._phase), self._resident(phase)
         if now == then:
             return
         leaving = [name for name in reversed(now) if name not in then]
@@ -51,6 +52,9 @@ class Sharing:
                 self._parts[name].to_device()
         self._wait_for_all()
         self._phase = phase
+
+    def _resident(self, phase: Phase) -> list[str]:
+        return [name for name in RESIDENT[phase] if name not in CRITIC or name in self._parts]
 
     def _wait_for_all(self) -> None:
         platform.synchronize()

@@ -34,8 +34,9 @@ class Run:
         assert isinstance(config.algorithm, PPO)
         self.settings = config.algorithm
         self.session = Session(config, build_mesh(layout(config), seed=0))
-        self.session.resume()
         self.critic = Critic(self.session, self.settings)
+        self.session.resume()
+        self.critic.resume()
         cases = Inputs(Path(config.model.folder)).sequences("one image")
         mesh, hf = self.session.mesh, self.session.hf_config
         mine = cases[mesh.data_rank :: mesh.data_size]
@@ -60,8 +61,7 @@ class Run:
 
     def save(self) -> None:
         self.session.step += 1
-        self.critic.save()
-        self.session.save(None, {})
+        self.session.save(None, {}, self.critic.begin_save)
         self.session.saver.finish()
 
     def state(self) -> list[torch.Tensor]:

@@ -166,6 +166,56 @@ def test_a_second_save_waits_for_the_first(hf: Path, tmp_path: Path) -> None:
     assert complete_steps(tmp_path) == [2] and checkpointing.latest(tmp_path) == 2
 
 
+def save_with_companion(hf: Path, folder: Path, fails: bool) -> list[Any]:
+    """Steps that have appeared of a run and of what is saved beside it, while a rank's first part
+    is held and in the end.
+    """
+    run, seen = start(hf, TP2), []
+    with pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch, rank=1)
+        beside = keeper(hf, folder / "run")
+
+        def begin_other(copy: bool) -> saver.Saving:
+            assert copy, "training goes on"
+            state = {"optimizer": run.updater.optimizer, "scheduler": run.updater.scheduler}
+            return saver.begin(folder / "other", 1, chunks=run.chunks, extra={}, copy=copy, **state)
+
+        def look() -> None:
+            dist.barrier()
+            seen.append([complete_steps(folder / name) for name in ("other", "run")])
+            dist.barrier()
+
+        if fails and dist.get_rank() == 1:
+            held = Snapshot.write
+
+            def full(snapshot: Snapshot) -> Written:
+                if "other" in str(snapshot._path):
+                    raise OSError("No space left on device")
+                return held(snapshot)
+
+            patch.setattr(Snapshot, "write", full)
+        save(beside, run, 1, companion=begin_other)
+        look()
+        gate.open()
+        try:
+            beside.finish()
+        except CheckpointError as error:
+            seen.append("No space left" in str(error))
+        look()
+    return seen
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_companion_is_complete_before_the_step_appears(
+    hf: Path, tmp_path: Path, fails: bool
+) -> None:
+    end = [True, [[], []]] if fails else [[[1], [1]]]
+    assert launch(2, save_with_companion, hf, tmp_path, fails) == [[[[], []], *end]] * 2
+    left = [path.name for path in tmp_path.glob("*/*step*")]
+    assert left == ([] if fails else ["step_00000001"] * 2)
+
+
 def fail_in_the_background(hf: Path, folder: Path) -> str:
     run = start(hf, TP2)
     beside = keeper(hf, folder)

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from megavlm.training import sharing
-from megavlm.training.sharing import RESIDENT, Phase, Sharing
+from megavlm.training.sharing import CRITIC, RESIDENT, Phase, Sharing
+
+POLICY = ("parameters", "gradients", "optimizer")
 
 
 class Recorder:
@@ -35,8 +37,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def shared(log: list[str]) -> Sharing:
-    parts: Any = {name: Recorder(log, name) for name in RESIDENT["train"]}
+def shared(log: list[str], names: tuple[str, ...] = POLICY) -> Sharing:
+    parts: Any = {name: Recorder(log, name) for name in names}
     servers: Any = Recorder(log)
     mesh: Any = None
     return Sharing(parts, servers, mesh)
@@ -57,9 +59,24 @@ def test_the_order_of_a_step(log: list[str]) -> None:
     ]
 
 
+def test_a_critic_is_there_in_training_alone(log: list[str]) -> None:
+    gpus = shared(log, (*POLICY, *CRITIC))
+    gpus.move("push")
+    assert log[:-3] == [f"-{name}" for name in reversed((*POLICY[1:], *CRITIC))]
+    del log[:]
+    gpus.move("generate")
+    assert not [entry for entry in log if "critic" in entry]
+    gpus.move("train")
+    assert log[-4:-1] == [f"+{name}" for name in CRITIC]
+
+
+@pytest.mark.parametrize("critic", [(), CRITIC])
 @pytest.mark.parametrize("path", list(itertools.product(RESIDENT, repeat=4)))
-def test_never_more_than_a_phase_needs(log: list[str], path: tuple[Phase, ...]) -> None:
-    gpus, held, before = shared(log), set(RESIDENT["train"]), "train"
+def test_never_more_than_a_phase_needs(
+    log: list[str], path: tuple[Phase, ...], critic: tuple[str, ...]
+) -> None:
+    names = (*POLICY, *critic)
+    gpus, held, before = shared(log, names), set(names), "train"
     for phase in path:
         del log[:]
         gpus.move(phase)
@@ -69,5 +86,5 @@ def test_never_more_than_a_phase_needs(log: list[str], path: tuple[Phase, ...]) 
             elif entry[0] == "+":
                 held.add(entry[1:])
                 assert held <= set(RESIDENT[phase]), (before, phase)
-        assert held == set(RESIDENT[phase])
+        assert held == set(RESIDENT[phase]) - (set(CRITIC) - set(critic))
         before = phase
