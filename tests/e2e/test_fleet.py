@@ -1,4 +1,4 @@
-"""A real server killed in mid-generation: the run starts it again, refits it, and loses nothing."""
+"""Real servers killed in mid-generation: the run starts them again, refits them, loses nothing."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -77,14 +78,76 @@ def test_killed_in_mid_generation(world: World) -> None:
     assert all(step["stale_share"] > 0 and step["stale_steps"] == 1 for step in steps[1:])
 
 
+def test_one_of_two_killed(world: World) -> None:
+    """The other answers what it had; it comes back, is refitted, and gets requests again."""
+    recipe = world.recipe(
+        "two",
+        algorithm={**GRPO, "steps": 1000, "prompts_per_step": 8},
+        optimizer={"lr": 1e-4},
+        rollout={"servers": 2, "max_new_tokens": 60, "server_args": {"log_level": "info"}},
+        data={"pack_tokens": 2048},
+    )
+    logs = [world.root / f"two/rollout_server_{index}.log" for index in range(2)]
+    metrics = world.root / "two/metrics.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-m", "megavlm", "train", str(recipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as run:
+        output: list[str] = []
+        reader = threading.Thread(target=lambda: output.append(run.communicate()[0]))
+        reader.start()
+
+        def wait_until(fact: Callable[[], bool]) -> None:
+            while run.poll() is None and not fact():
+                time.sleep(0.02)
+
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+        shares = [posts(log.read_text(), "/generate") for log in logs]
+        time.sleep(0.2)
+        server = server_of(run)
+        assert server is not None
+        killed = Path(os.readlink(f"/proc/{server.pid}/fd/1"))
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        before = len(killed.read_text())
+        wait_until(lambda: posts(killed.read_text()[before:], "/generate") >= 2)
+        recorded = len(world.metrics("two"))
+        wait_until(lambda: len(world.metrics("two")) >= recorded + 2)
+        run.send_signal(signal.SIGTERM)
+        reader.join()
+    assert run.returncode == 128 + signal.SIGTERM, output
+    assert min(shares) >= 2, "requests went to both"
+    assert killed in logs and output[0].count("exit code -9") == 1
+    assert output[0].count("waits for weights") == 1
+    anew = killed.read_text()[before:]
+    paths = [line.split()[-4] for line in anew.splitlines() if '"POST ' in line and " 200" in line]
+    first = paths.index("/generate")
+    for needed in ("/update_weights_from_tensor", "/update_weight_version"):
+        assert needed in paths[:first], "weights come before requests"
+    steps = world.metrics("two")
+    assert [step["step"] for step in steps] == [*range(1, len(steps) + 1)]
+    for step in steps:
+        assert step["episodes"] == 32, "no sample lost, none doubled"
+        assert step["rollout_max_difference"] < 1e-4, "both had what the trainer has"
+
+
+def posts(log: str, path: str) -> int:
+    return sum(f'"POST {path} ' in line and " 200" in line for line in log.splitlines())
+
+
 def test_trainer_and_server_take_turns(world: World) -> None:
-    """On a CPU the server's memory stays, and the order of what each gives and takes is real."""
+    """On a CPU the server's memory stays; the trainer's, a critic's too, really goes and comes."""
     recipe = world.recipe(
         "colocated",
         parallel={"tensor": 2},
-        algorithm=GRPO,
+        # An answer has 4 tokens at most: each is long, so that the critic has something to learn.
+        algorithm={**GRPO, "name": "ppo", "critic": "separate", "overlong_buffer": 3},
         optimizer={"lr": 1e-3},
         rollout={"colocate": True},
+        checkpoint={"every": 1},
         evaluation={"after": True, "sampled": False, "shuffled": False},
     )
     done = world.megavlm("train", recipe)
@@ -92,3 +155,8 @@ def test_trainer_and_server_take_turns(world: World) -> None:
     steps = world.metrics("colocated")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["rollout_max_difference"] < 1e-4 for step in steps)
+    assert all(step["critic_gradient_norm"] > 0 for step in steps)
+    resumed = world.megavlm("train", recipe, "algorithm.steps=4")
+    assert resumed.returncode == 0, resumed.stderr
+    last = world.metrics("colocated")[-1]
+    assert last["step"] == 4 and last["rollout_max_difference"] < 1e-4
