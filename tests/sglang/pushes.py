@@ -186,11 +186,11 @@ def push_and_compare(
         sync.push(version - 1)
         sampling = replace(sampling, adapter=adapter_name(version))
     report = sync.push(version)
-    sync.close()
     groups = None
     if mesh.is_driver:
         groups = served.client.generate(prompts, n=2, sampling=sampling, weight_version=version)
     groups = broadcast_object(groups, mesh)
+    sync.close()  # which unloads adapters
     packs = [
         pack.part(mesh.context_rank)
         for pack in packs_of(trainer, prompts, groups, mesh.layout.context)

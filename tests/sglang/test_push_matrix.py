@@ -139,6 +139,7 @@ def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) 
     report = results[0][0]
     assert report.checked >= 8 * case.ranks, "qkv, o, gate and up, down, of two layers"
     if case.mode == "adapter":
-        old = replace(drawn, adapter="megavlm-6")
-        with pytest.raises(RolloutRequestError, match="megavlm-6"):  # unloaded
-            served.client.generate(questions[:1], n=1, sampling=old)
+        for version in (6, 7):  # by the push after it, and when the sync was closed
+            old = replace(drawn, adapter=f"megavlm-{version}")
+            with pytest.raises(RolloutRequestError, match=f"megavlm-{version}"):
+                served.client.generate(questions[:1], n=1, sampling=old)
