@@ -26,6 +26,9 @@ REFUSED_SERVER_ARGS = {
     "admin_api_key": "it would show in the process list, and each run makes its own",
 }
 
+# Environments of one response to the row's own prompt, whenever it comes (environments.registry).
+STARTS_FROM_ROW = ("single_turn", "geo3k", "vqa", "caption", "geospot")
+
 # What servers take as adapters (rollout.weights.adapters).
 SERVED_TARGETS = ("language.attention", "language.mlp")
 
@@ -134,11 +137,11 @@ def check_oversample(config: Config) -> None:
             "sampled image token would be taken for a picture: set "
             "rollout.suppress_special_tokens=true or rollout.oversample=1.0"
         )
-    if environment.name != "single_turn":
+    if environment.name not in STARTS_FROM_ROW:
         raise ValueError(
             f"rollout.oversample={rollout.oversample} goes on with responses in later steps, when "
             f"environment.name={environment.name} may start differently: set "
-            "environment.name=single_turn or rollout.oversample=1.0"
+            f"environment.name to one of {', '.join(STARTS_FROM_ROW)}, or rollout.oversample=1.0"
         )
     if algorithm.old_logprobs == "trainer" and algorithm.importance == "none":
         raise ValueError(

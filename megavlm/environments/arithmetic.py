@@ -3,6 +3,7 @@
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,18 +24,30 @@ _UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {
 _FUNCTIONS: dict[str, Callable[..., float]] = {
     name: getattr(math, name)
     for name in "sqrt sin cos tan asin acos atan atan2 radians degrees exp log hypot".split()
-} | {"abs": abs, "min": min, "max": max, "round": lambda x: float(round(x))}
+} | {
+    "abs": abs,
+    "min": min,
+    "max": max,
+    "round": lambda x, digits=0.0: float(round(x, int(digits))),
+}
+_ROOT = re.compile(r"√\s*(?P<number>\d+(?:\.\d+)?)|√\s*(?=\()")
+# A sign of multiplication may be left out before these.
+_LEFT_OUT = re.compile(r"(?<=[\d)])\s*(?=[π√])")
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> float:
-    """The value of + - * / // % ** (or ^), parentheses, pi, e and the usual functions.
+    """The value of + - * / // % ** (or ^), parentheses, pi, e and the usual functions; also as
+    signs, and with a multiplication left out before them, as in 2√3.
 
     Raises ValueError, with a reason of a few words, for anything else.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"longer than {MAX_CHARACTERS} characters")
-    text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/")  # noqa: RUF001
+    text = _LEFT_OUT.sub("*", expression.strip())
+    text = _ROOT.sub(lambda root: f"sqrt({root['number']})" if root["number"] else "sqrt", text)
+    for sign, plain in (("π", "pi"), ("^", "**"), ("×", "*"), ("÷", "/")):  # noqa: RUF001
+        text = text.replace(sign, plain)
     try:
         value = _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, MemoryError, RecursionError):

@@ -7,6 +7,7 @@ import re
 from megavlm.environments.arithmetic import calculate, shown
 from megavlm.environments.base import Context, Observation, Step, scored
 from megavlm.rewards.base import Example
+from megavlm.rewards.boxed import after_answer
 
 INSTRUCTION = (
     "You have a calculator. To use it, write <calculator>EXPRESSION</calculator> and end your "
@@ -35,7 +36,8 @@ class Calculator:
         """A call in a response that also answers is not made."""
         self._turns -= 1
         calls = _CALL.findall(text)
-        if not calls or "\\boxed" in text or not self._turns:
+        answers = "\\boxed" in text or after_answer(text) is not None
+        if not calls or answers or not self._turns:
             return scored(await self._score(text, self._row))
         try:
             result = shown(calculate(calls[-1]))

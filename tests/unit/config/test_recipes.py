@@ -1,6 +1,7 @@
 """Every recipe of the repository resolves, keeps every rule, and fits the model that it names."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,14 +64,21 @@ def test_an_algorithm_goes_with_any_recipe(tmp_path: Path, name: str, base: str)
 ENVIRONMENTS = sorted(path.name for path in (RECIPES / "environments").glob("*.yaml"))
 
 
+def test_the_readme_s_recipe_with_an_environment_works_as_it_is_written(tmp_path: Path) -> None:
+    bases = "base: [../grpo/geo3k.yaml, ../environments/geo3k_calculator.yaml]"
+    assert bases in (RECIPES.parent / "README.md").read_text()
+    shutil.copytree(RECIPES, tmp_path / "recipes")
+    (tmp_path / "recipes/mine").mkdir()
+    (tmp_path / "recipes/mine/mine.yaml").write_text(bases)
+    config = load(tmp_path / "recipes/mine/mine.yaml", ["run.dir=x", "model.folder=x"])
+    assert config.environment.name == "geo3k_calculator"
+
+
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_an_environment_s_base_goes_with_a_model_s_recipe(name: str, tmp_path: Path) -> None:
     bases = [RECIPES / "grpo/qwen2_5_vl_3b_geo3k.yaml", RECIPES / "environments" / name]
     path = tmp_path / "mine.yaml"
-    path.write_text(
-        f"base: {[str(base) for base in bases]}\nreward: {{name: null}}\n"
-        "data: {pack_tokens: 80000}\n"
-    )
+    path.write_text(f"base: {[str(base) for base in bases]}\n")
     config = load(path)
     preflight.check(config, world_size=config.parallel.num_ranks, files=False)
     make_curriculum(config)

@@ -19,6 +19,12 @@ from megavlm.environments.arithmetic import calculate, shown
         ("sin(radians(30))", 0.5),
         ("max(1, 2, abs(-3))", 3),
         ("6 \u00d7 7", 42),
+        ("round(2.345, 1)", 2.3),
+        ("round(2.6)", 3),
+        ("2\u03c0", 2 * math.pi),
+        ("\u03c0 * 3 ^ 2", 9 * math.pi),
+        ("\u221a2 + 2\u221a(4 + 5)", math.sqrt(2) + 6),
+        ("(1 + 1)\u221a16", 8),
     ],
 )
 def test_values(expression: str, value: float) -> None:
@@ -44,6 +50,8 @@ def test_values(expression: str, value: float) -> None:
         "'a' * 10**9",
         "True",
         "sqrt()",
+        "round(1, 2, 3)",
+        "\u221a",
         "sqrt(x=4)",
         "x",
         "",

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from megavlm.config.rollout_rules import STARTS_FROM_ROW
 from megavlm.environments import registry
 from megavlm.environments.base import Context, Environment, Observation, Step
 from megavlm.environments.registry import BUILT_IN
+from megavlm.environments.single_turn import SingleTurn
 from megavlm.rewards import registry as rewards
 from megavlm.rewards.base import Example, Score
 
@@ -41,6 +43,12 @@ def test_single_turns_show_the_row_and_score_the_response(name: str) -> None:
     assert done.info["score"].correct
 
 
+def test_those_that_start_from_the_row_are_single_turns() -> None:
+    """The configuration, which imports no environment, names them for rollout.oversample."""
+    single = [name for name in BUILT_IN if registry.load(name, {}) is SingleTurn]
+    assert tuple(single) == STARTS_FROM_ROW
+
+
 def test_every_built_in_environment_loads_and_its_reward_exists() -> None:
     for name, built_in in BUILT_IN.items():
         registry.check(name)
@@ -67,6 +75,8 @@ def test_the_calculator_s_last_turn_is_scored_and_an_answer_ends() -> None:
     assert step(environment, "<calculator>1+1</calculator>").done
     environment, _ = start("geo3k_calculator", max_turns=9)
     assert step(environment, r"<calculator>1</calculator> \boxed{3}").done
+    environment, _ = start("geo3k_calculator", max_turns=9)
+    assert step(environment, "Answer: <calculator>1 + 2</calculator>").done
 
 
 def test_the_calculator_keeps_the_row_s_own_system_prompt() -> None:
