@@ -57,15 +57,25 @@ class Updater:
 
     def step(self, *, value_head_alone: bool = False) -> float:
         """Clips, updates, moves the schedule on. Returns the gradient's norm before clipping.
-        `value_head_alone`: everything else stays as it is, bit for bit.
+        `value_head_alone`: everything else stays as it is, bit for bit, the schedule too; the head
+        learns at its full rate. The first update of everything else is as if there had been none
+        before.
         """
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
         if value_head_alone:
-            for group in self.optimizer.param_groups:
-                if not group["is_decoupled_lr"]:  # megatron-core's mark of a rate of its own
-                    group["lr"] = 0.0
+            for group in groups:
+                # megatron-core's mark of a rate of its own
+                group["lr"] = group["max_lr"] if group["is_decoupled_lr"] else 0.0
+        elif not self.has_moved:
+            _forget_moments(self.optimizer)
         updated, norm, _ = self.optimizer.step()
         assert updated, "finite gradients were refused"
-        self.scheduler.step(increment=1)
+        if value_head_alone:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+        else:
+            self.scheduler.step(increment=1)
         return float(norm)
 
     @property
@@ -144,6 +154,21 @@ def _make_moments(optimizer: MegatronOptimizer) -> None:
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:  # without parameters there is none
             part.init_state_fn(part.optimizer, part.config)
+
+
+def _forget_moments(optimizer: MegatronOptimizer) -> None:
+    """Adam's, and their count, which corrects their bias: a checkpoint has one for all, so that the
+    updates of a value head alone must not go on in it.
+    """
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is None:
+            continue
+        for group in part.optimizer.param_groups:
+            if "step" in group:  # fused implementations count by group
+                group["step"] = 0
+        for state in part.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
 
 
 def wrap(
