@@ -186,7 +186,8 @@ class Evaluation:
 
     Of `megavlm evaluate`: `model` and `baseline` are a checkpoint, a HuggingFace folder or an
     adapter's (null: the recipe's model, and none); `samples` responses to each question (1 is
-    greedy, more are drawn at rollout.temperature), `episodes` in all at most."""
+    greedy, more are drawn at rollout.temperature), `episodes` in all at most, of each
+    model: `episodes` // `samples` questions, and at least one."""
 
     every: int = bounded(0, least=0)
     before: bool = False

@@ -1,12 +1,28 @@
 """What can be had without looking: answers learnt from training rows by their text alone."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megavlm.data.rows import Row
+
+
+@dataclass(frozen=True)
+class Known:
+    """What training rows tell of test rows. guesses: blind answers to the test rows; None where
+    either have no answers, so that there is nothing to guess. valid: answers by category.
+    """
+
+    guesses: Sequence[str] | None
+    valid: Mapping[str, Set[str]]
+
+    @classmethod
+    def of(cls, train: Iterable[Row], test: Sequence[Row]) -> "Known":
+        answered = [row for row in train if row.answer]
+        told = bool(answered) and any(row.answer for row in test)
+        return cls(blind_answers(answered, test) if told else None, answers_by_category(answered))
 
 
 def blind_answers(train: Sequence[Row], test: Sequence[Row]) -> list[str]:

@@ -28,16 +28,17 @@ class EvaluationResult:
     """Of one policy on one set of rows.
 
     greedy: correct at temperature 0. sampled: correct at the rollout temperature, None if not
-    asked for. valid: greedy responses that are an answer of the training rows of their category.
-    blind: what the most frequent training answer to the same question would score, picture unseen.
+    asked for. valid: greedy responses that are an answer of the training rows of their category;
+    None where these have none. blind: what the most frequent training answer to the same question
+    would score, picture unseen, over the rows that have answers; None where there are none.
     shuffled: greedy, with pictures exchanged between rows, over the rows where that can be done;
     None if not asked for or nowhere possible.
     """
 
     greedy: Measure
     sampled: Measure | None
-    valid: Measure
-    blind: Measure
+    valid: Measure | None
+    blind: Measure | None
     shuffled: Measure | None
     seconds: float
 

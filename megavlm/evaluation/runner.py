@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megavlm.data.rows import Row
-from megavlm.evaluation.baselines import answers_by_category, blind_answers, exchange_pictures
+from megavlm.evaluation.baselines import Known, exchange_pictures
 from megavlm.evaluation.result import EvaluationResult, Measure, measure
 from megavlm.rollout.messages import Sampling
 
@@ -25,7 +25,7 @@ def evaluate(
     play: Player,
     rows: Sequence[Row],
     *,
-    train_rows: Sequence[Row],
+    known: Known,
     num_tokens: Callable[[Row], int],
     sampling: Sampling,
     sampled: bool,
@@ -33,8 +33,8 @@ def evaluate(
     seed: int,
 ) -> EvaluationResult:
     """One answer by `play` per row and measure; `sampling` is the rollout's, greedy measures set
-    only its temperature to 0. `train_rows` are what the blind baseline and the valid answers come
-    from. num_tokens: length of a row's prompt.
+    only its temperature to 0. known: of these rows, for the blind baseline and the valid answers.
+    num_tokens: length of a row's prompt.
     """
     started = time.perf_counter()
     greedy = replace(sampling, temperature=0.0)
@@ -53,21 +53,25 @@ def evaluate(
         return measure([answer.correct for answer in given], [row.category for row in questions])
 
     greedy_answers = answers(rows, greedy)
-    known = answers_by_category(train_rows)
     valid = [
-        answer.text in known.get(row.category, ())
+        answer.text in known.valid.get(row.category, ())
         for answer, row in zip(greedy_answers, rows, strict=True)
     ]
-    # Compared as text: a reward may ask for a form, \boxed{}, that an answer by itself lacks.
-    blind = [
-        text == row.answer for text, row in zip(blind_answers(train_rows, rows), rows, strict=True)
-    ]
+    blind = None
+    if known.guesses is not None:
+        # Compared as text: a reward may ask for a form, \boxed{}, that an answer by itself lacks.
+        hits = [
+            (text == row.answer, row.category)
+            for text, row in zip(known.guesses, rows, strict=True)
+            if row.answer
+        ]
+        blind = measure(*map(list, zip(*hits, strict=True)))
     exchanged = _exchange(num_tokens, rows, seed) if shuffled else []
     return EvaluationResult(
         greedy=share(greedy_answers, rows),
         sampled=correct(rows, sampling) if sampled else None,
-        valid=measure(valid, categories),
-        blind=measure(blind, categories),
+        valid=measure(valid, categories) if known.valid else None,
+        blind=blind,
         shuffled=correct(exchanged, greedy) if exchanged else None,
         seconds=time.perf_counter() - started,
     )

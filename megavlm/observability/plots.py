@@ -74,8 +74,9 @@ def reward_curve(run_dir: Path | str) -> Path:
                 fontsize=9,
                 color="#c2410c",
             )
-        blind = evaluations[-1]["blind"]["overall"]["share"]
-        axes.axhline(blind, color="#666666", linewidth=1, linestyle=":", label="blind baseline")
+        if (blind := evaluations[-1]["blind"]) is not None:
+            share = blind["overall"]["share"]
+            axes.axhline(share, color="#666666", linewidth=1, linestyle=":", label="blind baseline")
     axes.set_xlabel("step")
     axes.set_ylabel("reward, accuracy")
     axes.margins(x=0.04, y=0.12)

@@ -100,7 +100,7 @@ def conclude(
     """Whether the gain is visual (None if not measured), and the sentence that says so."""
     if after is None:
         return None, ""
-    accuracy, blind = _share(after), after["blind"]["overall"]["share"]
+    accuracy = _share(after)
     if before is None:
         gain = f"Greedy accuracy is {percent(accuracy)}, with no evaluation at the start"
     elif accuracy <= _share(before):
@@ -111,6 +111,12 @@ def conclude(
         gain = f"Greedy accuracy rose by {difference} points to {percent(accuracy)}"
     if after["shuffled"] is None:
         return None, f"{gain}; whether it is visual was not measured."
+    if after["blind"] is None:
+        return None, (
+            f"{gain}; whether it is visual was not measured, for there are no answers to tell what "
+            "can be had blindly."
+        )
+    blind = after["blind"]["overall"]["share"]
     shuffled = after["shuffled"]["overall"]["share"]
     is_visual = shuffled <= blind + SHUFFLED_TOLERANCE
     verdict = "this is visual" if is_visual else "this is NOT shown to be visual"

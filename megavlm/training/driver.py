@@ -3,6 +3,7 @@ the records.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from megavlm.config.schema import Config
@@ -18,8 +19,8 @@ from megavlm.rollout.fleet.fleet import Fleet
 from megavlm.rollout.fleet.memory import ServerMemory
 from megavlm.training.cost import ModelCost
 from megavlm.training.dataset import read
-from megavlm.training.episodes import Arena
-from megavlm.training.evaluation import evaluate
+from megavlm.training.episodes import Arena, Start
+from megavlm.training.evaluation import Exam, evaluate
 from megavlm.training.inputs import make_processor, make_stream
 from megavlm.training.plan import PackShape, Work, by_rank, plan_step
 from megavlm.training.score import Score
@@ -84,14 +85,17 @@ class Driver:
             self.client,
             self.processor,
             self.arena,
-            self.test_rows,
-            self.rows,
+            self.exam,
             step,
             refit,
         )
         self.metrics.write_evaluation(step, result.to_dict())
         self.score.evaluation(evaluation_scalars(result.to_dict()))
         print(result.line(f" after {step} steps"), flush=True)
+
+    @cached_property
+    def exam(self) -> Exam:
+        return Exam.of(self.config, self.processor, self.arena, self.test_rows, self.rows)
 
     def close(self) -> None:
         self.stream.close()
@@ -123,6 +127,14 @@ class Driver:
 
     def draw(self, count: int) -> list[Prompt]:
         return self.stream.take(count)
+
+    def begin(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Start]:
+        """n episodes from each prompt; from another one where a prompt cannot start any."""
+        stage = self.curriculum.stage(step)
+        started = self.arena.begin(prompts, n, draw=self.draw, stage=stage, number=step)
+        self.stream.skipped.update(self.arena.skipped)
+        self.arena.skipped.clear()
+        return started
 
     def plan(self, minibatches: Sequence[Sequence[Tree]], prompts: Sequence[Prompt]) -> list[Work]:
         """Work by rank."""

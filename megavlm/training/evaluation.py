@@ -1,11 +1,13 @@
 """Evaluation during a run, as the configuration asks for it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row, Rows
+from megavlm.evaluation.attempts import Skipped
+from megavlm.evaluation.baselines import Known
 from megavlm.evaluation.result import EvaluationResult
 from megavlm.evaluation.runner import Answer
 from megavlm.evaluation.runner import evaluate as run_evaluation
@@ -16,13 +18,33 @@ from megavlm.training.episodes import Arena
 from megavlm.training.questions import usable
 
 
+@dataclass(frozen=True)
+class Exam:
+    """The rows of a run's evaluations, and what the training rows, read once, tell of them."""
+
+    rows: Sequence[Row]
+    known: Known
+    skipped: Skipped = field(default_factory=Skipped)
+
+    @classmethod
+    def of(
+        cls, config: Config, processor: Processor, arena: Arena, test: Rows, train: Rows
+    ) -> "Exam":
+        """Raises ValueError as `usable` does, for starts of the environment too."""
+
+        def start(row: Row) -> None:
+            arena.check_start(processor.prompt(row))
+
+        rows, skipped = usable(test, start, config.data, config.evaluation.limit)
+        return cls(rows, Known.of(train.texts(), rows), skipped)
+
+
 def evaluate(
     config: Config,
     client: RolloutClient,
     processor: Processor,
     arena: Arena,
-    rows: Rows,
-    train_rows: Rows,
+    exam: Exam,
     version: int | None,
     refit: Callable[[], None] | None = None,
 ) -> EvaluationResult:
@@ -41,12 +63,16 @@ def evaluate(
             )
 
         groups = arena.play([processor.prompt(row) for row in questions], 1, generate)
-        return [Answer(episode.text, episode.score.correct) for (episode,) in groups]
+        # An episode that did not start, as one with shuffled pictures may not, is no right answer.
+        return [
+            Answer(group[0].text, group[0].score.correct) if group else Answer("", False)
+            for group in groups
+        ]
 
     return run_evaluation(
         play,
-        usable(rows, processor, config.data, config.evaluation.limit)[0],
-        train_rows=list(train_rows.texts()),
+        exam.rows,
+        known=exam.known,
         num_tokens=processor.num_tokens,
         sampling=sampling(config, processor),
         sampled=config.evaluation.sampled,

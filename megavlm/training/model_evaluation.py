@@ -26,9 +26,9 @@ from megavlm.rollout.messages import Response, Sampling
 from megavlm.training.candidates import served_folder
 from megavlm.training.dataset import read
 from megavlm.training.episodes import Arena
-from megavlm.training.evaluation import sampling
+from megavlm.training.evaluation import Exam, sampling
 from megavlm.training.inputs import make_processor
-from megavlm.training.questions import usable
+from megavlm.training.questions import question_limit
 from megavlm.training.scoring import make_judge
 from megavlm.training.servers import connect
 
@@ -67,18 +67,18 @@ class Player:
         self._config, self._client = config, client
         self._started = time.perf_counter()
         settings = config.evaluation
-        limits = [settings.limit, settings.episodes and -(-settings.episodes // settings.samples)]
-        limit = min((limit for limit in limits if limit is not None), default=None)
+        limit = question_limit(settings)
         self._processor: Processor = make_processor(config)
-        rows = read(config, config.data.test_files)
-        self._rows, self._skipped = usable(rows, self._processor, config.data, limit)
         self._arena = Arena(config, self._processor, make_judge(config))
+        limited = replace(config, evaluation=replace(settings, limit=limit))
+        test, train = (read(config, f) for f in (config.data.test_files, config.data.train_files))
+        self._exam = Exam.of(limited, self._processor, self._arena, test, train or test)
+        self._rows, self._skipped = self._exam.rows, self._exam.skipped
         self._greedy: dict[int, Attempt] = {}
 
     def measures(self) -> EvaluationResult:
         """As during training, but for the sampled measure where there are several samples."""
         config, settings = self._config, self._config.evaluation
-        train_rows = read(config, config.data.train_files)
 
         def play(rows: Sequence[Row], how: Sampling) -> list[Answer]:
             attempts = [attempt for (attempt,) in self._play(rows, 1, how)]
@@ -91,7 +91,7 @@ class Player:
         return run_evaluation(
             play,
             self._rows,
-            train_rows=list(train_rows.texts()) or self._rows,
+            known=self._exam.known,
             num_tokens=self._processor.num_tokens,
             sampling=sampling(config, self._processor),
             sampled=settings.sampled and settings.samples == 1,
@@ -135,6 +135,7 @@ class Player:
                     )
                     for episode in group
                 ]
+                or [Attempt("", 0.0, False, 0, "stop")] * n  # it did not start
                 for group in groups
             ]
         return played
@@ -188,7 +189,9 @@ def _tell(
             for name, measure in found.overall.items()
             if name.startswith("pass@")
         )
-        print(f"{candidate.name}:  {shares}  reward {number(found.overall['reward'].value)}")
+        asked = f"{len(candidate.questions)} questions x {candidate.samples}"
+        reward = number(found.overall["reward"].value)
+        print(f"{candidate.name}, {asked}:  {shares}  reward {reward}")
     if comparison is not None:
         test = comparison.accuracy
         low, high = map(points, test.interval)

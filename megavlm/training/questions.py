@@ -1,17 +1,29 @@
 """Rows to evaluate on: those that can be asked."""
 
-from megavlm.config.schema import Data
-from megavlm.data.processor import Processor, PromptTooLong
+from collections.abc import Callable
+
+from megavlm.config.schema import Data, Evaluation
+from megavlm.data.processor import PromptTooLong
 from megavlm.data.rows import Row, Rows
 from megavlm.evaluation.attempts import Skipped
 
 MAX_REASONS = 20
 
 
+def question_limit(settings: Evaluation) -> int | None:
+    """Of a model's questions: each is played `samples` times, in at most `episodes` in all, but one
+    question at least.
+    """
+    enough = settings.episodes and max(settings.episodes // settings.samples, 1)
+    limits = [limit for limit in (settings.limit, enough) if limit is not None]
+    return min(limits, default=None)
+
+
 def usable(
-    rows: Rows, processor: Processor, data: Data, limit: int | None
+    rows: Rows, start: Callable[[Row], None], data: Data, limit: int | None
 ) -> tuple[list[Row], Skipped]:
-    """The first `limit` rows that make a prompt, and what was left out before them.
+    """The first `limit` rows that an episode can `start` from (it raises as a processor does), and
+    what was left out before them.
 
     Raises ValueError for a row that does not, where data.bad_samples or data.long_prompts refuse
     it, and where no row is left.
@@ -25,7 +37,7 @@ def usable(
             break
         try:
             row = rows[index]
-            processor.prompt(row)
+            start(row)
         except PromptTooLong as error:
             if data.long_prompts == "refuse":
                 raise

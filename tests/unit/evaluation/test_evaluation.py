@@ -1,7 +1,7 @@
 """Evaluation with a policy of known behaviour behind a client that needs no server."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.data.rows import Row
-from megavlm.evaluation.baselines import blind_answers, exchange_pictures
+from megavlm.evaluation.baselines import Known, blind_answers, exchange_pictures
 from megavlm.evaluation.result import measure, wilson_interval
 from megavlm.evaluation.runner import Answer, evaluate
 from megavlm.rewards import boxed
@@ -69,11 +69,12 @@ def run(policy: LookingPolicy, **options: Any) -> Any:
             for text, row in zip(texts, rows, strict=True)
         ]
 
+    rows = options.pop("rows", TEST)
     return evaluate(
         play,
-        options.pop("rows", TEST),
+        rows,
         num_tokens=options.pop("num_tokens", num_tokens),
-        train_rows=TRAIN,
+        known=Known.of(options.pop("train", TRAIN), rows),
         sampling=Sampling(temperature=1.0, max_new_tokens=4),
         **options,
     )
@@ -139,6 +140,16 @@ def test_rows_without_pictures_cannot_be_shuffled() -> None:
     text_only = [Row(i, "Colour?", "red", (), "colour", "") for i in range(3)]
     result = run(LookingPolicy([]), rows=text_only)
     assert result.shuffled is None and result.greedy.overall.share == 1
+
+
+def test_rows_without_answers_tell_nothing_of_a_blind_baseline() -> None:
+    mute = [replace(row, answer="") for row in TEST]
+    result = run(LookingPolicy([]), rows=mute, train=[replace(row, answer="") for row in TRAIN])
+    assert result.blind is None and result.valid is None and result.shuffled is not None
+    assert run(LookingPolicy([]), rows=mute).blind is None
+    some = run(LookingPolicy([]), rows=[*mute, *TEST])
+    assert some.blind.overall.count == len(TEST)
+    assert some.blind.by_category["count"].share == pytest.approx(2 / 6)
 
 
 def test_the_blind_baseline_needs_no_form() -> None:
