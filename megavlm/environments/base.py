@@ -6,10 +6,14 @@ each episode, `Class(context, **environment.options)`, and asked:
     async def reset(self, row: Example, seed: int) -> Observation
     async def step(self, text: str) -> Step
 
-All episodes of a group start from one prompt: `reset` depends on nothing but row and seed. Episodes
-of a step run together in one event loop in the trainer's process: an environment that waits must
-`await`, what needs long should run elsewhere, and what depends on a model's text and may need long
-belongs into a reward, which has a process and limits.
+All episodes of a group start from one prompt: `reset` depends on nothing but row and seed. Each
+reset and step runs in one of environment.workers processes, for at most environment.timeout seconds
+(rewards apart) and in environment.memory_mb. Between its turns an environment is pickled, and goes
+on in any of them: what cannot be pickled (files, connections) belongs into its module. A step that
+fails or is killed ends its episode, by reward.on_failure.
+
+An episode that the environment has not ended is over after environment.max_turns responses, or with
+one that was cut short: then the configured reward of that response is added to the step's.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -46,12 +46,15 @@ class Judge:
         workers: int,
         timeout: float,
         memory_mb: int,
+        failure_value: float = 0.0,
     ) -> None:
-        """`timeout`: seconds for a response, by one reward. Starts the first reward process.
+        """`timeout`: seconds for a response, by one reward. failure_value: the reward where one
+        fails. Starts the first reward process.
 
         Raises ValueError for a reward that cannot be loaded, or does not take an option.
         """
         self.parts, self._on_failure = list(parts), on_failure
+        self._failure_value = failure_value
         self.failures: Counter[str] = Counter()
         self._remote = {
             part.label: _remote(part, timeout) for part in parts if registry.is_remote(part.name)
@@ -100,7 +103,8 @@ class Judge:
                 f"a reward failed ({failure}), and reward.on_failure=stop: repair it, or set "
                 "reward.on_failure to zero or skip"
             ) from failure
-        return Score(0.0, False, failure=failure.kind, skipped=self._on_failure == "skip")
+        skipped = self._on_failure == "skip"
+        return Score(self._failure_value, False, failure=failure.kind, skipped=skipped)
 
     def _combine(self, found: Sequence[Score], stage: Stage) -> Score:
         """Correct is what the first reward says."""

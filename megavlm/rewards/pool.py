@@ -1,4 +1,4 @@
-"""Reward processes that are kept, and replaced when one was killed at a limit.
+"""Processes with limits that are kept, and replaced when one was killed at a limit.
 
 What this is not: a subprocess with limits is no boundary against hostile code. It bounds what a
 faulty reward costs, and what a model's text can make a correct one cost.
@@ -6,30 +6,73 @@ faulty reward costs, and what a model's text can make a correct one cost.
 
 import base64
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megavlm.rewards.base import RewardFailure
-from megavlm.rewards.process import RewardProcess, Rewards
+from megavlm.rewards.process import LimitedProcess, RewardProcess, Rewards
+
+P = TypeVar("P", bound=LimitedProcess)
+T = TypeVar("T")
+
+
+class ProcessPool(Generic[P]):
+    def __init__(self, start: Callable[[], P], *, workers: int) -> None:
+        """Starts one process, and up to `workers` when there is work. Raises what `start` does."""
+        self._start = start
+        # A process ends with the thread that started it, so each thread keeps one of its own.
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="limited")
+        self._mine = threading.local()
+        self._lock = threading.Lock()
+        self._processes: list[P] = []
+        self._has_started = self.closed = False
+        try:
+            self.submit(lambda _: None).result()
+        except ValueError:
+            self.close()
+            raise
+        self._has_started = True
+
+    def submit(self, work: Callable[[P], T]) -> "Future[T]":
+        """`work` with a live process; the future raises RewardFailure where none starts."""
+        return self._threads.submit(lambda: work(self._process()))
+
+    def _process(self) -> P:
+        process: P | None = getattr(self._mine, "process", None)
+        if process is None or not process.alive:
+            if process is not None:
+                with self._lock:
+                    self._processes.remove(process)
+                self._mine.process = None
+            try:
+                process = self._start()
+            except ValueError as error:
+                if self._has_started:
+                    raise RewardFailure("crash", str(error)) from error
+                raise
+            self._mine.process = process
+            with self._lock:
+                self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        """Waits for what runs, and leaves no process."""
+        self.closed = True
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+        self._processes.clear()
 
 
 class RewardPool:
     def __init__(self, rewards: Rewards, *, workers: int, timeout: float, memory_mb: int) -> None:
-        """Starts one process, and up to `workers` when there is work. `timeout`: seconds for one
-        function and response. Raises ValueError where a function cannot be loaded.
+        """`timeout`: seconds for one function and response. Raises ValueError where a function
+        cannot be loaded.
         """
-        self._rewards, self._timeout, self._memory_mb = rewards, timeout, memory_mb
-        # A process ends with the thread that started it, so each thread keeps one of its own.
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-        self._mine = threading.local()
-        self._lock = threading.Lock()
-        self._processes: list[RewardProcess] = []
-        try:
-            self.takes = self._threads.submit(lambda: self._process().takes).result()
-        except ValueError:
-            self.close()
-            raise
+        self._timeout = timeout
+        self._pool = ProcessPool(lambda: RewardProcess(rewards, memory_mb), workers=workers)
+        self.takes = self._pool.submit(lambda process: process.takes).result()
 
     def submit(
         self,
@@ -40,49 +83,21 @@ class RewardPool:
         options: Mapping[str, Any],
     ) -> "Future[dict[str, Any]]":
         """{reward, correct, parts} of rewards[function]; the future raises RewardFailure."""
-        return self._threads.submit(self._call, function, response, row, pictures, options)
 
-    def _call(
-        self,
-        function: int,
-        response: str,
-        row: Mapping[str, Any],
-        pictures: Sequence[bytes],
-        options: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        encoded = None
-        if "pictures" in self.takes[function]:
-            encoded = [base64.b64encode(picture).decode() for picture in pictures]
-        request = {
-            "function": function,
-            "response": response,
-            "row": row,
-            "pictures": encoded,
-            "options": options,
-        }
-        return self._process().call(request, self._timeout)
+        def call(process: RewardProcess) -> dict[str, Any]:
+            encoded = None
+            if "pictures" in self.takes[function]:
+                encoded = [base64.b64encode(picture).decode() for picture in pictures]
+            request = {
+                "function": function,
+                "response": response,
+                "row": row,
+                "pictures": encoded,
+                "options": options,
+            }
+            return process.call(request, self._timeout)
 
-    def _process(self) -> RewardProcess:
-        process: RewardProcess | None = getattr(self._mine, "process", None)
-        if process is None or not process.alive:
-            if process is not None:
-                with self._lock:
-                    self._processes.remove(process)
-                self._mine.process = None
-            try:
-                process = RewardProcess(self._rewards, self._memory_mb)
-            except ValueError as error:
-                if hasattr(self, "takes"):  # it has started before
-                    raise RewardFailure("crash", str(error)) from error
-                raise
-            self._mine.process = process
-            with self._lock:
-                self._processes.append(process)
-        return process
+        return self._pool.submit(call)
 
     def close(self) -> None:
-        """Waits for what runs, and leaves no process."""
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.kill()
-        self._processes.clear()
+        self._pool.close()

@@ -1,4 +1,4 @@
-"""The trainer's side of one reward process: ask it, bound it, kill it with all that it started."""
+"""The trainer's side of a process with limits: ask it, bound it, kill it with all it started."""
 
 import json
 import os
@@ -27,18 +27,27 @@ _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "
 Rewards = Sequence[tuple[str, Mapping[str, Any]]]  # names and options
 
 
-class RewardProcess:
+class LimitedProcess:
     """Of one thread, which must live as long: the process ends with the thread that started it."""
 
-    def __init__(self, rewards: Rewards, memory_mb: int) -> None:
-        """Raises ValueError where a function cannot be loaded, or refuses its options."""
-        names = ", ".join(name for name, _ in rewards)
+    def __init__(
+        self,
+        module: str,
+        setup: Mapping[str, Any],
+        *,
+        what: str,
+        memory_mb: int,
+        max_reply: int = MAX_REPLY,
+    ) -> None:
+        """module: that answers, as rewards/worker.py does; setup: what it is told first; what: its
+        name for people. Raises ValueError where it says that something cannot be loaded.
+        """
         ours, theirs = socket.socketpair()
-        self._control = ours
+        self._control, self._max_reply = ours, max_reply
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megavlm.rewards.worker", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -47,18 +56,17 @@ class RewardProcess:
                 start_new_session=True,
             )
         self._printed = bytearray()
-        setup = {"rewards": rewards, "memory_bytes": memory_mb * 2**20, "parent": os.getpid()}
+        limits = {"memory_bytes": memory_mb * 2**20, "parent": os.getpid()}
         try:
-            reply = self._exchange(setup, START_SECONDS)
+            self.said = self._exchange({**setup, **limits}, START_SECONDS)
         except RewardFailure as failure:
             said = self._printed.decode(errors="replace").strip()[-300:]
             raise ValueError(
-                f"the process for {names} did not start ({failure}) {said}"
+                f"the process for the {what} did not start ({failure}) {said}"
             ) from failure
-        if "error" in reply:
+        if "error" in self.said:
             self.kill()
-            raise ValueError(f"the reward cannot be loaded ({names}): {reply['error']}")
-        self.takes: list[set[str]] = [set(arguments) for arguments in reply["takes"]]
+            raise ValueError(f"the {what} cannot be loaded: {self.said['error']}")
 
     def call(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """What the function returned. Raises RewardFailure; check `alive` before the next call."""
@@ -111,7 +119,7 @@ class RewardProcess:
                     if not (data := self._control.recv(2**16)):
                         raise self._death()
                     reply += data
-                    if (whole := _parse(reply)) is not None:
+                    if (whole := _parse(reply, self._max_reply)) is not None:
                         return whole
 
     def _count_output(self, data: bytes) -> None:
@@ -124,7 +132,7 @@ class RewardProcess:
         code = self._process.returncode
         if code == -signal.SIGXCPU:
             return RewardFailure("timeout", "out of processor time")
-        return RewardFailure("crash", f"the reward process ended with {code}")
+        return RewardFailure("crash", f"its process ended with {code}")
 
     def kill(self) -> None:
         """The process and its descendants, those in other process groups too."""
@@ -138,6 +146,19 @@ class RewardProcess:
         self._control.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+
+class RewardProcess(LimitedProcess):
+    def __init__(self, rewards: Rewards, memory_mb: int) -> None:
+        """Raises ValueError where a function cannot be loaded, or refuses its options."""
+        names = ", ".join(name for name, _ in rewards)
+        super().__init__(
+            "megavlm.rewards.worker",
+            {"rewards": rewards},
+            what=f"reward ({names})",
+            memory_mb=memory_mb,
+        )
+        self.takes: list[set[str]] = [set(arguments) for arguments in self.said["takes"]]
 
 
 def _kill_tree(root: psutil.Process) -> None:
@@ -156,12 +177,12 @@ def _kill_tree(root: psutil.Process) -> None:
             process.kill()
 
 
-def _parse(reply: bytearray) -> dict[str, Any] | None:
+def _parse(reply: bytearray, max_reply: int) -> dict[str, Any] | None:
     """The whole reply, or None while some of it is missing."""
     if len(reply) < HEAD.size:
         return None
     size = HEAD.unpack_from(reply)[0]
-    if size > MAX_REPLY:
+    if size > max_reply:
         raise RewardFailure("value", f"a reply of {size} bytes")
     if len(reply) < HEAD.size + size:
         return None

@@ -5,9 +5,9 @@ as the servers sent them, and only an observation is tokenised.
 """
 
 import asyncio
-import math
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,16 +15,21 @@ from typing import Any, TypeVar
 
 from megavlm.config.schema import Config
 from megavlm.data.chat import IMAGE_PLACEHOLDER, Message
-from megavlm.data.processor import Processor, Prompt
+from megavlm.data.loader import Kind
+from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
-from megavlm.environments import registry
-from megavlm.environments.base import Context, Environment, Observation, Step, scored
-from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
+from megavlm.environments.base import Context, Observation, Step
+from megavlm.rewards.base import Example, RewardFailure, RewardStop
 from megavlm.rewards.judge import Judge, Stage
 from megavlm.rollout.messages import Response
+from megavlm.training.live import Live, checked
+from megavlm.training.scoring import environments
 from megavlm.training.turns import Episode, Turn
 
+MAX_IN_VAIN = 1000  # prompts in a row that cannot start
+
 T = TypeVar("T")
+Start = list["Live"]  # n episodes that start from one prompt
 Generate = Callable[[Sequence[Prompt], int], list[list[Response]]]  # prompts, responses to each
 Phase = Callable[[str], AbstractContextManager[Any]]
 
@@ -37,34 +42,83 @@ class Arena:
         self._settings, self._seed = config.environment, config.run.seed
         self._processor, self.judge = processor, judge
         self._system_prompt = config.data.system_prompt
-        self._class = registry.load(self._settings.name, self._settings.options)
+        self._long_prompts = config.data.long_prompts
+        self._environments = environments(config.environment)
         self._runner = asyncio.Runner()
+        self.skipped: Counter[Kind] = Counter()  # prompts that could not start
 
     def play(
+        self, prompts: Sequence[Prompt], n: int, generate: Generate, **how: Any
+    ) -> list[list[Episode]]:
+        """n episodes from each prompt, empty where they cannot start; `how`: see begin and go_on.
+
+        Raises what they raise.
+        """
+        phase = how.pop("phase", None)
+        groups = self.begin(prompts, n, **how)
+        played = iter(self.go_on([group for group in groups if group], generate, phase=phase))
+        return [next(played) if group else [] for group in groups]
+
+    def begin(
         self,
         prompts: Sequence[Prompt],
         n: int,
-        generate: Generate,
         *,
+        draw: Callable[[int], list[Prompt]] | None = None,
         stage: Stage | None = None,
         number: int = 0,
-        phase: Phase | None = None,
+    ) -> list[Start]:
+        """n episodes that start from each prompt, or from what the environment makes of its row.
+        One that cannot start is counted, and an empty list; or, with `draw`, it is left out, and
+        others are drawn for it. `number`: of the step, for the environments' seeds.
+
+        Raises ValueError for an environment that breaks its interface, or makes prompts longer than
+        the recipe has them, and RewardStop.
+        """
+        groups = self._runner.run(self._begin(prompts, n, stage, number))
+        if draw is None:
+            return groups
+        started, in_vain = [group for group in groups if group], 0
+        while len(started) < len(prompts):
+            drawn = draw(len(prompts) - len(started))
+            found = [group for group in self.begin(drawn, n, stage=stage, number=number) if group]
+            in_vain = 0 if found else in_vain + len(drawn)
+            if in_vain >= MAX_IN_VAIN:
+                raise ValueError(
+                    f"environment.name={self._settings.name}: none of {in_vain} prompts in a row "
+                    f"can start; the last reason: {self._reason}"
+                )
+            started += found
+        return started
+
+    def check_start(self, prompt: Prompt) -> None:
+        """Raises PromptTooLong or another ValueError where no episode can start from the prompt."""
+        counted = self.skipped.copy()
+        if not self.begin([prompt], 1)[0]:
+            too_long = self.skipped["long"] > counted["long"]
+            self.skipped = counted
+            raise (PromptTooLong if too_long else ValueError)(self._reason)
+
+    def go_on(
+        self, groups: Sequence[Start], generate: Generate, *, phase: Phase | None = None
     ) -> list[list[Episode]]:
-        """n episodes from each prompt, or from what the environment makes of its row, but not from
-        those to which `generate` gives no first responses. `number`: of the step, for the
-        environments' seeds. `phase` times rollout and rewards.
+        """The episodes of each group, none of those to which `generate` gives no first responses.
+        `phase` times rollout and rewards.
 
         Raises ValueError for an environment that breaks its interface, RewardStop, and what
         `generate` raises.
         """
+        if not groups:
+            return []
         timed = phase or (lambda _: nullcontext())
-        with timed("reward"):
-            groups = self._runner.run(self._begin(prompts, n, stage, number))
         # The group's first turn is one prompt with n responses; later ones are each their own.
         with timed("rollout"):
-            answers = generate([group[0].prompt for group in groups], n)
-        begun = [group for group, answer in zip(groups, answers, strict=True) if answer]
-        waiting = [live for group in begun for live in group]
+            answers = generate(
+                [group[0].prompt for group in groups], len(groups[0]) if groups else 1
+            )
+        waiting = [
+            live for group, answer in zip(groups, answers, strict=True) if answer for live in group
+        ]
         responses = [response for answer in answers for response in answer]
         while waiting:
             with timed("reward"):
@@ -74,15 +128,16 @@ class Arena:
                 with timed("rollout"):
                     answers = generate([live.prompt for live in waiting], 1)
                 responses = [response for (response,) in answers]
-        return [[live.episode() for live in group] for group in begun]
+        return [[live.episode() for live in group if live.turns] for group in groups]
 
     def close(self) -> None:
+        self._environments.close()
         self._runner.run(self.judge.close())
         self._runner.close()
 
     async def _begin(
         self, prompts: Sequence[Prompt], n: int, stage: Stage | None, number: int
-    ) -> list[list["_Live"]]:
+    ) -> list[Start]:
         return await asyncio.gather(
             *(
                 self._group(prompt, n, stage, seed_of(self._seed, number, prompt.row))
@@ -90,72 +145,113 @@ class Arena:
             )
         )
 
-    async def _group(self, prompt: Prompt, n: int, stage: Stage | None, seed: int) -> list["_Live"]:
+    async def _group(self, prompt: Prompt, n: int, stage: Stage | None, seed: int) -> Start:
         row = example(prompt.row, self._system_prompt)
-        group, seen = [], []
-        for _ in range(n):
-            live = _Live(prompt, self._settings.timeout)
-            context = Context(partial(live.score, self.judge, stage), self._settings.max_turns)
-            live.environment = registry.make(self._class, context, self._settings.options)
-            observation = await live.bounded(live.environment.reset(row, seed))
-            seen.append(self._next_row(prompt.row, observation))
-            group.append(live)
-        if any(other != seen[0] for other in seen):
-            raise ValueError(
-                f"environment.name={self._settings.name}: its reset gave different observations "
-                "for one row and seed; a group of episodes starts from one prompt"
-            )
-        if seen[0] != self._next_row(prompt.row, Observation(row.messages, row.images)):
-            start = replace(self._processor.prompt(seen[0]), row=prompt.row)
-            for live in group:
-                live.prompt = start
+        group = [self._live(prompt, row, stage) for _ in range(n)]
+        try:
+            shown = [await self._answer(live, live.environment.reset(row, seed)) for live in group]
+            seen = [self._next_row(prompt.row, observation) for observation in shown]
+            if any(other != seen[0] for other in seen):
+                raise ValueError(
+                    f"{self._name(prompt)}: its reset gave different observations for one row and "
+                    "seed; a group of episodes starts from one prompt"
+                )
+            if seen[0] != self._next_row(prompt.row, Observation(row.messages, row.images)):
+                start = replace(self._start(prompt, seen[0]), row=prompt.row)
+                for live in group:
+                    live.prompt = start
+        except PromptTooLong as error:
+            if self._long_prompts == "refuse":
+                raise PromptTooLong(f"{self._name(prompt)} adds to the prompt. {error}") from error
+            return self._left_out("long", str(error))
+        except RewardFailure as failure:
+            self.judge.failed(failure)
+            return self._left_out("bad", str(failure))
         return group
 
-    async def _step(self, waiting: Sequence["_Live"], responses: Sequence[Response]) -> None:
-        pairs = zip(waiting, responses, strict=True)
-        await asyncio.gather(*(self._turn(live, response) for live, response in pairs))
+    def _live(self, prompt: Prompt, row: Example, stage: Stage | None) -> "Live":
+        live = Live(prompt, row, partial(self.judge.score, stage=stage))
+        context = Context(live.score, self._settings.max_turns)
+        live.environment = self._environments.make(context)
+        return live
 
-    async def _turn(self, live: "_Live", response: Response) -> None:
-        text = self._processor.decode(response.token_ids)
+    def _left_out(self, kind: Kind, reason: str) -> Start:
+        self.skipped[kind] += 1
+        self._reason = reason
+        return []
+
+    def _start(self, prompt: Prompt, row: Row) -> Prompt:
         try:
-            step = await live.bounded(live.environment.step(text))
-            if not math.isfinite(step.reward):
-                raise RewardFailure("value", f"a step's reward is {step.reward}")
+            return self._processor.prompt(row)
+        except PromptTooLong:
+            raise
+        except ValueError as error:  # a picture
+            raise RewardFailure("value", f"{self._name(prompt)}: {error}") from error
+
+    async def _answer(self, live: "Live", call: Awaitable[T]) -> T:
+        """What the environment says; RewardFailure, with its name and row, where it does not."""
+        name = self._name(live.prompt)
+        try:
+            return await live.bounded(call, self._environments.timeout)
         except RewardStop:
             raise
         except RewardFailure as failure:
-            step = scored(self.judge.failed(failure))
-        except TimeoutError:
-            step = scored(self.judge.failed(RewardFailure("timeout", "a step of the environment")))
-        # An environment is the user's, and its episode is one of many: it may raise anything.
+            raise RewardFailure(failure.kind, f"{name}: {failure}") from failure
+        except TimeoutError as error:
+            message = f"{name}: no answer in {self._settings.timeout:g} s"
+            raise RewardFailure("timeout", message) from error
+        # An environment may raise anything, and its episode is one of many.
         except Exception as error:
-            step = scored(self.judge.failed(RewardFailure("exception", repr(error)[:500])))
-        live.turns.append(Turn(live.prompt, response, text, float(step.reward)))
-        live.info = step.info
-        live.ended = step.done or not self._goes_on(live, response)
-        if not live.ended:
-            live.prompt = self._next_prompt(live.prompt, response, step)
+            raise RewardFailure("exception", f"{name}: {error!r}"[:500]) from error
 
-    def _goes_on(self, live: "_Live", response: Response) -> bool:
+    async def _step(self, waiting: Sequence["Live"], responses: Sequence[Response]) -> None:
+        pairs = zip(waiting, responses, strict=True)
+        await asyncio.gather(*(self._turn(live, response) for live, response in pairs))
+
+    async def _turn(self, live: "Live", response: Response) -> None:
+        text = self._processor.decode(response.token_ids)
+        following = None
+        try:
+            step = await self._answer(live, live.environment.step(text))
+            before = sum(turn.reward for turn in live.turns)
+            worth, score = checked(step, self._name(live.prompt), before)
+            if not step.done and self._goes_on(live, response):
+                following = self._next_prompt(live.prompt, response, step)
+        except RewardFailure as failure:
+            score = self.judge.failed(failure)
+            worth = score.reward
+        else:
+            if following is None and not step.done:
+                # Cut short, or out of turns: it is worth what its last words are, as an answer.
+                score = await live.score(text, live.row)
+                worth += score.reward
+        live.turns.append(Turn(live.prompt, response, text, worth))
+        live.last = score
+        live.ended = following is None
+        live.prompt = following or live.prompt
+
+    def _goes_on(self, live: "Live", response: Response) -> bool:
         """Not after a response that was cut short, or that holds a picture's token."""
         ids = response.token_ids
         whole = bool(ids) and ids[-1] == self._processor.eos_id
         vision = set(ids) & set(self._processor.vision_token_ids)
-        return whole and not vision and len(live.turns) < self._settings.max_turns
+        return whole and not vision and len(live.turns) + 1 < self._settings.max_turns
 
     def _next_prompt(self, prompt: Prompt, response: Response, step: Step) -> Prompt:
+        """Raises RewardFailure for a picture that cannot be used."""
+        name = self._name(prompt)
         if step.observation is None:
-            raise ValueError(
-                f"environment.name={self._settings.name}: a step that is not done has no "
-                "observation"
-            )
+            raise ValueError(f"{name}: a step that is not done has no observation")
         row = self._next_row(prompt.row, step.observation)
-        following = self._processor.next_turn(prompt, response.token_ids, row)
+        try:
+            following = self._processor.next_turn(prompt, response.token_ids, row)
+        except ValueError as error:
+            raise RewardFailure("value", f"{name}: {error}") from error
         added = len(following.token_ids) - len(prompt.token_ids) - len(response.token_ids)
         if added > self._settings.max_observation_tokens:
             raise ValueError(
-                f"environment.name={self._settings.name}: an observation has {added} tokens, more "
-                f"than environment.max_observation_tokens={self._settings.max_observation_tokens}: "
+                f"{name}: an observation has {added} tokens, more than "
+                f"environment.max_observation_tokens={self._settings.max_observation_tokens}: "
                 "raise it, or show less"
             )
         return replace(following, row=prompt.row)
@@ -168,46 +264,14 @@ class Arena:
         if not asked or marks not in (0, len(images)):
             problem = f"{marks} <image> for {len(images)} pictures" if asked else "no user message"
             raise ValueError(
-                f"environment.name={self._settings.name}: an observation has {problem}; give it a "
-                "message by the user, and an <image> for each picture or none"
+                f"environment.name={self._settings.name}, {base.source}: an observation has "
+                f"{problem}; give it a message by the user, and an <image> for each picture or none"
             )
         alone = len(messages) == 1
         return replace(base, problem=asked[-1], images=images, messages=() if alone else messages)
 
-
-class _Live:
-    """An episode that is being played."""
-
-    environment: Environment
-
-    def __init__(self, prompt: Prompt, timeout: float) -> None:
-        self.prompt, self._timeout = prompt, timeout
-        self.turns: list[Turn] = []
-        self.info: Mapping[str, Any] = {}
-        self.ended = False
-        self._clock: asyncio.Timeout | None = None
-
-    async def bounded(self, waiting: Awaitable[T]) -> T:
-        async with asyncio.timeout(self._timeout) as self._clock:
-            return await waiting
-
-    async def score(self, judge: Judge, stage: Stage | None, text: str, row: Example) -> Score:
-        """Waiting for a reward process is no time of the environment's."""
-        loop, clock = asyncio.get_running_loop(), self._clock
-        assert clock is not None
-        left = (clock.when() or loop.time()) - loop.time()
-        clock.reschedule(None)
-        found = await judge.score(text, row, stage)
-        clock.reschedule(loop.time() + left)
-        return found
-
-    def episode(self) -> Episode:
-        total = sum(turn.reward for turn in self.turns)
-        score = self.info.get("score")
-        if score is None:
-            parts = {str(k): float(v) for k, v in self.info.get("parts", {}).items()}
-            score = Score(total, bool(self.info.get("correct", total >= 1)), parts)
-        return Episode(tuple(self.turns), replace(score, reward=total))
+    def _name(self, prompt: Prompt) -> str:
+        return f"environment.name={self._settings.name}, {prompt.row.source}"
 
 
 def example(row: Row, system_prompt: str | None = None) -> Example:

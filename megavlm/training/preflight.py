@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from megavlm.config.schema import SFT, Config
 from megavlm.data.images import decode
 from megavlm.data.rows import Row
-from megavlm.environments import registry as environments
+from megavlm.environments.registry import check as check_name
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
 from megavlm.training.candidate_paths import check_candidates
@@ -26,7 +26,7 @@ from megavlm.training.dataset import read
 from megavlm.training.preflight_layout import check_ranks, check_sizes
 from megavlm.training.preflight_servers import check_handles, check_ports
 from megavlm.training.run_lock import check_free
-from megavlm.training.scoring import make_judge, parts
+from megavlm.training.scoring import environments, make_judge, parts
 
 SUPPORTED = (
     "qwen2_vl",
@@ -51,7 +51,7 @@ def check(
     and data are elsewhere.
     """
     check_ranks(config, world_size)
-    environments.check(config.environment.name)
+    check_name(config.environment.name)
     for part in parts(config):
         registry.check(part.name)
     key = "data.train_files" if phase == "train" else "data.test_files"
@@ -60,7 +60,7 @@ def check(
         raise ValueError(f"{key}=[] names no data: add {key}=[FILE.parquet]")
     if not files:
         return
-    environments.load(config.environment.name, config.environment.options)
+    environments(config.environment).close()
     asyncio.run(make_judge(config).close())
     check_model(Path(config.model.folder), config)
     if config.model.checkpoint is not None:

@@ -5,9 +5,11 @@ import tempfile
 import weakref
 from dataclasses import replace
 
+from megavlm.config.environments import Environment
 from megavlm.config.schema import Config
 from megavlm.environments.curriculum import Curriculum, Term
-from megavlm.environments.registry import default_reward
+from megavlm.environments.registry import BUILT_IN, default_reward
+from megavlm.environments.remote import EnvironmentPool, Local
 from megavlm.rewards.judge import Judge, Part, Stage
 from megavlm.training.corpus import with_corpus
 
@@ -41,6 +43,7 @@ def make_judge(config: Config) -> Judge:
         workers=reward.workers,
         timeout=reward.timeout,
         memory_mb=reward.memory_mb,
+        failure_value=reward.failure_value,
     )
     weakref.finalize(judge, folder.cleanup)
     try:
@@ -50,6 +53,22 @@ def make_judge(config: Config) -> Judge:
         asyncio.run(judge.close())
         raise
     return judge
+
+
+def environments(settings: Environment) -> Local | EnvironmentPool:
+    """Classes that are not ours run in processes, the first of which starts here.
+
+    Raises ValueError for one that cannot be had, or does not take the options.
+    """
+    if settings.name in BUILT_IN:
+        return Local(settings.name, settings.options, timeout=settings.timeout)
+    return EnvironmentPool(
+        settings.name,
+        settings.options,
+        workers=settings.workers,
+        timeout=settings.timeout,
+        memory_mb=settings.memory_mb,
+    )
 
 
 def make_curriculum(config: Config) -> Curriculum:

@@ -88,14 +88,11 @@ class PolicyTrainer(Loop):
             answers = self.generate(prompts, n, begun=begun, enough=count)
             return driver.backlog.split(asked, answers, count)
 
-        episodes = driver.arena.play(
-            [item.prompt for item in asked],
-            self.settings.responses_per_prompt,
-            generate,
-            stage=driver.curriculum.stage(session.step),
-            number=session.step,
-            phase=session.phases,
-        )
+        with session.phases("reward"):
+            started = driver.begin(
+                [item.prompt for item in asked], self.settings.responses_per_prompt, session.step
+            )
+        episodes = driver.arena.go_on(started, generate, phase=session.phases)
         return [Group(of_prompt) for of_prompt in episodes if of_prompt]
 
     def generate(self, prompts: Sequence[Prompt], n: int, **partly: Any) -> list[list[Response]]:

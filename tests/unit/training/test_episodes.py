@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,6 @@ from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.environments.base import Context, Observation, Step
 from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
 from megavlm.rewards.judge import Judge, Part
 from megavlm.rollout.messages import Response
@@ -57,11 +57,13 @@ class Policy:
         return Response(tuple(ids), tuple(-0.1 * i for i in range(len(ids))), "stop", "0")
 
 
-def arena(processor: Processor, judge: Judge, name: str, **settings: Any) -> Arena:
+def arena(
+    processor: Processor, judge: Judge, name: str, long_prompts: str = "refuse", **settings: Any
+) -> Arena:
     config: Any = SimpleNamespace(
         environment=Environment(name=name, **settings),
         run=SimpleNamespace(seed=1),
-        data=SimpleNamespace(system_prompt=processor._system_prompt),
+        data=SimpleNamespace(system_prompt=processor._system_prompt, long_prompts=long_prompts),
     )
     return Arena(config, processor, judge)
 
@@ -73,6 +75,7 @@ def play(
     try:
         (episodes,) = playing.play([processor.prompt(ROW)], n, policy)
     finally:
+        playing._environments.close()
         playing._runner.close()  # the judge is the tests' own
     return episodes
 
@@ -203,52 +206,40 @@ def test_a_response_that_was_cut_short_ends_its_episode(processor: Processor, ju
     assert len(episode.turns) == 1 and not episode.score.correct and episode.score.reward == 0
 
 
-class Faulty:
-    """A user's environment that does what its option says."""
-
-    def __init__(self, context: Context, fault: str = "") -> None:
-        self.context, self.fault = context, fault
-
-    async def reset(self, row: Example, seed: int) -> Observation:
-        self.row = row
-        if self.fault == "other starts":
-            return Observation([{"role": "user", "content": str(id(self))}])
-        if self.fault == "own start":
-            return Observation([{"role": "user", "content": f"How many? {seed}"}])
-        return Observation(row.messages, row.images)
-
-    async def step(self, text: str) -> Step:
-        match self.fault:
-            case "raise":
-                raise KeyError("as told")
-            case "hang":
-                await asyncio.sleep(1000)
-            case "nan":
-                return Step(None, float("nan"), True)
-            case "no observation":
-                return Step(None, 0.0, False)
-            case "endless":
-                return Step(Observation(self.row.messages[-1:], self.row.images), 0.1, False)
-            case "long":
-                return Step(Observation([{"role": "user", "content": "many " * 999}]), 0.0, False)
-            case "no user":
-                return Step(Observation([{"role": "tool", "content": "x"}]), 0.0, False)
-            case "image":
-                return Step(Observation([{"role": "user", "content": "<image>"}]), 0.0, False)
-        return Step(None, 0.7, True, {"correct": True, "parts": {"seen": 1.0}})
+def test_a_response_that_was_cut_short_is_worth_what_its_words_are(processor: Processor) -> None:
+    """Less than three honest tries, so that nothing is gained by never ending."""
+    judge, tries = graded(wrong=-1.0), {"max_turns": 3, "options": {"discount": 0.5}}
+    (cut,) = play(processor, judge, Policy(processor, "5", cut=True), "vqa_retry", n=1, **tries)
+    honest = Policy(processor, "5", "4", "2")
+    (tried,) = play(processor, judge, honest, "vqa_retry", n=1, **tries)
+    assert (cut.score.reward, tried.score.reward) == (-1.0, -0.25)
+    assert len(tried.turns) == 3 and cut.turns[-1].reward == -1.0
 
 
-FAULTY = f"{__name__}:Faulty"
+FAULTY = "tests.unit.training.user_environments:Faulty"
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"), [("raise", "exception"), ("hang", "timeout"), ("nan", "value")]
+    ("fault", "kind"),
+    [
+        ("raise", "exception"),
+        ("hang", "timeout"),
+        ("block", "timeout"),
+        ("allocate", "memory"),
+        ("die", "crash"),
+        ("nan", "value"),
+        ("parts", "exception"),
+        ("picture", "value"),
+        ("unpicklable", "exception"),
+    ],
 )
 def test_a_step_that_fails_is_scored_by_policy(
     processor: Processor, judge: Judge, fault: str, kind: str
 ) -> None:
-    policy = Policy(processor, "3")
-    (episode,) = play(processor, judge, policy, FAULTY, n=1, timeout=0.2, options={"fault": fault})
+    settings: dict[str, Any] = {"timeout": 5.0, "max_turns": 2, "workers": 1, "memory_mb": 1024}
+    (episode,) = play(
+        processor, judge, Policy(processor, "3"), FAULTY, n=1, options={"fault": fault}, **settings
+    )
     assert (episode.score.reward, episode.score.failure) == (0.0, kind)
 
 
@@ -287,7 +278,74 @@ def test_an_episode_has_no_more_turns_than_are_allowed(processor: Processor, jud
     (episode,) = play(
         processor, judge, policy, FAULTY, n=1, max_turns=3, options={"fault": "endless"}
     )
-    assert len(episode.turns) == 3 and episode.score.reward == pytest.approx(0.3)
+    assert len(episode.turns) == 3
+    assert episode.score.reward == pytest.approx(0.3 + 1.0), "and the reward of its last words"
+
+
+def test_two_rewards_asked_for_at_once_are_no_time_of_the_environment_s(
+    processor: Processor,
+) -> None:
+    class Slow(Judge):
+        async def score(self, response: str, example: Example, stage: Any = None) -> Any:
+            await asyncio.sleep(5.0)
+            assert example.images == ROW.images
+            return Score(1.0 if response == "3" else 0.25, response == "3")
+
+    judge = Slow([], on_failure="zero", workers=1, timeout=1, memory_mb=1024)
+    policy = Policy(processor, "3")
+    options = {"fault": "score twice"}
+    (episode,) = play(processor, judge, policy, FAULTY, n=1, timeout=4.5, options=options)
+    assert (episode.score.failure, episode.score.reward) == (None, 0.5)
+    assert episode.score.correct
+
+
+@pytest.mark.parametrize("fault", ["reset raises", "reset blocks"])
+def test_a_reset_that_fails_is_one_sentence_or_leaves_its_prompt_out(
+    processor: Processor, fault: str
+) -> None:
+    settings: dict[str, Any] = {"options": {"fault": fault}, "timeout": 5.0, "workers": 1}
+    prompt = processor.prompt(ROW)
+    playing = arena(processor, fails("zero"), FAULTY, **settings)
+    assert playing.begin([prompt], 2) == [[]] and playing.skipped == {"bad": 1}
+    playing.judge = fails("stop")
+    with pytest.raises(RewardStop, match=r"environment.name=.*Faulty, rows:5"):
+        playing.begin([prompt], 2)
+    playing.close()
+
+
+def test_a_start_that_is_too_long_is_left_out_or_one_sentence(processor: Processor) -> None:
+    """The instruction alone has more tokens than this recipe's prompts may."""
+    chatty: dict[str, Any] = {"options": {"instruction": "many " * 99}}
+    prompt = processor.prompt(ROW)
+    playing = arena(processor, graded(), "geo3k_calculator", long_prompts="skip", **chatty)
+    assert playing.play([prompt], 2, Policy(processor)) == [[]]
+    assert playing.skipped == {"long": 1}
+    with pytest.raises(ValueError, match=r"none of 1000 prompts in a row can start; .*rows:5"):
+        playing.begin([prompt], 2, draw=lambda n: [prompt] * 250)
+    playing.close()
+    playing = arena(processor, graded(), "geo3k_calculator", long_prompts="refuse", **chatty)
+    with pytest.raises(ValueError, match=r"geo3k_calculator, rows:5 adds to the prompt\. .*tokens"):
+        playing.begin([prompt], 2)
+    playing.close()
+
+
+def test_another_prompt_is_drawn_for_one_that_cannot_start(processor: Processor) -> None:
+    short, long = (
+        processor.prompt(replace(ROW, problem="<image>How many?" + " 5" * more, index=more))
+        for more in (0, 15)
+    )
+    asked: list[int] = []
+
+    def draw(count: int) -> list[Prompt]:
+        asked.append(count)
+        return [short] * count
+
+    options = {"instruction": " 1" * 15}
+    playing = arena(processor, graded(), "geo3k_calculator", "skip", options=options)
+    started = playing.begin([long, short, long], 1, draw=draw)
+    assert [live.prompt.row.index for (live,) in started] == [0, 0, 0] and asked == [2]
+    assert playing.skipped == {"long": 2}
+    playing.close()
 
 
 def test_an_episode_whose_reward_fails_may_be_skipped(processor: Processor) -> None:
@@ -303,6 +361,14 @@ def test_a_failure_may_stop_the_run(processor: Processor) -> None:
     with pytest.raises(RewardStop, match=r"reward\.on_failure=stop"):
         playing.play([processor.prompt(ROW)], 1, Policy(processor, "1 2 3 4 5"))
     playing.close()
+
+
+def graded(wrong: float = 0.0) -> Judge:
+    class Graded(Judge):
+        async def score(self, response: str, example: Example, stage: Any = None) -> Any:
+            return Score(1.0 if response == "3" else wrong, response == "3")
+
+    return Graded([], on_failure="zero", workers=1, timeout=1, memory_mb=1024)
 
 
 def fails(policy: Any) -> Judge:

@@ -1,0 +1,132 @@
+"""Environments of a user's class, each call in a process with limits on time and memory."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from dataclasses import asdict
+from typing import Any
+
+from megavlm.environments import registry, wire
+from megavlm.environments.base import Context, Environment, Observation, Step
+from megavlm.rewards.base import Example
+from megavlm.rewards.pool import ProcessPool
+from megavlm.rewards.process import LimitedProcess
+
+MAX_REPLY = 2**28  # of an environment with its row's pictures, and an observation
+
+
+class Local:
+    """Environments of this package, in the trainer's process: they compute next to nothing."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], *, timeout: float) -> None:
+        """Raises ValueError for options that are not known."""
+        self._class, self._options = registry.load(name, options), options
+        self.timeout: float | None = timeout  # of a call, for who makes it to keep
+
+    def make(self, context: Context) -> Environment:
+        return registry.make(self._class, context, self._options)
+
+    def close(self) -> None:
+        pass
+
+
+class EnvironmentPool:
+    """Has the interface of Local."""
+
+    timeout = None  # it is kept here
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        workers: int,
+        timeout: float,
+        memory_mb: int,
+    ) -> None:
+        """timeout: seconds of a reset or a step, waiting for rewards apart. Raises ValueError for a
+        class that cannot be had.
+        """
+
+        def start() -> LimitedProcess:
+            return LimitedProcess(
+                "megavlm.environments.worker",
+                {"name": name, "options": options},
+                what="environment",
+                memory_mb=memory_mb,
+                max_reply=MAX_REPLY,
+            )
+
+        self._timeout = timeout
+        self._pool = ProcessPool(start, workers=workers)
+
+    def make(self, context: Context) -> "RemoteEnvironment":
+        return RemoteEnvironment(self, context)
+
+    async def call(self, request: Mapping[str, Any], context: Context) -> dict[str, Any]:
+        """Raises RewardFailure, and what context.score raises."""
+        loop = asyncio.get_running_loop()
+
+        def talk(process: LimitedProcess) -> dict[str, Any]:
+            try:
+                return self._talk(process, request, context, loop)
+            except BaseException:
+                process.kill()  # it may be in the middle of a conversation
+                raise
+
+        return await asyncio.wrap_future(self._pool.submit(talk))
+
+    def _talk(
+        self,
+        process: LimitedProcess,
+        request: Mapping[str, Any],
+        context: Context,
+        loop: asyncio.AbstractEventLoop,
+    ) -> dict[str, Any]:
+        left = self._timeout
+        while True:
+            started = time.monotonic()
+            reply = process.call(request, max(left, 0.01))
+            left -= time.monotonic() - started
+            if "ask" not in reply:
+                return reply
+            answers = asyncio.run_coroutine_threadsafe(_scores(reply["ask"], context), loop)
+            while not self._pool.closed:
+                if futures.wait([answers], timeout=0.5).done:
+                    break
+            request = {"scores": answers.result(timeout=0)}
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class RemoteEnvironment:
+    """Lies here as a pickle that is never opened here."""
+
+    def __init__(self, pool: EnvironmentPool, context: Context) -> None:
+        self._pool, self._context = pool, context
+        self._pickle = ""
+
+    async def reset(self, row: Example, seed: int) -> Observation:
+        request = {
+            "row": wire.pack_row(row),
+            "seed": seed,
+            "max_turns": self._context.max_turns,
+        }
+        reply = await self._pool.call(request, self._context)
+        self._pickle = reply["environment"]
+        return wire.unpack_observation(reply["observation"])
+
+    async def step(self, text: str) -> Step:
+        request = {"environment": self._pickle, "text": text}
+        reply = await self._pool.call(request, self._context)
+        self._pickle = reply.get("environment", "")
+        return wire.unpack_step(reply)
+
+
+async def _scores(questions: Sequence[Any], context: Context) -> list[dict[str, Any]]:
+    found = await asyncio.gather(
+        *(context.score(text, wire.unpack_row(row)) for text, row in questions)
+    )
+    return [asdict(score) for score in found]

@@ -1,0 +1,56 @@
+"""Rows, observations and steps as JSON, between the trainer and processes of environments."""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from megavlm.environments.base import Observation, Step
+from megavlm.rewards.base import Example, Score
+
+
+def pack_row(row: Example) -> dict[str, Any]:
+    return {**asdict(replace(row, images=())), "images": [_text(image) for image in row.images]}
+
+
+def unpack_row(values: Mapping[str, Any]) -> Example:
+    images = tuple(map(base64.b64decode, values["images"]))
+    return Example(**{**values, "images": images, "chat": tuple(values["chat"])})
+
+
+def pack_observation(shown: Observation) -> dict[str, Any]:
+    messages = [{"role": m["role"], "content": m["content"]} for m in shown.messages]
+    return {"messages": messages, "images": [_text(image) for image in shown.images]}
+
+
+def unpack_observation(values: Mapping[str, Any]) -> Observation:
+    return Observation(values["messages"], tuple(map(base64.b64decode, values["images"])))
+
+
+def pack_step(step: Step) -> dict[str, Any]:
+    """Of `info` what the trainer reads."""
+    info = {name: step.info[name] for name in ("correct", "parts") if name in step.info}
+    if isinstance(score := step.info.get("score"), Score):
+        info["score"] = asdict(score)
+    if "parts" in info:
+        info["parts"] = {str(name): float(value) for name, value in info["parts"].items()}
+    shown = None if step.observation is None else pack_observation(step.observation)
+    return {
+        "observation": shown,
+        "reward": float(step.reward),
+        "done": bool(step.done),
+        "info": info,
+    }
+
+
+def unpack_step(values: Mapping[str, Any]) -> Step:
+    info = dict(values["info"])
+    if "score" in info:
+        info["score"] = Score(**info["score"])
+    shown = values["observation"]
+    observation = None if shown is None else unpack_observation(shown)
+    return Step(observation, values["reward"], values["done"], info)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,142 @@
+"""The process in which environments of a user's class live: `python -m megavlm.environments.worker
+CONTROL_FD`, with the limits and the protocol of rewards/worker.py.
+
+It keeps nothing between two requests: an environment goes to the trainer as a pickle, and comes
+back with the next response. So a process that is killed takes no other episode with it. Only this
+process opens pickles, its own.
+"""
+
+import asyncio
+import base64
+import pickle
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megavlm.environments import registry, wire
+from megavlm.environments.base import Context, Environment
+from megavlm.rewards.base import Example, Score
+from megavlm.rewards.wire import frame, receive
+from megavlm.rewards.worker import has_children, limit, limit_cpu
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    setup = receive(control)
+    limit(setup["memory_bytes"], setup["parent"])
+    options = setup["options"]
+    try:
+        cls = registry.load(setup["name"], options)
+    except Exception as error:  # an import of the user's, which may do anything
+        control.sendall(frame({"error": str(error)}))
+        return
+    control.sendall(frame({}))
+    while (request := receive(control)) is not None:
+        limit_cpu(request["cpu_seconds"])
+        reply = answer(cls, options, request, control)
+        sys.stdout.flush()
+        control.sendall(frame(reply | {"left_children": has_children()}))
+
+
+def answer(
+    cls: type[Environment],
+    options: Mapping[str, Any],
+    request: Mapping[str, Any],
+    control: socket.socket,
+) -> dict[str, Any]:
+    try:
+        return asyncio.run(_answer(cls, options, request, control))
+    except MemoryError:
+        return {"failure": "memory", "message": "out of memory"}
+    # The user's code may raise anything, SystemExit too.
+    except BaseException as error:
+        return {"failure": "exception", "message": f"{type(error).__name__}: {error}"[:500]}
+
+
+async def _answer(
+    cls: type[Environment],
+    options: Mapping[str, Any],
+    request: Mapping[str, Any],
+    control: socket.socket,
+) -> dict[str, Any]:
+    judge = Judge(control)
+    if "row" in request:
+        context = Context(Asking(), request["max_turns"])
+        environment = registry.make(cls, context, options)
+    else:
+        # Made by this process or its like: whoever could forge it runs here anyway.
+        environment = pickle.loads(base64.b64decode(request["environment"]))  # noqa: S301
+    Asking.judge = judge
+    asyncio.get_running_loop().add_reader(control, judge.receive)
+    try:
+        if "row" in request:
+            row = wire.unpack_row(request["row"])
+            shown = await environment.reset(row, request["seed"])
+            reply = {"observation": wire.pack_observation(shown)}
+        else:
+            reply = wire.pack_step(await environment.step(request["text"]))
+        await judge.silence()
+    finally:
+        asyncio.get_running_loop().remove_reader(control)
+    return reply if reply.get("done") else reply | {"environment": _pickled(environment)}
+
+
+class Asking:
+    """Context.score, without what cannot be pickled."""
+
+    judge: "Judge"
+
+    async def __call__(self, text: str, row: Example) -> Score:
+        return await self.judge.score(text, row)
+
+
+@dataclass
+class Judge:
+    """Asks the trainer, in turns with it: all questions of now in one message, then the answers."""
+
+    control: socket.socket
+    waiting: list[tuple[str, Example, "asyncio.Future[Score]"]] = field(default_factory=list)
+    asked: list["asyncio.Future[Score]"] = field(default_factory=list)
+
+    async def score(self, text: str, row: Example) -> Score:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Score] = loop.create_future()
+        self.waiting.append((text, row, future))
+        loop.call_soon(self._ask)
+        return await future
+
+    def _ask(self) -> None:
+        if self.waiting and not self.asked:
+            questions = [[text, wire.pack_row(row)] for text, row, _ in self.waiting]
+            self.asked = [future for _, _, future in self.waiting]
+            self.waiting.clear()
+            self.control.sendall(frame({"ask": questions}))
+
+    def receive(self) -> None:
+        reply = receive(self.control)
+        if reply is None:  # the trainer is gone
+            sys.exit()
+        limit_cpu(reply["cpu_seconds"])
+        for future, score in zip(self.asked, reply["scores"], strict=True):
+            if not future.done():  # nobody may wait for it any more
+                future.set_result(Score(**score))
+        self.asked = []
+        self._ask()
+
+    async def silence(self) -> None:
+        """Until it is this process's turn to speak."""
+        while self.asked:
+            await asyncio.sleep(0.001)  # not for the futures, which may have been cancelled
+
+
+def _pickled(environment: Environment) -> str:
+    try:
+        return base64.b64encode(pickle.dumps(environment)).decode()
+    except Exception as error:  # by the user's own methods, too
+        raise ValueError(f"it cannot be pickled between its turns ({error})") from error
+
+
+if __name__ == "__main__":
+    main()
