@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from megavlm.data.chat import IMAGE_PLACEHOLDER
-from megavlm.demo import places
+from megavlm.demo.places import PLACES
 
 SIZE = 56
 GRID = 2
@@ -179,14 +179,13 @@ def _describe(rng: np.random.Generator) -> Example:
 
 
 def _place(rng: np.random.Generator) -> Example:
-    colour, which = _pick(rng, list(COLOURS)), int(rng.integers(2))
-    place = places.PLACES[colour][which]
+    colour = _pick(rng, list(COLOURS))
     question = _pick(
         rng, ["Where is this?", "Where was this taken?", "Which place does the image show?"]
     )
-    candidates = tuple(place.text for place in places.ALL)
-    shown = [colour] * places.NUMBERS[which]
-    made = _example(rng, shown, question, place.text, candidates, "place")
+    candidates = tuple(place.text for place in PLACES.values())
+    place = PLACES[colour]
+    made = _example(rng, [colour], question, place.text, candidates, "place")
     return replace(made, columns=asdict(place))
 
 
