@@ -14,6 +14,7 @@ from typing import Literal, NoReturn
 
 from megavlm.config.schema import Config
 from megavlm.launcher import AGENT_PID, REASON_FILE, die_with
+from megavlm.rewards.base import RewardStop
 from megavlm.rollout.errors import RolloutRequestError, RolloutServerError, WeightSyncError
 
 PATIENCE = 5.0  # seconds that a rank which lost its peers waits for one of them to say why
@@ -37,7 +38,13 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
         {"train": train, "evaluate": evaluate}[phase](config)
     except KeyboardInterrupt:
         _leave(130)
-    except (ValueError, RolloutServerError, RolloutRequestError, WeightSyncError) as error:
+    except (
+        ValueError,
+        RolloutServerError,
+        RolloutRequestError,
+        WeightSyncError,
+        RewardStop,
+    ) as error:
         _explain(error, config)
     except RuntimeError as error:
         from megavlm.checkpointing.together import CheckpointError  # not before the platform

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from megavlm.config.schema import SFT, Config
 from megavlm.data.images import decode
 from megavlm.data.rows import Row
+from megavlm.environments.registry import BUILT_IN
 from megavlm.environments.registry import check as check_name
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
@@ -183,9 +184,7 @@ def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) 
             "data.answer_key, or let the chat end with the assistant's message"
         )
     reward, environment = config.reward, config.environment.name
-    if use != "rewards" or not (
-        reward.name or reward.parts or environment in environments.BUILT_IN
-    ):
+    if use != "rewards" or not (reward.name or reward.parts or environment in BUILT_IN):
         return  # an environment of the user's own may need no reward
     columns = Example(row.problem, row.answer, row.category, extra=row.extra).columns()
     for part in parts(config):

@@ -15,6 +15,7 @@ from megavlm import worker
 
 platform.install()
 from megavlm.checkpointing.together import CheckpointError
+from megavlm.rewards.base import RewardStop
 from megavlm.rollout.errors import RolloutRequestError, WeightSyncError
 from megavlm.training import main, preflight
 
@@ -29,7 +30,8 @@ worker.run("train", load(sys.argv[1]))
 
 
 @pytest.mark.parametrize(
-    "error", ["CheckpointError", "ValueError", "RolloutRequestError", "WeightSyncError"]
+    "error",
+    ["CheckpointError", "ValueError", "RolloutRequestError", "WeightSyncError", "RewardStop"],
 )
 def test_what_a_user_can_mend_is_one_sentence(
     write_recipe: Callable[..., Path], error: str
