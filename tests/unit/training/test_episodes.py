@@ -329,7 +329,9 @@ def test_a_start_that_is_too_long_is_left_out_or_one_sentence(processor: Process
     playing.close()
 
 
-def test_another_prompt_is_drawn_for_one_that_cannot_start(processor: Processor) -> None:
+def test_another_prompt_is_drawn_for_one_that_cannot_start(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     short, long = (
         processor.prompt(replace(ROW, problem="<image>How many?" + " 5" * more, index=more))
         for more in (0, 15)
@@ -340,7 +342,9 @@ def test_another_prompt_is_drawn_for_one_that_cannot_start(processor: Processor)
         asked.append(count)
         return [short] * count
 
-    options = {"instruction": " 1" * 15}
+    # A system message of one digit takes at most eleven tokens more.
+    monkeypatch.setattr(processor, "_max_prompt_tokens", len(short.token_ids) + 14)
+    options = {"instruction": "1"}
     playing = arena(processor, graded(), "geo3k_calculator", "skip", options=options)
     started = playing.begin([long, short, long], 1, draw=draw)
     assert [live.prompt.row.index for (live,) in started] == [0, 0, 0] and asked == [2]
