@@ -122,3 +122,9 @@ def test_supervised_runs_have_no_episodes(tmp_path: Path) -> None:
     result = build_result(tmp_path, steps=1, seed=0)
     assert result["final_reward"] is None and result["total_episodes"] == 0
     assert result["evaluation"] is None
+
+
+def test_a_gain_on_rows_without_answers_is_not_called_visual() -> None:
+    after = evaluation(0.9) | {"blind": None, "valid": None}
+    verdict, sentence = conclude(evaluation(0.4), after)
+    assert verdict is None and "whether it is visual was not measured" in sentence
