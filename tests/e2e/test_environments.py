@@ -1,7 +1,10 @@
 """Episodes of several turns through the command line: pictures in observations, the real server."""
 
+from typing import Any
+
 import pytest
 
+from megavlm.demo.shapes import write_dataset
 from tests.e2e.conftest import Running, World
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -33,3 +36,41 @@ def test_two_turns_are_sampled_and_trained_on(world: World, running: Running) ->
         assert step["rollout_max_difference"] < 1e-4
         assert step["reward_failures"] == 0
     assert (first["curriculum_stage"], second["curriculum_stage"]) == (1, 2)
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "geo3k": {"reward": {"options": {"bare": True}}},
+    "geo3k_calculator": {
+        "environment": {
+            "max_turns": 2,
+            "max_observation_tokens": 48,
+            "options": {"instruction": ""},
+        }
+    },
+    "vqa": {},
+    "caption": {"reward": {"options": {"reference_key": "answer"}}, "task": "describe"},
+    "geospot": {"data": {"extra_keys": ["country", "city", "lat", "lon"]}, "task": "place"},
+}
+
+
+@pytest.mark.parametrize("name", list(OWN))
+def test_every_environment_trains_for_two_steps(world: World, running: Running, name: str) -> None:
+    own = dict(OWN[name])
+    files = {}
+    if task := own.pop("task", None):
+        folder = world.root / f"data_{task}"
+        write_dataset(folder, seed=0, num_train=24, num_test=6, tasks=[task])
+        files = {f"{use}_files": [str(folder / f"{use}.parquet")] for use in ("train", "test")}
+    recipe = world.recipe(
+        f"environment_{name}",
+        data={"pack_tokens": 1024, **files, **own.pop("data", {})},
+        algorithm={"prompts_per_step": 2, "responses_per_prompt": 4, "steps": 2},
+        environment={"name": name, **own.pop("environment", {})},
+        rollout={**running.rollout, "max_new_tokens": 16},
+        evaluation={"after": True, "limit": 4},
+        **own,
+    )
+    done = world.megavlm("train", recipe, **running.keys)
+    assert done.returncode == 0, done.stderr
+    for step in world.metrics(f"environment_{name}"):
+        assert step["reward_failures"] == 0 and step["rollout_max_difference"] < 1e-4
