@@ -6,6 +6,7 @@
 # make test    the whole suite on CPU
 # make style   linter, formatter (check only) and type checker
 # make parity  the whole matrix of models, layouts and inputs against transformers: tests/parity/RESULTS.md
+# make pushes  every trainer layout, way and mode of a weight sync against the real server
 # make bench   measures, printed; nothing passes or fails by them
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ OVERRIDES ?=
 TESTS ?= tests
 CASES ?=
 
-.PHONY: setup demo test parity style bench
+.PHONY: setup demo test parity pushes style bench
 
 setup: $(STAMP)
 
@@ -48,6 +49,9 @@ test: setup
 
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.run $(CASES)
+
+pushes: setup
+	OMP_NUM_THREADS=1 SYNC_MATRIX=all $(BIN)/python -m pytest tests/sglang/test_push_matrix.py
 
 style: setup
 	$(BIN)/ruff check .

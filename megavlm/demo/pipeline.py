@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.data.rows import read_rows
 from megavlm.demo.data import TASKS_OF, DemoData, draw, take
@@ -60,6 +61,7 @@ def run_demo(
             f"--algorithm {algorithm} is for drawn pictures: with --data give the keys of "
             f"recipes/algorithms/{algorithm}.yaml as overrides"
         )
+    load(RECIPES / main, overrides)  # a mistake is told now, and not after the warm start
     _clear(run_dir)
     seconds: dict[str, float] = {}
     with _phase("data", seconds):
@@ -132,7 +134,6 @@ def run_demo(
 
 def _train(recipe: str, overrides: list[str]) -> None:
     """One run of a recipe, as `megavlm train` makes it."""
-    from megavlm.config.load import load
     from megavlm.launcher import run_workers
     from megavlm.training import preflight
 

@@ -88,6 +88,7 @@ BAD = [
     (["evaluate", "RECIPE", "data.test_files=[]"], "data.test_files=[] names no data"),
     (["report", "none"], "none is no run directory: it has no metrics.jsonl"),
     (["demo", "--data", "none"], "--data none is no folder"),
+    (["demo", "algorithm.steps=2"], "optimizer.warmup_steps=5 is above algorithm.steps=2"),
     (["demo", "run.dir=x"], "run.dir=x is set by the demo: give --run-dir x instead"),
 ]
 
