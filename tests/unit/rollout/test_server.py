@@ -127,10 +127,12 @@ def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> Non
             intruder.__enter__()
 
 
+# A suite that a shell runs in the background hands on that SIGINT is ignored.
 PARENT = """
-import sys
+import signal, sys
 from pathlib import Path
 from megavlm.rollout.server import ManagedServer
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with ManagedServer("model", dtype="float32", device="cpu", log_path=Path(sys.argv[1])):
     print("up", flush=True)
     sys.stdin.read()

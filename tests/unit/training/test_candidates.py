@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,17 +94,16 @@ def test_rows_that_cannot_be_asked(tmp_path: Path) -> None:
         if row.problem == "long":
             raise PromptTooLong(f"{row.source}: too long")
 
-    processor: Any = SimpleNamespace(prompt=prompt)
-    found, skipped = usable(rows, processor, Data(bad_samples="skip", long_prompts="skip"), 2)
+    found, skipped = usable(rows, prompt, Data(bad_samples="skip", long_prompts="skip"), 2)
     assert [row.index for row in found] == [0, 3]
     assert (skipped.bad, skipped.long) == (1, 1)
     assert skipped.reasons == (f"{path}:1: broken", f"{path}:2: too long")
-    assert len(usable(rows, processor, Data(), None)[0]) == 5
+    assert len(usable(rows, prompt, Data(), None)[0]) == 5
     with pytest.raises(PromptTooLong, match="too long"):
-        usable(rows, processor, Data(bad_samples="skip"), None)
+        usable(rows, prompt, Data(bad_samples="skip"), None)
     with pytest.raises(ValueError, match="broken"):
-        usable(rows, processor, Data(long_prompts="skip"), None)
+        usable(rows, prompt, Data(long_prompts="skip"), None)
     path.write_text('{"problem": "bad", "answer": "a"}\n')
     none = Rows([str(path)], Columns())
     with pytest.raises(ValueError, match=r"no row can be asked; .*broken"):
-        usable(none, processor, Data(bad_samples="skip"), None)
+        usable(none, prompt, Data(bad_samples="skip"), None)
