@@ -161,6 +161,9 @@ class Conductor:
         self._transport.commit(servers, [url for url in round_.refitted if url in live])
         if self._transport.in_session:
             self._post("/end_weight_update", {})
+        # On a CPU a flush collects garbage, among all that a server has loaded unless that is
+        # frozen: half a second a push. A server asks itself at its start, too early to be heard.
+        servers.try_each("/freeze_gc", {}, round_.refitted)
         if self._pause in FLUSH:
             self._post(FLUSH[self._pause], {})
         checked = self._compare(round_, sent)

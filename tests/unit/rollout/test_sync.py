@@ -133,6 +133,7 @@ def test_what_is_sent(full: bool) -> None:
         "/pause_generation",
         "/begin_weight_update",
         "/end_weight_update",
+        *(["/freeze_gc"] if full else []),
         "/flush_cache?timeout=20",
         VERSION,
         "/model_info",
