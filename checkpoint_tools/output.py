@@ -23,9 +23,9 @@ def output_folder(
 
     `sources`: the folders that it is made of, none of which it may replace. With `force` an older
     folder is replaced, but only one that holds a file like `mark`, so that a mistyped path does not
-    delete a home directory. On an error nothing is left; what a killed
-    conversion left is removed. ValueError where another conversion writes the same folder, or its
-    disk has less room than `nbytes` of weights need.
+    delete a home directory. On an error nothing is left; what a killed conversion left is removed.
+    ValueError where another conversion writes the same folder, or its disk has less room than
+    `nbytes` of weights need.
     """
     target = target.resolve()  # a link stays, and what it points to is replaced
     for path in (target, *target.parents):

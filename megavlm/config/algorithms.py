@@ -66,6 +66,11 @@ class PolicyOptimization:
     def updates_per_step(self) -> int:
         return self.epochs * self.minibatches
 
+    @property
+    def policy_steps(self) -> int:
+        """Steps in which the policy learns: its learning rate's schedule is theirs."""
+        return self.steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(PolicyOptimization):
@@ -99,6 +104,10 @@ class PPO(PolicyOptimization):
     value_coefficient: float = bounded(0.5, above=0)
     value_clip: float | None = bounded(0.2, above=0)
 
+    @property
+    def policy_steps(self) -> int:
+        return self.steps - self.critic_warmup_steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFT:
@@ -111,6 +120,10 @@ class SFT:
     @property
     def updates_per_step(self) -> int:
         return 1
+
+    @property
+    def policy_steps(self) -> int:
+        return self.steps
 
 
 Algorithm = GRPO | PPO | SFT

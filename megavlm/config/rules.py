@@ -42,16 +42,19 @@ def check(config: Config) -> None:
 
 
 def _check_optimizer(config: Config) -> None:
-    optimizer, steps = config.optimizer, config.algorithm.steps
+    optimizer, algorithm = config.optimizer, config.algorithm
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(
             f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}: "
             "lower it or raise the other"
         )
-    if optimizer.warmup_steps > steps:
+    if optimizer.warmup_steps > algorithm.policy_steps:
+        critic = algorithm.steps - algorithm.policy_steps
+        less = f" less algorithm.critic_warmup_steps={critic}" if critic else ""
         raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} is above algorithm.steps={steps}: "
-            "the rate would never be reached; lower it or raise the other"
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is above "
+            f"algorithm.steps={algorithm.steps}{less}: the rate would never be reached; lower it "
+            "or raise the number of steps"
         )
 
 

@@ -99,6 +99,7 @@ class Judge:
     control: socket.socket
     waiting: list[tuple[str, Example, "asyncio.Future[Score]"]] = field(default_factory=list)
     asked: list["asyncio.Future[Score]"] = field(default_factory=list)
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def score(self, text: str, row: Example) -> Score:
         loop = asyncio.get_running_loop()
@@ -123,12 +124,14 @@ class Judge:
             if not future.done():  # nobody may wait for it any more
                 future.set_result(Score(**score))
         self.asked = []
+        self.heard.set()
         self._ask()
 
     async def silence(self) -> None:
         """Until it is this process's turn to speak."""
-        while self.asked:
-            await asyncio.sleep(0.001)  # not for the futures, which may have been cancelled
+        while self.asked:  # the futures themselves may have been cancelled
+            self.heard.clear()
+            await self.heard.wait()
 
 
 def _pickled(environment: Environment) -> str:

@@ -5,18 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from megavlm.evaluation.attempts import Candidate
-from megavlm.rewards.geospot import read
+from megavlm.rewards.geospot import Point, on_earth, read
 
 _WIDTH, _HEIGHT = 720, 360  # as land.svg has them
 _LAND = Path(__file__).with_name("land.svg")
 STYLES = ("c1", "c2")  # of models, in the page's style sheet
 TRUTH = "c3"
 MAX_CHARS = 500
-
-Point = tuple[float, float]  # latitude, longitude in degrees
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ def spots(candidates: Sequence[Candidate]) -> list[Spot]:
     ]
     found = []
     for question in candidates[0].questions:
-        truth = _truth(question.row.extra)
+        truth = on_earth(question.row.extra.get("lat"), question.row.extra.get("lon"))
         if truth is None:
             continue
         said = [
@@ -62,11 +59,11 @@ def world_map(found: Sequence[Spot], names: Sequence[str]) -> str:
         *(f'<text x="2" y="{_y(lat) - 2:.1f}">{lat}°</text>' for lat in (-60, -30, 0, 30, 60)),
     ]
     for spot in found:
-        for style, point in zip(STYLES, spot.said, strict=False):
-            if point is not None:
-                ends = f"M{_at(spot.truth)}L{_at(point)}"
+        for style, said in zip(STYLES, spot.said, strict=False):
+            if said is not None:
+                ends = f"M{_at(spot.truth)}L{_at(said)}"
                 parts.append(f'<path class="line {style}" style="stroke-width:0.7" d="{ends}"/>')
-                parts.append(_dot(point, style, 3.0, spot.label))
+                parts.append(_dot(said, style, 3.0, spot.label))
         parts.append(_dot(spot.truth, TRUTH, 4.5, spot.label))
     shown = [(TRUTH, "where it was taken"), *zip(STYLES, names, strict=False)]
     legend = "".join(f'<span><i class="{style}"></i>{escape(name)}</span>' for style, name in shown)
@@ -75,14 +72,6 @@ def world_map(found: Sequence[Spot], names: Sequence[str]) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Where">{"".join(parts)}'
         f'</svg><div class="legend">{legend}</div></figure>'
     )
-
-
-def _truth(extra: Any) -> Point | None:
-    try:
-        point = float(str(extra.get("lat"))), float(str(extra.get("lon")))
-    except ValueError:
-        return None
-    return point if abs(point[0]) <= 90 and abs(point[1]) <= 180 else None
 
 
 def _said(text: str) -> Point | None:
@@ -104,13 +93,13 @@ def _y(lat: float) -> float:
     return (90 - lat) / 180 * _HEIGHT
 
 
-def _at(point: Point) -> str:
-    return f"{_x(point[1]):.1f} {_y(point[0]):.1f}"
+def _at(place: Point) -> str:
+    return f"{_x(place[1]):.1f} {_y(place[0]):.1f}"
 
 
-def _dot(point: Point, style: str, radius: float, label: str) -> str:
-    where = f"{point[0]:.2f}, {point[1]:.2f}"
+def _dot(place: Point, style: str, radius: float, label: str) -> str:
+    where = f"{place[0]:.2f}, {place[1]:.2f}"
     return (
-        f'<circle class="dot {style}" cx="{_x(point[1]):.1f}" cy="{_y(point[0]):.1f}" '
+        f'<circle class="dot {style}" cx="{_x(place[1]):.1f}" cy="{_y(place[0]):.1f}" '
         f'r="{radius}"><title>{escape(label)}: {where}</title></circle>'
     )

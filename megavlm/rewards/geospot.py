@@ -20,6 +20,8 @@ from megavlm.rewards.options import check_number, check_weights
 from megavlm.rewards.places import city_name, country_code, great_circle_km, region_name
 from megavlm.rewards.words import MINUS_SIGNS
 
+Point = tuple[float, float]  # latitude, longitude in degrees
+
 WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
 MAX_CHARACTERS = 20_000
 MAX_OBJECTS = 50  # of JSON in a response that are tried
@@ -145,12 +147,12 @@ def _read_json(response: str) -> dict[str, Any]:
             if name in ("country", "region", "city") and isinstance(item, str) and item:
                 said[name] = item
         lat, lon = (names.get(short, names.get(long)) for short, long in _COORDINATES)
-        if (point := _point(lat, lon)) is not None:
+        if (point := on_earth(lat, lon)) is not None:
             said["point"] = point
     return said
 
 
-def _read_point(response: str) -> tuple[float, float] | None:
+def _read_point(response: str) -> Point | None:
     found = None
     for pattern in (_PAIR, _LABELLED):
         for lat_text, north, lon_text, east in pattern.findall(response):
@@ -159,17 +161,17 @@ def _read_point(response: str) -> tuple[float, float] | None:
             # Plain whole numbers are counts and house numbers.
             exact = "." in lat_text and "." in lon_text
             if exact or north or pattern is _LABELLED:
-                found = _point(lat, lon) or found
+                found = on_earth(lat, lon) or found
     return found
 
 
-def _point(lat: object, lon: object) -> tuple[float, float] | None:
+def on_earth(lat: object, lon: object) -> Point | None:
     """Two numbers, or texts of such; None where they are none, or not on earth."""
     try:
-        point = float(str(lat)), float(str(lon))
+        found = float(str(lat)), float(str(lon))
     except ValueError:
         return None
-    return point if abs(point[0]) <= 90 and abs(point[1]) <= 180 else None
+    return found if abs(found[0]) <= 90 and abs(found[1]) <= 180 else None
 
 
 def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
         "country": _text(row.get("country")) or _text(row.get("answer")),
         "region": _text(row.get("region")),
         "city": _text(row.get("city")),
-        "point": _point(row.get("lat"), row.get("lon")),
+        "point": on_earth(row.get("lat"), row.get("lon")),
     }
 
 

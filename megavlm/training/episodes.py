@@ -113,9 +113,7 @@ class Arena:
         timed = phase or (lambda _: nullcontext())
         # The group's first turn is one prompt with n responses; later ones are each their own.
         with timed("rollout"):
-            answers = generate(
-                [group[0].prompt for group in groups], len(groups[0]) if groups else 1
-            )
+            answers = generate([group[0].prompt for group in groups], len(groups[0]))
         waiting = [
             live for group, answer in zip(groups, answers, strict=True) if answer for live in group
         ]

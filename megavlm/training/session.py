@@ -45,7 +45,7 @@ class Session:
         self.updater = build_updater(
             self.model,
             config.optimizer,
-            num_steps=algorithm.steps,
+            num_steps=algorithm.policy_steps,
             updates_per_step=algorithm.updates_per_step,
             value_head_lr=algorithm.critic_lr if isinstance(algorithm, PPO) else None,
         )

@@ -36,7 +36,7 @@ def test_two_steps_then_one_more(
     recipe = world.recipe(
         name,
         algorithm={**PPO, "critic": critic, "steps": 2},
-        optimizer={"lr": 1e-3},
+        optimizer={"lr": 1e-3, "schedule": "linear"},
         parallel=parallel,
         rollout=running.rollout,
         checkpoint={"every": 1},
@@ -49,6 +49,8 @@ def test_two_steps_then_one_more(
         assert "rollout_train_kl" in step and step["value_loss"] > 0
     assert "explained_variance" in second and "value_clip_share" in second
     assert second["gradient_norm"] > 0 and second["kl_reference"] >= 0
+    # The policy's schedule is of its own four updates: at the last a quarter is left.
+    assert second["learning_rate"] == pytest.approx(2.5e-4)
 
     run = world.root / name
     policies = [StepReader(step_folder(run / "checkpoints", step)) for step in (1, 2)]

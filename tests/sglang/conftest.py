@@ -15,7 +15,7 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.fleet.targets import Target
 from megavlm.rollout.server import ManagedServer
-from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.weights.servers import Servers, control_client
 from tests.sglang.questions import QUESTION
 
 PLAIN = "qwen2_5_vl"
@@ -48,10 +48,12 @@ class Served:
         )
 
     def get(self, path: str) -> dict[str, Any]:
-        return Servers([self.target]).get(path)[self.server.url]
+        with control_client() as http:
+            return Servers([self.target], http=http).get(path)[self.server.url]
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return Servers([self.target]).post(path, body)[self.server.url]
+        with control_client() as http:
+            return Servers([self.target], http=http).post(path, body)[self.server.url]
 
     def restore(self) -> "Served":
         """With the folder's weights, whatever the test before left in it."""

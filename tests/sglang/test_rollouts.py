@@ -32,18 +32,24 @@ def cut(response: Response, length: int) -> Response:
 
 
 def test_aborted_responses_are_gone_on_with_as_if_nothing_had_happened(served: Served) -> None:
-    """Pictures too. The first group lacks two tokens; when it has them the others are aborted."""
+    """Pictures too. The first group lacks half its tokens; when it has them the others are aborted,
+    which have some of theirs then. Not on a machine that stops one of them for long: then again.
+    """
     server, how = served.server, greedy(served)
     asked = list(prompts(served.processor).values())
     with RolloutClient(
         [server.url], api_key=server.api_key, admin_key=server.admin_key, timeout=120
     ) as client:
         whole = client.generate(asked, n=2, sampling=how)
-        begun = [[cut(response, 94) for response in whole[0]], [], [], []]
-        partly = client.generate(asked, n=2, sampling=how, begun=begun, enough=1)
-        assert [r.token_ids for r in partly[0]] == [r.token_ids for r in whole[0]]
-        lengths = [len(r.token_ids) for group in partly[1:] for r in group]
-        assert any(0 < length < 96 for length in lengths), "some were aborted in the middle"
+        begun = [[cut(response, 48) for response in whole[0]], [], [], []]
+        for _ in range(10):
+            partly = client.generate(asked, n=2, sampling=how, begun=begun, enough=1)
+            assert [r.token_ids for r in partly[0]] == [r.token_ids for r in whole[0]]
+            lengths = [len(r.token_ids) for group in partly[1:] for r in group]
+            if any(0 < length < 96 for length in lengths):
+                break
+        else:
+            pytest.fail(f"none was aborted in the middle: {lengths}")
         finished = client.generate(asked, n=2, sampling=how, begun=partly)
     for group, expected in zip(finished, whole, strict=True):
         for response, other in zip(group, expected, strict=True):

@@ -14,7 +14,7 @@ import pytest
 from megavlm.rollout.errors import RolloutServerError, WeightSyncError
 from megavlm.rollout.fleet.targets import Target
 from megavlm.rollout.server import ManagedServer
-from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.weights.servers import Servers, control_client
 from tests.sglang.conftest import Served
 
 pytestmark = pytest.mark.sglang
@@ -50,12 +50,12 @@ def test_keys_are_in_no_list_and_no_log(started: Served) -> None:
 def test_a_request_without_a_key_is_refused(started: Served) -> None:
     server = started.server
     target = Target(server.url, 1, "cpu", needs_all=False)
-    nobody = Servers([target])
-    reader = Servers([replace(target, api_key=server.api_key, admin_key=server.api_key)])
-    with pytest.raises(WeightSyncError, match=r"/model_info \(401\)"):
-        nobody.get("/model_info")
-    with pytest.raises(WeightSyncError, match=r"/flush_cache \(401\)"):
-        reader.post("/flush_cache", {})
+    readers = replace(target, api_key=server.api_key, admin_key=server.api_key)
+    with control_client() as http:
+        with pytest.raises(WeightSyncError, match=r"/model_info \(401\)"):
+            Servers([target], http=http).get("/model_info")
+        with pytest.raises(WeightSyncError, match=r"/flush_cache \(401\)"):
+            Servers([readers], http=http).post("/flush_cache", {})
 
 
 def test_folder_that_sglang_cannot_serve(folder: Path, tmp_path: Path) -> None:

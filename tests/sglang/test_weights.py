@@ -12,7 +12,7 @@ from megavlm.rollout.errors import WeightSyncError
 from megavlm.rollout.messages import Sampling
 from megavlm.rollout.server import ManagedServer
 from megavlm.rollout.weights.engine import Engine
-from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.weights.servers import Servers, control_client
 from megavlm.rollout.weights.verify import check_checksums, checksums
 from tests.distributed.fork import launch
 from tests.distributed.merged import merged
@@ -132,14 +132,15 @@ def served_names(served: Served) -> list[str]:
 
 def test_checksums_name_the_tensor_that_differs(served: Served) -> None:
     tensors = list(load_file(served.folder / "model.safetensors").items())
-    engine = Engine(num_kv_heads=2)
-    servers = Servers([served.target])
-    expected = checksums(tensors, {engine: "cpu"})[engine]
-    assert check_checksums(servers, {served.server.url: expected}) == len(expected[0]) > 40
     broken = [(name, t + 1 if name.endswith("0.mlp.up_proj.weight") else t) for name, t in tensors]
-    expected = checksums(broken, {engine: "cpu"})[engine]
-    with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.gate_up_proj\.weight"):
-        check_checksums(servers, {served.server.url: expected})
+    engine, url = Engine(num_kv_heads=2), served.server.url
+    with control_client() as http:
+        servers = Servers([served.target], http=http)
+        expected = checksums(tensors, {engine: "cpu"})[engine]
+        assert check_checksums(servers, {url: expected}) == len(expected[0]) > 40
+        expected = checksums(broken, {engine: "cpu"})[engine]
+        with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.gate_up_proj\.weight"):
+            check_checksums(servers, {url: expected})
 
 
 def test_refused_push_leaves_the_version_and_the_next_one_heals(

@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 
 from megavlm.rollout.fleet.member import Member
+from megavlm.rollout.replies import json_object
 
 QUICK = 10.0  # seconds for an answer that needs no model
 SLOW = 30.0  # SGLang itself gives up on a generated token after 20 s
@@ -33,7 +34,7 @@ class Probes:
         external and not as this run needs it.
         """
         await self._get(member, "/health", SLOW)
-        info = _json(await self._get(member, "/server_info", SLOW))
+        info = await self._info(member, "/server_info", SLOW)
         if member.server is not None:
             return member.tensor_parallel, member.device
         try:
@@ -43,7 +44,7 @@ class Probes:
 
     async def weight_version(self, member: Member) -> str:
         """Asks no model: for idle servers, and while weights are on their way."""
-        info = _json(await self._get(member, "/model_info", QUICK))
+        info = await self._info(member, "/model_info", QUICK)
         if "weight_version" not in info:
             raise ProbeError("/model_info: it does not say its weight_version, as SGLang does")
         return str(info["weight_version"])
@@ -51,6 +52,12 @@ class Probes:
     async def generates(self, member: Member) -> None:
         """A real token, or any of what it generates anyway."""
         await self._get(member, "/health_generate", SLOW)
+
+    async def _info(self, member: Member, path: str, timeout: float) -> dict[str, Any]:
+        try:
+            return json_object(await self._get(member, path, timeout))
+        except ValueError as error:
+            raise ProbeError(f"{path}: {error}") from error
 
     async def _get(self, member: Member, path: str, timeout: float) -> httpx.Response:
         headers = {"Authorization": f"Bearer {member.api_key}"} if member.api_key else {}
@@ -68,13 +75,3 @@ class Probes:
             raise ProbeError(f"{path} ({error.response.status_code})") from error
         except httpx.HTTPError as error:
             raise ProbeError(f"{path}: {error!r}") from error
-
-
-def _json(reply: httpx.Response) -> dict[str, Any]:
-    try:
-        answer = reply.json()
-    except ValueError as error:
-        raise ProbeError(f"{reply.url.path}: {error!r}") from error
-    if not isinstance(answer, dict):
-        raise ProbeError(f"{reply.url.path}: {str(answer)[:100]!r} is no object")
-    return answer

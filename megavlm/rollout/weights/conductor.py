@@ -157,13 +157,12 @@ class Conductor:
         self, round_: Round, sent: Sequence[Sent], version: str, adapters: NamedTensors
     ) -> Closed:
         servers = self._servers
-        live = {target.url for target in servers.live}
-        self._transport.commit(servers, [url for url in round_.refitted if url in live])
+        self._transport.commit(servers, self._refitted(round_))
         if self._transport.in_session:
             self._post("/end_weight_update", {})
         # On a CPU a flush collects garbage, among all that a server has loaded unless that is
         # frozen: half a second a push. A server asks itself at its start, too early to be heard.
-        servers.try_each("/freeze_gc", {}, round_.refitted)
+        servers.try_each("/freeze_gc", {}, self._refitted(round_))
         if self._pause in FLUSH:
             self._post(FLUSH[self._pause], {})
         checked = self._compare(round_, sent)
@@ -186,6 +185,10 @@ class Conductor:
             checked=checked,
             servers=len(servers.live),
         )
+
+    def _refitted(self, round_: Round) -> list[str]:
+        live = {target.url for target in self._servers.live}
+        return [url for url in round_.refitted if url in live]
 
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
         """To the servers that load weights."""

@@ -9,6 +9,7 @@ import httpx
 
 from megavlm.rollout.errors import WeightSyncError
 from megavlm.rollout.fleet.targets import Target
+from megavlm.rollout.replies import json_object
 
 PIECE = 2**18  # bytes
 TIDY_TIMEOUT = 20.0  # seconds: a server that failed may answer nothing at all
@@ -26,22 +27,18 @@ class Servers:
     """Requests to several servers at once. One that refuses or cannot be reached is lost: `lost`
     has its reason, and no later request goes to it; `mismatched` those that hold other tensors than
     they were sent. WeightSyncError, with the reasons, when none is left. Nothing is retried here,
-    because a retry of one step of a push would not undo the others. `http`: connections that
-    outlast this, where somebody else closes them.
+    because a retry of one step of a push would not undo the others. `http`: a `control_client()`,
+    which whoever made it closes.
     """
 
     def __init__(
-        self,
-        targets: Sequence[Target],
-        *,
-        timeout: float = 300.0,
-        http: httpx.Client | None = None,
+        self, targets: Sequence[Target], *, http: httpx.Client, timeout: float = 300.0
     ) -> None:
         self._targets = {target.url: target for target in targets}
         self.lost: dict[str, str] = {}
         self.mismatched: set[str] = set()
         self._timeout = timeout
-        self._http = http or control_client()
+        self._http = http
 
     @property
     def live(self) -> list[Target]:
@@ -122,7 +119,10 @@ class Servers:
             raise WeightSyncError(f"{url}{path} ({reply.status_code}): {reply.text[:500]}")
         if not reply.headers.get("content-type", "").startswith("application/json"):
             return {}  # /flush_cache answers a sentence
-        answer = _json(reply)
+        try:
+            answer = json_object(reply)
+        except ValueError as error:
+            raise WeightSyncError(f"{url}{path}: {error}") from error
         if answer.get("success") is False:  # adapters are refused with status 200
             raise WeightSyncError(f"{url}{path}: {answer.get('error_message', answer)}")
         return answer
@@ -136,16 +136,6 @@ class Servers:
                 self.request("POST", url, path, body, timeout=TIDY_TIMEOUT)
             except WeightSyncError:
                 pass  # it is gone, or there was nothing to tidy up
-
-
-def _json(reply: httpx.Response) -> dict[str, Any]:
-    try:
-        answer = reply.json()
-    except ValueError as error:
-        raise WeightSyncError(f"{reply.url} answers no JSON: {error}") from error
-    if not isinstance(answer, dict):
-        raise WeightSyncError(f"{reply.url} answers {str(answer)[:100]!r}, which is no object")
-    return answer
 
 
 def _pieces(content: bytes) -> Iterator[bytes]:

@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from checkpoint_tools.cli import main
 from checkpoint_tools.inspection import components
 from checkpoint_tools.weights import open_weights
 from tests.parity.table import FAMILIES
+from tests.unit.checkpoint_tools.command import run
 from tests.unit.checkpoint_tools.conftest import Folder
 
 
 def inspect(*arguments: object) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["inspect", *map(str, arguments)])
-    assert not exit_.value.code
+    assert run("inspect", *arguments) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

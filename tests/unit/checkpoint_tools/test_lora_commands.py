@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint_tools import peft_folder
-from checkpoint_tools.cli import main
 from checkpoint_tools.lora_import import lora_import
 from megavlm.checkpointing.adapters import SETTINGS
+from tests.unit.checkpoint_tools.command import run, sentence
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import configure, make_adapters, rewrite
 
@@ -40,20 +40,10 @@ def checkpoint(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "checkpoint", tmp_path / "in" / "checkpoint"))
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main([str(x) for x in arguments])
-    assert exit_.value.code is None or isinstance(exit_.value.code, int)
-    return exit_.value.code or 0
-
-
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     capsys.readouterr()
     assert run(*arguments) == 2
-    out, error = capsys.readouterr()
-    assert not out and error.startswith("error: ") and error.endswith(".\n"), error
-    assert error.count("\n") == 1
-    return error.removeprefix("error: ").strip()
+    return sentence(capsys)
 
 
 def without_b(tensors: dict[str, Any]) -> None:

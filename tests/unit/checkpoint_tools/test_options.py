@@ -7,21 +7,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools.cli import main
 from checkpoint_tools.lora_import import lora_import
 from megavlm.checkpointing.adapters import SETTINGS
+from tests.unit.checkpoint_tools.command import run
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import make_adapters
 
 FAMILY, MOE = "qwen2_vl", "qwen3_vl_moe"
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main([str(x) for x in arguments])
-    code = exit_.value.code
-    assert code is None or isinstance(code, int)
-    return code or 0
 
 
 @pytest.fixture(scope="module")

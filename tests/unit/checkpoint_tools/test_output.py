@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from checkpoint_tools import output
-from checkpoint_tools.cli import main
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.safetensors_file import SafetensorsWriter
 from checkpoint_tools.weights import open_weights
 from megavlm.checkpointing import atomic
 from megavlm.checkpointing.writer import RecordFile
+from tests.unit.checkpoint_tools.command import run, sentence
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import make_adapters
 
@@ -70,21 +70,6 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole_and_can_be_repeated
     convert(source, target)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     open_weights(target)
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main([str(x) for x in arguments])
-    code = exit_.value.code
-    assert code is None or isinstance(code, int)
-    return code or 0
-
-
-def sentence(capsys: pytest.CaptureFixture[str]) -> str:
-    out, error = capsys.readouterr()
-    assert not out and error.startswith("error: ") and error.endswith(".\n"), error
-    assert error.count("\n") == 1
-    return error.removeprefix("error: ").strip()
 
 
 @pytest.fixture(params=["import", "export"])

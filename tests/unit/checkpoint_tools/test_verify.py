@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools.cli import main
 from checkpoint_tools.comparison import difference
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
@@ -17,6 +16,7 @@ from megavlm.checkpointing.checksums import checksums
 from megavlm.checkpointing.folder import Manifest
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.writer import RecordFile, write_contents
+from tests.unit.checkpoint_tools.command import run
 from tests.unit.checkpoint_tools.conftest import Folder
 
 MOE = "qwen3_vl_moe"
@@ -24,11 +24,7 @@ GATE_UP = "model.language_model.layers.0.mlp.experts.gate_up_proj"
 
 
 def verify(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(["verify", *map(str, arguments)])
-    code = exit_.value.code
-    assert code is None or isinstance(code, int)
-    return code or 0
+    return run("verify", *arguments)
 
 
 def changed(hf: Path, folder: Path, **tensors: Any) -> Path:
@@ -71,8 +67,7 @@ def test_value_heads_are_compared_and_an_export_says_that_it_has_none(
     assert "value_head.weight differs in 128 of 128 entries" in capsys.readouterr().out
     assert verify(a, imported("qwen2_vl")) == 1
     assert f"value_head.weight is in {a}/step_00000000 alone" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["export", str(a), f"{tmp_path}/out"])
+    assert run("export", a, tmp_path / "out") == 0
     assert capsys.readouterr().out.endswith(" s; left out: value_head.weight\n")
     assert verify(hf, tmp_path / "out") == 0
 

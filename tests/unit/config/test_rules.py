@@ -194,6 +194,11 @@ BROKEN = {
     ("rollout.server_args.api_key=secret",): "rollout.server_args.api_key is refused",
     ("optimizer.min_lr=1",): "optimizer.min_lr=1.0 is above optimizer.lr=1e-06",
     ("optimizer.warmup_steps=41",): "optimizer.warmup_steps=41 is above algorithm.steps=40",
+    (
+        "algorithm.name=ppo",
+        "algorithm.critic_warmup_steps=10",
+        "optimizer.warmup_steps=31",
+    ): "is above algorithm.steps=40 less algorithm.critic_warmup_steps=10: the rate would never",
     ("evaluation.every=1",): "evaluation.every=1 needs questions to evaluate on",
     ("checkpoint.verify_export=true",): "checkpoint.verify_export=true has nothing to verify",
     ("evaluation.after=true",): "evaluation.after=true needs questions to evaluate on",

@@ -20,7 +20,7 @@ from megavlm.rollout.fleet.targets import Target
 from megavlm.rollout.weights.adapters import unload_adapters
 from megavlm.rollout.weights.fixed_targets import FixedTargets
 from megavlm.rollout.weights.plan import Plan, TrainerRanks
-from megavlm.rollout.weights.servers import Servers
+from megavlm.rollout.weights.servers import Servers, control_client
 from megavlm.rollout.weights.sync import SyncReport, WeightSync, measures
 from megavlm.rollout.weights.transports import disk
 from megavlm.rollout.weights.transports.disk import DiskTransport
@@ -275,9 +275,9 @@ def test_what_cannot_be_compared_is_told_once() -> None:
 
 
 def test_only_the_current_adapter_stays() -> None:
-    with FakeServer() as fake:
+    with FakeServer() as fake, control_client() as http:
         fake.adapters = ["megavlm-3", "theirs", "megavlm-4", "megavlm-41"]
-        servers = Servers([Target(fake.url, 1, "cpu", needs_all=False)])
+        servers = Servers([Target(fake.url, 1, "cpu", needs_all=False)], http=http)
         unload_adapters(servers, but="megavlm-4")
         assert fake.adapters == ["theirs", "megavlm-4"]
 
