@@ -35,6 +35,7 @@ CATEGORIES = {
 }
 _UNIT = r"(?:[kcm]?m|[km]?g|lbs?|oz|ft|in|inch|inches|miles?|k?w|m?l|sec|min|hrs?|deg|px)[23]?"
 _NUMBER = re.compile(rf"(?<![\w.])(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s?({_UNIT}))?(?!\w)")
+_NOT_NUMBER = re.compile(rf"(?:\bnot|n't) {_NUMBER.pattern}")
 _ANSWER_IS = re.compile(r"\b(?:answer|option|choice)\s+(?:is|are)\b\s*:?", re.I)
 _SENTENCE_END = re.compile(r"\n|(?:(?<=[a-z]{3})|(?<=\d))[.!]\s+(?=[A-Z])")
 _TAGGED = re.compile(r"<answer>([^<]*)</answer>", re.I)
@@ -179,7 +180,8 @@ class _Number(NamedTuple):
 def _only_number(text: str) -> _Number | None:
     """A second one would be a guess more."""
     digits = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    found = {_Number(float(number), unit) for number, unit in _NUMBER.findall(normalized(digits))}
+    said = _NOT_NUMBER.sub("", normalized(digits))
+    found = {_Number(float(number), unit) for number, unit in _NUMBER.findall(said)}
     if not found and _NONE.fullmatch(normalized(text)):
         return _Number(0.0, "")
     return found.pop() if len(found) == 1 else None

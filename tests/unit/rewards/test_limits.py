@@ -6,14 +6,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megavlm.config.load import load
 from megavlm.rewards.base import Example, RewardStop, Score
 from megavlm.rewards.judge import Judge, Part
+from megavlm.training.scoring import make_judge
 
 FAULTY = "user_rewards:faulty"
 EXAMPLE = Example("?", "red")
@@ -124,6 +126,15 @@ def test_the_policies() -> None:
                 score(judge, "raise")
         else:
             assert score(judge, "raise") == Score(0.0, False, failure="exception", skipped=True)
+        asyncio.run(judge.close())
+
+
+def test_a_recipe_says_what_a_failure_is_worth(write_recipe: Callable[..., Path]) -> None:
+    reward = {"name": FAULTY, "failure_value": -0.5}
+    for policy in ("zero", "skip"):
+        judge = make_judge(load(write_recipe(reward=reward | {"on_failure": policy})))
+        found = Score(-0.5, False, failure="exception", skipped=policy == "skip")
+        assert score(judge, "raise") == found
         asyncio.run(judge.close())
 
 

@@ -78,6 +78,9 @@ def test_kinds(response: str, row: dict[str, Any], correct: bool) -> None:
         ("two hundred and five people", "205", True),
         ("twenty or one", "21", False),
         ("12", "twelve", True),
+        ("The answer is not 5.", "5", False),
+        ("There aren't 5 dogs but six.", "6", True),
+        ("It is not clear, 5?", "5", True),
         ("There are no dogs in the picture.", "0", True),
         ("There are no dogs but 3 cats", "0", False),
         ("no idea", "0", False),
@@ -196,8 +199,9 @@ def test_tolerance() -> None:
 
 
 def test_values_and_kinds_are_configurable() -> None:
-    row = {"answer": "A", "category": "diagram"}
-    assert vqa.score("A dog", row | {"answer": "dog"}, kinds={"diagram": "text"}).correct
+    row = {"answer": "3", "category": "diagram"}
+    assert vqa.score("about 3", row).correct
+    assert not vqa.score("about 3", row, kinds={"diagram": "text"}).correct
     assert vqa.score("x", row, wrong=-1.0).reward == -1.0
     with pytest.raises(ValueError, match="'diagram' cannot be 'maths'"):
         vqa.prepare(kinds={"diagram": "maths"})
