@@ -23,8 +23,10 @@ def explained_variance(
     count: float, returns: float, squares: float, errors: float, error_squares: float
 ) -> float:
     """1 - Var(R - V) / Var(R) from sums over tokens: of 1, R, R^2, R - V, (R - V)^2. 1: the critic
-    knows all; 0: no more than the mean; negative: less. NaN where all returns are equal.
+    knows all; 0: no more than the mean; negative: less. NaN where all returns are equal, or none.
     """
+    if not count:
+        return float("nan")
     variance = squares / count - (returns / count) ** 2
     unexplained = error_squares / count - (errors / count) ** 2
     return 1.0 - unexplained / variance if variance > 1e-12 else float("nan")

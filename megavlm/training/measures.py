@@ -26,7 +26,6 @@ def policy_metrics(reports: Sequence[Report]) -> dict[str, float]:
     metrics = {
         "loss": sum(report["loss"] for report in reports) / len(reports),
         "ratio_max": max(report["largest_ratio"] for report in reports),
-        "updates_without_signal": sum(report["updates_without_signal"] for report in reports),
     }
     for metric, name in _SHARES.items():
         if name in reports[0]:
@@ -78,4 +77,5 @@ def _update(reports: Sequence[Report]) -> dict[str, float]:
         "gradient_norm": sum(norms) / len(norms),
         "learning_rate": reports[-1]["learning_rate"],
         "skipped_updates": skipped,
+        "updates_without_signal": sum(report["updates_without_signal"] for report in reports),
     }

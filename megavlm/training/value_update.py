@@ -27,18 +27,17 @@ def with_value_loss(settings: PPO, policy: LossFunction, *, critic_alone: bool) 
     def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
         policy_part, measures = policy(pack, scores)
         value_part, value_measures = weighted_value_loss(settings, pack, scores)
-        total = policy_part * (0.0 if critic_alone else 1.0)
-        total = total + settings.value_coefficient * value_part
-        measures |= value_measures
-        measures["signal"] = measures["tokens"]  # a critic always has something to learn
-        return total, measures | {"loss": total.detach()}
+        policy_share = 0.0 if critic_alone else 1.0
+        total = policy_share * policy_part + settings.value_coefficient * value_part
+        signal = policy_share * measures["signal"] + value_measures["signal"]
+        return total, measures | value_measures | {"loss": total.detach(), "signal": signal}
 
     return loss_function
 
 
 def weighted_value_loss(settings: PPO, pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
     """With the policy's weights per token. A pack's values: weights, values (those that advantages
-    were made with) and returns.
+    were made with) and returns. `signal`: tokens with a gradient.
     """
     values = pack.values
     loss, clipped = value_loss(
@@ -49,6 +48,7 @@ def weighted_value_loss(settings: PPO, pack: Pack, scores: TokenScores) -> tuple
     returns = values["returns"][counted]
     errors = returns - values["values"][counted]
     return total, {
+        "signal": (counted & ~clipped).float().sum(),
         "value_tokens": counted.float().sum(),
         "value_loss": total.detach(),
         "value_clipped": (clipped & counted).float().sum(),
