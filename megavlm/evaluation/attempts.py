@@ -1,5 +1,6 @@
 """What a model answered: the raw material of every table, file and page about an evaluation."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,7 +9,9 @@ from megavlm.data.rows import Row
 
 @dataclass(frozen=True)
 class Attempt:
-    """One response, of all its turns together, and its score. finish: "stop" or "length"."""
+    """One response, of all its turns together, and its score. finish: "stop" or "length".
+    failure: the kind, where the reward could not be computed; then it is not correct.
+    """
 
     text: str
     reward: float
@@ -16,6 +19,7 @@ class Attempt:
     num_tokens: int
     finish: str
     parts: Mapping[str, float] = field(default_factory=dict)  # what the reward is made of
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,9 @@ class Candidate:
     questions: Sequence[Question]
     skipped: Skipped
     seconds: float
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Attempts whose reward could not be computed, by kind."""
+        attempts = [attempt for question in self.questions for attempt in question.attempts]
+        return Counter(attempt.failure for attempt in attempts if attempt.failure)

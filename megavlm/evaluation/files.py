@@ -26,6 +26,7 @@ SCHEMA = pa.schema(
         ("parts", pa.string()),  # a JSON object
         ("response_tokens", pa.int64()),
         ("finish", pa.string()),
+        ("failure", pa.string()),
     ]
 )
 
@@ -57,4 +58,5 @@ def _records(candidate: Candidate) -> Iterator[dict[str, Any]]:
                 "parts": json.dumps(dict(attempt.parts)),
                 "response_tokens": attempt.num_tokens,
                 "finish": attempt.finish,
+                "failure": attempt.failure,
             }

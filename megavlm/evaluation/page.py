@@ -6,6 +6,7 @@ from pathlib import Path
 from megavlm.data.images import decode
 from megavlm.evaluation.attempts import Attempt, Candidate, Question
 from megavlm.evaluation.map import spots, world_map
+from megavlm.evaluation.result import failed_rewards
 from megavlm.evaluation.statistics import Estimate, PairedTest
 from megavlm.evaluation.tables import Comparison, Table
 from megavlm.observability.page import page, picture, table, text, tiles
@@ -34,6 +35,7 @@ def write_page(
         *_parts("category", names, tables, comparison),
         *_parts("data set", names, tables, comparison),
         _skipped(candidates),
+        _failures(candidates),
         world_map(spots(candidates), names),
         _questions(candidates),
     ]
@@ -126,6 +128,15 @@ def _skipped(candidates: Sequence[Candidate]) -> str:
     return "<h2>Left out</h2>" + "".join(parts) if parts else ""
 
 
+def _failures(candidates: Sequence[Candidate]) -> str:
+    told = [
+        f'<div class="card">{text(f"{candidate.name}: {failed_rewards(candidate.failures)}")}</div>'
+        for candidate in candidates
+        if candidate.failures
+    ]
+    return "<h2>Rewards that failed</h2>" + "".join(told) if told else ""
+
+
 def _questions(candidates: Sequence[Candidate]) -> str:
     others = [{q.row.index: q for q in candidate.questions} for candidate in candidates]
     asked = [[of.get(question.row.index) for of in others] for question in candidates[0].questions]
@@ -168,6 +179,7 @@ def _response(attempt: Attempt) -> str:
     if attempt.finish != "stop":
         shown += f' <em class="soft">({text(attempt.finish)})</em>'
     parts = ", ".join(f"{name} {number(value)}" for name, value in attempt.parts.items())
+    parts = f"reward failed: {attempt.failure}" if attempt.failure else parts
     if parts:
         shown += f' <em class="soft">{text(parts)}</em>'
     return f'<div class="{style}"><span>{shown}</span><b>{number(attempt.reward)}</b></div>'

@@ -1,7 +1,7 @@
 """What an evaluation found: shares in 0..1, overall and by category, with 95 % intervals."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import sqrt
 from typing import Any
 
@@ -32,7 +32,8 @@ class EvaluationResult:
     None where these have none. blind: what the most frequent training answer to the same question
     would score, picture unseen, over the rows that have answers; None where there are none.
     shuffled: greedy, with pictures exchanged between rows, over the rows where that can be done;
-    None if not asked for or nowhere possible.
+    None if not asked for or nowhere possible. failures: answers whose reward could not be computed,
+    by kind; they are not correct.
     """
 
     greedy: Measure
@@ -41,6 +42,7 @@ class EvaluationResult:
     blind: Measure | None
     shuffled: Measure | None
     seconds: float
+    failures: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,7 +55,14 @@ class EvaluationResult:
             if (found := getattr(self, name)) is not None
         )
         count = self.greedy.overall.count
-        return f"evaluation{when}, {count} questions:  {shares}  ({self.seconds:.0f} s)"
+        failed = f"  {failed_rewards(self.failures)}" if self.failures else ""
+        return f"evaluation{when}, {count} questions:  {shares}{failed}  ({self.seconds:.0f} s)"
+
+
+def failed_rewards(failures: Mapping[str, int]) -> str:
+    """In words, of answers by kind of failure."""
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failures.items()))
+    return f"{sum(failures.values())} answers count as wrong because their reward failed ({kinds})"
 
 
 def measure(hits: Sequence[bool], categories: Sequence[str]) -> Measure:

@@ -1,6 +1,7 @@
 """Evaluates what answers questions, on rows with known answers."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ PROMPTS_AT_ONCE = 2048  # as many pictures are in memory
 class Answer:
     text: str
     correct: bool
+    failure: str | None = None  # the kind, where its reward could not be computed
 
 
 Player = Callable[[Sequence[Row], Sampling], Sequence[Answer]]
@@ -39,11 +41,14 @@ def evaluate(
     started = time.perf_counter()
     greedy = replace(sampling, temperature=0.0)
     categories = [row.category for row in rows]
+    failures: Counter[str] = Counter()
 
     def answers(questions: Sequence[Row], how: Sampling) -> list[Answer]:
         starts = range(0, len(questions), PROMPTS_AT_ONCE)
         parts = [questions[start : start + PROMPTS_AT_ONCE] for start in starts]
-        return [answer for part in parts for answer in play(part, how)]
+        given = [answer for part in parts for answer in play(part, how)]
+        failures.update(answer.failure for answer in given if answer.failure)
+        return given
 
     def correct(questions: Sequence[Row], how: Sampling) -> Measure:
         return share(answers(questions, how), questions)
@@ -74,6 +79,7 @@ def evaluate(
         blind=blind,
         shuffled=correct(exchanged, greedy) if exchanged else None,
         seconds=time.perf_counter() - started,
+        failures=dict(failures),
     )
 
 

@@ -65,7 +65,9 @@ def evaluate(
         groups = arena.play([processor.prompt(row) for row in questions], 1, generate)
         # An episode that did not start, as one with shuffled pictures may not, is no right answer.
         return [
-            Answer(group[0].text, group[0].score.correct) if group else Answer("", False)
+            Answer(group[0].text, group[0].score.correct, group[0].score.failure)
+            if group
+            else Answer("", False)
             for group in groups
         ]
 

@@ -15,7 +15,7 @@ from megavlm.data.rows import Row
 from megavlm.evaluation.attempts import Attempt, Candidate, Question
 from megavlm.evaluation.files import write_attempts
 from megavlm.evaluation.page import write_page
-from megavlm.evaluation.result import EvaluationResult
+from megavlm.evaluation.result import EvaluationResult, failed_rewards
 from megavlm.evaluation.runner import PROMPTS_AT_ONCE, Answer
 from megavlm.evaluation.runner import evaluate as run_evaluation
 from megavlm.evaluation.tables import Comparison, Table, compare, tabulate
@@ -57,7 +57,7 @@ def evaluate_models(config: Config) -> None:
                 # What baselines and shuffled pictures tell is asked of the first model only.
                 results += [player.measures()] if place == 0 else []
                 candidates.append(player.candidate(shown))
-    _write(Path(config.run.dir), results[0], candidates)
+    write_files(Path(config.run.dir), results[0], candidates)
 
 
 class Player:
@@ -72,7 +72,7 @@ class Player:
         self._arena = Arena(config, self._processor, make_judge(config))
         limited = replace(config, evaluation=replace(settings, limit=limit))
         test, train = (read(config, f) for f in (config.data.test_files, config.data.train_files))
-        self._exam = Exam.of(limited, self._processor, self._arena, test, train or test)
+        self._exam = Exam.of(limited, self._processor, self._arena, test, train)
         self._rows, self._skipped = self._exam.rows, self._exam.skipped
         self._greedy: dict[int, Attempt] = {}
 
@@ -86,7 +86,7 @@ class Player:
                 for row, attempt in zip(rows, attempts, strict=True):
                     # The first time: later the row may have other pictures.
                     self._greedy.setdefault(row.index, attempt)
-            return [Answer(attempt.text, attempt.correct) for attempt in attempts]
+            return [Answer(attempt.text, attempt.correct, attempt.failure) for attempt in attempts]
 
         return run_evaluation(
             play,
@@ -132,6 +132,7 @@ class Player:
                         num_tokens=len(episode.response.token_ids),
                         finish=episode.response.finish,
                         parts=episode.score.parts,
+                        failure=episode.score.failure,
                     )
                     for episode in group
                 ]
@@ -141,7 +142,7 @@ class Player:
         return played
 
 
-def _write(run_dir: Path, result: EvaluationResult, candidates: Sequence[Candidate]) -> None:
+def write_files(run_dir: Path, result: EvaluationResult, candidates: Sequence[Candidate]) -> None:
     tables = [tabulate(candidate.questions) for candidate in candidates]
     comparison = None
     if len(candidates) == 2:
@@ -170,6 +171,7 @@ def _model(candidate: Candidate, found: Table) -> dict[str, Any]:
         "questions": len(candidate.questions),
         "samples": candidate.samples,
         "skipped": asdict(candidate.skipped),
+        "failures": candidate.failures,
         "seconds": candidate.seconds,
         **asdict(found),
     }
@@ -192,6 +194,8 @@ def _tell(
         asked = f"{len(candidate.questions)} questions x {candidate.samples}"
         reward = number(found.overall["reward"].value)
         print(f"{candidate.name}, {asked}:  {shares}  reward {reward}")
+        if candidate.failures:
+            print(f"{candidate.name}: {failed_rewards(candidate.failures)}")
     if comparison is not None:
         test = comparison.accuracy
         low, high = map(points, test.interval)

@@ -13,6 +13,7 @@ from megavlm.evaluation.baselines import Known, blind_answers, exchange_pictures
 from megavlm.evaluation.result import measure, wilson_interval
 from megavlm.evaluation.runner import Answer, evaluate
 from megavlm.rewards import boxed
+from megavlm.rewards.base import Score
 from megavlm.rewards.exact_match import score
 from megavlm.rollout.messages import Response, Sampling
 
@@ -65,8 +66,9 @@ def run(policy: LookingPolicy, **options: Any) -> Any:
         groups = policy.generate(rows, n=1, sampling=how)
         texts = [bytes(response.token_ids).decode() for (response,) in groups]
         return [
-            Answer(text, reward(text, row.answer).correct)
+            Answer(text, found.correct, found.failure)
             for text, row in zip(texts, rows, strict=True)
+            for found in [reward(text, row.answer)]
         ]
 
     rows = options.pop("rows", TEST)
@@ -93,6 +95,19 @@ def test_every_measure() -> None:
     assert result.shuffled.by_category["count"].share < 1, "it looked, so other pictures hurt it"
     temperatures = [sampling.temperature for _, sampling in policy.asked]
     assert temperatures == [0.0, 1.0, 0.0] and all(count == len(TEST) for count, _ in policy.asked)
+
+
+def test_rewards_that_failed_are_told() -> None:
+    """They count as wrong, and nobody takes an outage for a bad model."""
+
+    def failing(text: str, answer: str) -> Any:
+        return Score(0.0, False, failure="remote" if answer == "blue" else None)
+
+    result = run(LookingPolicy([]), reward=failing, sampled=False)
+    assert result.to_dict()["failures"] == {"remote": 2}, "greedy and shuffled"
+    told = "2 answers count as wrong because their reward failed (remote 2)"
+    assert told in result.line()
+    assert "failed" not in run(LookingPolicy([])).line()
 
 
 def test_what_is_not_asked_for_costs_nothing() -> None:

@@ -1,7 +1,7 @@
 """Tables, files and the page of an evaluation."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -122,6 +122,18 @@ def test_the_page_of_one_model(tmp_path: Path) -> None:
     one = Candidate("a", 2, [question(0, "x-")], left_out, 1.0)
     html, _ = page_of(tmp_path, [one])
     assert "p-value" not in html and "test.parquet:9: broken" in html and "mean@2" in html
+
+
+def test_rewards_that_failed_are_told(tmp_path: Path) -> None:
+    first = question(0, "x-")
+    failed = replace(first.attempts[1], failure="timeout")
+    one = candidate("a", [Question(first.row, (first.attempts[0], failed))])
+    html, _ = page_of(tmp_path, [one])
+    assert "1 answers count as wrong because their reward failed (timeout 1)" in html
+    assert html.count("reward failed: timeout") == 1
+    write_attempts(tmp_path / "x.parquet", [one])
+    records = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert [record["failure"] for record in records] == [None, "timeout"]
 
 
 def test_map_of_places() -> None:
