@@ -58,7 +58,8 @@ def export_hf(
     Reads any layout, and holds two tensors in memory, of experts one by one. `dtype`: of the
     weights, by default the one that they have. `alpha`: of adapters, where nothing tells it.
     ValueError where the step is missing or damaged, or does not hold the tensors of its
-    config.json; where the output folder is in use, or its disk has no room.
+    config.json; where a number is too large for `dtype`; where the output folder is in use, or its
+    disk has no room.
     """
     weights = step_weights(checkpoint_dir, step)
     adapters = None
@@ -85,14 +86,16 @@ def write_hf(
     dtype: torch.dtype | None = None,
     show: Show = silent,
 ) -> Export:
-    """The weights, with `adapters` merged in fp32 and rounded once."""
+    """The weights, with `adapters` merged in fp32 and rounded once. ValueError where that is too
+    large for its dtype, where the output folder is in use, or its disk has no room.
+    """
     source = weights if adapters is None else merged(weights, adapters)
     plan = _plan(weights, dtype, max_shard_bytes)
     total = sum(file.nbytes for file in plan)
 
     def read(entry: Entry) -> list[Tensor]:
         """Tensors of the hub, or an expert's rows of them."""
-        full = source.read(entry).to(dtype or weights.dtypes[entry.megatron])
+        full = _rounded(entry, source.read(entry), dtype or weights.dtypes[entry.megatron])
         return [tensor.contiguous() for tensor in entry.to_hf(full)]
 
     sources = (*weights.folders, *([adapters.path] if adapters else []))
@@ -119,6 +122,23 @@ def write_hf(
     num_merged = len(list(adapters.projections())) if adapters else 0
     left_out = [name for name, *_ in weights.extras if not is_adapter(name)]
     return Export(step, len(places), len(plan), total, num_merged, left_out)
+
+
+def _rounded(entry: Entry, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """A Megatron tensor in `dtype`; ValueError for a finite number that this makes infinite."""
+    full = exact.to(dtype)
+    # Two numbers tell all of them: infinite ones are at an end, and one NaN makes both ends NaN.
+    if full.dtype == exact.dtype or torch.stack(torch.aminmax(full)).isfinite().all():
+        return full
+    for name, tensor in zip(entry.hf, entry.to_hf(exact), strict=True):
+        finite = tensor[tensor.isfinite()]
+        if finite.to(dtype).isinf().any():
+            raise ValueError(
+                f"{name} holds {finite[finite.abs().argmax()]:g}, and "
+                f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}: export "
+                f"with --dtype {'bfloat16' if dtype == torch.float16 else 'float32'}."
+            )
+    return full
 
 
 @dataclass

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from checkpoint_tools.adapters import linears, targets
 from checkpoint_tools.import_hf import write_checkpoint
-from checkpoint_tools.lora_merge import adapters_of
+from checkpoint_tools.lora_merge import adapters_of, open_base
 from checkpoint_tools.peft_config import CONFIG, read_peft_config
 from checkpoint_tools.progress import Show, silent
-from checkpoint_tools.weights import open_weights
 from megavlm.models.common.loading import HUB, Form
 
 
@@ -32,15 +31,15 @@ def lora_import(
     experts: Form = HUB,
     show: Show = silent,
 ) -> AdapterImport:
-    """Writes the base model's weights and the adapters as step 0. `base`: an HF folder or a
-    checkpoint, by default the folder that the adapters name.
+    """Writes the base model's weights and the adapters as step 0. `base`: an HF folder
+    (which `peft_dir` may be too) or a checkpoint, by default the folder that the adapters name.
 
     ValueError for adapters that cannot be held exactly or are not of this model, without a base,
     where the output folder is in use, or its disk has no room.
     """
     if base is None:
         base = _named_base(peft_dir)
-    weights = open_weights(base, experts=experts)
+    weights = open_base(base, peft_dir, experts=experts)
     adapters = adapters_of(peft_dir, weights)
     if adapters.base is None:
         adapters = replace(adapters, base=str(base))

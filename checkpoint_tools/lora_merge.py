@@ -10,7 +10,7 @@ from checkpoint_tools.peft_folder import open_peft
 from checkpoint_tools.peft_modules import to_adapters
 from checkpoint_tools.progress import Show, silent
 from checkpoint_tools.step_adapters import has_adapters, step_adapters
-from checkpoint_tools.weights import Weights, open_weights
+from checkpoint_tools.weights import Weights, hub_weights, open_weights
 from megavlm.models.common.loading import HUB, Form
 
 
@@ -29,20 +29,23 @@ def lora_merge(
 ) -> Export:
     """Writes W + scale B A, computed in fp32 and rounded once to the dtype of the weights or to
     `dtype`. `source`: a checkpoint with adapters; or, with a PEFT folder as `adapter`, an HF folder
-    or a checkpoint without. Holds two tensors of the model in memory, and their fp32 forms.
+    or a checkpoint without; both may be one folder. Holds two tensors of the model in memory, and
+    their fp32 forms.
 
     ValueError as in `open_weights`, `step_adapters` and `to_adapters`; where there are no adapters,
-    or two kinds; where the output folder is in use, or its disk has no room.
+    or two kinds; where a sum is too large for its dtype; where the output folder is in use, or its
+    disk has no room.
     """
     if adapter is not None and alpha is not None:
         raise ValueError(f"{adapter} has an alpha of its own: leave --alpha out.")
-    weights = open_weights(source, step=step, experts=experts)
     if adapter is not None:
+        weights = open_base(source, adapter, step=step, experts=experts)
         adapters = adapters_of(adapter, weights)
-    elif has_adapters(weights):
-        adapters = step_adapters(weights, alpha=alpha)
     else:
-        raise ValueError(f"{weights.path} holds no adapters: name a PEFT folder by --adapter.")
+        weights = open_weights(source, step=step, experts=experts)
+        if not has_adapters(weights):
+            raise ValueError(f"{weights.path} holds no adapters: name a PEFT folder by --adapter.")
+        adapters = step_adapters(weights, alpha=alpha)
     return write_hf(
         weights,
         hf_dir,
@@ -52,6 +55,17 @@ def lora_merge(
         dtype=dtype,
         show=show,
     )
+
+
+def open_base(
+    base: Path, peft_dir: Path, *, step: int | None = None, experts: Form = HUB
+) -> Weights:
+    """As `open_weights`, of the model that a PEFT folder's adapters are put on, beside which they
+    may lie. ValueError where others lie there.
+    """
+    if step is None and (base / "config.json").is_file() and base.resolve() == peft_dir.resolve():
+        return hub_weights(base, experts, without_adapters=True)
+    return open_weights(base, step=step, experts=experts)
 
 
 def adapters_of(peft_dir: Path, weights: Weights) -> Adapters:

@@ -23,13 +23,16 @@ _IGNORED = {
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 # Ways of initialisation that change the base weights too, and PEFT repeats them when it loads.
+# It takes some of these names in any case of letters.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _WAY_OUT = "merge it into its model with peft (merge_and_unload) and import that model instead"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What B A is multiplied by: alpha / rank, or alpha / sqrt(rank). Its square is exact."""
+    """What B A is multiplied by: alpha / rank, or alpha / sqrt(rank). Its square is exact; alpha
+    tells its sign.
+    """
 
     alpha: float
     rank: int
@@ -87,6 +90,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
         )
         if not all(map(math.isfinite, (config.alpha, *config.alphas.values()))):
             raise ValueError("an alpha is not finite")
+        if 0 in (config.alpha, *config.alphas.values()):
+            raise ValueError("an alpha is 0, with which adapters add nothing")
         for pattern in (*config.ranks, *config.alphas):
             re.compile(pattern)
         if min(config.rank, *config.ranks.values(), 1) < 1:
@@ -146,7 +151,7 @@ def _check_held(path: Path, values: Mapping[str, Any]) -> None:
         if key == "bias" and value == "none":
             continue
         if key == "init_lora_weights":
-            if not str(value).startswith(_CHANGES_BASE):
+            if not str(value).lower().startswith(_CHANGES_BASE):
                 continue
             raise ValueError(
                 f"{path} has init_lora_weights={value!r}, which changes the base weights too: "

@@ -9,8 +9,10 @@ Read back, pairs of this form are parted again; of any other, gate and up both g
 
 A checkpoint has one rank R and one scale for all. What has another is put in that form exactly: A
 and B get zeros up to R, the largest rank, which training leaves as they are; B is multiplied by the
-ratio of the scales. A ratio that is a power of two rounds nothing. With any other the adapters
-become fp32, whatever they were, so that B is rounded once and to fp32.
+ratio of the scales. A ratio that is a power of two rounds nothing in bf16 and fp32; fp16 has too
+few exponents even for that. With any other ratio, and in fp16 with any but 1, the adapters become
+fp32, so that B is rounded once and to fp32. The one scale is positive, as a recipe's must be: where
+a module's is negative, B changes its sign.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import groupby
-from math import frexp, sqrt
+from math import copysign, frexp, sqrt
 from statistics import mode
 
 import torch
@@ -65,9 +67,14 @@ def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> Adap
     rank = max(source.rank for source in sources.values())
     chosen = mode(source.module.scale.square for source in sources.values())
     (scale, *_) = (s.module.scale for s in sources.values() if s.module.scale.square == chosen)
-    ratios = {one: source.module.scale.square / chosen for one, source in sources.items()}
+    squares = {one: source.module.scale.square / chosen for one, source in sources.items()}
+    ratios = {
+        one: copysign(sqrt(squares[one]), source.module.scale.alpha)
+        for one, source in sources.items()
+    }
     dtype = common_dtype(peft.modules)
-    if not all(map(_is_power_of_four, ratios.values())):
+    is_fp16 = dtype == torch.float16
+    if not all(one == 1 or (_is_power_of_four(one) and not is_fp16) for one in squares.values()):
         dtype = torch.promote_types(dtype, torch.float32)
 
     def read(projection: Projection) -> Pair:
@@ -77,14 +84,14 @@ def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> Adap
             return zeros.expand(-1, projection.columns), zeros.t().expand(projection.rows, -1)
         a, b = source.split(*source.module.read())
         if ratios[projection] != 1:
-            b = b.double() * sqrt(ratios[projection])
+            b = b.double() * ratios[projection]
         missing = rank - source.rank
         return F.pad(a, (0, 0, 0, missing)).to(dtype), F.pad(b, (0, missing)).to(dtype)
 
     adapted = {
         linear: group for linear, group in whole.items() if not sources.keys().isdisjoint(group)
     }
-    alpha, base = scale.alpha_for(rank), peft.config.base
+    alpha, base = abs(scale.alpha_for(rank)), peft.config.base
     return Adapters(peft.path, rank, alpha, dtype, adapted, read, base)
 
 

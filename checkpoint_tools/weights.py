@@ -83,13 +83,20 @@ def open_weights(path: Path, *, step: int | None = None, experts: Form = HUB) ->
     return step_weights(path, step)
 
 
-def hub_weights(path: Path, experts: Form = HUB) -> Weights:
+def hub_weights(path: Path, experts: Form = HUB, *, without_adapters: bool = False) -> Weights:
     """ValueError for another family, a missing, truncated or pickled weight file, a missing or
-    unknown tensor, or a shape that config.json does not give.
+    unknown tensor, or a shape that config.json does not give. transformers loads adapters that lie
+    beside a model with it, so they are a ValueError too, unless the weights `without_adapters` are
+    what is asked for.
     """
     config = read_config(path)
     entries = family(config.model_type).mapping(config)
     tensors = HubTensors(entries, HubFiles(path), experts)
+    if not without_adapters and (path / folder.ADAPTER).is_file():
+        raise ValueError(
+            f"{path} holds adapters beside its model: merge them (megavlm-convert lora-merge "
+            f"{path} OUTPUT --adapter {path}) or move them away."
+        )
     groups = by_key(entries)
     dtypes = {key: tensors.dtype(group) for key, group in groups.items()}
     return Weights(path, path, config, groups, dtypes, tensors.read)

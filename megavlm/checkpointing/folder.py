@@ -33,6 +33,7 @@ FORMAT = 1
 HF = "hf"
 LATEST = "latest"
 MANIFEST = "manifest.json"
+ADAPTER = "adapter_config.json"  # PEFT's
 # Names, not contents, of an HF folder's files that hold no weights and no code.
 _HF_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*")
 
@@ -144,9 +145,17 @@ def publish(folder: Path, step: int) -> None:
 
 
 def copy_hf_files(source: Path, target: Path) -> None:
-    """Copies what belongs to an HF model folder besides its weights. Code (*.py) stays behind."""
+    """Copies what belongs to an HF model folder besides its weights. Code (*.py) stays behind, and
+    so does what is said of adapters beside it, which transformers would look for.
+
+    ValueError for a link to nothing.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for pattern in _HF_PATTERNS:
         for path in sorted(source.glob(pattern)):
-            if path.is_file() and not path.name.endswith(".index.json"):
+            if path.name == ADAPTER or path.name.endswith(".index.json"):
+                continue
+            if path.is_symlink() and not path.exists():
+                raise ValueError(f"{path} points to nothing: fetch it again, or remove the link.")
+            if path.is_file():
                 shutil.copyfile(path, target / path.name)

@@ -1,6 +1,7 @@
 """What an export holds, and who can read it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.logits import compare_logits
 from checkpoint_tools.model_card import model_card
 from checkpoint_tools.weights import step_weights
+from megavlm.checkpointing.folder import copy_hf_files
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.parity.table import FAMILIES
@@ -93,6 +95,69 @@ def test_tensors_of_several_dtypes_keep_theirs(hf_folder: Folder, tmp_path: Path
     }
     for name, x in tensors.items():
         assert after[name].dtype == x.dtype and torch.equal(after[name], x), name
+
+
+def spoiled(hf: Path, folder: Path, name: str, *numbers: float) -> Path:
+    """A copy of a model whose tensor begins with these numbers."""
+    shutil.copytree(hf, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].flatten()[: len(numbers)] = torch.tensor(numbers)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2_5_vl", "model.layers.1.mlp.up_proj.weight"),  # one of two in a key
+        ("qwen3_vl_moe", "model.language_model.layers.2.mlp.experts.down_proj"),
+    ],
+)
+def test_a_number_too_large_for_the_dtype_is_refused(
+    family: str, name: str, hf_folder: Folder, tmp_path: Path
+) -> None:
+    hf = spoiled(hf_folder(family), tmp_path / "hf", name, 70000, -1e6)
+    import_hf(hf, tmp_path / "checkpoint")
+    with pytest.raises(
+        ValueError,
+        match=f"^{re.escape(name)} holds -1e[+]06, and float16 ends at 65504: .*--dtype bfloat16",
+    ):
+        export_hf(tmp_path / "checkpoint", tmp_path / "out", dtype=torch.float16)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
+    export_hf(tmp_path / "checkpoint", tmp_path / "out", dtype=torch.bfloat16)
+    assert load_file(tmp_path / "out" / "model.safetensors")[name].flatten()[1] == -999424
+
+
+def test_what_is_not_finite_anyway_is_exported_as_it_is(hf_folder: Folder, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    numbers = (float("inf"), float("nan"), 65504)
+    hf = spoiled(hf_folder("qwen2_5_vl"), tmp_path / "hf", name, *numbers)
+    import_hf(hf, tmp_path / "checkpoint")
+    export_hf(tmp_path / "checkpoint", tmp_path / "out", dtype=torch.float16)
+    x = load_file(tmp_path / "out" / "model.safetensors")[name].flatten()[:3]
+    assert torch.allclose(x.float(), torch.tensor(numbers), rtol=0, equal_nan=True)
+
+
+def test_the_other_files_of_a_model(hf_folder: Folder, tmp_path: Path) -> None:
+    """Links are followed; one to nothing, as a pruned cache has it, is no file to leave out."""
+    hf = Path(shutil.copytree(hf_folder("qwen2_vl"), tmp_path / "hf"))
+    (hf / "tokenizer.json").rename(tmp_path / "blob")
+    (hf / "tokenizer.json").symlink_to(tmp_path / "blob")
+    (hf / "adapter_config.json").write_text("{}")
+    (hf / "gone.bin").symlink_to(tmp_path / "nowhere")  # not one of those that are copied
+    copy_hf_files(hf, tmp_path / "copy")
+    names = {path.name for path in (tmp_path / "copy").iterdir()}
+    assert names == {path.name for path in hf.glob("*.*")} - {
+        "adapter_config.json",
+        "gone.bin",
+        "model.safetensors",
+    }
+    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (tmp_path / "blob").read_bytes()
+    (hf / "adapter_config.json").unlink()
+    (tmp_path / "blob").unlink()
+    with pytest.raises(ValueError, match=r"hf/tokenizer\.json points to nothing"):
+        import_hf(hf, tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def share(value: float) -> dict[str, object]:

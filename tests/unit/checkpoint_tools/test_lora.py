@@ -108,6 +108,23 @@ def test_settings_of_peft(case: str, hf_folder: Folder, tmp_path: Path) -> None:
     assert len(deltas[1]) <= len(deltas[0])
 
 
+@pytest.mark.parametrize(
+    ("alpha", "pattern"), [(6, {"q_proj": -6}), (-6, {"q_proj": 6, "v_proj": -12}), (-6, {})]
+)
+def test_a_scale_may_be_negative(
+    alpha: float, pattern: dict[str, float], hf_folder: Folder, tmp_path: Path
+) -> None:
+    """A recipe's is positive, so that of the checkpoint is too, and B takes the sign."""
+    hf = hf_folder("qwen2_5_vl")
+    model = make_adapters(hf, tmp_path / "peft", lora_alpha=alpha, alpha_pattern=pattern)
+    theirs = logits(model)
+    assert lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf).alpha == 6
+    lora_merge(hf, tmp_path / "merged", adapter=tmp_path / "peft")
+    assert relative(logits(load(tmp_path / "merged")), theirs) < 1e-5
+    lora_export(tmp_path / "checkpoint", tmp_path / "exported")
+    assert relative(logits(load_adapters(hf, tmp_path / "exported")), theirs) < 1e-5
+
+
 def test_what_a_recipe_must_say(hf_folder: Folder, tmp_path: Path) -> None:
     def targets(**settings: Any) -> list[str]:
         make_adapters(hf_folder(MOE), tmp_path / "peft", **settings)
@@ -213,6 +230,30 @@ def test_dtypes_of_adapters(hf_folder: Folder, tmp_path: Path) -> None:
         assert a.dtype == b.dtype == torch.bfloat16
     configure(tmp_path / "peft", alpha_pattern={"v_proj": 3})
     assert adapters_of(tmp_path / "peft", weights).dtype == torch.float32
+
+
+def test_fp16_has_no_room_for_other_scales(hf_folder: Folder, tmp_path: Path) -> None:
+    """Half of its smallest number is 0 in fp16, and twice its largest is infinite."""
+    hf = hf_folder("qwen2_5_vl")
+    make_adapters(hf, tmp_path / "peft", target_modules=["self_attn.q_proj", "self_attn.k_proj"])
+    rewrite(tmp_path / "peft", lambda tensors: {name: x.half() for name, x in tensors.items()})
+    name = "base_model.model.model.language_model.layers.0.self_attn.k_proj.lora_B.weight"
+    edges = torch.tensor([3 * 2.0**-24, 2.0**-24, 65504, 1])
+
+    def fill(tensors: Tensors) -> None:
+        tensors[name][:] = edges
+
+    rewrite(tmp_path / "peft", fill)
+    weights = hub_weights(hf)
+    assert adapters_of(tmp_path / "peft", weights).dtype == torch.float16
+    for alpha, ratio in ((3, 0.5), (12, 2), (-6, -1)):
+        configure(tmp_path / "peft", alpha_pattern={r"layers\.0\.self_attn\.k_proj": alpha})
+        adapters = adapters_of(tmp_path / "peft", weights)
+        assert adapters.dtype == (torch.float16 if ratio == -1 else torch.float32)
+        linear = adapters.linears["language_model.decoder.layers.0.self_attention.linear_qkv"]
+        (k,) = (one for one in linear if one.part == "k_proj")
+        _, b = adapters.read(k)
+        assert adapters.alpha == 6 and torch.equal(b[0].float(), edges * ratio)
 
 
 def test_a_merge_adds_in_fp32_and_rounds_once(hf_folder: Folder, tmp_path: Path) -> None:

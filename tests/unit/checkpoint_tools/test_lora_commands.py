@@ -1,6 +1,8 @@
 """The commands for adapters as people type them: what they say, write and refuse."""
 
 import json
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,15 @@ from checkpoint_tools.lora_import import lora_import
 from megavlm.checkpointing.adapters import SETTINGS
 from tests.unit.checkpoint_tools.command import run, sentence
 from tests.unit.checkpoint_tools.conftest import Folder
-from tests.unit.checkpoint_tools.lora_models import configure, make_adapters, rewrite
+from tests.unit.checkpoint_tools.lora_models import (
+    configure,
+    load,
+    load_adapters,
+    logits,
+    make_adapters,
+    relative,
+    rewrite,
+)
 
 FAMILY = "qwen2_5_vl"
 K_PROJ = "base_model.model.model.language_model.layers.0.self_attn.k_proj"
@@ -114,12 +124,24 @@ CASES: dict[str, tuple[Spoil, str]] = {
         configured(init_lora_weights="pissa_niter_4"),
         r"has init_lora_weights='pissa_niter_4', which changes the base weights too: convert it",
     ),
+    "changed base, as PEFT reads it": (
+        configured(init_lora_weights="OLoRA"),
+        r"has init_lora_weights='OLoRA', which changes the base weights too: convert it",
+    ),
     "another method": (configured(peft_type="LOHA"), r"adapters: peft_type 'LOHA' is not LORA"),
     "no rank": (configured(r=None), r"is no configuration of LoRA adapters: int\(\) argument"),
     "rank 0": (configured(r=0), r"is no configuration of LoRA adapters: a rank is below 1"),
     "infinite alpha": (
         configured(lora_alpha=float("inf")),
         r"is no configuration of LoRA adapters: an alpha is not finite",
+    ),
+    "alpha 0": (
+        configured(lora_alpha=0),
+        r"is no configuration of LoRA adapters: an alpha is 0, with which adapters add nothing",
+    ),
+    "alpha 0 of some": (
+        configured(alpha_pattern={"k_proj": 0.0}),
+        r"is no configuration of LoRA adapters: an alpha is 0, with which adapters add nothing",
     ),
     "infinite rank": (configured(r=float("inf")), r"is no configuration of LoRA adapters: cannot"),
     "a pattern": (configured(rank_pattern={"(": 3}), r"is no configuration of LoRA adapters: miss"),
@@ -371,3 +393,66 @@ def test_a_checkpoint_may_be_the_base(peft: Path, hf_folder: Folder, tmp_path: P
     assert not run("lora-import", peft, tmp_path / "c", "--base", tmp_path / "base")
     assert not run("export", tmp_path / "c", tmp_path / "d")
     assert not run("verify", tmp_path / "a", tmp_path / "d")
+
+
+def test_adapters_beside_their_model(
+    made: Path, hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers loads such a folder with its adapters; the refusal says how to keep them."""
+    hf = hf_folder(FAMILY)
+    both = Path(shutil.copytree(hf, tmp_path / "in"))
+    shutil.copytree(made / "peft", both, dirs_exist_ok=True)
+    theirs = logits(load_adapters(hf, made / "peft"))
+    assert torch.equal(logits(load(both)), theirs)
+
+    told = refusal(capsys, "import", both, tmp_path / "out")
+    assert f"{both} holds adapters beside its model: " in told and "or move them away" in told
+    for command in (
+        ("inspect", both),
+        ("verify", both, hf),
+        ("verify", hf, both, "--logits"),
+        ("lora-merge", both, tmp_path / "out"),
+        ("lora-merge", both, tmp_path / "out", "--adapter", made / "peft"),
+        ("lora-import", made / "peft", tmp_path / "out", "--base", both),
+    ):
+        assert refusal(capsys, *command) == told
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+    match = re.search(r"\(megavlm-convert (.+)\)", told)
+    assert match
+    command = shlex.split(match[1].replace("OUTPUT", str(tmp_path / "merged")))
+    assert not run(*command)
+    assert relative(logits(load(tmp_path / "merged")), theirs) < 1e-5
+    assert not run("import", tmp_path / "merged", tmp_path / "imported")
+
+    assert not run("lora-import", both, tmp_path / "checkpoint", "--base", both)
+    assert not run("export", tmp_path / "checkpoint", tmp_path / "exported")
+    assert not run("verify", tmp_path / "merged", tmp_path / "exported")
+    capsys.readouterr()
+    assert "has no steps" in refusal(
+        capsys, "lora-merge", both, tmp_path / "out", "--adapter", both, "--step", 0
+    )
+
+    (both / "adapter_model.safetensors").unlink()
+    (both / "adapter_config.json").unlink()
+    assert not run("import", both, tmp_path / "moved away")
+
+
+def test_a_merge_that_does_not_fit_its_dtype(
+    peft: Path, hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sum alone is too large, of a projection in the middle of a fused linear."""
+
+    def large(tensors: dict[str, Any]) -> None:
+        for side, value in (("A", 100), ("B", -200)):
+            tensors[f"{K_PROJ}.lora_{side}.weight"][:] = 0
+            tensors[f"{K_PROJ}.lora_{side}.weight"][0, 0] = value
+        tensors[f"{K_PROJ}.lora_B.weight"][0, 0] *= 3
+
+    rewrite(peft, large)
+    merge = ("lora-merge", hf_folder(FAMILY), tmp_path / "out", "--adapter", peft)
+    told = refusal(capsys, *merge, "--dtype", "float16")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert told == f"{name} holds -90000, and float16 ends at 65504: export with --dtype bfloat16."
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert not run(*merge, "--dtype", "bfloat16")
