@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from megavlm.rollout.weights.engine import Engine, engine_tensors
-from tests.fakes.server import FakeServer
+from tests.fakes.server import FakeServer, Refusal
 
 
 class FakeEngine(FakeServer):
     """`updates` lists the names that each update brought. `spoil`: an engine tensor whose checksum
-    comes out wrong.
+    comes out wrong. `in_session`: between begin_weight_update and end_weight_update.
     """
 
     def __init__(self, *, weight_version: str = "3", port: int = 0) -> None:
@@ -31,13 +31,14 @@ class FakeEngine(FakeServer):
         self.weights: dict[str, Tensor] = {}
         self.updates: list[list[str]] = []
         self.spoil: str | None = None
-        self.is_paused = False
+        self.in_session = False
 
     def answer(self, path: str, body: Any) -> Any:
-        if path == "/pause_generation":
-            self.is_paused = True
-        if path == "/continue_generation":
-            self.is_paused = False
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            begins = path == "/begin_weight_update"
+            if self.in_session is begins:
+                raise Refusal(400, "a weight-update session is already open, or none is")
+            self.in_session = begins
         if path == "/update_weights_from_tensor":
             self.load(*bucket(body))
         if path == "/weights_checker":

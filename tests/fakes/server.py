@@ -16,11 +16,21 @@ from typing import Any, Literal
 Fault = Literal[
     "500", "400", "reset", "garbage", "list", "wrong form", "hang", "slow body", "head only"
 ]
+HEALTH = ("/health", "/health_generate")  # open to all
 PROMPT_IDS = 3  # of the prompts that tests make: what follows are tokens to go on from
 
 
+class Refusal(Exception):
+    """An answer with another status than 200."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status, self.message = status, message
+
+
 class FakeServer:
-    """Context manager. `requests` lists (path, body, authorization) of what came in."""
+    """Context manager. `requests` lists (path, body, authorization) of what came in. A paused one
+    is ill, since SGLang generates a token to tell its health.
+    """
 
     def __init__(
         self,
@@ -50,6 +60,7 @@ class FakeServer:
         self.aborted = threading.Event()
         self.num_connections = 0
         self.ill = threading.Event()  # /health_generate fails
+        self.is_paused = False
         self.closed = threading.Event()
         self._http = _Server(("127.0.0.1", port), type("Bound", (_Handler,), {"fake": self}))
         self._http.daemon_threads = True
@@ -75,6 +86,10 @@ class FakeServer:
     def answer(self, path: str, body: Any) -> Any:
         if path == "/generate":
             return self._generate(body)
+        if path in HEALTH and self.is_paused:
+            raise Refusal(503, "")
+        if path in ("/pause_generation", "/continue_generation"):
+            self.is_paused = path == "/pause_generation"
         if path == "/update_weight_version" and not self.deaf:
             self.weight_version = body["new_version"]
         if path == "/abort_request":
@@ -175,7 +190,12 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "hang":
             fake.closed.wait()
             return
-        content = json.dumps(fake.answer(self.path, body)).encode()
+        status = 200
+        try:
+            answer = fake.answer(self.path, body)
+        except Refusal as refusal:
+            status, answer = refusal.status, {"success": False, "message": refusal.message}
+        content = json.dumps(answer).encode()
         if fake.closed.is_set():  # it died before it could answer
             self.close_connection = True
             return
@@ -202,10 +222,10 @@ class _Handler(BaseHTTPRequestHandler):
                 if fake.closed.wait(0.02):
                     break
         else:
-            self._reply(200, content)
+            self._reply(status, content)
 
     def _is_allowed(self) -> bool:
-        if self.fake.keys is None or self.path in ("/health", "/health_generate"):
+        if self.fake.keys is None or self.path in HEALTH:
             return True
         reads, changes = self.fake.keys
         known = (

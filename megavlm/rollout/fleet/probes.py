@@ -28,11 +28,14 @@ class Probes:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def is_up(self, member: Member) -> tuple[int, str]:
+    async def is_up(self, member: Member, *, wake: bool) -> tuple[int, str]:
         """It is ready for requests, and it is our server that answers: /health is open to all,
         /server_info is not. Returns how many ranks it has, and their device; Refused where it is
-        external and not as this run needs it.
+        external and not as this run needs it. `wake`: an external one may have been left paused,
+        and is told to go on first.
         """
+        if wake and member.server is None:
+            await self._go_on(member)
         await self._get(member, "/health", SLOW)
         info = await self._info(member, "/server_info", SLOW)
         if member.server is not None:
@@ -52,6 +55,18 @@ class Probes:
     async def generates(self, member: Member) -> None:
         """A real token, or any of what it generates anyway."""
         await self._get(member, "/health_generate", SLOW)
+
+    async def _go_on(self, member: Member) -> None:
+        """A trainer that dies in mid-push leaves it paused, and /health, which generates a token,
+        fails for as long as it is. One that is not paused takes no notice; whether it refuses the
+        key is for the push to say.
+        """
+        headers = {"Authorization": f"Bearer {member.admin_key}"} if member.admin_key else {}
+        body = {"torch_empty_cache": False}
+        try:
+            await self._http.post(member.url + "/continue_generation", json=body, headers=headers)
+        except httpx.HTTPError:
+            pass  # the questions that follow tell why
 
     async def _info(self, member: Member, path: str, timeout: float) -> dict[str, Any]:
         try:

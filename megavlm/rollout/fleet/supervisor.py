@@ -114,7 +114,9 @@ class Supervisor:
         """Whether it is up by now."""
         fleet, record = self._fleet, self._fleet.record(member.url)
         try:
-            member.tensor_parallel, member.device = await self._probes.is_up(member)
+            # Without pushes from here, a pause is another run's.
+            up = await self._probes.is_up(member, wake=fleet.policy.needs_refit)
+            member.tensor_parallel, member.device = up
         except Refused as refusal:
             await self._stop(member, Event(Kind.START_FAILED, reason=str(refusal)))
             return

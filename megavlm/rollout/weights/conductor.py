@@ -115,6 +115,9 @@ class Conductor:
             ]
             self._post("/pause_generation", {"mode": self._pause})
             if self._transport.in_session:
+                # A trainer that died in mid-push, or a server that could not be told, left it open.
+                unsure = [target.url for target in servers.live if target.needs_all]
+                servers.try_each("/end_weight_update", {}, unsure)
                 self._post("/begin_weight_update", {})
             self._transport.prepare()
         except WeightSyncError:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +386,32 @@ def test_a_wrong_key_is_told_at_once() -> None:
         fleet = Fleet([Member(fake.url, "other")], policy=POLICY, say=print)
         with pytest.raises(RolloutServerError, match=r"refused our key .* MEGAVLM_ROLLOUT_API_KEY"):
             fleet.__enter__()
+
+
+def test_a_server_that_a_dead_trainer_left_paused_is_told_to_go_on() -> None:
+    """It answers no question about its health, which takes a token; one of mid-run too."""
+    with FakeServer(keys=("reads", "writes")) as fake:
+        fake.is_paused = True
+        member = Member(fake.url, "reads", "writes")
+        with Fleet([member], policy=POLICY, start_timeout=5, say=print) as fleet:
+            assert state(fleet, fake.url) is State.STALE
+            fake.is_paused = True
+            fleet.unanswered(fake.url, "timed out")
+            fleet.failed(fake.url, "its continue was lost")
+            wait_for(lambda: state(fleet, fake.url) is State.DEAD)
+            wait_for(lambda: state(fleet, fake.url) is State.STALE)
+    assert fake.bodies("/continue_generation")[0] == {"torch_empty_cache": False}
+
+
+def test_servers_that_no_push_goes_to_are_changed_in_nothing() -> None:
+    """Another run may be pushing to it."""
+    with FakeServer() as fake:
+        with external(fake, policy=replace(POLICY, needs_refit=False)) as fleet:
+            assert state(fleet, fake.url) is State.HEALTHY
+    assert fake.paths() == ["/health", "/server_info"]
+
+
+def test_a_wrong_admin_key_does_not_hide_that_a_server_answers() -> None:
+    with FakeServer(keys=("reads", "writes")) as fake:
+        with Fleet([Member(fake.url, "reads", "other")], policy=POLICY, say=print) as fleet:
+            assert state(fleet, fake.url) is State.STALE

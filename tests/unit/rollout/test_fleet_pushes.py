@@ -79,6 +79,16 @@ def test_the_only_server_fails_once_and_gets_everything(fault: Any) -> None:
         assert line.startswith(f"rollout server {engine.url} missed a push: ") and UPDATE in line
 
 
+def test_a_session_that_a_dead_trainer_left_open_is_no_failure() -> None:
+    """Servers of its last push, paused and with a part of the weights."""
+    with FakeEngine() as one, FakeEngine() as other:
+        for engine in (one, other):
+            engine.is_paused = engine.in_session = True
+        (result,) = launch(1, pushed, [one.url, other.url])
+        assert (result["outcomes"], result["said"]) == ([2] * 4, [])
+        assert not one.in_session and not other.is_paused
+
+
 def test_a_server_that_always_fails_ends_the_run() -> None:
     with FakeEngine() as engine:
         engine.refused[UPDATE] = set(range(1, 100))
