@@ -88,7 +88,7 @@ def write_checkpoint(
                     checkpoint_dir, sources=sources, force=force, mark="step_*", nbytes=total
                 )
             )
-            folder.copy_hf_files(weights.hf_files, output / folder.HF)
+            folder.write_hf_files(weights.hf_files, output / folder.HF)
             atomic.partial(folder.step_folder(output, 0)).mkdir()
             return output
 

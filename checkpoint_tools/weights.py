@@ -74,13 +74,21 @@ def open_weights(path: Path, *, step: int | None = None, experts: Form = HUB) ->
         return hub_weights(path, experts)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder.")
-    if folder.latest(path) is None and not (path / folder.MANIFEST).is_file():
+    if not folder.complete_steps(path) and not (path / folder.MANIFEST).is_file():
         raise ValueError(f"{path} is neither a HuggingFace model folder nor a checkpoint.")
     if experts != HUB:
         raise ValueError(
             f"{path} is a checkpoint, where experts lie in one form: leave --experts out."
         )
     return step_weights(path, step)
+
+
+def open_both(a: Path, b: Path, experts: tuple[Form, Form] = (HUB, HUB)) -> tuple[Weights, Weights]:
+    """To be compared. One folder on both sides is opened once, and warned of once."""
+    left = open_weights(a, experts=experts[0])
+    if a.resolve() == b.resolve() and experts[0] == experts[1]:
+        return left, left
+    return left, open_weights(b, experts=experts[1])
 
 
 def hub_weights(path: Path, experts: Form = HUB, *, without_adapters: bool = False) -> Weights:
@@ -114,6 +122,7 @@ def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:
         or first_difference(path, manifest.files, small)
     ):
         raise ValueError(problem)
+    folder.check_hf_files(path.parent)
     hf_files = path.parent / folder.HF
     config = read_config(hf_files)
     groups = by_key(family(config.model_type).mapping(config))

@@ -3,7 +3,7 @@
     CHECKPOINT_DIR/
       latest               name of the newest step
       best                 name of the best one, where a metric is configured
-      hf/                  config, tokenizer and processor files of the model
+      hf/                  config, tokenizer and processor files of the model, and their checksums
       step_00000040/
         manifest.json      step, contents, scores, and every other file's size and checksum
         .metadata, metadata.json, common.pt, *.distcp    megatron-core dist_checkpointing
@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.checkpointing import atomic
-from megavlm.checkpointing.checksums import checksums
+from megavlm.checkpointing.checksums import checksums, first_difference
 
 FORMAT = 1
 HF = "hf"
 LATEST = "latest"
 MANIFEST = "manifest.json"
 ADAPTER = "adapter_config.json"  # PEFT's
+_HF_SUMS = "checksums"  # a name that no file of a model folder has, and no copy of hf/ takes along
 # Names, not contents, of an HF folder's files that hold no weights and no code.
 _HF_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*")
 
@@ -63,11 +64,34 @@ class Manifest:
             values: dict[str, Any] = json.loads(path.read_bytes())
             if values["format"] != FORMAT:
                 raise ValueError(f"format {values['format']} is not {FORMAT}")
-            return Manifest(**values)
+            manifest = Manifest(**values)
+            _check(manifest)
+            return manifest
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} cannot be read as a checkpoint's manifest: {error}."
             ) from error
+
+
+def _check(manifest: Manifest) -> None:
+    for name, kind in (("layout", int), ("scores", (int, float))):
+        if not _is_table(getattr(manifest, name), kind):
+            raise ValueError(f"{name} is {getattr(manifest, name)!r}")
+    if not isinstance(manifest.step, int):
+        raise ValueError(f"step is {manifest.step!r}")
+    _check_sums(manifest.files)
+
+
+def _check_sums(files: Any) -> None:
+    if not isinstance(files, dict):
+        raise ValueError(f"files is {files!r}")
+    for name, sums in files.items():
+        if not _is_table(sums, int) or not sums.keys() >= {"bytes", "crc32"}:
+            raise ValueError(f"{name} has {sums!r} instead of bytes and crc32")
+
+
+def _is_table(values: Any, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(values, dict) and all(isinstance(value, kind) for value in values.values())
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -142,6 +166,29 @@ def publish(folder: Path, step: int) -> None:
         atomic.write_text(folder / LATEST, lines)
     atomic.replace_folder(path)
     atomic.write_text(folder / LATEST, f"{path.name}\n")
+
+
+def write_hf_files(source: Path, target: Path) -> None:
+    """A new `hf/`, with the checksums of its files."""
+    copy_hf_files(source, target)
+    sums = checksums(target, sorted(path.name for path in target.iterdir()))
+    (target / _HF_SUMS).write_text(json.dumps(sums, indent=1))
+
+
+def check_hf_files(folder: Path) -> None:
+    """ValueError where a file in `hf/` is not what was copied. Where no checksums lie, as megavlm
+    once wrote it, anything will do.
+    """
+    path = folder / HF / _HF_SUMS
+    if not path.is_file():
+        return
+    try:
+        sums = json.loads(path.read_bytes())
+        _check_sums(sums)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as checksums: {error}.") from error
+    if problem := first_difference(path.parent, sums, sums):
+        raise ValueError(f"{problem} If it was changed on purpose, delete {path}.")
 
 
 def copy_hf_files(source: Path, target: Path) -> None:

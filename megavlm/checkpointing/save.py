@@ -106,7 +106,7 @@ def begin(
         folder.mkdir(parents=True, exist_ok=True)
         _clean(folder)
         if hf_folder is not None and not (folder / form.HF).exists():
-            form.copy_hf_files(Path(hf_folder), atomic.partial(folder / form.HF))
+            form.write_hf_files(Path(hf_folder), atomic.partial(folder / form.HF))
             atomic.replace_folder(folder / form.HF)
         path.mkdir()
 

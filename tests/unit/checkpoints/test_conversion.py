@@ -197,12 +197,18 @@ def test_an_export_keeps_the_old_folder_when_it_fails(
 def test_the_dtype_in_the_configuration_follows_the_weights(
     checkpoint: Path, tmp_path: Path
 ) -> None:
+    (checkpoint / "hf" / "checksums").unlink()
     path = checkpoint / "hf" / "config.json"
     config = json.loads(path.read_text()) | {"dtype": "bfloat16"}
     path.write_text(json.dumps(config))
     export_hf(checkpoint, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == config | {"dtype": "float32"}
+
+
+def rewrite(step: Path, /, **values: object) -> None:
+    path = step / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def damage(path: Path) -> None:
@@ -219,7 +225,31 @@ def damage(path: Path) -> None:
         (lambda step: (step / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing"),
         (lambda step: (step / "manifest.json").write_text("{"), r"manifest\.json cannot be read"),
         (lambda step: (step / "manifest.json").unlink(), "holds no complete checkpoint"),
+        (
+            lambda step: rewrite(step, files=None),
+            r"manifest\.json cannot be read .*: files is None",
+        ),
+        (lambda step: rewrite(step, files=["x"]), r"manifest\.json cannot be read .*: files is \["),
+        (lambda step: rewrite(step, files={"x": {}}), r"manifest\.json cannot .*: x has \{\} inst"),
+        (lambda step: rewrite(step, files={"x": 3}), r"manifest\.json cannot .*: x has 3 instead"),
+        (lambda step: rewrite(step, layout=None), r"manifest\.json cannot .*: layout is None"),
+        (
+            lambda step: rewrite(step, layout={"tensor": "2"}),
+            r"manifest\.json cannot .*: layout is",
+        ),
+        (lambda step: rewrite(step, scores=None), r"manifest\.json cannot .*: scores is None"),
+        (lambda step: rewrite(step, step="0"), r"manifest\.json cannot .*: step is '0'"),
         (lambda step: shutil.rmtree(step.parent / "hf"), "is no HuggingFace model folder"),
+        (
+            lambda step: os.truncate(step.parent / "hf/tokenizer.json", 100),
+            r"hf/tokenizer\.json has 100 bytes, .* changed on purpose, delete .*/hf/checksums\.",
+        ),
+        (lambda step: damage(step.parent / "hf/tokenizer.json"), r"hf/tokenizer\.json is damaged"),
+        (lambda step: (step.parent / "hf/tokenizer.json").unlink(), r"tokenizer\.json is missing"),
+        (
+            lambda step: (step.parent / "hf/checksums").write_text("{"),
+            "hf/checksums cannot be read",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_named(
@@ -231,7 +261,23 @@ def test_a_damaged_checkpoint_is_named(
     assert not (tmp_path / "out").exists()
 
 
+def test_checksums_of_the_model_s_files_stay_where_they_are(
+    checkpoint: Path, original: Path, tmp_path: Path
+) -> None:
+    """No export has them; a checkpoint without them, as there were some, is taken as it is."""
+    sums = json.loads((checkpoint / "hf" / "checksums").read_text())
+    names = {path.name for path in (checkpoint / "hf").iterdir()}
+    assert sums.keys() == names - {"checksums"} and "tokenizer.json" in sums
+    export_hf(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out" / "checksums").exists()
+    (checkpoint / "hf" / "checksums").unlink()
+    (checkpoint / "hf" / "tokenizer.json").write_text("other")
+    export_hf(checkpoint, tmp_path / "other")
+    assert (tmp_path / "other" / "tokenizer.json").read_text() == "other"
+
+
 def test_a_checkpoint_of_another_size_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "hf" / "checksums").unlink()
     path = checkpoint / "hf" / "config.json"
     config = json.loads(path.read_text())
     config["text_config"]["num_hidden_layers"] = 1

@@ -41,6 +41,12 @@ def damage(hf: Path, folder: Path) -> list[str]:
         with pytest.raises(ValueError):
             run.load(folder, 2)
         path.write_bytes(whole)
+    path = folder / "hf" / "tokenizer.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    with pytest.raises(ValueError, match=r"hf/tokenizer\.json has 100 bytes"):
+        run.load(folder)
+    path.write_bytes(whole)
     run.load(folder, 1)
     assert run.fingerprint()[0] == fingerprints[0][0], "weights"
     run.load(folder)
