@@ -1,11 +1,13 @@
 """What a step's tensors do not tell of the adapters in it."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megavlm.checkpointing import folder as form
-from megavlm.checkpointing.reader import StepReader
+from megavlm.checkpointing.checksums import first_difference
+from megavlm.checkpointing.reader import CONTENTS, StepReader
 from megavlm.models.common.lora_linear import is_adapter
 
 SETTINGS = "lora.json"
@@ -37,21 +39,22 @@ class AdapterSettings:
 
 
 def adapters(step: Path) -> set[str]:
-    """The keys of a step's adapters."""
-    tensors = StepReader(step).tensors
+    """The keys of a step's adapters; ValueError where its table of contents is damaged."""
+    files = form.Manifest.read(step).files
+    if problem := first_difference(step, files, files.keys() & {CONTENTS}):
+        raise ValueError(problem)
+    return adapter_keys(StepReader(step).tensors)
+
+
+def adapter_keys(tensors: Iterable[str]) -> set[str]:
     return {key for key in tensors if is_adapter(key) and not key.startswith("optimizer.")}
 
 
-def has_adapters(folder: str | Path) -> bool:
-    """Whether a checkpoint's latest step has some; ValueError where there is no step."""
-    return bool(adapters(form.locate(Path(folder), None)))
-
-
-def check_alpha(folder: str | Path, alpha: float) -> None:
-    """ValueError where the latest step's adapters were trained with another."""
-    settings = AdapterSettings.read(form.locate(Path(folder), None))
+def check_alpha(step: Path, alpha: float) -> None:
+    """ValueError where the step's adapters were trained with another."""
+    settings = AdapterSettings.read(step)
     if settings is not None and settings.alpha != alpha:
         raise ValueError(
-            f"lora.alpha={alpha:g} is not what the adapters in {folder} were trained with: set "
+            f"lora.alpha={alpha:g} is not what the adapters in {step} were trained with: set "
             f"lora.alpha={settings.alpha:g}"
         )

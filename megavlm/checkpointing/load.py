@@ -20,7 +20,7 @@ from megatron.core.utils import unwrap_model
 
 from megavlm.checkpointing import folder as form
 from megavlm.checkpointing import random_states
-from megavlm.checkpointing.adapters import adapters
+from megavlm.checkpointing.adapters import adapter_keys
 from megavlm.checkpointing.checksums import first_difference
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.state import layout, replica_group, sharded_state
@@ -44,26 +44,45 @@ def load(
     layout that saved them. An optimizer that was built before its model's weights were loaded alone
     needs `optimizer.reload_model_params()`.
 
-    ValueError, the same on every rank, where there is no such step, a file is missing or damaged,
-    a tensor is missing or of another shape, or the step's adapters would be left behind.
+    ValueError, the same on every rank, where there is no such step, a file of it or of the model's
+    is missing or damaged, a tensor is missing or of another shape, or the step's adapters would be
+    left behind.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    (path, *_) = together("load", lambda: form.locate(Path(folder), step) if rank == 0 else Path())
-    manifest = form.Manifest.read(path)
+
+    def find() -> tuple[Path, form.Manifest] | None:
+        """One rank looks, and one warns."""
+        if rank != 0:
+            return None
+        path = form.locate(Path(folder), step)
+        return path, form.Manifest.read(path)
+
+    (found, *_) = together("load", find)
+    assert found is not None
+    path, manifest = found
     if optimizer is not None and not manifest.has_optimizer:
         raise ValueError(f"{path} holds weights alone, without the optimizer's state.")
 
-    def verify() -> set[str]:
-        """Each rank reads its share of the files. The keys that its part of the model asks for."""
+    def verify() -> None:
+        """Each rank reads its share of the files."""
         names = sorted(manifest.files)[rank::world_size]
         if problem := first_difference(path, manifest.files, names):
             raise ValueError(problem)
+        if rank == 0:
+            form.check_hf_files(path.parent)
+
+    def compare() -> tuple[set[str], set[str]]:
+        """The keys that this rank's part of the model asks for; those of the step's adapters."""
         model = sharded_state(chunks, None, None, is_loading=True)["model"]
         tensors = [value for part in model.values() for value in part.values()]
-        _check_tensors(tensors, StepReader(path), path, trains=optimizer is not None)
-        return {part.key for value in tensors for part in _parts(value)}
+        reader = StepReader(path)
+        _check_tensors(tensors, reader, path, trains=optimizer is not None)
+        asked = {part.key for value in tensors for part in _parts(value)}
+        return asked, adapter_keys(reader.tensors)
 
-    if left := adapters(path) - set().union(*together("load", verify)):
+    together("load", verify)  # all of it, before a rank reads what another one finds damaged
+    asked, held = zip(*together("load", compare), strict=True)
+    if left := held[0] - set().union(*asked):
         raise ValueError(
             f"{path} holds adapters that this model has no place for ({min(left)}): merge them "
             "(megavlm-convert lora-merge), or set lora as the run that saved them did."

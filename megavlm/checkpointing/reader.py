@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+CONTENTS = ".metadata"
+
 Shape = tuple[int, ...]
 
 _SAFE = {
@@ -41,10 +43,11 @@ _SAFE = {
 }  # fmt: skip
 
 
-# What the pickle module says that reading a broken pickle may raise.
+# What reading a broken pickle may raise: what the pickle module says, and what comes of lengths and
+# arguments that nobody wrote.
 _BROKEN = (
-    pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, TypeError,
-    ValueError,
+    pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError,
+    OverflowError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 
@@ -55,17 +58,21 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """The table of contents of a step; ValueError where it is none."""
-    path = folder / ".metadata"
+def read_metadata(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[Any, Any]]:
+    """The tensors of a step's table of contents by key, and where each of their pieces lies.
+    ValueError where it is none.
+    """
+    path = folder / CONTENTS
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
-    except (OSError, *_BROKEN) as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint's contents: {error}.") from error
-    if not isinstance(metadata, Metadata):
-        raise ValueError(f"{path} cannot be read as a checkpoint's contents.")
-    return metadata
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        found = metadata.state_dict_metadata.items()
+        tensors = {key: x for key, x in found if isinstance(x, TensorStorageMetadata)}
+        return tensors, dict(metadata.storage_data)
+    except (OSError, MemoryError, *_BROKEN) as error:  # MemoryError: of a length that is wrong
+        raise ValueError(f"{path} cannot be read as a checkpoint's contents: {error!r}.") from error
 
 
 class StepReader:
@@ -73,13 +80,7 @@ class StepReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        metadata = read_metadata(folder)
-        self._places = metadata.storage_data
-        self.tensors = {
-            key: value
-            for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
+        self.tensors, self._places = read_metadata(folder)
 
     def shape(self, key: str) -> Shape:
         return tuple(self.tensors[key].size)
@@ -142,7 +143,7 @@ class StepReader:
                 )
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing.") from error
-        except (RuntimeError, zipfile.BadZipFile, zlib.error, *_BROKEN) as error:
+        except (zipfile.BadZipFile, zlib.error, *_BROKEN) as error:
             raise ValueError(f"{path} is damaged where {key} lies: {error}.") from error
         if [_crc32(tensor)] != [info.CRC for info in numbers]:
             raise ValueError(f"{path} is damaged: the checksum of {key} differs.")

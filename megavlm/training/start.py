@@ -3,12 +3,16 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from megavlm import checkpointing
-from megavlm.checkpointing.adapters import AdapterSettings, check_alpha, has_adapters
+from megavlm.checkpointing.adapters import AdapterSettings, adapters, check_alpha
 from megavlm.checkpointing.folder import locate
+from megavlm.checkpointing.together import together
 from megavlm.config.schema import Config
 from megavlm.models.common.loading import HFFolder, load_hf
 from megavlm.models.common.lora import LoRA, add_adapters
@@ -30,31 +34,58 @@ def start_model(
     are in `model.checkpoint`; a value head says 0. Collective.
     """
     model = build_model(hf_config, mesh, replace(model_options(config), head=head))
-    source, adapters = config.model.checkpoint, lora(config)
-    goes_on = source is not None and adapters is not None and has_adapters(source)
-    if source is not None and goes_on:
-        check_alpha(source, config.lora.alpha)
-        _add(model, adapters, config.run.seed)
-    if source is not None:
+    source, fresh = config.model.checkpoint, lora(config)
+    step = None if source is None else _step(source)
+    goes_on = step is not None and fresh is not None and _goes_on(step, config.lora.alpha)
+    if goes_on:
+        _add(model, fresh, config.run.seed)
+    if step is not None:
         with _without_value_head(model):
-            checkpointing.load(source, chunks=model)
+            checkpointing.load(step, chunks=model)
     else:
         for chunk in model:
             load_hf(chunk, entries, HFFolder(config.model.folder), mesh)
     if not goes_on:
-        _add(model, adapters, config.run.seed)
+        _add(model, fresh, config.run.seed)
     return model
 
 
 def adapter_settings(config: Config) -> AdapterSettings | None:
-    """Of the adapters that a run trains. They belong to the weights that it started from."""
+    """Of the adapters that a run trains. They belong to the weights that it started from, after
+    `start_model`.
+    """
     if config.lora.rank == 0:
         return None
     source, base = config.model.checkpoint, config.model.folder
     if source is not None:
-        known = AdapterSettings.read(locate(Path(source), None))
+        known = AdapterSettings.read(_step(source))
         return AdapterSettings(config.lora.rank, config.lora.alpha, known.base if known else None)
     return AdapterSettings(config.lora.rank, config.lora.alpha, base)
+
+
+@cache
+def _step(source: str) -> Path:
+    """The step of `model.checkpoint` that the run starts from. Looked for once, by one rank, which
+    warns if it has to: a critic and the adapters' settings are of the policy's step, whatever
+    appears there meanwhile. Collective where it looks.
+    """
+    (step, *_) = together(
+        "start", lambda: locate(Path(source), None) if dist.get_rank() == 0 else Path()
+    )
+    return step
+
+
+def _goes_on(step: Path, alpha: float) -> bool:
+    """Whether the step has adapters; ValueError where they had another alpha. Collective."""
+
+    def look() -> bool:
+        if dist.get_rank() != 0 or not adapters(step):
+            return False
+        check_alpha(step, alpha)
+        return True
+
+    (found, *_) = together("start", look)
+    return found
 
 
 def _add(model: Sequence[VisionLanguageModel], adapters: LoRA | None, seed: int) -> None:

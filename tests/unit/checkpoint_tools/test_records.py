@@ -8,7 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from megavlm.checkpointing.adapters import adapters
 from megavlm.checkpointing.checksums import checksums
+from megavlm.checkpointing.folder import Manifest
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.writer import RecordFile, write_contents
 
@@ -85,6 +87,42 @@ def test_no_flipped_byte_is_read(tmp_path: Path) -> None:
             refused += 1
             assert "__0_0.distcp is damaged" in str(error) or "holds torch." in str(error)
     assert refused >= WHOLE.nbytes
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"x",
+        b"N.",  # None
+        b"\x80\x04\x95" + b"\xff" * 8 + b"N.",  # a frame of more bytes than can be
+        b"\x80\x04ctorch.serialization\n_get_layout\n\x8c\x01x\x85R.",  # no such layout
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81.",  # without its parts
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nNNN\x87R.",
+    ],
+)
+def test_contents_that_are_none_are_one_sentence(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read as .* contents: .*\.$"):
+        StepReader(tmp_path)
+
+
+def test_contents_with_any_bit_flipped_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    """Some would ask for more memory than there is."""
+    with RecordFile(tmp_path) as file:
+        file.add("x.lora_A", WHOLE)
+    write_contents(tmp_path, {"x.lora_A": WHOLE.to("meta")}, file.records)
+    names = [path.name for path in tmp_path.iterdir()]
+    Manifest(0, False, {}, checksums(tmp_path, names)).write(tmp_path)
+    assert adapters(tmp_path) == {"x.lora_A"}
+    path = tmp_path / ".metadata"
+    whole = path.read_bytes()
+    for place, bit in product(range(len(whole)), range(8)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << bit
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"\.metadata is damaged: its checksum differs"):
+            adapters(tmp_path)
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:

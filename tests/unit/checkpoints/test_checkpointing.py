@@ -305,6 +305,28 @@ def test_a_flipped_byte_is_named_and_the_step_before_loads(
     assert launch(2, load_error, hf, TP2, tmp_path, 1, False) == ["", ""]
 
 
+@pytest.mark.distributed
+def test_contents_that_cannot_be_parsed_are_named_on_every_rank(hf: Path, tmp_path: Path) -> None:
+    """No rank reads them before another has found that they are damaged."""
+    launch(2, two_steps, hf, tmp_path)
+    path = step_folder(tmp_path, 2) / ".metadata"
+    data = bytearray(path.read_bytes())
+    assert data[2] == 0x95  # a pickle's frame, and its length
+    data[10] ^= 128
+    path.write_bytes(data)
+    first, second = launch(2, load_error, hf, TP2, tmp_path, None, False)
+    assert first == second == f"{path} is damaged: its checksum differs from the manifest's."
+
+
+@pytest.mark.distributed
+def test_damaged_files_of_the_model_are_named_on_every_rank(hf: Path, tmp_path: Path) -> None:
+    import_hf(hf, tmp_path / "imported")
+    path = tmp_path / "imported" / "hf" / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:100])
+    first, second = launch(2, load_error, hf, TP2, tmp_path / "imported", None, True)
+    assert first == second and first.startswith(f"{path} has 100 bytes"), first
+
+
 def two_steps(hf: Path, folder: Path) -> None:
     run = start(hf, TP2)
     for step in (1, 2):

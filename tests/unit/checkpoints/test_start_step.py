@@ -1,0 +1,72 @@
+"""The step of `model.checkpoint` that a run starts from, as its ranks find it."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from checkpoint_tools.lora_import import lora_import
+from megavlm.checkpointing.adapters import AdapterSettings
+from megavlm.config.load import load
+from megavlm.models.registry import family
+from megavlm.parallel.mesh import build_mesh
+from megavlm.training.options import layout
+from megavlm.training.start import adapter_settings, start_model
+from tests.distributed.fork import launch
+from tests.unit.checkpoint_tools.lora_models import make_adapters
+from tests.unit.checkpoints.ranks import make_hf
+from tests.unit.training.test_start import write_recipe
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    hf = make_hf(tmp_path / "hf", num_layers=1)
+    make_adapters(hf, tmp_path / "peft", target_modules=r".*language_model.*\.(q|v|down)_proj")
+    lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    targets = [
+        f"language_model.decoder.layers.*.{x}"
+        for x in ("self_attention.linear_qkv", "mlp.linear_fc2")
+    ]
+    return write_recipe(tmp_path, hf, tmp_path / "checkpoint", targets=targets)
+
+
+def start(recipe: Path) -> tuple[list[str], AdapterSettings | None, str]:
+    """Warnings and adapters' settings of a policy and its critic; or the error."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megavlm").addHandler(handler)
+    config = load(recipe)
+    hf_config = AutoConfig.from_pretrained(config.model.folder)
+    entries = family(hf_config.model_type).mapping(hf_config)
+    mesh = build_mesh(layout(config), seed=0)
+    try:
+        start_model(config, hf_config, entries, mesh, "tokens")
+        settings = adapter_settings(config)
+        start_model(config, hf_config, entries, mesh, "tokens")
+    except ValueError as error:
+        return messages, None, str(error)
+    return messages, settings, ""
+
+
+def test_a_bad_tracker_is_one_warning_of_a_run(recipe: Path) -> None:
+    tracker = recipe.parent / "checkpoint" / "latest"
+    tracker.write_text("")
+    first, second = launch(2, start, recipe)
+    assert first[1:] == second[1:] == (AdapterSettings(4, 6.0, str(recipe.parent / "hf")), "")
+    assert first[0] == [f"{tracker} does not name a complete step: taking the newest one, 0."]
+    assert second[0] == []
+
+
+@pytest.mark.parametrize("place", [10, 100])
+def test_damaged_contents_are_named_on_every_rank(recipe: Path, place: int) -> None:
+    """With a length of the pickle's frame that no machine has, and with a letter of a name."""
+    path = recipe.parent / "checkpoint" / "step_00000000" / ".metadata"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 128
+    path.write_bytes(data)
+    (*_, first), (*_, second) = launch(2, start, recipe)
+    assert first == second == f"{path} is damaged: its checksum differs from the manifest's."
