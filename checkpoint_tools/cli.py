@@ -5,6 +5,7 @@ Everything heavy is imported by the command that needs it.
 
 import json
 import os
+import signal
 import sys
 import time
 import warnings
@@ -138,6 +139,7 @@ def inspect(
         bool, typer.Option("--mapping", help="Megatron's tensors, and HuggingFace's in them.")
     ] = False,
     experts: Experts = "hub",
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Show what a model folder, a checkpoint or a PEFT folder holds: parameters, dtypes, layout."""
@@ -159,13 +161,15 @@ def inspect(
         peft = open_peft(path)
         if as_json:
             typer.echo(json.dumps(adapter_inspection.summary(peft)))
-        else:
+        elif not quiet:
             console.print(adapter_inspection.table(peft))
         return
     weights = open_weights(path, step=step, experts=experts)
     if as_json:
         rows = {"mapping": list(inspection.mapping_rows(weights))} if mapping else {}
         typer.echo(json.dumps({**inspection.summary(weights), **rows}))
+        return
+    if quiet:
         return
     console.print(inspection.table(weights))
     if mapping:
@@ -198,7 +202,7 @@ def verify(
     from checkpoint_tools import comparison
     from checkpoint_tools.adapter_comparison import compare_adapters
     from checkpoint_tools.peft_folder import is_peft_folder
-    from checkpoint_tools.weights import open_weights
+    from checkpoint_tools.weights import open_both
 
     if logits:
         from checkpoint_tools.logits import compare_logits
@@ -221,8 +225,7 @@ def verify(
                 raise ValueError(
                     "tensors are compared: --alpha is for --logits, or for a PEFT folder."
                 )
-            left = open_weights(a, experts=experts_a)
-            right = open_weights(b, experts=experts_b)
+            left, right = open_both(a, b, (experts_a, experts_b))
             result = comparison.compare(left, right, show=show(quiet, as_json))
         is_equal = not result.different
         record, lines = asdict(result), list(comparison.sentences(result))
@@ -235,19 +238,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; an error of the user's is one sentence and exit code 2."""
     # megatron-core says at import what is not installed; conversion needs none of it.
     warnings.filterwarnings("ignore", message=".*not installed.*")
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         app(arguments)
     except ValueError as error:
         _fail(str(error))
     except OSError as error:
         place = f": {error.filename}" if error.filename else ""
-        _fail(f"{error.strerror or error}{place}.")
+        _fail(f"{str(error.strerror or error).removesuffix('.')}{place}.")
     except RuntimeError as error:
         from megavlm.checkpointing.together import CheckpointError
 
         if not isinstance(error, CheckpointError):
             raise
         _fail(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(number: int, _: Any) -> None:
+    """An end as after an error: nothing half-written stays. A second signal changes nothing."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _fail(sentence: str) -> None:

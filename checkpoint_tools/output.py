@@ -27,10 +27,12 @@ def output_folder(
     ValueError where another conversion writes the same folder, or its disk has less room than
     `nbytes` of weights need.
     """
-    target = target.resolve()  # a link stays, and what it points to is replaced
+    target = _resolved(target)
     for path in (target, *target.parents):
         if path.is_file():
             raise ValueError(f"{path} is a file: name a folder.")
+    if os.path.ismount(target):  # which no other folder can replace
+        raise ValueError(f"{target} is where a disk is mounted: name a folder in it.")
     _check_sources(target, sources)
     if target.is_dir() and any(target.iterdir()):
         if not force:
@@ -49,6 +51,14 @@ def output_folder(
             atomic.replace_folder(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _resolved(target: Path) -> Path:
+    """A link stays, and what it points to is replaced."""
+    try:
+        return target.resolve()
+    except RuntimeError as error:
+        raise ValueError(f"{target} is a link that leads back to itself: name a folder.") from error
 
 
 def _check_sources(target: Path, sources: Iterable[Path]) -> None:

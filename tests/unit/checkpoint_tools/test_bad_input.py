@@ -114,6 +114,16 @@ CASES = {
         lambda hf: configure(hf, model_type="llava"),
         r"config\.json: model_type 'llava' is not supported: use one of qwen2_5_vl, qwen2_vl",
     ),
+    "families in a list": (
+        lambda hf: configure(hf, model_type=[MOE]),
+        r"config\.json: model_type \['qwen3_vl_moe'\] is not supported: use one of",
+    ),
+    "byte-order mark": (
+        lambda hf: (hf / "config.json").write_bytes(
+            b"\xef\xbb\xbf" + (hf / "config.json").read_bytes()
+        ),
+        r"config\.json' is not a valid JSON file\.$",
+    ),
     "no configuration": (
         lambda hf: (hf / "config.json").unlink(),
         r"is no HuggingFace model folder: No such file or directory: .*/config\.json",

@@ -1,6 +1,8 @@
 """`inspect`: what is told is what lies there."""
 
 import json
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ from safetensors.torch import load_file
 from checkpoint_tools.inspection import components
 from checkpoint_tools.weights import open_weights
 from tests.parity.table import FAMILIES
-from tests.unit.checkpoint_tools.command import run
+from tests.unit.checkpoint_tools.command import run, sentence
 from tests.unit.checkpoint_tools.conftest import Folder
+from tests.unit.checkpoint_tools.lora_models import make_adapters
 
 
 def inspect(*arguments: object) -> None:
@@ -66,6 +69,36 @@ def test_the_layout_that_saved_a_step_is_shown(
     inspect(tmp_path)
     text = capsys.readouterr().out
     assert "tensor 2, pipeline 4" in text and "data" not in text and "state is there" in text
+
+
+@pytest.mark.parametrize("text", ["", "garbage"])
+def test_a_bad_tracker_is_one_warning_of_a_command(
+    imported: Folder, tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(imported("qwen2_vl"), tmp_path / "checkpoint"))
+    (folder / "latest").write_text(text)
+    for command, count in (
+        (("inspect", folder), 1),
+        (("inspect", folder, "--step", "0"), 0),
+        (("verify", folder, folder), 1),
+        (("verify", folder, folder / "step_00000000"), 1),
+        (("export", folder, tmp_path / "out"), 1),
+    ):
+        caplog.clear()
+        assert run(*command) == 0
+        assert [record.levelno for record in caplog.records] == [logging.WARNING] * count, command
+
+
+def test_a_quiet_inspection_only_says_what_is_wrong(
+    hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect(hf_folder("qwen2_vl"), "--quiet", "--mapping")
+    make_adapters(hf_folder("qwen2_vl"), tmp_path / "peft", target_modules=["self_attn.k_proj"])
+    capsys.readouterr()
+    inspect(tmp_path / "peft", "--quiet")
+    assert capsys.readouterr().out == ""
+    assert run("inspect", tmp_path / "nowhere", "--quiet") == 2
+    assert "is not a folder" in sentence(capsys)
 
 
 def test_the_mapping_names_every_tensor_of_both_sides(

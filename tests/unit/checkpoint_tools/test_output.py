@@ -131,6 +131,49 @@ def test_a_file_in_the_way(
     assert sentence(capsys) == f"{tmp_path}/out is a file: name a folder."
 
 
+def test_a_disk_s_own_folder_is_refused_before_anything_is_read(
+    command: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No folder can take its place in the end, and the room counted is that of the disk around."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(output.os.path, "ismount", lambda path: path == tmp_path / "out")
+    assert run(*command, tmp_path / "out") == 2
+    told = f"{tmp_path}/out is where a disk is mounted: name a folder in it."
+    assert sentence(capsys) == told
+    assert run(*command, tmp_path / "out" / "deeper") == 0
+
+
+def test_a_link_to_itself(
+    command: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").symlink_to("out")
+    assert run(*command, tmp_path / "out") == 2
+    assert sentence(capsys).endswith("/out is a link that leads back to itself: name a folder.")
+
+
+def test_a_folder_stopped_by_sigterm_leaves_nothing(
+    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = output._check_room
+
+    def stopped(target: Path, nbytes: int) -> None:
+        original(target, nbytes)
+        assert list(tmp_path.iterdir())
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(output, "_check_room", stopped)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert run(*command, tmp_path / "out") == 128 + signal.SIGTERM
+    finally:
+        found = signal.signal(signal.SIGTERM, before)
+    assert found is not signal.SIG_IGN
+    assert not list(tmp_path.iterdir())
+
+
 def test_one_process_writes_a_folder(
     command: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
