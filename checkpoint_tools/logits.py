@@ -15,7 +15,7 @@ from checkpoint_tools.export_hf import write_hf
 from checkpoint_tools.peft_folder import is_peft_folder
 from checkpoint_tools.progress import Show, silent
 from checkpoint_tools.step_adapters import has_adapters, step_adapters
-from checkpoint_tools.weights import Weights, open_weights
+from checkpoint_tools.weights import Weights, open_both
 from megavlm.models.common.loading import HUB, Form
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -25,7 +25,8 @@ _TEXT = "The quick brown fox jumps over the lazy dog, and then?"
 @dataclass(frozen=True)
 class Difference:
     """The largest over all positions and the vocabulary. `relative`: to the largest logit of the
-    first model. `token`: what stands at `position`; `vocabulary`: the entry that differs most.
+    first model, or of the second where the first has nothing but zeros. `token`: what stands at
+    `position`; `vocabulary`: the entry that differs most.
     """
 
     prompt: str
@@ -57,7 +58,8 @@ def compare_logits(
     that the processor of `a` makes. `experts`: the forms of their stacks, as in HubTensors.
     `alpha`: of adapters in a checkpoint, where nothing tells it.
 
-    ValueError for adapters without a model, or vocabularies of different sizes.
+    ValueError for adapters without a model, models of two families, vocabularies of different
+    sizes, or logits that are not finite.
     """
     for path in (a, b):
         if is_peft_folder(path):
@@ -65,7 +67,12 @@ def compare_logits(
                 f"{path} holds adapters and no model, so there are no logits: merge them "
                 f"(megavlm-convert lora-merge MODEL OUTPUT --adapter {path}) and compare that."
             )
-    sides = [open_weights(path, experts=form) for path, form in zip((a, b), experts, strict=True)]
+    sides = open_both(a, b, experts)
+    families = [weights.config.model_type for weights in sides]
+    if families[0] != families[1]:
+        raise ValueError(
+            f"{a} is a {families[0]} and {b} a {families[1]}: logits of one family are compared."
+        )
     if alpha is not None and not any(map(has_adapters, sides)):
         raise ValueError(f"neither {a} nor {b} holds adapters: leave --alpha out.")
     with ExitStack() as stack:
@@ -84,12 +91,19 @@ def compare_logits(
                 f"{a} and {b} have {x.shape[1]} and {y.shape[1]} logits a token: they cannot be "
                 f"compared."
             )
+        for path, logits in ((a, x), (b, y)):
+            if not logits.isfinite().all():
+                raise ValueError(
+                    f"{path} has logits on the {prompt} prompt that are no numbers (NaN or "
+                    f"infinite): they cannot be compared."
+                )
         gap = (x - y).abs()
         place = int(gap.argmax())
         position, vocabulary = divmod(place, gap.shape[1])
         largest = float(gap.flatten()[place])
         token = tokenizer.convert_ids_to_tokens(int(inputs[prompt]["input_ids"][0, position]))
-        relative = largest / float(x.abs().max())
+        scale = float(x.abs().max()) or float(y.abs().max())
+        relative = largest / scale if scale else 0.0
         differences.append(Difference(prompt, largest, relative, position, token, vocabulary))
     return differences
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint_tools import logits
 from checkpoint_tools.comparison import difference
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
@@ -16,7 +19,7 @@ from megavlm.checkpointing.checksums import checksums
 from megavlm.checkpointing.folder import Manifest
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.writer import RecordFile, write_contents
-from tests.unit.checkpoint_tools.command import run
+from tests.unit.checkpoint_tools.command import run, sentence
 from tests.unit.checkpoint_tools.conftest import Folder
 
 MOE = "qwen3_vl_moe"
@@ -171,6 +174,59 @@ def test_logits_with_the_largest_difference_and_its_place(
     assert 0 < picture["relative"] < 1 and picture["position"] > 0 and picture["token"]
     assert verify("--logits", imported("qwen2_5_vl"), other, "--tolerance", "1") == 0
     assert "of the largest, at token" in capsys.readouterr().out
+
+
+FINAL_NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_refused_and_their_side_is_named(
+    hf_folder: Folder, tmp_path: Path, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = hf_folder("qwen2_5_vl")
+    capsys.readouterr()  # of the fixture
+    other = changed(hf, tmp_path / "other", **{FINAL_NORM: set_entry((3,), value)})
+    for sides in ((hf, other), (other, hf), (other, other)):
+        assert verify("--logits", *sides, "--json") == 2
+        assert sentence(capsys).startswith(f"{other} has logits on the text prompt that are no n")
+
+
+def test_logits_of_zero_are_compared(
+    hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = hf_folder("qwen2_5_vl")
+    zero = changed(hf, tmp_path / "zero", **{FINAL_NORM: torch.zeros_like})
+    for sides, code, relative in (((zero, zero), 0, 0.0), ((zero, hf), 1, 1.0), ((hf, zero), 1, 1)):
+        assert verify("--logits", *sides, "--json") == code
+        for found in json.loads(capsys.readouterr().out)["logits"]:
+            assert found["relative"] == relative
+
+
+def test_logits_of_two_families_are_refused(
+    hf_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = hf_folder("qwen2_5_vl"), hf_folder("qwen2_vl")
+    capsys.readouterr()  # of the fixture
+    assert verify("--logits", a, b) == 2
+    told = f"{a} is a qwen2_5_vl and {b} a qwen2_vl: logits of one family are compared."
+    assert sentence(capsys) == told
+
+
+def test_a_comparison_that_is_stopped_leaves_no_model(
+    imported: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(folder: Path) -> None:
+        assert list(tmp_path.glob("megavlm-verify-*/hf/config.json"))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(logits, "_inputs", stopped)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert verify("--logits", imported("qwen2_vl"), imported("qwen2_vl")) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_neither_is_one_sentence(
