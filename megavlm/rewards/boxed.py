@@ -16,7 +16,13 @@ from megavlm.rewards.base import Score
 FORMAT_REWARD = 0.1
 _BOX = "\\boxed"
 _BARE_BOX = re.compile(r"\s{0,20}([+-]?\d[\d.,]{0,30})")  # \boxed5
-_ANSWER = re.compile(r"\banswer[\s*_]{0,4}[:\uff1a]", re.IGNORECASE)
+# "**Answer**:", a heading "### Answer", a key of JSON
+_ANSWER = re.compile(
+    r"\banswer(?:[\s*_]{0,4}|(?P<key>\"\s?))[:\uff1a]|^#{1,6} (?:final |correct )?answer\**$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_JSON_VALUE = re.compile(r'"((?:[^"\\\n]|\\.)*)"|-?[\d.]+')
+_TAGGED = re.compile(r"<answer>([^<]*)</answer>", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"([+-]?)(?:\\frac\{([^{}]+)\}\{([^{}]+)\}|([^/]+)/([^/]+))")
@@ -83,12 +89,25 @@ def last_boxed(text: str) -> str | None:
 
 
 def after_answer(text: str) -> str | None:
-    """The rest of the line after the last "Answer:", or None."""
+    """The rest of the line after the last "Answer:", the value after a key "answer", or None."""
     matches = deque(_ANSWER.finditer(text), maxlen=1)
     if not matches:
         return None
-    line = text[matches[0].end() :].strip().partition("\n")[0]
-    return line.strip().strip("*").strip() or None
+    rest = text[matches[0].end() :].strip()
+    if matches[0]["key"] and (value := _JSON_VALUE.match(rest)):
+        return value[0] if value[1] is None else value[1].replace("\\\\", "\\")
+    return rest.partition("\n")[0].strip().strip("*").strip() or None
+
+
+def last_tagged(text: str) -> str | None:
+    """What is in the last <answer>...</answer>, or None."""
+    matches = deque(_TAGGED.finditer(text), maxlen=1)
+    return matches[0][1].strip() if matches else None
+
+
+def after_thinking(text: str) -> str:
+    """What comes after the last </think>; all of it without one."""
+    return text.rpartition("</think>")[2]
 
 
 def unwrapped(text: str) -> str:

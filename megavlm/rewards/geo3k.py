@@ -1,4 +1,5 @@
-r"""Mathematics with a final answer in \boxed{...} or after "Answer:", compared by math-verify.
+r"""Mathematics with a final answer in \boxed{...}, <answer> or after "Answer:", compared by
+math-verify; signs of Unicode are read as their LaTeX (2√3, ½, x²).
 
 Equivalence is symbolic (2\sqrt{3} is \sqrt{12}), so sympy evaluates what a model wrote: powers and
 lengths are refused first, and the rest is left to the limits of the process that this runs in.
@@ -6,6 +7,7 @@ lengths are refused first, and the rest is left to the limits of the process tha
 
 import logging
 import re
+import unicodedata
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -29,6 +31,20 @@ _HUGE_POWER = re.compile(r"(?:\^|\*\*)\s*[({]?\s*[+-]?\d{3,}|(?:\^|\*\*)[^+\-*/=
 _LETTER = re.compile(r"\(?([A-Ea-e])\)?[.:]?")
 _OPTION = re.compile(r"\(?([A-E])[).:]\s*(\S.*)", re.S)  # "(A) 30", "A. 30"
 _ANOTHER = re.compile(r"(?<![A-Za-z\\])[A-E](?:[).:]|\s*$)")
+# Signs of Unicode. What could be read in two ways (√2x, ³√8) is left, and then refused.
+_POWERS, _FRACTIONS = "⁰¹²³⁴⁵⁶⁷⁸⁹", "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"
+_AS_DIGITS = str.maketrans(_POWERS + "⁺⁻", "0123456789+-")
+_POWER = re.compile(rf"(?<=[A-Za-z0-9)}}\]])([⁺⁻]?[{_POWERS}]++)(?!\s*[√∛∜⁄])")  # noqa: RUF001
+_FRACTION = re.compile(rf"(?<![\d.^])(?:(\d++)\s?)?([{_FRACTIONS}])(?!\s*[\d.{_FRACTIONS}])")
+_ROOT = re.compile(
+    r"√\s*(?:(\d++(?:\.\d++)?)(?:(?=[cmk]m\b)|(?![.,]\d|[!A-Za-zπ]))|([A-Za-zπ])(?![\w^]))"
+)
+_UNREAD = re.compile(rf"[√∛∜⁺⁻ⁿ{_POWERS}{_FRACTIONS}]")
+# "5 cm^2": a unit with a power is no factor.
+_UNIT = re.compile(
+    r"(?<=[\d)}π\s])(?:[cmk]m|in|ft|yd|mi|units?|inch(?:es)?|feet|meters?|metres?|(?<=\s)m)"
+    r"\s*\^\{?[23]\}?\s*$"
+)
 _FORMS = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
@@ -54,7 +70,9 @@ def score(
     `bare`: a response with neither a box nor "Answer:" is an answer as it is.
     """
     in_box = boxed.last_boxed(response)
-    found = in_box if in_box is not None else boxed.after_answer(response)
+    found = in_box if in_box is not None else boxed.last_tagged(response)
+    if found is None:
+        found = boxed.after_answer(response)
     if found is None and bare:
         found = response
     correct = found is not None and is_equivalent(found, str(row["answer"]))
@@ -70,12 +88,14 @@ def is_equivalent(found: str, answer: str) -> bool:
     """Whether two final answers say the same. What is too large to evaluate is wrong."""
     if len(found) > MAX_CHARACTERS:
         return False
+    found, answer = _as_latex(found), _as_latex(answer)
     if boxed.is_equal(found, answer):
         return True
     letter, found = _option(found)
     if choice := _LETTER.fullmatch(answer.strip()):
         return letter == choice[1].upper()
-    if _HUGE_POWER.search(found) or _depth(found) > MAX_DEPTH:
+    found = _UNIT.sub("", found)
+    if _HUGE_POWER.search(found) or _depth(found) > MAX_DEPTH or _UNREAD.search(found):
         return False
     if letter and boxed.is_equal(found, answer):
         return True
@@ -85,6 +105,41 @@ def is_equivalent(found: str, answer: str) -> bool:
         for text in (answer, found)
     )
     return bool(gold) and verify(gold, forms, timeout_seconds=None)
+
+
+def _as_latex(text: str) -> str:
+    """2√3, √(x+1), 2½, x², ≈ in LaTeX."""
+    text = re.sub(r"(?<=\d)⁰(?![⁰¹²³⁴-⁹√])", "°", text)
+    text = _POWER.sub(lambda power: _power(power[1].translate(_AS_DIGITS)), text)
+    text = _FRACTION.sub(lambda found: _fraction(int(found[1] or 0), found[2]), text)
+    for sign, latex in (("⁄", "/"), ("≈", r"\approx "), ("·", r"\cdot ")):  # noqa: RUF001
+        text = text.replace(sign, latex)
+    text = _ROOT.sub(r"\\sqrt{\1\2}", re.sub(r"√\s*(?=[{(])", r"\\sqrt", text))
+    return _braced(text)
+
+
+def _power(digits: str) -> str:
+    return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
+
+
+def _fraction(whole: int, sign: str) -> str:
+    """2½ is 5/2."""
+    over, under = map(int, unicodedata.normalize("NFKC", sign).split("\u2044"))
+    return rf"\frac{{{whole * under + over}}}{{{under}}}"
+
+
+def _braced(text: str) -> str:
+    r"""With \sqrt{...} for \sqrt(...), which math-verify does not read."""
+    parts: list[str] = []
+    roots: list[bool] = []  # of the brackets that are open
+    for part in re.findall(r"\\sqrt\(|[^()\\]+|.", text, re.S):
+        if part in ("(", r"\sqrt("):
+            roots.append(part != "(")
+            part = part.replace("t(", "t{")
+        elif part == ")" and roots and roots.pop():
+            part = "}"
+        parts.append(part)
+    return "".join(parts)
 
 
 def _depth(text: str) -> int:

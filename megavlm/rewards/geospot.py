@@ -5,7 +5,8 @@
 A name's component is 1 where it is right. That of coordinates is exp(-distance / tolerance), the
 great-circle distance and the tolerance in km. Correct is the country. A response says
 "Country: ...", "Region: ...", "City: ...", "Coordinates: latitude, longitude", each in a line
-of its own or behind a comma, or has JSON with these keys; one short line without is a country.
+of its own or behind a comma, or has JSON with these keys; one short line without is a country,
+alone or as in "This is Lisbon, Portugal".
 """
 
 import json
@@ -15,32 +16,30 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
+from megavlm.rewards.coordinates import Point, on_earth, read_point
 from megavlm.rewards.options import check_number, check_weights
-from megavlm.rewards.places import city_name, country_code, great_circle_km, region_name
-from megavlm.rewards.words import MINUS_SIGNS
-
-Point = tuple[float, float]  # latitude, longitude in degrees
+from megavlm.rewards.places import (
+    city_name,
+    country_code,
+    country_said,
+    great_circle_km,
+    region_name,
+)
+from megavlm.rewards.words import ASCII_SIGNS
 
 WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
 MAX_CHARACTERS = 20_000
 MAX_OBJECTS = 50  # of JSON in a response that are tried
 _LABEL = re.compile(
     r"(?:^|[,;|:.])[^\w\n]{0,20}(country|region|state|province|city|town|coordinates|gps|location"
-    r"|lat(?:itude)?|lon(?:g(?:itude)?)?)\b[^\w\n:]{0,8}[:\uff1a]",
+    r"|lat(?:itude)?|lon(?:g(?:itude)?)?|lng)\b[^\w\n:=]{0,8}(?:[:=\uff1a]|(?<= )-(?= ))",
     re.I | re.M,
 )
-_SIGNED = r"(-?(?:\d{1,3}(?:\.\d{1,12})?|\.\d{1,12}))\s{0,3}°?\s{0,3}"
-_PAIR = re.compile(_SIGNED + r"([NS])?\s{0,3}[,;/ ]\s{0,3}" + _SIGNED + r"([EW])?", re.I)
-_LABELLED = re.compile(
-    r"\blat(?:itude)?\b[^\w-]{0,8}?"
-    + _SIGNED
-    + r"([NS])?\b.{0,40}?\blon(?:g(?:itude)?)?\b[^\w-]{0,8}?"
-    rf"{_SIGNED}([EW])?",
-    re.I | re.S,
-)
 _NAMES = {"state": "region", "province": "region", "town": "city"}
-_COORDINATES = (("lat", "latitude"), ("lon", "longitude"))
+_COORDINATES = (("lat", "latitude"), ("lon", "longitude", "lng"))
+_MARKS = re.compile(r"\\(?:boxed|text(?:bf)?)\s?\{|\\[()\[\]]|\*\*|\$")
 _AROUND = " \t\r\n*_`\"'.,;|{}"  # a value
 
 
@@ -86,8 +85,9 @@ def score(
             )
     if truth["point"] is not None:
         parts["coordinates"] = 0.0
-        if said.get("point") is not None:
-            distance = great_circle_km(said["point"], truth["point"])
+        point: Point | None = said.get("point")
+        if point is not None:
+            distance = great_circle_km(point, truth["point"])
             parts["coordinates"] = math.exp(-distance / tolerance)
     weights = WEIGHTS if weights is None else weights
     total = sum(weights.get(name, 0.0) for name in parts)
@@ -96,16 +96,20 @@ def score(
 
 
 def read(response: str) -> dict[str, Any]:
-    """What a response says: country, region, city, and `point` (latitude, longitude); the last
-    where it says a thing twice.
+    """What a response says in its last <answer>, or after </think>: country, region, city, and
+    `point` (latitude, longitude); the last where it says a thing twice.
     """
-    response = response.translate(MINUS_SIGNS)
-    said = _read_labels(response) | _read_json(response)
-    if "point" not in said and (point := _read_point(response)) is not None:
+    tagged = boxed.last_tagged(response)
+    final = boxed.after_thinking(response) if tagged is None else tagged
+    final = final.translate(ASCII_SIGNS)
+    plain = _MARKS.sub("", final)
+    said = _read_labels(plain) | _read_json(final)
+    if "point" not in said and (point := read_point(final)) is not None:
         said["point"] = point
-    line = response.strip()
-    if not said and line and len(line) <= 60 and "\n" not in line:
-        said["country"] = line.rstrip(".")
+    if not said:
+        answer = boxed.last_boxed(final) or boxed.after_answer(final) or plain
+        if country := country_said(_MARKS.sub("", boxed.unwrapped(answer)).strip(_AROUND)):
+            said["country"] = country
     return said
 
 
@@ -146,32 +150,12 @@ def _read_json(response: str) -> dict[str, Any]:
             name = _NAMES.get(label, label)
             if name in ("country", "region", "city") and isinstance(item, str) and item:
                 said[name] = item
-        lat, lon = (names.get(short, names.get(long)) for short, long in _COORDINATES)
+        lat, lon = (
+            next((names[key] for key in keys if key in names), None) for keys in _COORDINATES
+        )
         if (point := on_earth(lat, lon)) is not None:
             said["point"] = point
     return said
-
-
-def _read_point(response: str) -> Point | None:
-    found = None
-    for pattern in (_PAIR, _LABELLED):
-        for lat_text, north, lon_text, east in pattern.findall(response):
-            lat = float(lat_text) * (-1 if north.upper() == "S" else 1)
-            lon = float(lon_text) * (-1 if east.upper() == "W" else 1)
-            # Plain whole numbers are counts and house numbers.
-            exact = "." in lat_text and "." in lon_text
-            if exact or north or pattern is _LABELLED:
-                found = on_earth(lat, lon) or found
-    return found
-
-
-def on_earth(lat: object, lon: object) -> Point | None:
-    """Two numbers, or texts of such; None where they are none, or not on earth."""
-    try:
-        found = float(str(lat)), float(str(lon))
-    except ValueError:
-        return None
-    return found if abs(found[0]) <= 90 and abs(found[1]) <= 180 else None
 
 
 def _truth(row: Mapping[str, Any]) -> dict[str, Any]:

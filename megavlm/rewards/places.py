@@ -14,23 +14,33 @@ EARTH_RADIUS_KM = 6371.0088  # mean radius (IUGG)
 # Names in use that ISO 3166 does not list, in any of LANGUAGES.
 _NAMES = """
 AE emirates, uae. AG antigua. AX aland. BA bosnia. BF burkina. BL saint barts. BN brunei.
-BQ bonaire. CD congo drc, congo kinshasa, democratic republic of congo,
+BQ bonaire. BS bahamas the. CD congo drc, congo kinshasa, democratic republic of congo,
 democratic republic of the congo, dr congo, drc. CG congo brazzaville, republic of congo.
-CI ivory coast. CN mainland china, prc. CV cape verde. CZ czech republic. FO faeroe islands.
-GB britain, england, great britain, northern ireland, scotland, uk, wales. HK hong kong sar.
-IE republic of ireland. KP dprk, korea north, north korea. KR korea, korea south, rok, south korea.
-LA lao pdr, laos. MK macedonia. MM burma. MO macao sar, macau, macau sar. NL holland.
-PS palestine. RU russia. SJ svalbard. SY syria. SZ swaziland. TL east timor. TR turkey.
-TT trinidad. TW republic of china. US america, united states of america, usa.
-VA vatican, vatican city. VC saint vincent. VG bvi. VI united states virgin islands,
-us virgin islands, usvi. XK kosovo, xk, xkx.
+CI ivory coast. CN mainland china, pr china, prc. CV cape verde. CZ czech republic. FO faeroe
+islands. GB britain, england, great britain, northern ireland, scotland, uk, wales. HK hong kong
+china, hong kong sar, hong kong sar china. GM gambia the. IE eire, republic of ireland. KP dprk,
+korea north, north korea. KR korea, korea south, rok, south korea. LA lao pdr, laos. MK macedonia.
+MM burma. MO macao sar, macau, macau sar. NL holland. NZ aotearoa, aotearoa new zealand. PS
+palestine, palestinian territories. RU russia. SJ svalbard. SY syria. SZ swaziland. TL east timor.
+TR turkey. TT trinidad. TW republic of china. US america, united states of america, usa. VA vatican,
+vatican city. VC saint vincent. VG bvi. VI united states virgin islands, us virgin islands, usvi. XK
+kosovo, xk, xkx.
 """
 # Of the translations that pycountry brings.
 LANGUAGES = (
     "ar cs da de el es fi fr hr hu id it ja ko nb nl pl pt ro ru sk sl sv tr uk zh_CN".split()
 )
+# "The photo was probably taken in", "Based on the signs, this is"
+_LEAD = re.compile(
+    r"(?P<lead>(?:[^\n.!?;]{0,120}\b(?:is|it's|appears to be|in)\b )?"
+    r"(?:(?:most |very )?(?:likely|probably) )?(?:in )?)(?P<place>[^\n!?;]{1,60})",
+    re.I,
+)
+_BREAK = re.compile(r",|\b(?:is|it|it's|in|likely|probably)\b", re.I)
+_SHORT = ("US", "UK", "USA", "UAE")
+_UNSURE = re.compile(r"\b(?:not|nor|or|and|no|but|either|near)\b|n't\b", re.I)
 _BRACKETS = re.compile(r"([^()\[\]]+)[(\[]([^()\[\]]*)[)\]]\W*")
-_STATE_OF = re.compile(r"(?:republic|kingdom|state) of (?:the )?")
+_STATE_OF = re.compile(r"(?:republic|kingdom|state|commonwealth) of (?:the )?")
 _LEVELS = re.compile(
     r"\b(?:state|province|region|oblast|krai|county|prefecture|district|department|governorate"
     r"|territory|municipality|metropolitan|autonomous|canton|city|town|greater|republic)\b"
@@ -50,6 +60,25 @@ def country_code(name: str) -> str:
         parts += map(_key, match.groups())
     codes = {known[part] for part in parts if part in known}
     return codes.pop() if len(codes) == 1 else key
+
+
+def country_said(line: str) -> str:
+    """The country in a short line, alone, in a sentence or behind its city: "This is likely Lisbon,
+    Portugal". Without one the line, if it has at most 60 characters, else "".
+    """
+    line = line.strip().rstrip(".")
+    match = _LEAD.fullmatch(line) if len(line) <= 200 else None
+    if match and len(country_code(line)) > 2:
+        *fronts, name = (part.strip() for part in match["place"].split(","))
+        others = fronts + [part for part in _BREAK.split(match["lead"]) if len(part.strip()) > 3]
+        codes = {code for other in others if len(code := country_code(other)) == 2}
+        # "it" is no Italy; Los Angeles, CA is not in Canada, nor Atlanta, Georgia in Georgia.
+        short = len(name) <= 3 and not (name.isupper() and (not fronts or name in _SHORT))
+        if not (short or (fronts and name == "Georgia") or _UNSURE.search(line[: -len(name)])):
+            code = country_code(name)
+            if len(code) == 2 and codes <= {code}:
+                return name
+    return line if len(line) <= 60 and "\n" not in line else ""
 
 
 def region_name(name: str, country: str = "") -> str:
@@ -87,7 +116,7 @@ def _countries() -> dict[str, str]:
         for field in ("name", "official_name", "common_name", "alpha_2", "alpha_3"):
             if value := getattr(country, field, None):
                 known[_key(value)] = country.alpha_2
-    for code, names in re.findall(r"([A-Z]{2}) ([^.]+)\.", _NAMES):
+    for code, names in re.findall(r"([A-Z]{2})\s([^.]+)\.", _NAMES):
         known |= {" ".join(name.split()): code for name in names.split(",")}
     short, foreign = defaultdict(set), defaultdict(set)
     for country in pycountry.countries:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.options import check_number
-from megavlm.rewards.words import normalized
+from megavlm.rewards.words import ASCII_SIGNS, normalized
 
 MAX_CHARACTERS = 2000  # of a final answer
 KINDS = ("yes_no", "number", "choice", "text")
@@ -38,11 +38,29 @@ _NUMBER = re.compile(rf"(?<![\w.])(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s?({_UNIT}))?(?
 _NOT_NUMBER = re.compile(rf"(?:\bnot|n't) {_NUMBER.pattern}")
 _ANSWER_IS = re.compile(r"\b(?:answer|option|choice)\s+(?:is|are)\b\s*:?", re.I)
 _SENTENCE_END = re.compile(r"\n|(?:(?<=[a-z]{3})|(?<=\d))[.!]\s+(?=[A-Z])")
-_TAGGED = re.compile(r"<answer>([^<]*)</answer>", re.I)
+_EXPLANATION = re.compile(
+    r"\n\W{0,6}(?:explanation|reason(?:ing)?|justification)\W{0,3}[:\n]", re.I
+)
+_MARKS = re.compile(r"\\[()\[\]]|\*\*|__|[`$\"\u201c\u201d]")  # of LaTeX and Markdown; quotes
+# "Based on the picture, yes": what comes before one of the words.
+_PREFACE = re.compile(
+    r"^(?:based on|according to|judging by|looking at|in|from) [^,.:;\n]{1,80}, (?=(?:yes|no)\b)"
+)
+# "no dogs", "no one": no second answer, unless it follows "yes" or "or" at once.
+_NO_NOUN = re.compile(
+    r"(?<!yes )(?<!yes and )(?<!or )(?<!actually )(?<!wait )\bno[- ](?!(?:yes|not?|i|it|its|it's"
+    r"|he|she|we|you|they|this|that|that's|these|those|there|there's|the|an?|and|or|but|nor|so|if"
+    r"|as|is|are|isn't|aren't|was|were|do|does|doesn't|don't|can|cannot|can't|because|since|to"
+    r"|maybe|perhaps|probably|actually|wait|sorry|in|on|at|not)\b)(?=[a-z])"
+)
 _NONE = re.compile(r"there (?:are|were) no \w+(?: (?:in|on|at) .*)?")
-_IS = re.compile(r"^.*\b(?:is|are|was|were|it's)\b")
+_IS = re.compile(
+    r"^.*\b(?:is|are|was|were|it's|(?:appears?|seems?) to be)\b"
+    r"(?: (?:most )?(?:likely|probably)\b)?"
+)
 _LEAD = (
-    r"(?:it'?s\s+|it\s+is\s+|i\s+(?:choose|pick|select|say)\s+)?(?:(?:option|choice|letter)\s+)?"
+    r"(?:it'?s\s+|it\s+is\s+|i(?:'d)?\s+(?:choose|pick|select|say)\s+)?"
+    r"(?:(?:option|choice|letter)\s+)?"
 )
 # The letter of an option stands alone, has a bracket, point or colon, or goes on with a reason.
 _LETTER = re.compile(
@@ -115,24 +133,26 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
 
 def final_answers(response: str) -> list[str]:
     r"""What is in the last \boxed{...} or <answer>, or after the last "Answer:", or all of it after
-    </think>; before it the sentence that follows its last "answer is". Of several the first counts
-    that says something of the kind.
+    </think> and before "Explanation:"; before it the sentence that follows its last "answer is". Of
+    several the first counts that says something of the kind.
     """
     found = boxed.last_boxed(response)
-    if found is None and (tagged := _TAGGED.findall(response)):
-        found = tagged[-1]
     if found is None:
-        response = response.rpartition("</think>")[2]
+        found = boxed.last_tagged(response)
+    if found is None:
+        response = boxed.after_thinking(response)
         found = boxed.after_answer(response)
     whole = _cleaned(response if found is None else found)
     _, *told = _ANSWER_IS.split(whole[-MAX_CHARACTERS:])
+    whole = _EXPLANATION.split(whole, maxsplit=1)[0].strip()
     texts = [_SENTENCE_END.split(told[-1].strip())[0]] if told else []
     return [*texts, whole] if len(whole) <= MAX_CHARACTERS else texts
 
 
 def _cleaned(text: str) -> str:
-    r"""Without the marks of LaTeX and Markdown: \(\text{B}\) and **B** are B."""
-    return re.sub(r"\\[()\[\]]|\*\*|__|[`$]", "", boxed.unwrapped(text)).strip().strip("*").strip()
+    r"""Without the marks of LaTeX and Markdown: \(\text{B}\), **B** and "B" are B."""
+    plain = _MARKS.sub("", boxed.unwrapped(text)).translate(ASCII_SIGNS)
+    return plain.strip().strip("*'").strip()
 
 
 def is_correct(
@@ -157,9 +177,16 @@ def _said(kind: str, text: str, row: Mapping[str, Any]) -> "str | _Number | None
         return _only_number(text)
     if kind == "choice":
         return _choice(text, row)
-    words = normalized(text).split()
-    both = {"yes", "no"} <= set(words)
-    return words[0] if words and words[0] in ("yes", "no") and not both else None
+    return _yes_or_no(text)
+
+
+def _yes_or_no(text: str) -> str | None:
+    """The first word, if the other one does not answer, too: "Yes, there are no dogs" is a yes."""
+    said = _PREFACE.sub("", re.sub(r"[^\S\n]+", " ", text.lower()), count=1)
+    lead, *rest = normalized(said).split() or [""]
+    if lead == "yes":
+        return None if "no" in normalized(_NO_NOUN.sub(" ", said)).split() else lead
+    return lead if lead == "no" and "yes" not in rest else None
 
 
 def _spellings(text: str) -> tuple[str, str]:
@@ -181,10 +208,12 @@ def _only_number(text: str) -> _Number | None:
     """A second one would be a guess more."""
     digits = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
     said = _NOT_NUMBER.sub("", normalized(digits))
-    found = {_Number(float(number), unit) for number, unit in _NUMBER.findall(said)}
+    found = _NUMBER.findall(said)
     if not found and _NONE.fullmatch(normalized(text)):
         return _Number(0.0, "")
-    return found.pop() if len(found) == 1 else None
+    values = {float(number) for number, _ in found}
+    units = {unit for _, unit in found if unit} or {""}
+    return _Number(values.pop(), units.pop()) if len(values) == len(units) == 1 else None
 
 
 def _choice(text: str, row: Mapping[str, Any]) -> str | None:

@@ -15,8 +15,11 @@ _ARTICLES = {"a", "an", "the"}
 _NOT_WORD = re.compile(
     r"[^\w.'-]+|\.(?!\d)|(?<=[^\W\d])\.|(?<=\.)\.|(?<!\w)[-'](?!\.?\d)|['-](?!\w|\.\d)"
 )
-# Minus signs and dashes that are written for one; letters that no decomposition makes Latin ones.
-MINUS_SIGNS = str.maketrans(dict.fromkeys("\u2212\u2012\u2013\ufe63\uff0d", "-"))
+# Minus signs and dashes that are written for one, apostrophes.
+ASCII_SIGNS = str.maketrans(
+    dict.fromkeys("\u2212\u2012\u2013\ufe63\uff0d", "-") | dict.fromkeys("\u2019\u02bc", "'")
+)
+# Letters that no decomposition makes Latin ones.
 _LETTERS = str.maketrans(
     {"ø": "o", "ł": "l", "đ": "d", "ß": "ss", "æ": "ae", "œ": "oe", "\u0131": "i"}
 )
@@ -24,7 +27,7 @@ _LETTERS = str.maketrans(
 
 def plain(text: str) -> str:
     """Lower case without accents: "Côte d'Ivoire" is "cote d'ivoire"."""
-    split = unicodedata.normalize("NFKD", text.casefold().translate(MINUS_SIGNS))
+    split = unicodedata.normalize("NFKD", text.casefold().translate(ASCII_SIGNS))
     return "".join(c for c in split if not unicodedata.combining(c)).translate(_LETTERS)
 
 

@@ -59,6 +59,14 @@ FULL = "Country: France\nRegion: Ile de France\nCity: Paris\nCoordinates: 48.856
         ("USA (United States)", "US"),
         ("France 🇫🇷", "FR"),
         ("ST", "São Tomé and Príncipe"),
+        ("P.R. China", "CN"),
+        ("PR China", "CN"),
+        ("Commonwealth of Australia", "AU"),
+        ("Éire", "IE"),
+        ("Eire", "Republic of Ireland"),
+        ("Hong Kong, China", "HK"),
+        ("Gambia, The", "GM"),
+        ("Palestinian Territories", "PS"),
     ],
 )
 def test_a_country_has_one_code(left: str, right: str) -> None:
@@ -100,13 +108,34 @@ def test_great_circle_distance() -> None:
         ("Latitude: \u221233.9\nLongitude: .5", (-33.9, 0.5)),
         ("first 1.5, 2.5, then (3.5, 4.5)", (3.5, 4.5)),
         ('{"lat": 1, "lon": 2.5, "country": "X"}', (1.0, 2.5)),
+        ("48.8566, +2.3522", (48.8566, 2.3522)),
+        ("+48.8566, -2.3522", (48.8566, -2.3522)),
+        ("N 48.8566, E 2.3522", (48.8566, 2.3522)),
+        ("S33.9 W18.4", (-33.9, -18.4)),
+        ("48.8566° North, 2.3522° East", (48.8566, 2.3522)),
+        ("33.9 degrees south and 18.4 degrees west", (-33.9, -18.4)),
+        ("-33.9° S, 18.4° E", (-33.9, 18.4)),
+        (r"\(33.9^\circ\) S, $18.4^{\circ}$ W", (-33.9, -18.4)),
+        ("**48.8566**, **2.3522**", (48.8566, 2.3522)),
+        ("33.9° S latitude, 18.4\u00ba W longitude", (-33.9, -18.4)),
+        ('{"lat": 1, "lng": 2.5}', (1.0, 2.5)),
+        ("lat: 1.5 lng: 2.5", (1.5, 2.5)),
+        ("48°30'36\"N, 2°15'0\"E", (48.51, 2.25)),
+        ("48°30\u203236\u2033S, 2°15\u20320\u2033W", (-48.51, -2.25)),
+        ("48°30\u201936\u201d South, 2°15\u20190\u201d West", (-48.51, -2.25)),
+        ("N 48° 30' 36\", W 2° 15.0'", (48.51, -2.25)),
+        ("Latitude: 48°30'36\"N\nLongitude: 2°15'0\"E", (48.51, 2.25)),
+        ("48°60'0\"N, 2°0'0\"E", None),
+        ("1048.5, 2.5", None),
+        ("2.5 South Street, 3.5 East Street", None),
+        ("+3, +4", None),
         ("between 3, 4 houses", None),
         ("98.5, 2.5", None),
         ("no idea", None),
     ],
 )
 def test_reading_coordinates(response: str, point: tuple[float, float] | None) -> None:
-    assert geospot.read(response).get("point") == point
+    assert geospot.read(response).get("point") == (point and pytest.approx(point))
 
 
 def test_reading_names() -> None:
@@ -170,6 +199,56 @@ def test_what_is_said_counts_as_far_as_it_goes(response: str, parts: dict[str, f
     assert {name: found[name] for name in parts} == parts
 
 
+@pytest.mark.parametrize(
+    ("response", "correct"),
+    [
+        ("<answer>Country: France, City: Paris</answer>", True),
+        ("<answer>Country: France</answer>", True),
+        ("<think>Spain?</think><answer>\nFrance\n</answer>", True),
+        ("<think>Looks like Spain</think>\nFrance", True),
+        ("<think>Country: France</think>\nSpain", False),
+        ("<answer>France</answer><answer>Spain</answer>", False),
+        ("The country is **France**.", True),
+        ("It\u2019s France.", True),
+        ("**Answer:** France", True),
+        (r"\(\boxed{\text{France}}\)", True),
+        (r"Country: \boxed{France}", True),
+        ("Country - France", True),
+        ('{"answer": "France"}', True),
+        ("Paris, France", True),
+        ("Based on the signs, this is most likely Paris, France.", True),
+        ("This street-level photo was taken in France.", True),
+        ("The country in which this street-level photo was taken is France.", True),
+        ("France or Spain", False),
+        ("Spain, France", False),
+        ("Spain, not France", False),
+        ("This is Spain, near France", False),
+        ("The country is not France.", False),
+        ("This is Spain or in France", False),
+        ("It is Spain, it is France", False),
+        ("It is Spain. It is France", False),
+        ("It is Spain; it is France", False),
+        ("New France", False),
+    ],
+)
+def test_a_country_alone_in_tags_or_in_a_sentence(response: str, correct: bool) -> None:
+    assert geospot.score(response, {"answer": "France"}).correct is correct
+
+
+@pytest.mark.parametrize(
+    ("response", "country"),
+    [
+        ("The city is Los Angeles, CA", "Canada"),
+        ("Atlanta, Georgia", "Georgia"),
+        ("I cannot say what it is in it", "Italy"),
+        ("The place is in no", "Norway"),
+        ("US, Canada", "Canada"),
+    ],
+)
+def test_words_and_states_are_no_countries(response: str, country: str) -> None:
+    assert not geospot.score(response, {"answer": country}).correct
+
+
 def test_the_whole_answer_is_worth_one_and_each_part_its_weight() -> None:
     assert geospot.score(FULL, PARIS).reward == pytest.approx(1.0)
     assert geospot.score("Country: France", PARIS).reward == pytest.approx(0.3)
@@ -226,6 +305,10 @@ HOSTILE = {
     "newlines": "'\\n' * 20_000",
     "spaces": "'Country' + ' ' * 20_000",
     "commas": "',' * 20_000",
+    "degrees": "'1°1\\'1\"N ' * 10**5",
+    "tags": "'<answer>' * 10**5",
+    "sentence": "'it is in ' * 10**5",
+    "labelled spaces": "'lat' + ' ' * 20_000 + '1'",
 }
 
 

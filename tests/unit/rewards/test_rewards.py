@@ -32,6 +32,10 @@ def test_exact_match(response: str, correct: bool) -> None:
         (r"\boxed", "80", 0.0),
         ("", "80", 0.0),
         ("Answer:", "80", 0.0),
+        ("### Answer\n80", "80", 0.9),
+        ('{"answer": "80", "unit": "cm"}', "80", 0.9),
+        ('{"answer": 80}', "80", 0.9),
+        ('{"answer": "8", "other": 80}', "80", 0.0),
     ],
 )
 def test_boxed_takes_the_last_answer_and_rewards_the_form(
@@ -88,6 +92,9 @@ HOSTILE = {
     "open answers": "'Answer:' * 200_000",
     "wide box": "r'\\boxed{' + '{' * 500_000 + '}' * 500_001",
     "spaces": "r'\\boxed' + ' ' * 1_000_000",
+    "open quotes": "'\"answer\": \"' + 'a' * 500_000",
+    "keys": '\'"answer": "\' * 100_000',
+    "headings": "'\\n# answer' * 100_000",
     "long number": "r'\\boxed{' + '9' * 1_000_000 + '}'",
     "long text": "r'\\boxed{' + r'\\text' * 200_000 + '}'",
     "slashes": "r'\\boxed{' + '/' * 400_000 + '}'",
