@@ -8,10 +8,11 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from megavlm.data.images import FORMATS, decode, image_size
 
@@ -59,12 +60,67 @@ def test_16_bit_greys_are_scaled_not_clipped() -> None:
     assert np.abs(decoded - greys / 257).max() <= 1
 
 
-@pytest.mark.parametrize(("orientation", "turn"), [(3, 2), (6, 3), (8, 1)])
-def test_exif_orientation_is_applied(orientation: int, turn: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    decoded = decode(encode(Image.fromarray(NOISE), exif=exif))
-    assert np.array_equal(np.asarray(decoded), np.rot90(NOISE, turn))
+def exif(orientation: int, odd: bytes = b"") -> bytes:
+    """`odd`: eight bytes of text where XResolution should be a rational."""
+    entries = [struct.pack("<HHIHxx", 0x0112, 3, 1, orientation)]
+    if odd:
+        entries.append(struct.pack("<HHII", 0x011A, 2, len(odd), 8 + 2 + 2 * 12 + 4))
+    head = b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(entries))
+    return head + b"".join(entries) + bytes(4) + odd
+
+
+@pytest.mark.parametrize("odd", [b"", b"72 dpi.\0"])
+@pytest.mark.parametrize(
+    ("orientation", "turned"),
+    [
+        (0, NOISE),
+        (1, NOISE),
+        (2, NOISE[:, ::-1]),
+        (3, NOISE[::-1, ::-1]),
+        (4, NOISE[::-1]),
+        (5, np.rot90(NOISE[::-1], 3)),
+        (6, np.rot90(NOISE, 3)),
+        (7, np.rot90(NOISE[::-1], 1)),
+        (8, np.rot90(NOISE, 1)),
+        (9, NOISE),
+    ],
+)
+def test_exif_orientation_is_applied(
+    orientation: int, turned: npt.NDArray[np.uint8], odd: bytes
+) -> None:
+    decoded = decode(encode(Image.fromarray(NOISE), exif=exif(orientation, odd)))
+    assert np.array_equal(np.asarray(decoded), turned)
+
+
+@pytest.mark.parametrize("key", ["exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"])
+def test_metadata_in_a_png_s_text_costs_no_picture(key: str) -> None:
+    text = PngImagePlugin.PngInfo()
+    text.add_text(key, "\nexif\n8\nno hex")
+    assert np.array_equal(np.asarray(decode(encode(Image.fromarray(NOISE), pnginfo=text))), NOISE)
+
+
+def test_text_that_pillow_takes_for_something_else_is_refused() -> None:
+    text = PngImagePlugin.PngInfo()
+    text.add_text("transparency", "none")
+    with pytest.raises(ValueError, match="the PNG picture is broken"):
+        decode(encode(Image.fromarray(NOISE).convert("L"), pnginfo=text))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from(["JPEG", "PNG", "WEBP"]),
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 255)), max_size=6),
+    st.integers(8, 60),
+)
+def test_broken_exif_costs_no_picture(
+    format_: str, changes: list[tuple[int, int]], length: int
+) -> None:
+    damaged = bytearray(exif(6, b"72 dpi.\0")[:length])
+    for index, value in changes:
+        damaged[6 + index % (len(damaged) - 6)] = value
+    data = encode(Image.fromarray(NOISE), format_, exif=bytes(damaged))
+    assert sorted(decode(data).size) == [20, 30]
 
 
 def test_animation_gives_its_first_frame() -> None:
