@@ -16,7 +16,7 @@ class Run:
     """`resume` auto: go on from the latest checkpoint in `dir`. `summary`: tables at the end."""
 
     dir: str = MISSING
-    seed: int = bounded(0, least=0)
+    seed: int = bounded(0, least=0, most=2**63 - 1)
     resume: Literal["auto", "never"] = "auto"
     summary: bool = True
 

@@ -114,7 +114,8 @@ class Rows(Sequence[Row]):
     The video column holds a list of videos or one: a struct of `frames`, a list of pictures, and
     `fps`, how many of them a second has. Null or an empty list is a row without; an empty text,
     such as an empty cell of a CSV file, is a picture that is missing. Columns of `extra` are kept
-    as they are, and as text in CSV. In JSONL a key that a line lacks is null.
+    as they are, and as text in CSV; an answer that is one of them may be null, "" then. In JSONL a
+    key that a line lacks is null. So is NaN, which pandas writes for what is missing.
 
     May be used after a fork, and be pickled.
     """
@@ -214,7 +215,10 @@ class Rows(Sequence[Row]):
         index = self._starts[number] + offset
         source = f"{file.url}:{index - self.file_starts[self.blocks[number][0]]}"
         try:
-            record = content.record(offset)
+            record = {
+                name: None if isinstance(value, float) and math.isnan(value) else value
+                for name, value in content.record(offset).items()
+            }
             maker = _RowMaker(columns, record, Place(file.folder), fetches, checked)
             return maker.row(index, source, file.dataset)
         except ValueError as error:
@@ -237,7 +241,7 @@ class _RowMaker:
     def row(self, index: int, source: str, dataset: str) -> Row:
         columns, record = self.columns, self.record
         messages, held = self._prompt()
-        answer = "" if columns.answer is None else _text(record, columns.answer)
+        answer = self._answer()
         if len(messages) > 1 and messages[-1].role == "assistant":
             if columns.answer is not None:
                 raise ValueError(
@@ -272,6 +276,12 @@ class _RowMaker:
             messages=() if whole else messages,
             dataset=dataset,
         )
+
+    def _answer(self) -> str:
+        name = self.columns.answer
+        if name is None or (name in self.columns.extra and self.record.get(name) is None):
+            return ""
+        return _text(self.record, name)
 
     def _prompt(self) -> tuple[tuple[Message, ...], list[Any]]:
         """The chat, and the pictures that it holds itself."""

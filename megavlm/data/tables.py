@@ -154,8 +154,16 @@ class LinesBlock:
         self._lines = lines
 
     def record(self, index: int) -> Record:
+        line = self._lines[index]
         try:
-            record = json.loads(self._lines[index])
+            record = json.loads(line.decode("utf-8-sig"))
+            if b"\\ud" in line or b"\\uD" in line:
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the line has half a surrogate pair, {error.object[error.start]!a}, which is no "
+                "character: leave it out"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the line is not JSON ({error})") from error
         if not isinstance(record, Mapping):

@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from megavlm.config.load import load
 from megavlm.data.processor import Processor
 from megavlm.data.report import write_data_report
 from megavlm.data.rows import Columns, Rows
 from megavlm.data.summary import MAX_REASONS, Summary, evenly, summarize
+from megavlm.training import data_report
 from tests.unit.data.test_images import encode
 
 LONG = "q " * 500
@@ -108,6 +110,33 @@ def test_a_page_tells_how_many_reasons_it_leaves_out(tmp_path: Path) -> None:
     summary = Summary(25, num_looked_at=25, num_bad=25, reasons=["broken"] * MAX_REASONS)
     write_data_report(tmp_path / "page.html", {"Training data": summary})
     assert "and 5 more" in (tmp_path / "page.html").read_text()
+
+
+def test_a_recipe_s_report(
+    write_recipe: Callable[..., Path], folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    lines = [r'{"problem": "q", "answer": "a"}', r'{"problem": "q", "answer": "\ud800"}']
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    folder = f"model.folder={folder_of('qwen2_5_vl')}"
+    files = f"data.test_files=[{tmp_path / 'x.jsonl'}]"
+    html = data_report.write(load(write_recipe(), [folder, files])).read_text()
+    assert "Training data" in html and "Test data" in html
+    assert "x.jsonl:1: the line has half a surrogate pair" in html
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.dir=/etc/passwd/x"], "run.dir=/etc/passwd/x cannot be written, because /etc/passwd"),
+        (["data.train_files=[]", "data.test_files=[]"], "data.train_files=[] names no data: add"),
+    ],
+)
+def test_a_report_that_cannot_be_made_is_refused(
+    write_recipe: Callable[..., Path], overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        data_report.write(load(write_recipe(), overrides))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_evenly() -> None:

@@ -11,6 +11,7 @@ from megavlm.data.rows import Row, Video, read_rows
 
 PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 VIDEO = pa.struct([("frames", pa.list_(pa.binary())), ("fps", pa.float64())])
+NAN = float("nan")
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
 
@@ -59,12 +60,16 @@ def test_keys_numbers_and_missing_categories(tmp_path: Path) -> None:
         question=["x", "y"],
         value=[3, 4],
         task=[None, "t"],
+        level=[1.5, NAN],
     )
-    rows = read_rows([file], prompt_key="question", answer_key="value")
+    keys = {"prompt_key": "question", "answer_key": "value"}
+    rows = read_rows([file], **keys)
     assert [(row.problem, row.answer, row.category) for row in rows] == [
         ("x", "3", ""),
         ("y", "4", "t"),
     ]
+    rows = read_rows([file], **keys, category_key="level")
+    assert [row.category for row in rows] == ["1.5", ""]
     assert {row.category for row in read_rows([file], category_key=None)} == {""}
 
 
@@ -138,6 +143,8 @@ def test_bad_videos_are_named(
         ([[b"1"]], {"problem": ["<image><image>"]}, r":0: 2 <image> placeholders .* 1 pictures"),
         ([None], {}, r":0: 1 <image> placeholders .* 0 pictures"),
         ([[b"1"], [b"2"]], {"answer": ["a", None]}, r":1: 'answer' is None; it must be text"),
+        ([[b"1"], [b"2"]], {"answer": [1.0, NAN]}, r":1: 'answer' is None; it must be text"),
+        ([[b"1"]], {"problem": [NAN]}, r":0: 'problem' is None; it must be text"),
         ([[b"1"]], {"problem": [["a"]]}, r":0: 'problem' is \['a'\]; it must be text"),
         ([[None]], {}, r":0: a picture has neither bytes nor a path"),
     ],
@@ -197,9 +204,12 @@ def test_reads_every_real_set() -> None:
 
 def test_extra_columns_are_kept_for_rewards(tmp_path: Path) -> None:
     pictures = [[b"one"], [b"two"]]
-    columns: dict[str, list[Any]] = {"lat": [1.5, 2.5], "city": [None, "X"]}
+    columns: dict[str, list[Any]] = {"lat": [1.5, NAN], "city": [None, "X"]}
     file = write(tmp_path / "rows.parquet", pictures, pa.list_(pa.binary()), **columns)
     first, second = read_rows([file], extra_keys=("lat", "city"))
-    assert first.extra == {"lat": 1.5, "city": None} and second.extra["city"] == "X"
+    assert first.extra == {"lat": 1.5, "city": None}
+    assert second.extra == {"lat": None, "city": "X"}
+    first, second = read_rows([file], answer_key="city", extra_keys=("city",))
+    assert (first.answer, second.answer) == ("", "X"), "the reward says whether it must be there"
     with pytest.raises(ValueError, match=r"no column 'lon' \(data.extra_keys\)"):
         read_rows([file], extra_keys=("lon",))

@@ -1,6 +1,7 @@
 """Parquet, JSONL and CSV: read block by block, here and at URLs."""
 
 import json
+import math
 import pickle
 import sys
 from pathlib import Path
@@ -38,6 +39,13 @@ def test_jsonl_with_missing_keys_and_empty_lines(tmp_path: Path) -> None:
     assert second.problem == "b\u2028c" and second.source == f"{path}:1"
 
 
+def test_jsonl_s_escapes_and_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('\ufeff{"problem": "\\ud83d\\uDE00", "answer": "\\\\ud800"}\n')
+    (row,) = read_rows([str(path)])
+    assert (row.problem, row.answer) == ("\N{GRINNING FACE}", "\\ud800")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -45,11 +53,17 @@ def test_jsonl_with_missing_keys_and_empty_lines(tmp_path: Path) -> None:
         ("[1]", r"x\.jsonl:1: the line is no JSON object"),
         ("[" * 100_000, r"x\.jsonl:1: the line is not JSON"),
         ('{"problem": "q"}', r"x\.jsonl:1: 'answer' is None; it must be text"),
+        ('{"problem": "q", "answer": NaN}', r"x\.jsonl:1: 'answer' is None; it must be text"),
+        ('{"problem": NaN, "answer": "a"}', r"x\.jsonl:1: 'problem' is None; it must be text"),
+        (r'{"problem": "a \ud800 b"}', r"x\.jsonl:1: .* half a surrogate pair, '\\ud800', which"),
+        (r'{"problem": "q", "answer": "\uDFFF"}', r"x\.jsonl:1: .* pair, '\\udfff', which"),
+        ('{"problem": "\udce9"}', r"x\.jsonl:1: the line is not JSON .*can't decode byte 0xe9"),
+        ('{"problem": "\udced\udca0\udc80"}', r"x\.jsonl:1: the line is not JSON .*decode"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_text('{"problem": "a", "answer": 1}\n' + line)
+    path.write_text('{"problem": "a", "answer": 1}\n' + line, errors="surrogateescape")
     with pytest.raises(ValueError, match=message):
         read_rows([str(path)])
 
@@ -94,15 +108,32 @@ def test_an_empty_picture_cell_is_a_bad_sample_and_null_is_a_row_without(tmp_pat
             _ = rows[index]
 
 
-def test_a_geospot_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_a_geospot_table(tmp_path: Path, kind: str) -> None:
     """The recipe's columns are what the reward wants, whatever the table leaves out."""
     (tmp_path / "a.png").write_bytes(png())
-    path = tmp_path / "spots.csv"
-    path.write_text(
-        "image_url,country,region,city,lat,lon\n"
-        "a.png,Namibia,Khomas,Windhoek,-22.56,17.08\n"
-        "a.png,NA,,,,\n"
+    table = pa.table(
+        {
+            "image_url": ["a.png", "a.png", "a.png"],
+            "country": ["Namibia", "NA", None],
+            "region": ["Khomas", None, None],
+            "city": ["Windhoek", None, "Lima"],
+            "lat": [-22.56, None, -12.05],
+            "lon": [17.08, math.nan, -77.04],
+        }
     )
+    path = tmp_path / f"spots.{kind}"
+    if kind == "csv":
+        path.write_text(
+            "image_url,country,region,city,lat,lon\n"
+            "a.png,Namibia,Khomas,Windhoek,-22.56,17.08\n"
+            "a.png,NA,,,,\n"
+            "a.png,,,Lima,-12.05,-77.04\n"
+        )
+    elif kind == "jsonl":
+        jsonl(path, table.to_pylist())
+    else:
+        pq.write_table(table, path)
     recipe = yaml.safe_load((ROOT / "recipes" / "data" / "geospot_table.yaml").read_text())
     data = schema.Data(
         **{k: tuple(v) if isinstance(v, list) else v for k, v in recipe["data"].items()}
@@ -118,18 +149,25 @@ def test_a_geospot_table(tmp_path: Path) -> None:
         extra_keys=data.extra_keys,
     )
     assert rows[0].images == (png(),) and rows[0].problem == data.question
-    full, bare = (
+    assert [row.answer for row in rows] == ["Namibia", "NA", ""], "for the blind baseline"
+    scores = [
         geospot.score(answer, Example(row.problem, row.answer, extra=row.extra).columns())
         for answer, row in zip(
             (
                 "Country: Namibia\nRegion: Khomas\nCity: Windhoek\nCoordinates: -22.56, 17.08",
                 "Country: Namibia",
+                "Country: Peru\nCity: Lima\nCoordinates: -12.05, -77.04",
             ),
             rows,
             strict=True,
         )
-    )
-    assert full.reward == pytest.approx(1.0) and bare.reward == pytest.approx(1.0)
+    ]
+    assert [score.reward for score in scores] == pytest.approx([1, 1, 1])
+    assert [sorted(score.parts) for score in scores] == [
+        ["city", "coordinates", "country", "region"],
+        ["country"],
+        ["city", "coordinates"],
+    ]
 
 
 def test_only_blocks_that_fit_stay_in_memory(
