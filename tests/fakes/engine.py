@@ -70,14 +70,23 @@ class GlooEngine:
     """A context. `dies_at`: the update, from 1, in whose midst its process ends."""
 
     def __init__(self, dies_at: int | None = None) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, dies_at))
+        self._dies_at = dies_at
 
     def __enter__(self) -> "GlooEngine":
+        self._start(0)
+        return self
+
+    def restart(self) -> None:
+        """With another process at the same address."""
+        self.__exit__()
+        self._start(int(self.url.rpartition(":")[2]))
+
+    def _start(self, port: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._dies_at, port))
         self._process.start()
         self.url: str = self._pipe.recv()
-        return self
 
     def state(self) -> tuple[str, dict[str, Tensor]]:
         """Version and weights."""
@@ -90,10 +99,10 @@ class GlooEngine:
         self._process.join()
 
 
-def _serve(pipe: Any, dies_at: int | None) -> None:
+def _serve(pipe: Any, dies_at: int | None, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with _Gloo(dies_at) as engine:
+    with _Gloo(dies_at, port) as engine:
         pipe.send(engine.url)
         while pipe.recv():
             weights = {name: tensor.tolist() for name, tensor in engine.weights.items()}
@@ -101,8 +110,8 @@ def _serve(pipe: Any, dies_at: int | None) -> None:
 
 
 class _Gloo(FakeEngine):
-    def __init__(self, dies_at: int | None) -> None:
-        super().__init__()
+    def __init__(self, dies_at: int | None, port: int) -> None:
+        super().__init__(port=port)
         self.dies_at = dies_at
         self.groups: dict[str, Any] = {}
         self.count = 0

@@ -3,9 +3,11 @@ and the next push heals it.
 """
 
 import gc
+import multiprocessing
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +24,7 @@ from megavlm.rollout.weights.fixed_targets import FixedTargets
 from megavlm.rollout.weights.gather import gather
 from megavlm.rollout.weights.plan import Plan, TrainerRanks
 from megavlm.rollout.weights.sync import WeightSync
+from megavlm.rollout.weights.transports import distributed
 from megavlm.rollout.weights.transports.base import Load, Transport
 from megavlm.rollout.weights.transports.distributed import DistributedTransport
 from megavlm.rollout.weights.transports.tensor import TensorTransport
@@ -88,8 +91,11 @@ def pushes(
     stages: int = 1,
     stale: bool = False,
     floor: int = 0,
+    between: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
-    """On each rank. Buckets of one tensor."""
+    """On each rank. Buckets of one tensor. `between`: ends and starts the first server,
+    after the first push.
+    """
     size = dist.get_world_size()
     stages_of = tuple(i * stages // 4 for i in range(4))
     trainer = TrainerRanks(Layout(pipeline=stages), size, stages_of)
@@ -115,6 +121,9 @@ def pushes(
             outcomes.append(sync.push(version).servers)
         except (WeightSyncError, RolloutServerError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
+        if between is not None and version == versions[0]:
+            between()
+            targets.failed(urls[0], "its process ended")  # needs all from now on
     sync.close()
     return {"outcomes": outcomes, "version": sync.version, "told": targets.told}
 
@@ -214,6 +223,48 @@ def test_stages_broadcast_their_own(ranks: int, stages: int) -> None:
         for engine in (one, other):
             version, weights = engine.state()
             assert version == "5" and holds(weights, 2, TRAINED)
+
+
+def test_a_server_that_has_started_anew_is_no_rank_of_the_group_that_it_was_in() -> None:
+    pushed, started = multiprocessing.Event(), multiprocessing.Event()
+
+    def between() -> None:
+        """On the rank."""
+        pushed.set()
+        assert started.wait(60)
+
+    with GlooEngine() as engine, GlooEngine() as other:
+
+        def restart() -> None:
+            assert pushed.wait(60)
+            engine.restart()
+            started.set()
+
+        thread = threading.Thread(target=restart)
+        thread.start()
+        arguments = ([engine.url, other.url], (4, 5, 6), "distributed", 1, False, 0, between)
+        (result,) = launch(1, pushes, *arguments)
+        thread.join()
+        assert result["outcomes"] == [2, 2, 2]
+        told = [what for url, what in result["told"] if url == engine.url]
+        assert told == ["4", "failed", "5", "6"], "failed as the test says, and in no push"
+        for server, names in ((engine, list(HF)), (other, TRAINED)):
+            version, weights = server.state()
+            assert version == "6" and holds(weights, 3, names)
+
+
+def count_groups(urls: Sequence[str]) -> int:
+    made = []
+    join = distributed._join
+    distributed._join = lambda *args: made.append(args) or join(*args)
+    assert pushes(urls, (4, 5, 6), "distributed", stale=True)["outcomes"] == [2] * 3
+    return len(made)
+
+
+def test_a_group_lasts_from_the_first_push_on() -> None:
+    """One of all servers: in the first push all of them are stale."""
+    with GlooEngine() as one, GlooEngine() as other:
+        assert launch(1, count_groups, [one.url, other.url]) == [1]
 
 
 @pytest.mark.parametrize(("ranks", "stages", "dies_at"), [(1, 1, 2), (2, 2, 1), (2, 2, 3)])

@@ -39,7 +39,7 @@ class DistributedTransport:
     """address: of this rank's machine, as servers see it. timeout: seconds that joining a group and
     each broadcast may take.
 
-    A group lasts until its servers change or one of them fails.
+    A group lasts until its servers change, or one of them fails or is started anew.
     """
 
     by_stage = True
@@ -55,6 +55,10 @@ class DistributedTransport:
 
     def open(self, servers: Servers, engines: Mapping[str, Engine]) -> None:
         self._servers, self._engines = servers, engines
+        # The process of one that needs all may be another than that which joined.
+        unsure = {target.url for target in servers.live if target.needs_all}
+        for group in [group for group in self._groups.values() if unsure & {*group.urls}]:
+            self._leave(group)
 
     def send(self, load: Load) -> int:
         group = self._group(load.urls)
