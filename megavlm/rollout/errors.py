@@ -11,3 +11,7 @@ class RolloutRequestError(RuntimeError):
 
 class WeightSyncError(RuntimeError):
     """A weight push failed; the servers' version did not advance."""
+
+
+class TrainerFault(WeightSyncError):
+    """A push failed on the trainer's side: no server is to blame, and a new attempt is useless."""

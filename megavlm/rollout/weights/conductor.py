@@ -44,8 +44,9 @@ class Round:
 @dataclass(frozen=True)
 class Sent:
     """What one rank has sent in a round. `lost`: servers that failed, and why. `error`: why it
-    stopped. Checksums of what servers must hold now: of a layout, of each rank, by engine name;
-    `changed` of what all servers got, `rest` of what the refitted ones got besides.
+    stopped; `is_own_fault`: no server is to blame for that. Checksums of what servers must hold
+    now: of a layout, of each rank, by engine name; `changed` of what all servers got, `rest` of
+    what the refitted ones got besides.
     """
 
     bytes: int
@@ -54,6 +55,7 @@ class Sent:
     rest: verify.Expected
     lost: Mapping[str, str]
     error: str | None
+    is_own_fault: bool
 
 
 @dataclass(frozen=True)
@@ -215,12 +217,16 @@ class Conductor:
         return urls
 
     def _is_broken(self, sent: Sequence[Sent]) -> bool:
-        """Takes notice of servers that ranks have lost; says whether the others miss something."""
+        """Takes notice of servers that ranks have lost; says whether the others miss something.
+        WeightSyncError where that is a rank's own fault.
+        """
         for part in sent:
             for url, reason in part.lost.items():
                 self._servers.lose(url, reason)
         errors = [part.error for part in sent if part.error]
-        if errors and not self._servers.lost:  # nobody is to blame
+        if own := [part.error for part in sent if part.error and part.is_own_fault]:
+            raise WeightSyncError(own[0])
+        if errors and not self._servers.lost:  # who is to blame is not known
             for target in self._servers.live:
                 self._servers.lose(target.url, errors[0])
         return bool(errors)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.errors import TrainerFault, WeightSyncError
 from megavlm.rollout.weights import verify
 from megavlm.rollout.weights.conductor import Round, Sent
 from megavlm.rollout.weights.outbox import Outbox
@@ -61,7 +61,7 @@ class Sender:
         self._changed: verify.Expected = {}
         self._rest: verify.Expected = {}
         self._error: str | None = None
-        self._has_turn = False
+        self._is_own_fault = self._has_turn = False
         self._outbox: Outbox[tuple[Sequence[tuple[str, Tensor]], bool]] = Outbox(self._deliver)
 
     def put(self, tensors: Sequence[tuple[str, Tensor]], *, changed: bool) -> None:
@@ -76,6 +76,7 @@ class Sender:
             self._rest,
             dict(self._servers.lost),
             self._error,
+            self._is_own_fault,
         )
 
     def __enter__(self) -> "Sender":
@@ -116,7 +117,7 @@ class Sender:
         try:
             self._bytes += self._transport.send(Load(tensors, urls, changed))
         except WeightSyncError as error:
-            self._error = str(error)
+            self._error, self._is_own_fault = str(error), isinstance(error, TrainerFault)
             return
         self._tensors += len(tensors)
         devices = {

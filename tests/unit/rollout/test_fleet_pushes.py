@@ -1,5 +1,7 @@
 """Pushes to a fleet in which servers fail: made again, told on the console, and given up."""
 
+import errno
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from megavlm.rollout.fleet.member import Member
 from megavlm.rollout.fleet.state import Policy, State
 from megavlm.rollout.weights.plan import Plan, TrainerRanks
 from megavlm.rollout.weights.sync import WeightSync
+from megavlm.rollout.weights.transports import disk
 from megavlm.rollout.weights.transports.disk import DiskTransport
 from megavlm.rollout.weights.transports.tensor import TensorTransport
 from megavlm.training.loop import Loop
@@ -127,6 +130,31 @@ def test_what_is_no_servers_fault_is_not_tried_again(tmp_path: Any) -> None:
         (error,) = result["outcomes"]
         assert error.startswith("WeightSyncError") and f"{folder} cannot be written" in error
         assert engine.paths().count("/pause_generation") == 1
+
+
+def fills_up(urls: list[str], folder: Any) -> dict[str, Any]:
+    """The second part finds no place on the disk."""
+    save, count = disk.save_file, itertools.count()
+
+    def save_file(tensors: Any, path: Any) -> None:
+        if next(count) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(tensors, path)
+
+    disk.save_file = save_file
+    return pushed(urls, folder)
+
+
+def test_a_disk_that_fills_up_in_a_push_is_no_servers_fault(tmp_path: Any) -> None:
+    folder = tmp_path / "sync"
+    with FakeEngine() as one, FakeEngine() as other:
+        (result,) = launch(1, fills_up, [one.url, other.url], folder)
+        (error,) = result["outcomes"]
+        assert error.startswith("WeightSyncError") and f"{folder} cannot be written" in error
+        assert "No space left" in error and result["said"] == []
+        for engine in (one, other):
+            assert engine.paths().count("/pause_generation") == 1 and not engine.is_paused
+        assert not list(folder.iterdir()), "what was written of it makes room"
 
 
 def comes_back(port: int, dies: Callable[[], Any], again: Callable[[], Any]) -> dict[str, Any]:

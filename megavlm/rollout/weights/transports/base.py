@@ -24,8 +24,8 @@ class Load:
 class Transport(Protocol):
     """Made on every rank, connected to nothing. Rank 0 prepares a push and commits or aborts it;
     each rank that sends opens it and sends. All but `abort` and `close` raise WeightSyncError; a
-    server that fails is lost to `servers`, and the others go on. No load flushes a server's cache:
-    that is done once, when all are there.
+    server that fails is lost to `servers`, and the others go on; TrainerFault is none of theirs. No
+    load flushes a server's cache: that is done once, when all are there.
 
     by_stage: each pipeline stage's first rank sends what the stage holds; else rank 0 sends all.
     in_session: servers take it only between begin_weight_update and end_weight_update.

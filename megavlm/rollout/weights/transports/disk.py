@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megavlm.rollout.errors import WeightSyncError
+from megavlm.rollout.errors import TrainerFault
 from megavlm.rollout.weights.engine import Engine
 from megavlm.rollout.weights.servers import Servers
 from megavlm.rollout.weights.transports.base import Load
@@ -82,7 +82,7 @@ class DiskTransport:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            raise WeightSyncError(f"{self.folder} cannot be written: {error}") from error
+            raise TrainerFault(f"{self.folder} cannot be written: {error}") from error
 
     def _remove(self) -> None:
         for name in (PARTIAL, READY):
