@@ -16,7 +16,7 @@ class Bounds:
     def holds(self, value: float) -> bool:
         """False for NaN and the infinities too: no key means them."""
         return (
-            math.isfinite(value)
+            -math.inf < value < math.inf
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)

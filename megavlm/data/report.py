@@ -114,7 +114,7 @@ def _sample(row: Row, num_tokens: int) -> str:
     messages = row.messages or ()
     prompt = "".join(f"<div>{text(f'{m.role}: {m.text}')}</div>" for m in messages)
     facts = [f"answer {row.answer}", row.category, row.dataset, row.source, f"{num_tokens} tokens"]
-    facts += [f"{key} {value}" for key, value in row.extra.items() if value is not None]
+    facts += [f"{key} {value}" for key, value in row.extra.items() if value not in (None, "")]
     return (
         f'<article class="card group"><div class="pictures">{shown}</div><div>'
         f'<div class="prompt">{prompt or text(row.problem)}</div>'

@@ -157,7 +157,7 @@ def _question(group: Sequence[Question | None], names: Sequence[str]) -> str:
     first = next(question for question in group if question is not None)
     row = first.row
     facts = [f"answer {row.answer}", row.category, row.dataset, row.source]
-    facts += [f"{key} {value}" for key, value in row.extra.items() if value is not None]
+    facts += [f"{key} {value}" for key, value in row.extra.items() if value not in (None, "")]
     answers = "".join(
         f'<div class="facts">{text(name)}</div><div class="responses long">'
         + "".join(_response(attempt) for attempt in question.attempts[:MAX_ATTEMPTS])

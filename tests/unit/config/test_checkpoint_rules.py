@@ -73,4 +73,4 @@ def test_what_makes_sense_is_taken(recipe: Path, overrides: tuple[str, ...]) -> 
 def test_the_measures_are_those_of_an_evaluation() -> None:
     from megavlm.evaluation.result import EvaluationResult
 
-    assert [item.name for item in fields(EvaluationResult)] == [*MEASURES, "seconds"]
+    assert [item.name for item in fields(EvaluationResult)] == [*MEASURES, "seconds", "failures"]

@@ -18,6 +18,9 @@ BROKEN = {
     ("optimizer.lr=.inf",): "optimizer.lr=inf is out of range",
     ("optimizer.betas=[0.9, 1]",): "[0.9, 1.0] is out of range: set it to numbers at least 0 and",
     ("run.seed=-1",): "run.seed=-1 is out of range: set it to a number at least 0",
+    (
+        "run.seed=" + "9" * 400,
+    ): f"is out of range: set it to a number at least 0 and at most {2**63 - 1}",
     (f"run.seed={2**63}",): f"set it to a number at least 0 and at most {2**63 - 1}",
     ("rollout.port=65536",): "out of range: set it to a number at least 1 and at most 65535",
     ("rollout.temperature=0",): "rollout.temperature=0.0 is out of range",

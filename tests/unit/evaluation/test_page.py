@@ -119,8 +119,10 @@ def test_the_page_shows_both_models_and_runs_nothing(tmp_path: Path) -> None:
 
 def test_the_page_of_one_model(tmp_path: Path) -> None:
     left_out = Skipped(2, 1, ("test.parquet:9: broken",))
-    one = Candidate("a", 2, [question(0, "x-")], left_out, 1.0)
+    asked = question(0, "x-", extra={"region": "", "city": "Rome"})
+    one = Candidate("a", 2, [asked], left_out, 1.0)
     html, _ = page_of(tmp_path, [one])
+    assert "city Rome" in html and "region" not in html
     assert "p-value" not in html and "test.parquet:9: broken" in html and "mean@2" in html
 
 
