@@ -101,6 +101,8 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
     given = f"{RECIPE} run.seed=1 rollout.mode=external {urls}"
     assert f"megavlm train {given} --dry-run\nWORLD_SIZE=16" in text
     assert "http://node2:30000/health" in text and "http://node2:30001/health" in text
+    asked = [line for line in text.splitlines() if line.startswith("curl ")]
+    assert len(asked) == 2 and all("--noproxy *" in line for line in asked), "and no proxy is"
     assert "--nnodes 2 --nproc-per-node 8" in text and "--rdzv-endpoint node0:29500" in text
     assert "--nodelist node0,node1" in text and "--nodelist node2" in text
 
