@@ -17,6 +17,7 @@ from megavlm.rollout.fleet.fleet import Fleet
 from megavlm.rollout.fleet.state import State
 from megavlm.rollout.fleet.targets import Target
 
+FLUSH = "/flush_cache?timeout=20"  # seconds that it may wait for the scheduler
 LOST = "its weights were released without a copy"
 
 
@@ -39,9 +40,12 @@ class ServerMemory:
 
         def one(target: Target) -> None:
             fresh = [tag for tag in tags if tag not in self._released[target.url]]
-            # Whatever still runs there, cancelled by the client, ends first.
+            # Whatever still runs there, cancelled by the client, ends first: SGLang answers an
+            # abort before its scheduler, which must be idle, knows of it, and a flush after that.
             self._post(target, "/pause_generation", {"mode": "abort"})
             self._post(target, "/continue_generation", {})
+            if not self._released[target.url]:  # else nothing has run
+                self._post(target, FLUSH, {})
             for tag in fresh:
                 self._post(target, "/release_memory_occupation", {"tags": [tag]})
                 self._released[target.url].append(tag)

@@ -12,6 +12,7 @@ from megavlm.rollout.fleet.memory import ServerMemory
 from megavlm.rollout.fleet.state import Policy, State
 from tests.fakes.server import FakeServer
 
+FLUSH = "/flush_cache?timeout=20"
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
 
@@ -58,9 +59,25 @@ def test_the_order_of_a_step(fake: FakeServer, fleet: Fleet) -> None:
         ("resume", "weights"),
         ("resume", "kv_cache"),
     ]
-    paths = fake.paths()
-    assert paths.index("/pause_generation") < paths.index(RELEASE), "it is idle first"
-    assert paths.index("/continue_generation") < paths.index(RELEASE)
+    told_of_requests = [path for path in fake.paths() if "gener" in path or "flush" in path]
+    assert told_of_requests[-3:] == ["/pause_generation", "/continue_generation", FLUSH]
+    assert fake.paths().index(FLUSH) < fake.paths().index(RELEASE), "it is idle first"
+
+
+def test_a_server_that_is_not_idle_releases_nothing(fake: FakeServer, fleet: Fleet) -> None:
+    """SGLang's scheduler would die of it."""
+    fake.refused[FLUSH] = {1}
+    with memory(fleet) as servers:
+        servers.release(["kv_cache", "weights"])
+        fleet.wait_while(State.SUSPECT)
+        assert told(fake) == [] and fleet.record(fake.url).state is State.STALE
+
+
+def test_what_is_released_is_not_flushed(fake: FakeServer, fleet: Fleet) -> None:
+    with memory(fleet) as servers:
+        servers.release(["kv_cache"])
+        servers.release(["weights"])
+    assert fake.paths().count(FLUSH) == 1 and len(told(fake)) == 2
 
 
 def test_what_is_not_released_is_not_taken_back(fake: FakeServer, fleet: Fleet) -> None:
