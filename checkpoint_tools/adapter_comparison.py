@@ -1,6 +1,6 @@
 """Adapters on the disk, in PEFT folders or in checkpoints, compared bit by bit."""
 
-from math import isclose, sqrt
+from math import isclose
 from pathlib import Path
 
 from checkpoint_tools.comparison import Comparison, difference
@@ -46,7 +46,7 @@ def _modules(path: Path, alpha: float | None) -> dict[str, PeftModule]:
 
 def _problems(x: PeftModule, y: PeftModule) -> list[str | None]:
     """Of A and of B: how they differ."""
-    left, right = sqrt(x.scale.square), sqrt(y.scale.square)
+    left, right = x.scale.value, y.scale.value
     if not isclose(left, right, rel_tol=1e-12):
         return [f"is scaled by {left:g} and by {right:g}"] * 2
     alike = [_unlike(x.a, y.a), _unlike(x.b, y.b)]

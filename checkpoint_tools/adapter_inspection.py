@@ -1,7 +1,6 @@
 """What a PEFT folder holds, as a table."""
 
 from collections import defaultdict
-from math import sqrt
 from typing import Any
 
 from rich.console import RenderableType
@@ -26,7 +25,7 @@ def summary(peft: PeftFolder) -> dict[str, Any]:
         "kind": "PEFT adapters",
         "base": peft.config.base,
         "rank": sorted({module.scale.rank for module in peft.modules}),
-        "scale": sorted({sqrt(module.scale.square) for module in peft.modules}),
+        "scale": sorted({module.scale.value for module in peft.modules}),
         "modules": len(peft.modules),
         "parameters": sum(part.parameters for part in parts),
         "bytes": sum(part.bytes for part in parts),

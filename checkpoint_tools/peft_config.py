@@ -43,6 +43,10 @@ class Scale:
         alpha, rank = Fraction(self.alpha), Fraction(self.rank)
         return alpha**2 / (rank if self.rank_stabilised else rank**2)
 
+    @property
+    def value(self) -> float:
+        return math.copysign(math.sqrt(self.square), self.alpha)
+
     def alpha_for(self, rank: int) -> float:
         """With which the plain form, alpha / rank, gives the same scale at another rank."""
         if self.rank_stabilised:

@@ -89,6 +89,15 @@ def check_model(folder: Path, config: Config) -> None:
         )
     check_sizes(config, values, folder)
     check_weights(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"model.folder={folder} holds adapters beside its model, which would be left out: "
+            f"merge them (megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}), or move "
+            "them away"
+        )
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"model.folder={folder} has a link to nothing, {path.name}: fetch it")
     if not (folder / "tokenizer.json").is_file() and not (
         (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     ):

@@ -353,6 +353,9 @@ def test_verify_compares_adapters(
     configure(peft, lora_alpha=5)
     assert run("verify", made / "peft", peft) == 1
     assert "is scaled by 1.5 and by 1.25" in capsys.readouterr().out
+    configure(peft, lora_alpha=-6)
+    assert run("verify", made / "peft", peft) == 1
+    assert "is scaled by 1.5 and by -1.5" in capsys.readouterr().out
 
     told = refusal(capsys, "verify", peft, hf_folder(FAMILY))
     assert told.endswith("is a model folder: it holds no adapters to compare.")

@@ -65,6 +65,14 @@ def _missing_shard(folder: Path) -> None:
         (_missing_shard, "lacks more.safetensors, which its model.safetensors.index.json names"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
         (lambda folder: (folder / "preprocessor_config.json").unlink(), "has no image processor"),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("{}"),
+            "holds adapters beside its model, which would be left out: merge them",
+        ),
+        (
+            lambda folder: (folder / "generation_config.json").symlink_to("gone"),
+            "has a link to nothing, generation_config.json",
+        ),
     ],
 )
 def test_a_model_folder_is_complete(
