@@ -29,7 +29,9 @@ class Critic:
         config = session.config
         self._session = session
         self._folder = Path(config.run.dir) / CHECKPOINTS
-        self.model = start_model(config, session.hf_config, session.entries, session.mesh, "values")
+        self.model = start_model(
+            config, session.start, session.hf_config, session.entries, session.mesh, "values"
+        )
         self.updater = build_updater(
             self.model,
             replace(config.optimizer, lr=settings.critic_lr, min_lr=0.0),

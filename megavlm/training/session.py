@@ -19,7 +19,7 @@ from megavlm.parallel.mesh import Mesh
 from megavlm.training.guards import SkipCounter
 from megavlm.training.optimizer import build_updater
 from megavlm.training.passes import LossFunction, VisionFeatures
-from megavlm.training.start import adapter_settings, start_model
+from megavlm.training.start import adapter_settings, start_model, starting_step
 from megavlm.training.update import update
 
 CHECKPOINTS = "checkpoints"
@@ -41,7 +41,8 @@ class Session:
         algorithm = config.algorithm
         is_shared = isinstance(algorithm, PPO) and algorithm.critic == "shared"
         head: Literal["tokens", "both"] = "both" if is_shared else "tokens"
-        self.model = start_model(config, self.hf_config, self.entries, mesh, head)
+        self.start = starting_step(config)
+        self.model = start_model(config, self.start, self.hf_config, self.entries, mesh, head)
         self.updater = build_updater(
             self.model,
             config.optimizer,
@@ -54,7 +55,7 @@ class Session:
         self.saver = checkpointing.Saver(
             self.folder,
             hf_folder=Path(config.model.folder),
-            adapters=adapter_settings(config),
+            adapters=adapter_settings(config, self.start),
             retention=checkpointing.Retention(
                 last=kept.keep_last,
                 every=kept.keep_every,

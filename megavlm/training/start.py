@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,19 +22,33 @@ from megavlm.parallel.mesh import Mesh
 from megavlm.training.options import lora, model_options
 
 
+def starting_step(config: Config) -> Path | None:
+    """The step of `model.checkpoint` that a run starts from: of its policy, its critic and its
+    adapters' settings, whatever appears there meanwhile. None where it starts from an HF folder.
+    Collective: one rank looks, and one warns if it has to.
+    """
+    source = config.model.checkpoint
+    if source is None:
+        return None
+    (step, *_) = together(
+        "start", lambda: locate(Path(source), None) if dist.get_rank() == 0 else Path()
+    )
+    return step
+
+
 def start_model(
     config: Config,
+    step: Path | None,
     hf_config: Any,
     entries: Sequence[Entry],
     mesh: Mesh,
     head: Literal["tokens", "values", "both"],
 ) -> list[VisionLanguageModel]:
-    """This rank's part of it, with the weights of `model`, and adapters that are fresh unless they
-    are in `model.checkpoint`; a value head says 0. Collective.
+    """This rank's part of it, with the weights of `step`, or of `model.folder`; adapters are fresh
+    unless they are in the step, and a value head says 0. Collective.
     """
     model = build_model(hf_config, mesh, replace(model_options(config), head=head))
-    source, fresh = config.model.checkpoint, lora(config)
-    step = None if source is None else _step(source)
+    fresh = lora(config)
     goes_on = step is not None and fresh is not None and _goes_on(step, config.lora.alpha)
     if goes_on:
         _add(model, fresh, config.run.seed)
@@ -50,29 +63,16 @@ def start_model(
     return model
 
 
-def adapter_settings(config: Config) -> AdapterSettings | None:
-    """Of the adapters that a run trains. They belong to the weights that it started from, after
-    `start_model`.
-    """
+def adapter_settings(config: Config, step: Path | None) -> AdapterSettings | None:
+    """Of the adapters that a run trains, which belong to the weights that it starts from."""
     if config.lora.rank == 0:
         return None
-    source, base = config.model.checkpoint, config.model.folder
-    if source is not None:
-        known = AdapterSettings.read(_step(source))
-        return AdapterSettings(config.lora.rank, config.lora.alpha, known.base if known else None)
+    if step is None:
+        base: str | None = config.model.folder
+    else:
+        known = AdapterSettings.read(step)
+        base = known.base if known else None
     return AdapterSettings(config.lora.rank, config.lora.alpha, base)
-
-
-@cache
-def _step(source: str) -> Path:
-    """The step of `model.checkpoint` that the run starts from. Looked for once, by one rank, which
-    warns if it has to: a critic and the adapters' settings are of the policy's step, whatever
-    appears there meanwhile. Collective where it looks.
-    """
-    (step, *_) = together(
-        "start", lambda: locate(Path(source), None) if dist.get_rank() == 0 else Path()
-    )
-    return step
 
 
 def _goes_on(step: Path, alpha: float) -> bool:

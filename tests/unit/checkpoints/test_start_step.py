@@ -12,7 +12,7 @@ from megavlm.config.load import load
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.options import layout
-from megavlm.training.start import adapter_settings, start_model
+from megavlm.training.start import adapter_settings, start_model, starting_step
 from tests.distributed.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
 from tests.unit.checkpoints.ranks import make_hf
@@ -44,9 +44,10 @@ def start(recipe: Path) -> tuple[list[str], AdapterSettings | None, str]:
     entries = family(hf_config.model_type).mapping(hf_config)
     mesh = build_mesh(layout(config), seed=0)
     try:
-        start_model(config, hf_config, entries, mesh, "tokens")
-        settings = adapter_settings(config)
-        start_model(config, hf_config, entries, mesh, "tokens")
+        step = starting_step(config)
+        settings = adapter_settings(config, step)
+        for head in ("tokens", "values"):
+            start_model(config, step, hf_config, entries, mesh, head)
     except ValueError as error:
         return messages, None, str(error)
     return messages, settings, ""

@@ -15,7 +15,7 @@ from megavlm.config.load import load
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.options import layout
-from megavlm.training.start import start_model
+from megavlm.training.start import start_model, starting_step
 from tests.conftest import row, write_rows
 from tests.distributed.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
@@ -42,7 +42,7 @@ def started(recipe: Path) -> tuple[dict[str, bool], int]:
     hf_config = AutoConfig.from_pretrained(config.model.folder)
     entries = family(hf_config.model_type).mapping(hf_config)
     mesh = build_mesh(layout(config), seed=0)
-    (model,) = start_model(config, hf_config, entries, mesh, "tokens")
+    (model,) = start_model(config, starting_step(config), hf_config, entries, mesh, "tokens")
     assert config.model.checkpoint is not None
     reader = StepReader(step_folder(Path(config.model.checkpoint), 0))
     equal = {
