@@ -131,6 +131,7 @@ def test_what_is_sent(full: bool) -> None:
     assert len(buckets) > 1  # portions
     assert sequence == [
         "/pause_generation",
+        *(["/end_weight_update"] if full else []),  # of a session that was left open
         "/begin_weight_update",
         "/end_weight_update",
         *(["/freeze_gc"] if full else []),
