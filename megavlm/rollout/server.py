@@ -26,7 +26,6 @@ STOP_TIMEOUT = {"cuda": 30.0, "cpu": 0.0}
 TAIL_LINES = 30
 KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 PORTS = range(20000, 22000)  # SGLang 0.5.23 looks for ports of its own from 22000 on
-_given: set[int] = set()
 
 
 class ManagedServer:
@@ -38,7 +37,7 @@ class ManagedServer:
     thread that lives as long as it, since for the kernel the parent is that thread.
 
     dtype: "float32", "bfloat16", ... device: "cpu" or "cuda".
-    port: None takes one that is free and stays so, see `server_port`. log_path: output of the
+    port: None takes one that is free and stays so, see `server_ports`. log_path: output of the
     server; an existing file is overwritten by the first launch. first_gpu: its ranks take GPUs from
     this one on. first_core: on a CPU its ranks, if it has several, are bound to cores from this one
     on, in turn.
@@ -66,8 +65,7 @@ class ManagedServer:
         cache_pictures: bool = True,
         server_args: ServerArgs | None = None,
     ) -> None:
-        self._is_port_ours = port is None
-        self.port = server_port() if port is None else port
+        self.port = server_ports(1)[0] if port is None else port
         self.url = f"http://{HOST}:{self.port}"
         # hex: a key that starts with "-" would read as an option
         self.api_key, self.admin_key = secrets.token_hex(32), secrets.token_hex(32)
@@ -95,7 +93,7 @@ class ManagedServer:
     def launch(self) -> None:
         """Starts the processes; RolloutServerError when the port is in use."""
         assert self._process is None, "it is running"
-        require_free(self.port, is_ours=self._is_port_ours)
+        require_free(self.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = tempfile.TemporaryDirectory(prefix="megavlm-rollout-")
         command = [sys.executable, "-P", str(HERE / "serve.py"), str(os.getpid())]
@@ -200,39 +198,41 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def server_port() -> int:
-    """A port that is free, and that this process has not been given before. It is below those that
-    the kernel gives to whoever asks for any, so that it stays free until a server listens, and
-    while one is started anew; where all of those are taken, it is one of the kernel's.
+def server_ports(count: int) -> list[int]:
+    """Different ports that are free. They are below those that the kernel gives to whoever asks for
+    any, so that they stay free until servers listen, and while one is started anew; where too few
+    of those are free, they are the kernel's.
     """
     kernels = int(KERNELS_PORTS.read_text().split()[0])
-    ours = [port for port in PORTS if port < kernels and port not in _given]
-    for port in random.SystemRandom().sample(ours, len(ours)):  # seeds make no two runs meet
-        try:
-            require_free(port, is_ours=True)
-        except RolloutServerError:
-            continue
-        _given.add(port)
-        return port
-    return free_port()
+    below = [port for port in PORTS if port < kernels]
+    found: list[int] = []
+    for port in random.SystemRandom().sample(below, len(below)):  # seeds make no two runs meet
+        if len(found) == count:
+            break
+        if _is_free(port):
+            found.append(port)
+    return found + [free_port() for _ in range(count - len(found))]
 
 
-def require_free(port: int, *, is_ours: bool = False) -> None:
-    """RolloutServerError if something listens on `port`. `is_ours`: no recipe says it."""
+def _is_free(port: int) -> bool:
+    try:
+        require_free(port)
+    except RolloutServerError:
+        return False
+    return True
+
+
+def require_free(port: int) -> None:
+    """RolloutServerError if something listens on `port`."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no listener
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            reason = (
-                f"port {port}, which was free when it was chosen for a rollout server, is in use "
-                f"on this machine now ({error.strerror}); stop what listens there, or set "
-                "rollout.port to a port that nothing else takes"
-                if is_ours
-                else f"rollout.port {port} is in use on this machine ({error.strerror}); stop what "
-                "listens there, or leave rollout.port null to take a free one."
-            )
-            raise RolloutServerError(reason) from error
+            raise RolloutServerError(
+                f"port {port}, of a rollout server, is in use on this machine ({error.strerror}); "
+                "stop what listens there, or choose another by rollout.port (null: a free one)."
+            ) from error
 
 
 def _kill_group(group: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megavlm.config.schema import Config, Rollout
 from megavlm.parallel import platform
-from megavlm.rollout.server import ManagedServer
+from megavlm.rollout.server import ManagedServer, server_ports
 from megavlm.rollout.server_args import ServerArgs
 from megavlm.training.options import trains_tower
 from megavlm.training.weights import server_args
@@ -20,6 +20,8 @@ def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedSer
     count, size = rollout.servers, rollout.tensor_parallel
     device = platform.device().type
     gpus = server_gpus(rollout, platform.num_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    first = rollout.port
+    ports = server_ports(count) if first is None else range(first, first + count)
     names = [LOG] if count == 1 else [f"{LOG}_{index}" for index in range(count)]
     return [
         ManagedServer(
@@ -27,7 +29,7 @@ def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedSer
             dtype=config.model.dtype,
             device=device,
             tensor_parallel=size,
-            port=None if rollout.port is None else rollout.port + index,
+            port=ports[index],
             log_path=Path(config.run.dir) / f"{names[index]}.log",
             first_gpu=gpus[index],
             first_core=index * size,
