@@ -6,12 +6,11 @@ from pathlib import Path
 from megavlm.data.images import decode
 from megavlm.evaluation.attempts import Attempt, Candidate, Question
 from megavlm.evaluation.map import spots, world_map
-from megavlm.evaluation.result import failed_rewards
 from megavlm.evaluation.statistics import Estimate, PairedTest
 from megavlm.evaluation.tables import Comparison, Table
 from megavlm.observability.page import page, picture, table, text, tiles
 from megavlm.observability.records import write_whole
-from megavlm.observability.text import number, percent, points
+from megavlm.observability.text import failed_rewards, number, percent, points
 
 # What bounds the size of the page.
 MAX_QUESTIONS = 80

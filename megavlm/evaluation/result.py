@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from math import sqrt
 from typing import Any
 
+from megavlm.observability.text import failed_rewards
+
 _Z = 1.959964  # of the normal distribution: 95 % lie within
 
 
@@ -57,12 +59,6 @@ class EvaluationResult:
         count = self.greedy.overall.count
         failed = f"  {failed_rewards(self.failures)}" if self.failures else ""
         return f"evaluation{when}, {count} questions:  {shares}{failed}  ({self.seconds:.0f} s)"
-
-
-def failed_rewards(failures: Mapping[str, int]) -> str:
-    """In words, of answers by kind of failure."""
-    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failures.items()))
-    return f"{sum(failures.values())} answers count as wrong because their reward failed ({kinds})"
 
 
 def measure(hits: Sequence[bool], categories: Sequence[str]) -> Measure:

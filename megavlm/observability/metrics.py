@@ -73,10 +73,14 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 def evaluation_scalars(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """`evaluation/greedy` and so on, overall, and `evaluation/greedy/<category>`."""
+    """`evaluation/greedy` and so on, overall, and `evaluation/greedy/<category>`;
+    `evaluation/failures`: answers whose reward failed.
+    """
     scalars = {}
     for name, measure in evaluation.items():
-        if isinstance(measure, Mapping):
+        if name == "failures":
+            scalars[f"evaluation/{name}"] = float(sum(measure.values()))
+        elif isinstance(measure, Mapping):
             scalars[f"evaluation/{name}"] = measure["overall"]["share"]
             for category, share in measure["by_category"].items():
                 scalars[f"evaluation/{name}/{category}"] = share["share"]

@@ -5,7 +5,7 @@ Accuracies are shares in 0..1, times are seconds.
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
 from megavlm.observability.records import finite, read_records, write_whole
-from megavlm.observability.text import percent, points
+from megavlm.observability.text import failed_rewards, percent, points
 
 RESULT_FILE = "result.json"
 FINAL_EPISODES = 100  # whose mean reward is the final one
@@ -97,7 +97,21 @@ def write_result(run_dir: Path | str, result: Mapping[str, Any]) -> Path:
 def conclude(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> tuple[bool | None, str]:
-    """Whether the gain is visual (None if not measured), and the sentence that says so."""
+    """Whether the gain is visual (None if not measured), and the sentence that says so. Another
+    one where rewards failed, which makes accuracies lower than they are.
+    """
+    is_visual, sentence = _conclude(before, after)
+    failures = Counter[str]()
+    for evaluation in (before, after):
+        failures.update((evaluation or {}).get("failures") or {})
+    if sentence and failures:
+        sentence += f" {failed_rewards(failures)}."
+    return is_visual, sentence
+
+
+def _conclude(
+    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> tuple[bool | None, str]:
     if after is None:
         return None, ""
     accuracy = _share(after)

@@ -1,6 +1,7 @@
-"""Numbers as people read them."""
+"""Numbers, and what they count, as people read them."""
 
 import math
+from collections.abc import Mapping
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -36,3 +37,9 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def failed_rewards(failures: Mapping[str, int]) -> str:
+    """In words, of answers by kind of failure."""
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failures.items()))
+    return f"{sum(failures.values())} answers count as wrong because their reward failed ({kinds})"

@@ -15,12 +15,12 @@ from megavlm.data.rows import Row
 from megavlm.evaluation.attempts import Attempt, Candidate, Question
 from megavlm.evaluation.files import write_attempts
 from megavlm.evaluation.page import write_page
-from megavlm.evaluation.result import EvaluationResult, failed_rewards
+from megavlm.evaluation.result import EvaluationResult
 from megavlm.evaluation.runner import PROMPTS_AT_ONCE, Answer
 from megavlm.evaluation.runner import evaluate as run_evaluation
 from megavlm.evaluation.tables import Comparison, Table, compare, tabulate
 from megavlm.observability.records import finite, write_whole
-from megavlm.observability.text import number, percent, points
+from megavlm.observability.text import failed_rewards, number, percent, points
 from megavlm.rollout.client import RolloutClient
 from megavlm.rollout.messages import Response, Sampling
 from megavlm.training.candidates import served_folder

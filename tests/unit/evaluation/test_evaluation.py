@@ -12,6 +12,7 @@ from megavlm.data.rows import Row
 from megavlm.evaluation.baselines import Known, blind_answers, exchange_pictures
 from megavlm.evaluation.result import measure, wilson_interval
 from megavlm.evaluation.runner import Answer, evaluate
+from megavlm.observability.metrics import evaluation_scalars
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.exact_match import score
@@ -85,6 +86,7 @@ def run(policy: LookingPolicy, **options: Any) -> Any:
 def test_every_measure() -> None:
     policy = LookingPolicy([])
     result = run(policy)
+    assert evaluation_scalars(result.to_dict())["evaluation/greedy"] == pytest.approx(6 / 7)
     assert result.greedy.overall.share == pytest.approx(6 / 7)
     assert result.greedy.by_category["count"].share == 1
     assert result.greedy.by_category["colour"].share == 0
@@ -107,6 +109,7 @@ def test_rewards_that_failed_are_told() -> None:
     assert result.to_dict()["failures"] == {"remote": 2}, "greedy and shuffled"
     told = "2 answers count as wrong because their reward failed (remote 2)"
     assert told in result.line()
+    assert evaluation_scalars(result.to_dict())["evaluation/failures"] == 2
     assert "failed" not in run(LookingPolicy([])).line()
 
 

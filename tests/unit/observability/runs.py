@@ -36,6 +36,7 @@ def evaluation(greedy: float, shuffled: float | None = 0.3, blind: float = 0.31)
         "blind": everywhere(blind),
         "shuffled": None if shuffled is None else everywhere(shuffled),
         "seconds": 2.0,
+        "failures": {},
     }
 
 
