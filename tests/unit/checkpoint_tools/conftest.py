@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -5,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from checkpoint_tools.import_hf import import_hf
+from checkpoint_tools.lora_import import lora_import
 from tests.parity.models import make_model
+from tests.unit.checkpoint_tools.lora_models import make_adapters
 
+ADAPTED = "qwen2_5_vl"
 Folder = Callable[[str], Path]
 
 
@@ -34,3 +38,19 @@ def imported(hf_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Fol
         return folder
 
     return convert
+
+
+@pytest.fixture(scope="session")
+def made(hf_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters as PEFT saves them, of ADAPTED's model, and the checkpoint made of them; not to be
+    written to.
+    """
+    folder = tmp_path_factory.mktemp("adapters")
+    make_adapters(hf_folder(ADAPTED), folder / "peft", target_modules=["self_attn.k_proj"])
+    lora_import(folder / "peft", folder / "checkpoint", base=hf_folder(ADAPTED))
+    return folder
+
+
+@pytest.fixture
+def peft(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "peft", tmp_path / "in" / "peft"))

@@ -6,20 +6,18 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools.cli import main
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from tests.unit.checkpoint_tools.command import assert_nothing_partial, run
 
 NORM = "model.norm.weight"
 
@@ -102,9 +100,7 @@ def test_stacks_that_transformers_saved_come_back_in_the_hubs_form(tmp_path: Pat
     AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match="megavlm-convert import --experts memory"):
         import_hf(tmp_path / "saved", tmp_path / "checkpoint")
-    with pytest.raises(SystemExit) as exit_:
-        main(["import", f"{tmp_path}/saved", f"{tmp_path}/checkpoint", "--experts", "memory"])
-    assert not exit_.value.code
+    assert not run("import", tmp_path / "saved", tmp_path / "checkpoint", "--experts", "memory")
     export_hf(tmp_path / "checkpoint", tmp_path / "out")
     before, after = HFFolder(tmp_path / "hf"), HFFolder(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -347,55 +343,7 @@ def test_a_wrong_model_folder_is_one_sentence_and_exit_code_2(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_the_command_line(hf: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "checkpoint_tools", "import", hf, tmp_path / "checkpoint"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert re.search(r"\d+ tensors, [\d.]+ MB, imported into", done.stdout)
-    assert not done.stderr
-
-    arguments = ["export", f"{tmp_path}/checkpoint", f"{tmp_path}/out", "--max-shard-size", "0.5MB"]
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert not exit_.value.code
-    assert len(list(tmp_path.glob("out/*.safetensors"))) > 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("import {hf} {checkpoint}", "/checkpoint is not empty: choose another folder, or add"),
-        ("import nowhere {new}", "nowhere is no HuggingFace model folder: No such file"),
-        ("export {checkpoint} {new} --step 7", "no complete checkpoint of step 7; it has steps 0."),
-        ("export {hf} {new}", "holds no complete checkpoint"),
-        ("export {checkpoint} {new} --max-shard-size many", "is not a size: write it as 5GB"),
-        ("export {checkpoint} {hf}/config.json/x", "config.json is a file: name a folder"),
-    ],
-)
-def test_a_command_line_error_is_one_sentence_and_exit_code_2(
-    hf: Path,
-    checkpoint: Path,
-    tmp_path: Path,
-    arguments: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    places = {"hf": hf, "checkpoint": checkpoint, "new": tmp_path / "new"}
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments.format(**places).split())
-    assert exit_.value.code == 2
-    out, error = capsys.readouterr()
-    assert error.startswith("error: ") and message in error and error.endswith(".\n"), error
-    assert error.count("\n") == 1 and not out
-    assert_nothing_partial(tmp_path)
-
-
 def current_umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
     return umask
-
-
-def assert_nothing_partial(folder: Path) -> None:
-    assert not [
-        path for path in folder.rglob("*") if path.name.startswith(".") and path.name != ".metadata"
-    ]

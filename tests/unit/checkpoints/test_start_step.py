@@ -33,12 +33,19 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(tmp_path, hf, tmp_path / "checkpoint", targets=targets)
 
 
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def start(recipe: Path) -> tuple[list[str], AdapterSettings | None, str]:
     """Warnings and adapters' settings of a policy and its critic; or the error."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megavlm").addHandler(handler)
+    kept = Kept()
+    logging.getLogger("megavlm").addHandler(kept)
     config = load(recipe)
     hf_config = AutoConfig.from_pretrained(config.model.folder)
     entries = family(hf_config.model_type).mapping(hf_config)
@@ -49,8 +56,8 @@ def start(recipe: Path) -> tuple[list[str], AdapterSettings | None, str]:
         for head in ("tokens", "values"):
             start_model(config, step, hf_config, entries, mesh, head)
     except ValueError as error:
-        return messages, None, str(error)
-    return messages, settings, ""
+        return kept.messages, None, str(error)
+    return kept.messages, settings, ""
 
 
 def test_a_bad_tracker_is_one_warning_of_a_run(recipe: Path) -> None:

@@ -67,7 +67,11 @@ def test_a_broken_rule_is_one_sentence(recipe: Path, overrides: tuple[str, ...])
 
 @pytest.mark.parametrize("overrides", KEPT, ids=" ".join)
 def test_what_makes_sense_is_taken(recipe: Path, overrides: tuple[str, ...]) -> None:
-    load(recipe, overrides)
+    config = load(recipe, overrides)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, name = key.split(".")
+        assert str(getattr(getattr(config, section), name)).lower() == value
 
 
 def test_the_measures_are_those_of_an_evaluation() -> None:

@@ -4,8 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,16 @@ from megavlm.rollout.errors import RolloutServerError
 from megavlm.rollout.fleet import supervisor
 from megavlm.rollout.fleet.fleet import Fleet
 from megavlm.rollout.fleet.member import Member
-from megavlm.rollout.fleet.requirements import Requirements
 from megavlm.rollout.fleet.routing import Outlook
-from megavlm.rollout.fleet.state import Policy, State
+from megavlm.rollout.fleet.state import State
 from megavlm.rollout.messages import Sampling
 from megavlm.rollout.server import ManagedServer
 from tests.fakes.server import FakeServer
+from tests.unit.rollout.fleets import POLICY, external, push, state, wait_for
 from tests.unit.rollout.prompts import make_prompt
 
 STUB = Path(__file__).resolve().parents[2] / "fakes" / "stub_sglang"
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
-POLICY = Policy(max_restarts=2, back_off=0.1, max_failures=2, give_up_after=60)
 
 
 @pytest.fixture(autouse=True)
@@ -51,37 +48,10 @@ def managed(tmp_path: Path, count: int, said: list[str], **options: Any) -> Flee
     return Fleet(members, **({"policy": POLICY, "say": said.append} | options))
 
 
-def external(*fakes: FakeServer, **options: Any) -> Fleet:
-    members = [Member(fake.url) for fake in fakes]
-    return Fleet(members, **({"policy": POLICY, "say": lambda line: None} | options))
-
-
-def push(fleet: Fleet, version: int, fakes: tuple[FakeServer, ...] = ()) -> list[str]:
-    """What a weight push does to the fleet and, here, nothing else. Returns who got it."""
-    targets = fleet.targets()
-    for target in targets:
-        for fake in fakes:
-            if fake.url == target.url:
-                fake.weight_version = str(version)
-        fleet.refitted(target.url, str(version))
-    return [target.url for target in targets]
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def kill(fleet: Fleet, url: str) -> None:
     server = fleet.members[url].server
     assert server is not None and server._process is not None
     os.kill(server._process.pid, signal.SIGKILL)
-
-
-def state(fleet: Fleet, url: str) -> State:
-    return fleet.record(url).state
 
 
 def test_servers_start_together_and_nothing_is_left(tmp_path: Path, said: list[str]) -> None:
@@ -294,6 +264,7 @@ def test_an_idle_server_that_was_replaced_is_found_out(monkeypatch: pytest.Monke
         push(fleet, 1, (fake,))
         fake.weight_version = "default"
         wait_for(lambda: state(fleet, fake.url) is State.STALE)
+        assert fleet.routable("1") == []
 
 
 def test_a_push_that_fails_at_one_server_leaves_it_stale() -> None:
@@ -325,93 +296,3 @@ def test_a_suspect_that_missed_a_push_is_stale_when_it_comes_back() -> None:
         assert push(fleet, 2) == [b.url]
         a.ill.clear()
         wait_for(lambda: state(fleet, a.url) is State.STALE)
-
-
-def test_external_servers_must_answer_in_time() -> None:
-    policy = Policy(give_up_after=0.3)  # as a run has it
-    fleet = Fleet([Member("http://127.0.0.1:9")], policy=policy, start_timeout=0.3, say=print)
-    reason = (
-        r"127\.0\.0\.1:9 did not answer within 0\.3 s \(rollout\.start_timeout\): /health: Conn"
-    )
-    with pytest.raises(RolloutServerError, match=reason):
-        fleet.__enter__()
-
-
-FRESH = Requirements(fresh_pictures=True)
-ENVIRONMENT = "internal_states"
-
-
-@pytest.mark.parametrize(
-    ("info", "required", "reason"),
-    [
-        ({"version": "0.5.4"}, Requirements(), r"runs SGLang 0\.5\.4, and 0\.5\.23 or newer"),
-        ({"version": None}, Requirements(), "runs SGLang None"),
-        ({"tp_size": "x"}, Requirements(), "does not say its tp_size"),
-        ({}, FRESH, "start it with SGLANG_VLM_CACHE_SIZE_MB=0"),
-        ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "100"}}]}, FRESH, "start it"),
-        ({}, Requirements(fresh_prefixes=True), "start it with --disable-radix-cache"),
-        ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "0"}}]}, FRESH, None),
-        ({"disable_radix_cache": True}, Requirements(fresh_prefixes=True), None),
-        ({"version": "0.6.0rc1"}, Requirements(), None),
-    ],
-)
-def test_an_external_server_must_be_as_the_run_needs_it(
-    info: dict[str, Any], required: Requirements, reason: str | None
-) -> None:
-    with FakeServer() as fake:
-        fake.info = info
-        fleet = Fleet([Member(fake.url, required=required)], policy=POLICY, say=print)
-        if reason is None:
-            with fleet:
-                assert fleet.targets()
-        else:
-            with pytest.raises(RolloutServerError, match=f"{fake.url} .*{reason}"):
-                fleet.__enter__()
-
-
-@pytest.mark.parametrize("fault", ["garbage", "list"])
-def test_an_answer_in_another_form_is_no_sign_of_life(fault: Any) -> None:
-    with FakeServer() as fake:
-        fake.faults = {("/server_info", 1): fault, ("/model_info", 1): "wrong form"}
-        with external(fake) as fleet:
-            push(fleet, 1)
-            fleet.resting = True  # so that the version is asked for
-            fleet.unanswered(fake.url, "timed out")
-            wait_for(lambda: state(fleet, fake.url) is State.HEALTHY)
-            assert fake.paths().count("/model_info") == 2
-
-
-def test_a_wrong_key_is_told_at_once() -> None:
-    with FakeServer(keys=("reads", "writes")) as fake:
-        fleet = Fleet([Member(fake.url, "other")], policy=POLICY, say=print)
-        with pytest.raises(RolloutServerError, match=r"refused our key .* MEGAVLM_ROLLOUT_API_KEY"):
-            fleet.__enter__()
-
-
-def test_a_server_that_a_dead_trainer_left_paused_is_told_to_go_on() -> None:
-    """It answers no question about its health, which takes a token; one of mid-run too."""
-    with FakeServer(keys=("reads", "writes")) as fake:
-        fake.is_paused = True
-        member = Member(fake.url, "reads", "writes")
-        with Fleet([member], policy=POLICY, start_timeout=5, say=print) as fleet:
-            assert state(fleet, fake.url) is State.STALE
-            fake.is_paused = True
-            fleet.unanswered(fake.url, "timed out")
-            fleet.failed(fake.url, "its continue was lost")
-            wait_for(lambda: state(fleet, fake.url) is State.DEAD)
-            wait_for(lambda: state(fleet, fake.url) is State.STALE)
-    assert fake.bodies("/continue_generation")[0] == {"torch_empty_cache": False}
-
-
-def test_servers_that_no_push_goes_to_are_changed_in_nothing() -> None:
-    """Another run may be pushing to it."""
-    with FakeServer() as fake:
-        with external(fake, policy=replace(POLICY, needs_refit=False)) as fleet:
-            assert state(fleet, fake.url) is State.HEALTHY
-    assert fake.paths() == ["/health", "/server_info"]
-
-
-def test_a_wrong_admin_key_does_not_hide_that_a_server_answers() -> None:
-    with FakeServer(keys=("reads", "writes")) as fake:
-        with Fleet([Member(fake.url, "reads", "other")], policy=POLICY, say=print) as fleet:
-            assert state(fleet, fake.url) is State.STALE
