@@ -7,7 +7,8 @@ from html import escape
 from pathlib import Path
 
 from megavlm.evaluation.attempts import Candidate
-from megavlm.rewards.geospot import Point, on_earth, read
+from megavlm.rewards.coordinates import Point, on_earth
+from megavlm.rewards.geospot import read
 
 _WIDTH, _HEIGHT = 720, 360  # as land.svg has them
 _LAND = Path(__file__).with_name("land.svg")
