@@ -1,5 +1,5 @@
 # make setup   .venv with the pinned packages; needs only Python 3.11 or newer, no GPU
-# make demo    the main job on generated pictures, or on yours: make demo DATA=DIR SEED=1
+# make demo    the main job on generated images, or on yours: make demo DATA=DIR SEED=1
 #              by another algorithm of recipes/algorithms: make demo ALGORITHM=ppo
 #              in another environment: make demo ENV=vqa_retry (geo3k, geo3k_calculator, vqa, caption, geospot)
 #              keys of its recipe in recipes/debug as OVERRIDES="algorithm.steps=3"

@@ -182,7 +182,7 @@ def verify(
     b: Annotated[Path, typer.Argument(help="Another.")],
     logits: Annotated[
         bool,
-        typer.Option("--logits", help="Compare fp32 logits on a text and a picture instead."),
+        typer.Option("--logits", help="Compare fp32 logits on a text and an image instead."),
     ] = False,
     tolerance: Annotated[
         float | None,

@@ -1,4 +1,4 @@
-"""Logits of two models, through transformers, on a text and on a picture."""
+"""Logits of two models, through transformers, on a text and on an image."""
 
 import tempfile
 from collections.abc import Iterator
@@ -123,14 +123,14 @@ def _hf_folder(weights: Weights, experts: Form, alpha: float | None, show: Show)
 
 
 def _inputs(folder: Path) -> dict[str, Any]:
-    """A text and a picture that is not alike anywhere, as the model's processor makes them."""
+    """A text and an image that is not alike anywhere, as the model's processor makes them."""
     processor = _processor(folder)
     steps = torch.linspace(0, 255, 112)
     channels = [steps.expand(112, 112), steps[:, None].expand(112, 112), steps.outer(steps) / 255]
-    picture = Image.fromarray(torch.stack(channels, dim=2).to(torch.uint8).numpy())
+    image = Image.fromarray(torch.stack(channels, dim=2).to(torch.uint8).numpy())
     content = {
         "text": [{"type": "text", "text": _TEXT}],
-        "picture": [{"type": "image", "image": picture}, {"type": "text", "text": _TEXT}],
+        "image": [{"type": "image", "image": image}, {"type": "text", "text": _TEXT}],
     }
     return {
         prompt: processor.apply_chat_template(

@@ -110,8 +110,8 @@ def _evaluation(run_dir: Path, step: int) -> Iterator[str]:
     before = records.get(0) if step else None
     rows = category_rows({"evaluation_before": before, "evaluation_after": records[step]})
     yield "## Evaluation\n"
-    yield "Greedy accuracy on the test data; the blind baseline does not look at the pictures.\n"
-    yield "| category | rows | before | after | blind baseline | pictures shuffled |"
+    yield "Greedy accuracy on the test data; the blind baseline does not look at the images.\n"
+    yield "| category | rows | before | after | blind baseline | images shuffled |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
         shares = (row.before, row.after, row.blind, row.shuffled)

@@ -12,7 +12,7 @@ fi
 recipe=$1 num_ranks=$2
 shift 2
 
-# Once, before any rank starts: files, columns, pictures, and the layout against the world size.
+# Once, before any rank starts: files, columns, images, and the layout against the world size.
 WORLD_SIZE=$num_ranks megavlm train "$recipe" "$@" --dry-run >/dev/null
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec torchrun --standalone --nproc-per-node "$num_ranks" -m megavlm train "$recipe" "$@"

@@ -43,7 +43,7 @@ def train(
     """Train as RECIPE says. Under torchrun this is one rank; otherwise it starts all of them."""
     if data_report:
         from megavlm.config.load import load
-        from megavlm.training.data_report import write
+        from megavlm.run.data_report import write
 
         typer.echo(write(load(recipe, overrides or [])))
         return
@@ -102,11 +102,11 @@ def plan(
     platform.install()
     config = load(recipe, overrides or [])
     if servers:
-        from megavlm.training.server_plan import server_plan
+        from megavlm.run.server_plan import server_plan
 
         typer.echo(server_plan(config))
         return
-    from megavlm.training.sync_plan import sync_plan
+    from megavlm.run.sync_plan import sync_plan
 
     typer.echo(sync_plan(config, ranks or config.parallel.num_ranks))
 
@@ -131,9 +131,9 @@ def demo(
     overrides: Overrides = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with Parquet files to learn; without it, pictures are drawn."),
+        typer.Option(help="Folder with Parquet files to learn; without it, images are drawn."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of pictures, model and training.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of images, model and training.")] = 0,
     family: Annotated[
         str, typer.Option(help="Of the tiny model: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe.")
     ] = "qwen2_5_vl",
@@ -150,7 +150,7 @@ def demo(
         typer.Option(min=1, help="Steps of the warm start, if not as many as it needs to see."),
     ] = None,
 ) -> None:
-    """Draw pictures, make a tiny model, warm it up, train it by reinforcement, and report.
+    """Draw images, make a tiny model, warm it up, train it by reinforcement, and report.
 
     Keys that are changed are those of the algorithm's recipe.
     """
@@ -177,10 +177,10 @@ def _run(
 
     config = load(recipe, overrides)
     if "RANK" in os.environ and not dry_run:
-        from megavlm import worker
+        from megavlm.run import worker
 
         return worker.run(phase, config)
-    from megavlm.training import preflight
+    from megavlm.run import preflight
 
     world_size = int(os.environ.get("WORLD_SIZE", config.parallel.num_ranks))
     preflight.check(config, world_size=world_size, phase=phase)
@@ -189,7 +189,7 @@ def _run(
 
         typer.echo(to_yaml(config), nl=False)
         return None
-    from megavlm.launcher import run_workers
+    from megavlm.run.launcher import run_workers
 
     raise typer.Exit(run_workers([phase, str(recipe), *overrides], config.parallel.num_ranks))
 

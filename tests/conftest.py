@@ -51,8 +51,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def row(**values: Any) -> dict[str, Any]:
-    picture = {"bytes": png(), "path": None}
-    plain = {"images": [picture], "problem": "<image>Colour?", "answer": "red", "task": "colour"}
+    image = {"bytes": png(), "path": None}
+    plain = {"images": [image], "problem": "<image>Colour?", "answer": "red", "task": "colour"}
     return {**plain, **values}
 
 

@@ -134,7 +134,7 @@ def check_oversample(config: Config) -> None:
     if not rollout.suppress_special_tokens:
         raise ValueError(
             f"rollout.oversample={rollout.oversample} goes on with aborted responses, in which a "
-            "sampled image token would be taken for a picture: set "
+            "sampled image token would be taken for an image: set "
             "rollout.suppress_special_tokens=true or rollout.oversample=1.0"
         )
     if environment.name not in STARTS_FROM_ROW:

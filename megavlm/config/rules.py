@@ -1,7 +1,7 @@
 """What a configuration must keep beyond types: ranges, and rules between keys.
 
 Each rule raises ValueError with one sentence: the key, its value, the rule and the way out. Rules
-that need files, ports or a world size are in megavlm/training/preflight.py.
+that need files, ports or a world size are in megavlm/run/preflight.py.
 """
 
 from megavlm.config.algorithm_rules import check_algorithm

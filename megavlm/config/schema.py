@@ -101,7 +101,7 @@ class Data:
     that is null says that there is no such column. An entry of the files is one data set, and may
     be a glob; `train_weights` gives each its share of the prompts (none: all rows are one set).
     `question` is asked of every row where `prompt_key` is null. `extra_keys`: further columns,
-    which environments and rewards get. Pixels are of one picture after resizing; `pack_tokens` is
+    which environments and rewards get. Pixels are of one image after resizing; `pack_tokens` is
     the longest packed row of one forward. `bad_samples`, `long_prompts`: whether a row that cannot
     be used, or has more than `max_prompt_tokens`, ends the run or is left out and counted.
     `workers`: processes that make prompts ahead; 0 makes them when they are needed."""
@@ -181,7 +181,7 @@ class Optimizer:
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """On the test files every `every` steps (0: never), before the first and after the last;
-    `limit` rows at most. `sampled` and `shuffled` add accuracy when sampling, and with pictures
+    `limit` rows at most. `sampled` and `shuffled` add accuracy when sampling, and with images
     shuffled between questions.
 
     Of `megavlm evaluate`: `model` and `baseline` are a checkpoint, a HuggingFace folder or an

@@ -1,4 +1,4 @@
-"""A prompt as chat messages: read from a column, with their pictures as placeholders."""
+"""A prompt as chat messages: read from a column, with their images as placeholders."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Message:
-    """`text` has a placeholder where each of its pictures and videos is."""
+    """`text` has a placeholder where each of its images and videos is."""
 
     role: str
     text: str
@@ -19,7 +19,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """`images`: pictures that the messages hold themselves, as they are stored, in order."""
+    """`images`: images that the messages hold themselves, as they are stored, in order."""
 
     messages: tuple[Message, ...]
     images: tuple[Any, ...] = ()
@@ -28,8 +28,8 @@ class Chat:
 def read_chat(value: Sequence[Any]) -> Chat:
     """From a list of {role, content}; content is text, or a list of parts.
 
-    A part is {type: text, text}, {type: image} or {type: video}, whose item is in the picture or
-    video column, {type: image, image: PICTURE} or {type: image_url, image_url: {url: PICTURE}}.
+    A part is {type: text, text}, {type: image} or {type: video}, whose item is in the image or
+    video column, {type: image, image: IMAGE} or {type: image_url, image_url: {url: IMAGE}}.
     Raises ValueError with the reason.
     """
     messages, images = [], list[Any]()
@@ -50,7 +50,7 @@ def read_chat(value: Sequence[Any]) -> Chat:
 
 
 def _part(part: Any, where: str, images: list[Any]) -> str:
-    """The part as text; its picture, if it holds one, is added to `images`."""
+    """The part as text; its image, if it holds one, is added to `images`."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None

@@ -1,4 +1,4 @@
-"""Pictures from http(s) URLs that nobody vouches for.
+"""Images from http(s) URLs that nobody vouches for.
 
 A data file must not make the trainer talk to the network that it stands in: only addresses of the
 public internet are connected to. Names are resolved once and the checked address is the one that is
@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-MAX_BYTES = 2**25  # 32 MiB of an encoded picture
+MAX_BYTES = 2**25  # 32 MiB of an encoded image
 TIMEOUT = 20.0  # seconds for everything after the name is resolved, redirects included
 MAX_REDIRECTS = 5
 _CHUNK = 2**16
@@ -66,7 +66,7 @@ def _checked(url: str) -> SplitResult:
     if parts.scheme not in ("http", "https"):
         raise ValueError(f"{_shown(url)}: only http and https URLs are fetched")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("a picture's URL holds credentials; store the picture beside the data")
+        raise ValueError("an image's URL holds credentials; store the image beside the data")
     if not parts.hostname:
         raise ValueError(f"{_shown(url)}: the URL has no host")
     if not (url.isascii() and url.isprintable()) or " " in url:

@@ -30,7 +30,7 @@ class DataFile:
 
     @property
     def folder(self) -> str:
-        """What relative picture paths start from: a folder, or the URL of one."""
+        """What relative image paths start from: a folder, or the URL of one."""
         head, slash, _ = self.url.rpartition("/")
         return head if slash else "."
 

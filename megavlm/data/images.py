@@ -1,4 +1,4 @@
-"""Pictures from bytes that nobody vouches for."""
+"""Images from bytes that nobody vouches for."""
 
 import struct
 import warnings
@@ -36,13 +36,13 @@ _TURNS: dict[object, Image.Transpose] = {
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The picture as RGB, turned upright as its EXIF orientation says; an animation's first frame.
+    """The image as RGB, turned upright as its EXIF orientation says; an animation's first frame.
 
     An orientation that cannot be read turns nothing. Transparency is dropped, as transformers'
     image processors drop it; 16-bit greys are scaled to 8 bits, where Pillow alone would clip
     nearly all of them to white.
 
-    Raises ValueError, with the reason, for bytes that are no picture in one of FORMATS, are cut
+    Raises ValueError, with the reason, for bytes that are no image in one of FORMATS, are cut
     short, or declare more than max_pixels; a size is refused before its pixels are decoded.
     """
     with _open(data, max_pixels) as image:
@@ -54,7 +54,7 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
                 upright = upright.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
             return upright.convert("RGB")
         except _DECODE_ERRORS as error:
-            raise ValueError(f"the {image.format} picture is broken ({error})") from error
+            raise ValueError(f"the {image.format} image is broken ({error})") from error
 
 
 def image_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
@@ -78,11 +78,11 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise ValueError(f"not a picture in one of {', '.join(FORMATS)}") from None
+        raise ValueError(f"not an image in one of {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError as error:
         raise ValueError(f"larger than the limit of {max_pixels} pixels ({error})") from error
     except _DECODE_ERRORS as error:
-        raise ValueError(f"the picture is broken ({error})") from error
+        raise ValueError(f"the image is broken ({error})") from error
     if image.width * image.height > max_pixels:
         raise ValueError(
             f"{image.width} x {image.height} is larger than the limit of {max_pixels} pixels"

@@ -51,7 +51,7 @@ class PromptStream:
     """An endless stream of prompts: each data set shuffled anew in each of its epochs.
 
     What makes the prompts runs here (workers=0) or in worker processes, a batch in each, so that a
-    picture is decoded and processed once in a batch. The order is the same for any number of them.
+    image is decoded and processed once in a batch. The order is the same for any number of them.
     """
 
     def __init__(

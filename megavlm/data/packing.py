@@ -34,10 +34,10 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Segments, parents before children, and the keys of the pictures that they show, in order."""
+    """Segments, parents before children, and the keys of the images that they show, in order."""
 
     segments: tuple[Segment, ...]
-    pictures: tuple[str, ...]
+    images: tuple[str, ...]
 
     def __post_init__(self) -> None:
         for index, segment in enumerate(self.segments):
@@ -79,7 +79,7 @@ class Pack:
 
     vision_index: Tensor  # [m] int64: the held tokens that features replace
     feature_index: Tensor  # [m] int64: the row of each among the pack's M features
-    pictures: tuple[str, ...]  # keys whose features, concatenated, are the M rows
+    images: tuple[str, ...]  # keys whose features, concatenated, are the M rows
 
     context_size: int = 1
 
@@ -149,7 +149,7 @@ def prompt_tree(
             responses, values if values is not None else [{}] * len(responses), strict=True
         )
     )
-    return Tree((root, *children), tuple(picture.key for picture in prompt.pictures))
+    return Tree((root, *children), tuple(image.key for image in prompt.images))
 
 
 def make_pack(
@@ -187,7 +187,7 @@ def make_pack(
     source = everything - 1
     source[starts[is_target]] = (starts + sizes - 1)[parents[is_target]]
     target = is_target[segment_ids]
-    # A vision token that a response holds is text: no picture belongs to it.
+    # A vision token that a response holds is text: no image belongs to it.
     vision = torch.isin(token_ids, torch.tensor(sorted(vision_token_ids))) & ~target
     vision_index = vision.nonzero().flatten()
     target_ids = token_ids[target]
@@ -208,7 +208,7 @@ def make_pack(
         values=_values([segment for segment in segments if segment.is_target]),
         vision_index=vision_index,
         feature_index=torch.arange(len(vision_index)),
-        pictures=tuple(key for tree in trees for key in tree.pictures),
+        images=tuple(key for tree in trees for key in tree.images),
         context_size=context_size,
     )
 

@@ -1,4 +1,4 @@
-"""From a row to what the model and the rollout server get: token ids, positions, pictures."""
+"""From a row to what the model and the rollout server get: token ids, positions, images."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
-from megavlm.data.pictures import PatchCache, Picture, PictureProcessor
+from megavlm.data.image_processing import ImageProcessor, PatchCache, ProcessedImage
 from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.rows import Row
 from megavlm.data.videos import VideoProcessor, video_tokens
@@ -29,18 +29,18 @@ class Prompt:
 
     row: Row
     token_ids: Tensor  # [T] int64, one vision token per merged patch
-    short_ids: tuple[int, ...]  # one vision token per picture or video
+    short_ids: tuple[int, ...]  # one vision token per image or video
     positions: Tensor  # [3, T] int64
     next_position: int  # M-RoPE position of the first response token
-    pictures: tuple[Picture, ...]  # and videos (`is_video`), in the order of their tokens
+    images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
 
     @property
     def request_ids(self) -> tuple[int, ...]:
         """What the rollout server gets; ValueError for a prompt with videos, which it cannot."""
-        if any(picture.is_video for picture in self.pictures):
+        if any(image.is_video for image in self.images):
             raise ValueError(
                 f"{self.row.source}: the row has videos, which the rollout servers are not sent "
-                "yet; use rows of text and pictures where responses are sampled"
+                "yet; use rows of text and images where responses are sampled"
             )
         return self.short_ids
 
@@ -58,8 +58,8 @@ class Processor:
         max_prompt_tokens: int | None = None,
         cache_bytes: int = 2**29,
     ) -> None:
-        """min_pixels, max_pixels: of pictures, see PictureProcessor; the folder's own bounds apply
-        to videos. cache_bytes: bound on the patches of recent pictures and videos that are kept.
+        """min_pixels, max_pixels: of images, see ImageProcessor; the folder's own bounds apply
+        to videos. cache_bytes: bound on the patches of recent images and videos that are kept.
 
         Raises ValueError for a folder that is not a Qwen-VL model, or for bounds on pixels that
         the rollout server would not keep.
@@ -89,7 +89,7 @@ class Processor:
         if self._template is None:
             raise ValueError(f"model.folder: {folder} has no chat template; take an Instruct model")
         cache = PatchCache(cache_bytes)
-        self._pictures = PictureProcessor(
+        self._images = ImageProcessor(
             image_processor, min_pixels=min_pixels, max_pixels=max_pixels, cache=cache
         )
         self._videos = VideoProcessor(video_processor, cache)
@@ -106,9 +106,9 @@ class Processor:
         self.suppressed_ids = tuple(sorted((special | unused) - {self.eos_id}))
 
     def prompt(self, row: Row) -> Prompt:
-        """Tokens, positions, pictures and videos of a row.
+        """Tokens, positions, images and videos of a row.
 
-        Raises ValueError, naming the row, for a picture or a video that cannot be used, for vision
+        Raises ValueError, naming the row, for an image or a video that cannot be used, for vision
         tokens in the text itself, and for too long a prompt.
         """
         prompt = self._prompt(row, self._short_ids(row))
@@ -122,7 +122,7 @@ class Processor:
         return prompt
 
     def next_turn(self, prompt: Prompt, response: Sequence[int], row: Row) -> Prompt:
-        """The prompt, a response to it that ended its turn, and the messages and pictures of `row`
+        """The prompt, a response to it that ended its turn, and the messages and images of `row`
         as the next turn. Nothing is tokenised again.
 
         Raises ValueError as `prompt`, but for the length.
@@ -130,28 +130,30 @@ class Processor:
         assert response[-1] == self.eos_id, "a turn that was cut short has no next one"
         assert not row.videos, "rollouts have no videos"
         short_ids = [*prompt.short_ids, *response, *self._next_ids(row)]
-        return self._prompt(row, short_ids, prompt.pictures)
+        return self._prompt(row, short_ids, prompt.images)
 
-    def _prompt(self, row: Row, short_ids: list[int], known: Sequence[Picture] = ()) -> Prompt:
-        """`known`: pictures of the first image tokens, processed before."""
-        images, videos = iter(row.images), iter(row.videos)
+    def _prompt(
+        self, row: Row, short_ids: list[int], known: Sequence[ProcessedImage] = ()
+    ) -> Prompt:
+        """`known`: images of the first image tokens, processed before."""
+        encoded, videos = iter(row.images), iter(row.videos)
         before = iter(known)
-        pictures: list[Picture] = []
+        images: list[ProcessedImage] = []
         spans: list[Span] = []
         token_ids: list[int] = []
         try:
             for token in short_ids:
                 if token == self.image_token_id:
-                    picture = next(before, None) or self._pictures.picture(next(images))
-                    num_tokens = len(picture.patches) // self._pictures.merge_size**2
+                    image = next(before, None) or self._images.image(next(encoded))
+                    num_tokens = len(image.patches) // self._images.merge_size**2
                     token_ids += [token] * num_tokens
-                    spans.append(Span(picture.grid))
-                    pictures.append(picture)
+                    spans.append(Span(image.grid))
+                    images.append(image)
                 elif token == self.video_token_id:
                     video = self._videos.video(next(videos))
                     token_ids += self._video_tokens.ids(video.grid, video.times)
                     spans += self._video_tokens.spans(video)
-                    pictures.append(video)
+                    images.append(video)
                 else:
                     token_ids.append(token)
         except ValueError as error:
@@ -161,18 +163,18 @@ class Processor:
             ids,
             spans,
             vision_token_ids=self.vision_token_ids,
-            merge_size=self._pictures.merge_size,
+            merge_size=self._images.merge_size,
         )
-        return Prompt(row, ids, tuple(short_ids), positions, next_position, tuple(pictures))
+        return Prompt(row, ids, tuple(short_ids), positions, next_position, tuple(images))
 
     def num_tokens(self, row: Row) -> int:
-        """Length of the row's prompt, without decoding its pictures; max_prompt_tokens or not.
+        """Length of the row's prompt, without decoding its images; max_prompt_tokens or not.
 
-        Raises ValueError, naming the row, for a picture whose header cannot be read.
+        Raises ValueError, naming the row, for an image whose header cannot be read.
         """
         short_ids = self._short_ids(row)
         try:
-            vision_tokens = sum(self._pictures.num_tokens(image) for image in row.images)
+            vision_tokens = sum(self._images.num_tokens(image) for image in row.images)
             for video in row.videos:
                 grid, times = self._videos.grid(video), self._videos.times(video)
                 vision_tokens += len(self._video_tokens.ids(grid, times))

@@ -1,4 +1,4 @@
-"""What a data set puts where a picture is meant, as the bytes of the picture's file.
+"""What a data set puts where an image is meant, as the bytes of the image's file.
 
 Bytes; a path beside the data file; base64; a data: URL; an http(s) URL; a struct of bytes and path.
 """
@@ -13,7 +13,7 @@ from urllib.parse import unquote_to_bytes
 from megavlm.data.fetch import fetch
 from megavlm.data.files import is_remote, locate
 
-MAX_FILE_BYTES = 2**26  # of an encoded picture
+MAX_FILE_BYTES = 2**26  # of an encoded image
 
 # How base64 begins of PNG, JPEG, GIF, WEBP and BMP. A path that began so would be 60 characters
 # without a dot.
@@ -32,7 +32,7 @@ class Place:
         try:
             return self._read_remote(name) if is_remote(self.folder) else self._read_local(name)
         except OSError as error:
-            raise ValueError(f"no picture at {name!r} beside the data ({error})") from error
+            raise ValueError(f"no image at {name!r} beside the data ({error})") from error
 
     def _read_local(self, name: str) -> bytes:
         folder = Path(self.folder).resolve()
@@ -40,7 +40,7 @@ class Place:
         if not path.is_relative_to(folder):
             raise _leaves(name)
         if not path.is_file():
-            raise ValueError(f"no picture at {path}")
+            raise ValueError(f"no image at {path}")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise _too_large(path.stat().st_size)
         return path.read_bytes()
@@ -55,21 +55,21 @@ class Place:
         return filesystem.cat_file(path)
 
 
-def picture_bytes(value: object, place: Place) -> bytes:
-    """The encoded picture; nothing of it is decoded. Raises ValueError with the reason."""
+def image_bytes(value: object, place: Place) -> bytes:
+    """The encoded image; nothing of it is decoded. Raises ValueError with the reason."""
     if isinstance(value, dict):
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
     if isinstance(value, str) and value:
         return _of_text(value, place)
     if not isinstance(value, bytes):
-        raise ValueError("a picture has neither bytes nor a path")
+        raise ValueError("an image has neither bytes nor a path")
     if len(value) > MAX_FILE_BYTES:
         raise _too_large(len(value))
     return value
 
 
 def is_url(value: object) -> bool:
-    """Whether it takes the network to get the picture."""
+    """Whether it takes the network to get the image."""
     if isinstance(value, dict):
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
     return isinstance(value, str) and value[:8].lower().startswith(("http://", "https://"))
@@ -84,7 +84,7 @@ def _of_text(text: str, place: Place) -> bytes:
         return fetch(text)
     if scheme and text[scheme.end() :].startswith("/"):
         raise ValueError(
-            f"a picture at {text[:80]!r}: only http, https and data URLs are read; use a path "
+            f"an image at {text[:80]!r}: only http, https and data URLs are read; use a path "
             "beside the data file"
         )
     if _BASE64.fullmatch(text):
@@ -105,15 +105,15 @@ def _base64(text: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except binascii.Error as error:
-        raise ValueError(f"a picture's base64 is broken ({error})") from error
+        raise ValueError(f"an image's base64 is broken ({error})") from error
 
 
 def _leaves(name: str) -> ValueError:
     return ValueError(
-        f"picture path {name!r} leaves the data file's folder; use a path inside it, or store the "
-        "picture's bytes"
+        f"image path {name!r} leaves the data file's folder; use a path inside it, or store the "
+        "image's bytes"
     )
 
 
 def _too_large(size: int) -> ValueError:
-    return ValueError(f"a picture's file has {size} bytes, more than the limit of {MAX_FILE_BYTES}")
+    return ValueError(f"an image's file has {size} bytes, more than the limit of {MAX_FILE_BYTES}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from megavlm.data.images import decode
 from megavlm.data.rows import Row
 from megavlm.data.summary import Summary
-from megavlm.observability.page import page, picture, table, text, tiles
+from megavlm.observability.page import image, page, table, text, tiles
 from megavlm.observability.records import write_whole
 from megavlm.observability.svg import bar
 from megavlm.observability.text import percent
@@ -34,8 +34,8 @@ def _section(name: str, summary: Summary) -> str:
             (f"{summary.num_usable:,}", "usable, of those looked at"),
             (f"{summary.num_bad:,}", "that cannot be used"),
             (f"{summary.num_long:,}", "too long"),
-            (f"{len(summary.widths):,}", "pictures"),
-            (f"{len(summary.distinct_pictures):,}", "distinct pictures"),
+            (f"{len(summary.widths):,}", "images"),
+            (f"{len(summary.distinct_images):,}", "distinct images"),
             (f"{summary.num_videos:,}", "videos"),
         ]
     )
@@ -45,12 +45,12 @@ def _section(name: str, summary: Summary) -> str:
         figures,
         _counts("data set", summary.by_dataset),
         _counts("category", summary.by_category),
-        _distribution("Prompt", "tokens, pictures included", summary.prompt_tokens),
+        _distribution("Prompt", "tokens, images included", summary.prompt_tokens),
         _distribution("Answer", "tokens", summary.answer_tokens),
-        _distribution("Pictures", "per row", summary.pictures_per_row),
-        _distribution("Picture width", "pixels, as stored", summary.widths),
-        _distribution("Picture height", "pixels, as stored", summary.heights),
-        _distribution("Picture file", "KiB", [size // 1024 for size in summary.file_bytes]),
+        _distribution("Images", "per row", summary.images_per_row),
+        _distribution("Image width", "pixels, as stored", summary.widths),
+        _distribution("Image height", "pixels, as stored", summary.heights),
+        _distribution("Image file", "KiB", [size // 1024 for size in summary.file_bytes]),
         _reasons(summary.reasons, summary.num_bad + summary.num_long),
         f"<h3>{len(summary.samples)} rows</h3>" if summary.samples else "",
         *(_sample(row, num_tokens) for row, num_tokens in summary.samples),
@@ -110,21 +110,21 @@ def _reasons(reasons: Sequence[str], count: int) -> str:
 
 def _sample(row: Row, num_tokens: int) -> str:
     # They have been looked at: a broken one is shown as its reason.
-    shown = "".join(_picture(image) for image in row.images)
+    shown = "".join(_image(image) for image in row.images)
     messages = row.messages or ()
     prompt = "".join(f"<div>{text(f'{m.role}: {m.text}')}</div>" for m in messages)
     facts = [f"answer {row.answer}", row.category, row.dataset, row.source, f"{num_tokens} tokens"]
     facts += [f"{key} {value}" for key, value in row.extra.items() if value not in (None, "")]
     return (
-        f'<article class="card group"><div class="pictures">{shown}</div><div>'
+        f'<article class="card group"><div class="images">{shown}</div><div>'
         f'<div class="prompt">{prompt or text(row.problem)}</div>'
         f'<div class="facts">{" · ".join(text(fact, 300) for fact in facts if fact)}</div>'
         "</div></article>"
     )
 
 
-def _picture(data: bytes) -> str:
+def _image(data: bytes) -> str:
     try:
-        return picture(decode(data))
+        return image(decode(data))
     except ValueError as error:
         return f'<span class="soft">{text(str(error), 200)}</span>'

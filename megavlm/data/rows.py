@@ -1,4 +1,4 @@
-"""Questions about pictures and videos: rows of Parquet, JSONL and CSV files, read when they are
+"""Questions about images and videos: rows of Parquet, JSONL and CSV files, read when they are
 asked for.
 """
 
@@ -13,14 +13,14 @@ from typing import Any, overload
 
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message, read_chat
 from megavlm.data.files import DataFile, expand
-from megavlm.data.references import Place, is_url, picture_bytes
+from megavlm.data.references import Place, image_bytes, is_url
 from megavlm.data.tables import Block, open_table
 
 CACHE_BYTES = 2**28  # of blocks that a process keeps; larger blocks are kept one at a time
 NULL_MEANS = {
     "data.prompt_key": "; null asks data.question of every row",
     "data.answer_key": "; null means no answers",
-    "data.image_keys": "; [] means no pictures",
+    "data.image_keys": "; [] means no images",
     "data.category_key": "; null means no categories",
     "data.video_key": "; null means no videos",
 }
@@ -30,16 +30,16 @@ NULL_MEANS = {
 class Video:
     """A video as the frames that the model is to see: megavlm decodes no film and samples none."""
 
-    frames: tuple[bytes, ...]  # pictures as they are stored, in order
+    frames: tuple[bytes, ...]  # images as they are stored, in order
     fps: float  # of these frames: frame i is shown at i / fps seconds
 
 
 @dataclass(frozen=True)
 class Row:
-    """One question; its pictures and frames stay encoded until they are used."""
+    """One question; its images and frames stay encoded until they are used."""
 
     index: int  # position in all the files read together
-    problem: str  # with one IMAGE_PLACEHOLDER per picture, or none at all; a chat's last user text
+    problem: str  # with one IMAGE_PLACEHOLDER per image, or none at all; a chat's last user text
     answer: str  # "" where there is none
     images: tuple[bytes, ...]  # files as they are stored: PNG, JPEG, ...
     category: str  # "" where there is none
@@ -109,11 +109,11 @@ class Rows(Sequence[Row]):
     """The rows of some files, in order. Only the blocks last used are in memory.
 
     The prompt column holds text or a chat (see chat.py); a chat whose last message is by the
-    assistant gives the answer, if no column does. An image column holds a list of pictures or one,
+    assistant gives the answer, if no column does. An image column holds a list of images or one,
     in any form of references.py; paths are relative to the data file and stay inside its folder.
-    The video column holds a list of videos or one: a struct of `frames`, a list of pictures, and
+    The video column holds a list of videos or one: a struct of `frames`, a list of images, and
     `fps`, how many of them a second has. Null or an empty list is a row without; an empty text,
-    such as an empty cell of a CSV file, is a picture that is missing. Columns of `extra` are kept
+    such as an empty cell of a CSV file, is an image that is missing. Columns of `extra` are kept
     as they are, and as text in CSV; an answer that is one of them may be null, "" then. In JSONL a
     key that a line lacks is null. So is NaN, which pandas writes for what is missing.
 
@@ -147,19 +147,19 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        """Raises ValueError, naming file and row, for values of the wrong type, pictures that are
-        not there, and placeholders that do not match the pictures and videos.
+        """Raises ValueError, naming file and row, for values of the wrong type, images that are
+        not there, and placeholders that do not match the images and videos.
         """
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._row(range(len(self))[index], fetches=True)
 
     def peek(self, index: int) -> Row:
-        """The row without pictures that only the network has; ValueError as for the row."""
+        """The row without images that only the network has; ValueError as for the row."""
         return self._row(index, fetches=False)
 
     def texts(self) -> Iterator[Row]:
-        """Every row without its pictures and videos, which are not even read from Parquet.
+        """Every row without its images and videos, which are not even read from Parquet.
 
         Rows whose text cannot be used are left out.
         """
@@ -176,7 +176,7 @@ class Rows(Sequence[Row]):
 
     def fingerprint(self) -> str:
         """Tells data sets apart by their files' content and order, wherever the files lie, and by
-        the columns that are read. Pictures in files of their own are not looked at.
+        the columns that are read. Images in files of their own are not looked at.
         """
         digest = hashlib.sha256(repr(self._columns).encode())
         for file in self.files:
@@ -230,7 +230,7 @@ class Rows(Sequence[Row]):
 
 @dataclass(frozen=True)
 class _RowMaker:
-    """`fetches`: pictures of URLs, too; `checked`: placeholders against what there is."""
+    """`fetches`: images of URLs, too; `checked`: placeholders against what there is."""
 
     columns: Columns
     record: Mapping[str, Any]
@@ -251,7 +251,7 @@ class _RowMaker:
             messages, answer = messages[:-1], messages[-1].text
         found = [item for name in columns.images for item in _listed(record.get(name))]
         if found and held:
-            raise ValueError(f"pictures both in the messages and in {', '.join(columns.images)}")
+            raise ValueError(f"images both in the messages and in {', '.join(columns.images)}")
         found = found or held
         videos = () if columns.videos is None else _listed(record.get(columns.videos))
         if self.checked:
@@ -268,7 +268,7 @@ class _RowMaker:
             index=index,
             problem=last.text,
             answer=answer,
-            images=tuple(self._picture(item) for item in found if self.fetches or not is_url(item)),
+            images=tuple(self._image(item) for item in found if self.fetches or not is_url(item)),
             category="" if category is None else str(category),
             source=source,
             videos=tuple(self._video(item) for item in videos),
@@ -284,7 +284,7 @@ class _RowMaker:
         return _text(self.record, name)
 
     def _prompt(self) -> tuple[tuple[Message, ...], list[Any]]:
-        """The chat, and the pictures that it holds itself."""
+        """The chat, and the images that it holds itself."""
         columns = self.columns
         if columns.prompt is None:
             assert columns.question is not None
@@ -295,19 +295,19 @@ class _RowMaker:
             return chat.messages, list(chat.images)
         return (Message("user", _text(self.record, columns.prompt)),), []
 
-    def _picture(self, value: object) -> bytes:
-        return picture_bytes(value, self.place)
+    def _image(self, value: object) -> bytes:
+        return image_bytes(value, self.place)
 
     def _video(self, value: object) -> Video:
         if not isinstance(value, dict) or not isinstance(value.get("frames"), list):
             raise ValueError(
-                "a video must be a struct of frames (a list of pictures) and fps; "
+                "a video must be a struct of frames (a list of images) and fps; "
                 "take the frames out of the film that the model is to see"
             )
         fps = value.get("fps")
         if not isinstance(fps, int | float) or not 0 < fps < math.inf:
             raise ValueError(f"a video's fps is {fps!r}; it must be a number above 0")
-        return Video(tuple(map(self._picture, value["frames"])), float(fps))
+        return Video(tuple(map(self._image, value["frames"])), float(fps))
 
 
 def _check_columns(file: DataFile, names: Sequence[str] | None, columns: Columns) -> None:
@@ -340,7 +340,7 @@ def _check_placeholders(
     placeholders = sum(message.text.count(mark) for message in messages)
     if placeholders not in (0, number):
         kind = mark.strip("<>")
-        kind = "picture" if kind == "image" else kind
+        kind = "image" if kind == "image" else kind
         where = f" in {items!r}" if items else ""
         raise ValueError(
             f"{placeholders} {mark} placeholders in {prompt or 'data.question'!r} but {number} "

@@ -13,7 +13,7 @@ MAX_REASONS = 20
 
 @dataclass
 class Summary:
-    """Lists have one number for each row looked at that can be read, or for each of its pictures;
+    """Lists have one number for each row looked at that can be read, or for each of its images;
     rows that are too long are among them, so that a limit can be chosen.
 
     num_rows: of all; num_looked_at: of those, what everything else is about.
@@ -29,11 +29,11 @@ class Summary:
     by_category: Counter[str] = field(default_factory=Counter)
     prompt_tokens: list[int] = field(default_factory=list)
     answer_tokens: list[int] = field(default_factory=list)
-    pictures_per_row: list[int] = field(default_factory=list)
+    images_per_row: list[int] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
     heights: list[int] = field(default_factory=list)
     file_bytes: list[int] = field(default_factory=list)
-    distinct_pictures: set[int] = field(default_factory=set)  # hashes
+    distinct_images: set[int] = field(default_factory=set)  # hashes
     samples: list[tuple[Row, int]] = field(default_factory=list)  # with tokens of the prompt
 
     @property
@@ -88,13 +88,13 @@ def _add(
     summary.by_category[row.category] += 1
     summary.prompt_tokens.append(num_tokens)
     summary.answer_tokens.append(answer_tokens)
-    summary.pictures_per_row.append(len(row.images))
+    summary.images_per_row.append(len(row.images))
     summary.num_videos += len(row.videos)
     for image, (width, height) in zip(row.images, sizes, strict=True):
         summary.widths.append(width)
         summary.heights.append(height)
         summary.file_bytes.append(len(image))
-        summary.distinct_pictures.add(hash(image))
+        summary.distinct_images.add(hash(image))
 
 
 def _explain(summary: Summary, reason: str) -> None:

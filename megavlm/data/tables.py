@@ -88,7 +88,7 @@ class ParquetTable:
 
 
 class CsvTable:
-    """A CSV file with a header line; one block: such tables name pictures and hold none."""
+    """A CSV file with a header line; one block: such tables name images and hold none."""
 
     def __init__(self, file: DataFile, texts: Sequence[str]) -> None:
         options = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))

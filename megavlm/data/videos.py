@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
+from megavlm.data.image_processing import PatchCache, ProcessedImage
 from megavlm.data.images import decode, image_size
-from megavlm.data.pictures import PatchCache, Picture
 from megavlm.data.positions import Span
 from megavlm.data.rows import Video
 
@@ -20,7 +20,7 @@ Grid = tuple[int, int, int]  # (t, h, w) in patches
 
 
 @dataclass(frozen=True, eq=False)
-class ProcessedVideo(Picture):
+class ProcessedVideo(ProcessedImage):
     """A resized video in the tower's form. Its `png` is empty: no server is sent videos."""
 
     is_video: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class VideoProcessor:
     def video(self, video: Video) -> ProcessedVideo:
         """Patches and times of a video; the same files are processed once while they are kept.
 
-        Raises ValueError, with the reason, for frames that are no pictures or differ in size, for
+        Raises ValueError, with the reason, for frames that are no images or differ in size, for
         a single one, and for more frames or pixels than the limits.
         """
         digest = _digest([repr(video.fps).encode(), *video.frames])
@@ -91,7 +91,7 @@ class VideoProcessor:
         """Before any pixel is decoded."""
         number, most = len(video.frames), self._processor.max_frames
         if number < 2:
-            raise ValueError(f"a video of {number} frames needs at least 2; or make it a picture")
+            raise ValueError(f"a video of {number} frames needs at least 2; or make it an image")
         if number > most:
             raise ValueError(
                 f"a video of {number} frames has more than {most}, the max_frames of the model "

@@ -1,4 +1,4 @@
-"""The demo's data: pictures that it draws, or any Parquet set in the form of hiyouga/geometry3k."""
+"""The demo's data: images that it draws, or any Parquet set in the form of hiyouga/geometry3k."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -54,8 +54,8 @@ def take(source: Path, folder: Path, *, seed: int) -> DemoData:
     """train.parquet and test.parquet of `source`; without the latter a tenth of the former is held
     out.
 
-    The warm start is that of the drawn pictures, as far as the set allows it: what rows say of a
-    picture is its caption, and a question that has several answers gets one of them at random, so
+    The warm start is that of the drawn images, as far as the set allows it: what rows say of a
+    image is its caption, and a question that has several answers gets one of them at random, so
     that its form is taught and its meaning is left to reinforcement.
     """
     train, test = source / "train.parquet", source / "test.parquet"
@@ -78,7 +78,7 @@ def take(source: Path, folder: Path, *, seed: int) -> DemoData:
 
 
 def _captions(rows: Sequence[Example]) -> Iterator[Example]:
-    """Of each picture the answers that its rows give, the rarest first; yes and no tell nothing."""
+    """Of each image the answers that its rows give, the rarest first; yes and no tell nothing."""
     known = _answers(rows)
     told: dict[bytes, list[Example]] = {}
     for row in rows:

@@ -40,13 +40,13 @@ def run_demo(
     warm_steps: int | None,
     overrides: list[str],
 ) -> None:
-    """Everything is written to `run_dir`. `data` None: pictures are drawn, with questions of
+    """Everything is written to `run_dir`. `data` None: images are drawn, with questions of
     `tasks` (None: those that the demo or its environment teaches). `warm_steps` None: as many as
-    the pictures need. `algorithm`: of recipes/debug/*_shapes.yaml. `overrides` are of its recipe.
+    the images need. `algorithm`: of recipes/debug/*_shapes.yaml. `overrides` are of its recipe.
     SystemExit where a run failed.
     """
     if data is not None and tasks is not None:
-        raise ValueError("--tasks is for drawn pictures: leave it out with --data")
+        raise ValueError("--tasks is for drawn images: leave it out with --data")
     for override in overrides:
         key, _, value = override.partition("=")
         if option := OPTIONS.get(key):
@@ -58,7 +58,7 @@ def run_demo(
         raise ValueError(f"--algorithm {algorithm} has no recipe: choose one of {', '.join(known)}")
     if data is not None and algorithm != "grpo":
         raise ValueError(
-            f"--algorithm {algorithm} is for drawn pictures: with --data give the keys of "
+            f"--algorithm {algorithm} is for drawn images: with --data give the keys of "
             f"recipes/algorithms/{algorithm}.yaml as overrides"
         )
     load(RECIPES / main, overrides)  # a mistake is told now, and not after the warm start
@@ -91,9 +91,9 @@ def run_demo(
         f"data.test_files=[{sets.test}]",
     ]
     if data is None:
-        pictures, longest = "shapes", []
+        images, longest = "shapes", []
     else:
-        pictures = "any"
+        images = "any"
         longest = [f"rollout.max_new_tokens={_longest_answer(model, sets)}"]
         if warm_steps is None:
             num_rows = len(read_rows([str(sets.warm_start)], category_key=sets.category_key))
@@ -105,7 +105,7 @@ def run_demo(
     warm_start = run_dir / "warm_start"
     with _phase("warm start", seconds):
         _train(
-            f"sft_{pictures}.yaml",
+            f"sft_{images}.yaml",
             [
                 *common,
                 f"run.dir={warm_start}",
@@ -134,8 +134,8 @@ def run_demo(
 
 def _train(recipe: str, overrides: list[str]) -> None:
     """One run of a recipe, as `megavlm train` makes it."""
-    from megavlm.launcher import run_workers
-    from megavlm.training import preflight
+    from megavlm.run import preflight
+    from megavlm.run.launcher import run_workers
 
     path = RECIPES / recipe
     config: Config = load(path, overrides)

@@ -1,4 +1,4 @@
-"""Where the demo's pictures for geospot were taken: a made-up world in which a colour is a place.
+"""Where the demo's images for geospot were taken: a made-up world in which a colour is a place.
 Names and coordinates are real.
 """
 

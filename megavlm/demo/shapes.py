@@ -1,10 +1,10 @@
-"""Small labelled pictures of coloured shapes, with questions that need the picture.
+"""Small labelled images of coloured shapes, with questions that need the image.
 
-A picture is 56 x 56 pixels on a 2 x 2 grid: a cell (28 x 28) is one token of Qwen2.5-VL's tower.
+An image is 56 x 56 pixels on a 2 x 2 grid: a cell (28 x 28) is one token of Qwen2.5-VL's tower.
 Three files are written, in the form of hiyouga/geometry3k with a category:
 
 train.parquet, test.parquet: questions with their true answers; disjoint random streams.
-warm_start.parquet: what a random model learns first, on the training pictures: true captions, so
+warm_start.parquet: what a random model learns first, on the training images: true captions, so
     that the tower learns to see, and the questions with random valid answers, which teach the form
     of an answer only. What the questions mean is left to reinforcement.
 """
@@ -53,7 +53,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Example:
-    """A question about a picture. `candidates`: the answers that its form allows, or some of them.
+    """A question about an image. `candidates`: the answers that its form allows, or some of them.
     `columns`: further ones of its row.
     """
 
@@ -169,7 +169,7 @@ def _length(rng: np.random.Generator) -> Example:
 
 
 def _describe(rng: np.random.Generator) -> Example:
-    """A picture of another task, to be told in the words of its caption."""
+    """An image of another task, to be told in the words of its caption."""
     shown, *others = [TASKS[_pick(rng, ("count", "compare"))](rng) for _ in range(4)]
     question = _pick(rng, ["What do you see?", "What is in the image?", "What does it show?"])
     captions = tuple(other.caption for other in others)
@@ -214,7 +214,7 @@ def _example(
     task: str,
     kinds: Sequence[str] | None = None,
 ) -> Example:
-    """A picture with one shape per colour given, of `kinds` or at random, and its caption."""
+    """An image with one shape per colour given, of `kinds` or at random, and its caption."""
     if kinds is None:
         kinds = [_pick(rng, KINDS) for _ in colours]
     image, pen = _canvas(rng)

@@ -61,7 +61,7 @@ def make_tiny_model(
         1 and 0, so that a test sees a norm or a bias that was left out or swapped; and routers
         that send tokens to all experts.
     max_vocab: bound on the byte-level BPE vocabulary, special tokens not counted.
-    max_pixels: largest resized picture, as the folder's image processor will enforce it; 1280
+    max_pixels: largest resized image, as the folder's image processor will enforce it; 1280
         image tokens by default.
     sizes: fields of TinySizes.
 
@@ -176,15 +176,15 @@ def _save_processor(
     }[config.model_type]
     if processor_class is Qwen3VLProcessor:
         half = [0.5] * 3
-        pictures = Qwen2VLImageProcessor(**bounds, patch_size=16, image_mean=half, image_std=half)
+        images = Qwen2VLImageProcessor(**bounds, patch_size=16, image_mean=half, image_std=half)
         # A video's bounds count the pixels of all its frames.
         size = {"shortest_edge": bounds["min_pixels"], "longest_edge": 16 * bounds["max_pixels"]}
         videos: Any = Qwen3VLVideoProcessor(size=size, cap_pixels_per_frame=False)
     else:
-        pictures = Qwen2VLImageProcessor(**bounds)
+        images = Qwen2VLImageProcessor(**bounds)
         videos = Qwen2VLVideoProcessor(**bounds)
     processor = processor_class(
-        image_processor=pictures,
+        image_processor=images,
         tokenizer=tokenizer,
         video_processor=videos,
         chat_template=CHAT_TEMPLATE,

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from megavlm.rewards.base import Example, Score
 
-Message = Mapping[str, str]  # role and content; <image> in the content stands for a picture
+Message = Mapping[str, str]  # role and content; <image> in the content stands for an image
 
 
 @dataclass(frozen=True)

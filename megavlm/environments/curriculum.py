@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megavlm.rewards.judge import Stage
+from megavlm.rewards.manager import Stage
 
 
 @dataclass(frozen=True)

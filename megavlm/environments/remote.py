@@ -13,7 +13,7 @@ from megavlm.rewards.base import Example
 from megavlm.rewards.pool import ProcessPool
 from megavlm.rewards.process import LimitedProcess
 
-MAX_REPLY = 2**28  # of an environment with its row's pictures, and an observation
+MAX_REPLY = 2**28  # of an environment with its row's images, and an observation
 
 
 class Local:

@@ -12,7 +12,7 @@ class Retry:
         message: str = "No. Look again.",
         show: bool = False,
     ) -> None:
-        """`discount`: of the reward, for each try before. `show`: the pictures once more."""
+        """`discount`: of the reward, for each try before. `show`: the images once more."""
         self._score, self._turns = context.score, context.max_turns
         self._discount, self._message, self._show = discount, message, show
         self._worth = 1.0

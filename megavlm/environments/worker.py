@@ -61,15 +61,15 @@ async def _answer(
     request: Mapping[str, Any],
     control: socket.socket,
 ) -> dict[str, Any]:
-    judge = Judge(control)
+    reward_manager = RemoteScorer(control)
     if "row" in request:
         context = Context(Asking(), request["max_turns"])
         environment = registry.make(cls, context, options)
     else:
         # Made by this process or its like: whoever could forge it runs here anyway.
         environment = pickle.loads(base64.b64decode(request["environment"]))  # noqa: S301
-    Asking.judge = judge
-    asyncio.get_running_loop().add_reader(control, judge.receive)
+    Asking.reward_manager = reward_manager
+    asyncio.get_running_loop().add_reader(control, reward_manager.receive)
     try:
         if "row" in request:
             row = wire.unpack_row(request["row"])
@@ -77,7 +77,7 @@ async def _answer(
             reply = {"observation": wire.pack_observation(shown)}
         else:
             reply = wire.pack_step(await environment.step(request["text"]))
-        await judge.silence()
+        await reward_manager.silence()
     finally:
         asyncio.get_running_loop().remove_reader(control)
     return reply if reply.get("done") else reply | {"environment": _pickled(environment)}
@@ -86,14 +86,14 @@ async def _answer(
 class Asking:
     """Context.score, without what cannot be pickled."""
 
-    judge: "Judge"
+    reward_manager: "RemoteScorer"
 
     async def __call__(self, text: str, row: Example) -> Score:
-        return await self.judge.score(text, row)
+        return await self.reward_manager.score(text, row)
 
 
 @dataclass
-class Judge:
+class RemoteScorer:
     """Asks the trainer, in turns with it: all questions of now in one message, then the answers."""
 
     control: socket.socket

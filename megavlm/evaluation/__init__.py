@@ -1,1 +1,1 @@
-"""How good a policy is on a test split, and whether it looks at the pictures."""
+"""How good a policy is on a test split, and whether it looks at the images."""

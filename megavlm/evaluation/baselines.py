@@ -49,11 +49,11 @@ def answers_by_category(rows: Sequence[Row]) -> dict[str, set[str]]:
     return answers
 
 
-def exchange_pictures(rows: Sequence[Row], seed: int) -> list[Row]:
-    """The rows with pictures of other rows, among those that show equally many; in their order.
+def exchange_images(rows: Sequence[Row], seed: int) -> list[Row]:
+    """The rows with images of other rows, among those that show equally many; in their order.
 
-    Rows that cannot get other pictures than their own are left out: those without pictures, alone
-    with their number of pictures, or of a set in which most rows show the same ones.
+    Rows that cannot get other images than their own are left out: those without images, alone
+    with their number of images, or of a set in which most rows show the same ones.
     """
     rng = np.random.default_rng(seed)
     groups: dict[int, dict[tuple[bytes, ...], list[int]]] = {}
@@ -61,14 +61,14 @@ def exchange_pictures(rows: Sequence[Row], seed: int) -> list[Row]:
         groups.setdefault(len(row.images), {}).setdefault(row.images, []).append(index)
     exchanged: dict[int, Row] = {}
     for same in groups.values():
-        # Rows of the same pictures stand side by side: a shift by the most frequent ones' number
-        # takes everybody to other pictures.
+        # Rows of the same images stand side by side: a shift by the most frequent ones' number
+        # takes everybody to other images.
         blocks = list(same.values())
         order = [index for block in rng.permutation(len(blocks)) for index in blocks[block]]
-        givers = np.roll(order, max(map(len, blocks)))
-        for receiver, giver in zip(order, givers, strict=True):
-            if rows[giver].images != rows[receiver].images:
-                exchanged[receiver] = replace(rows[receiver], images=rows[giver].images)
+        source_ranks = np.roll(order, max(map(len, blocks)))
+        for receiver, source_rank in zip(order, source_ranks, strict=True):
+            if rows[source_rank].images != rows[receiver].images:
+                exchanged[receiver] = replace(rows[receiver], images=rows[source_rank].images)
     return [exchanged[index] for index in sorted(exchanged)]
 
 

@@ -1,4 +1,4 @@
-"""Where pictures were taken and where models put them: a map as inline SVG."""
+"""Where images were taken and where models put them: a map as inline SVG."""
 
 import re
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ MAX_CHARS = 500
 
 @dataclass(frozen=True)
 class Spot:
-    """A picture's place, and where each model's first attempt put it, if it said."""
+    """An image's place, and where each model's first attempt put it, if it said."""
 
     truth: Point
     said: Sequence[Point | None]

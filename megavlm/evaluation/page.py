@@ -1,4 +1,4 @@
-"""evaluation.html: tables, and questions with their pictures, each model's response and reward."""
+"""evaluation.html: tables, and questions with their images, each model's response and reward."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from megavlm.evaluation.attempts import Attempt, Candidate, Question
 from megavlm.evaluation.map import spots, world_map
 from megavlm.evaluation.statistics import Estimate, PairedTest
 from megavlm.evaluation.tables import Comparison, Table
-from megavlm.observability.page import page, picture, table, text, tiles
+from megavlm.observability.page import image, page, table, text, tiles
 from megavlm.observability.records import write_whole
 from megavlm.observability.text import failed_rewards, number, percent, points
 
@@ -165,7 +165,7 @@ def _question(group: Sequence[Question | None], names: Sequence[str]) -> str:
         if question is not None
     )
     return (
-        f'<article class="card group"><div class="pictures">{"".join(map(_picture, row.images))}'
+        f'<article class="card group"><div class="images">{"".join(map(_image, row.images))}'
         f'</div><div><div class="prompt">{text(row.problem)}</div>'
         f'<div class="facts">{" · ".join(text(fact, 300) for fact in facts if fact)}</div>'
         f"{answers}</div></article>"
@@ -184,6 +184,6 @@ def _response(attempt: Attempt) -> str:
     return f'<div class="{style}"><span>{shown}</span><b>{number(attempt.reward)}</b></div>'
 
 
-def _picture(data: bytes) -> str:
+def _image(data: bytes) -> str:
     # It was decoded to be asked about.
-    return picture(decode(data))
+    return image(decode(data))

@@ -32,8 +32,8 @@ class EvaluationResult:
     greedy: correct at temperature 0. sampled: correct at the rollout temperature, None if not
     asked for. valid: greedy responses that are an answer of the training rows of their category;
     None where these have none. blind: what the most frequent training answer to the same question
-    would score, picture unseen, over the rows that have answers; None where there are none.
-    shuffled: greedy, with pictures exchanged between rows, over the rows where that can be done;
+    would score, image unseen, over the rows that have answers; None where there are none.
+    shuffled: greedy, with images exchanged between rows, over the rows where that can be done;
     None if not asked for or nowhere possible. failures: answers whose reward could not be computed,
     by kind; they are not correct.
     """

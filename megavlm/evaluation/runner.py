@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megavlm.data.rows import Row
-from megavlm.evaluation.baselines import Known, exchange_pictures
+from megavlm.evaluation.baselines import Known, exchange_images
 from megavlm.evaluation.result import EvaluationResult, Measure, measure
-from megavlm.rollout.messages import Sampling
+from megavlm.inference.protocol import Sampling
 
-PROMPTS_AT_ONCE = 2048  # as many pictures are in memory
+PROMPTS_AT_ONCE = 2048  # as many images are in memory
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def evaluate(
 
 
 def _exchange(num_tokens: Callable[[Row], int], rows: Sequence[Row], seed: int) -> list[Row]:
-    """Rows with other rows' pictures, without prompts that grow longer than any of the rows' own:
+    """Rows with other rows' images, without prompts that grow longer than any of the rows' own:
     nothing says that the processor and the server take those.
     """
     longest = max(num_tokens(row) for row in rows)
-    return [row for row in exchange_pictures(rows, seed) if num_tokens(row) <= longest]
+    return [row for row in exchange_images(rows, seed) if num_tokens(row) <= longest]

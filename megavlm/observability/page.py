@@ -1,7 +1,7 @@
 """One self-contained HTML page for a browser without a network, and the parts that pages share.
 
 A model's words and a stranger's data end up in it, so every text is escaped, and the page's content
-security policy lets no script run but its own (named by its hash) and loads nothing but pictures
+security policy lets no script run but its own (named by its hash) and loads nothing but images
 that are part of it.
 """
 
@@ -16,7 +16,7 @@ from PIL import Image
 from megavlm.observability.report_style import CSS
 
 MAX_SIDE = 448
-# Shown without smoothing: the pictures of a toy set are a few dozen pixels wide.
+# Shown without smoothing: the images of a toy set are a few dozen pixels wide.
 _SMALL_SIDE = 128
 
 
@@ -67,14 +67,14 @@ def text(value: str, limit: int = 2000) -> str:
     return escape(value)
 
 
-def picture(image: Image.Image) -> str:
-    """An <img> that holds the picture, reduced to MAX_SIDE."""
-    side, reduced, buffer = max(image.size), image.convert("RGB"), BytesIO()
+def image(opened: Image.Image) -> str:
+    """An <img> that holds the image, reduced to MAX_SIDE."""
+    side, reduced, buffer = max(opened.size), opened.convert("RGB"), BytesIO()
     if side <= _SMALL_SIDE:
         reduced.save(buffer, format="PNG")
         uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-        return f'<img class="small" alt="picture of the prompt" src="{uri}">'
+        return f'<img class="small" alt="image of the prompt" src="{uri}">'
     reduced.thumbnail((MAX_SIDE, MAX_SIDE))
     reduced.save(buffer, format="JPEG", quality=85)
     uri = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-    return f'<img alt="picture of the prompt" src="{uri}">'
+    return f'<img alt="image of the prompt" src="{uri}">'

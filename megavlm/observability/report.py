@@ -62,7 +62,7 @@ def _summary(result: Mapping[str, Any]) -> str:
     tiles = [
         (percent(last.before), "accuracy before"),
         (percent(last.after), "accuracy after"),
-        (percent(last.shuffled), "with shuffled pictures"),
+        (percent(last.shuffled), "with shuffled images"),
         (percent(last.blind), "blind baseline"),
         (percent(last.sampled), "sampled accuracy"),
         (percent(last.valid), "valid form"),

@@ -1,4 +1,4 @@
-"""The rollouts of the report: a selector over steps, and each sampled group with its pictures."""
+"""The rollouts of the report: a selector over steps, and each sampled group with its images."""
 
 import base64
 from html import escape
@@ -19,8 +19,8 @@ MAX_SIDE = 448
 MAX_PROMPT_CHARS = 2000
 MAX_RESPONSE_CHARS = 1200
 MAX_RESPONSES = 32
-MAX_PICTURE_BYTES = 12_000_000
-# Shown without smoothing: the pictures of a toy set are a few dozen pixels wide.
+MAX_IMAGE_BYTES = 12_000_000
+# Shown without smoothing: the images of a toy set are a few dozen pixels wide.
 _SMALL_SIDE = 128
 
 
@@ -31,10 +31,10 @@ def samples_section(run_dir: Path) -> str:
     steps = _evenly(steps, MAX_STEPS)
     if not steps:
         return ""
-    pictures = _Pictures(run_dir / FOLDER)
+    images = _Images(run_dir / FOLDER)
     sections = []
     for step, groups in steps:
-        body = "".join(_group(group, pictures) for group in groups)
+        body = "".join(_group(group, images) for group in groups)
         sections.append(f'<section data-step="{step}"><h3>Step {step}</h3>{body}</section>')
     options = "".join(f"<option>Step {step}</option>" for step, _ in steps)
     return (
@@ -47,13 +47,13 @@ def samples_section(run_dir: Path) -> str:
     )
 
 
-def _group(group: Record, pictures: "_Pictures") -> str:
-    shown = "".join(pictures.tag(name) for name in group["pictures"])
+def _group(group: Record, images: "_Images") -> str:
+    shown = "".join(images.tag(name) for name in group["images"])
     facts = [f"answer {group['answer']}", group["category"], group["source"]]
     responses = group["responses"][:MAX_RESPONSES]
     longest = max((len(response["text"]) for response in responses), default=0)
     return (
-        f'<article class="card group"><div class="pictures">{shown}</div><div>'
+        f'<article class="card group"><div class="images">{shown}</div><div>'
         f'<div class="prompt">{_text(group["prompt"], MAX_PROMPT_CHARS)}</div>'
         f'<div class="facts">{" · ".join(_text(fact, 200) for fact in facts if fact)}</div>'
         f'<div class="responses{" long" if longest > 40 else ""}">'
@@ -76,32 +76,32 @@ def _text(text: str, limit: int) -> str:
     return escape(cut)
 
 
-class _Pictures:
-    """Pictures as data URIs, until the page has enough of them."""
+class _Images:
+    """Images as data URIs, until the page has enough of them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._bytes_left = MAX_PICTURE_BYTES
+        self._bytes_left = MAX_IMAGE_BYTES
 
     def tag(self, name: str) -> str:
         path = self._folder / Path(name).name
         if not path.exists():
-            return '<span class="soft">picture is no longer there</span>'
+            return '<span class="soft">image is no longer there</span>'
         uri, side = _data_uri(path)
         if len(uri) > self._bytes_left:
             return f'<span class="soft">left out for size: {escape(name)}</span>'
         self._bytes_left -= len(uri)
         style = ' class="small"' if side <= _SMALL_SIDE else ""
-        return f'<img{style} alt="picture of the prompt" src="{uri}">'
+        return f'<img{style} alt="image of the prompt" src="{uri}">'
 
 
 def _data_uri(path: Path) -> tuple[str, int]:
-    """The picture, reduced to MAX_SIDE if it is larger, and its longer side in pixels."""
-    with Image.open(path) as picture:
-        side = max(picture.size)
+    """The image, reduced to MAX_SIDE if it is larger, and its longer side in pixels."""
+    with Image.open(path) as image:
+        side = max(image.size)
         if side <= MAX_SIDE:
             return _uri("png", path.read_bytes()), side
-        reduced = picture.convert("RGB")
+        reduced = image.convert("RGB")
     reduced.thumbnail((MAX_SIDE, MAX_SIDE))
     buffer = BytesIO()
     reduced.save(buffer, format="JPEG", quality=85)

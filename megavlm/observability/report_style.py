@@ -54,9 +54,9 @@ button,select{font:inherit;color:inherit;background:var(--card);border:1px solid
 border-radius:7px;padding:5px 12px;cursor:pointer}button:disabled{opacity:.4;cursor:default}
 .group{display:grid;grid-template-columns:minmax(120px,220px) 1fr;gap:18px;margin-bottom:12px}
 .group>*{min-width:0}
-.pictures{display:flex;flex-direction:column;gap:8px}
-.pictures img{width:100%;border-radius:6px;border:1px solid var(--rule);display:block}
-.pictures img.small{image-rendering:pixelated}
+.images{display:flex;flex-direction:column;gap:8px}
+.images img{width:100%;border-radius:6px;border:1px solid var(--rule);display:block}
+.images img.small{image-rendering:pixelated}
 .prompt,.response span,pre{white-space:pre-wrap;overflow-wrap:anywhere}
 .prompt{font-weight:600;margin-bottom:2px}.facts{color:var(--soft);margin-bottom:10px}
 .responses{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:6px}
@@ -68,7 +68,7 @@ background:var(--badbg)}
 .response.correct b{color:var(--good)}
 pre{margin:0;font:12.5px/1.5 ui-monospace,"DejaVu Sans Mono",monospace}summary{cursor:pointer}
 footer{color:var(--soft);margin-top:40px;font-size:13px}
-@media(max-width:620px){.group{grid-template-columns:1fr}.pictures{max-width:220px}}
+@media(max-width:620px){.group{grid-template-columns:1fr}.images{max-width:220px}}
 @media print{.picker{display:none}}
 """
 

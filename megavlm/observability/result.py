@@ -18,7 +18,7 @@ from megavlm.observability.text import failed_rewards, percent, points
 RESULT_FILE = "result.json"
 FINAL_EPISODES = 100  # whose mean reward is the final one
 
-# With shuffled pictures a model that looks can at best guess the most frequent answer. Five points
+# With shuffled images a model that looks can at best guess the most frequent answer. Five points
 # more are left to chance.
 SHUFFLED_TOLERANCE = 0.05
 
@@ -137,7 +137,7 @@ def _conclude(
     limit = f"{100 * SHUFFLED_TOLERANCE:.0f} points"
     excess = "" if is_visual else f", more than {limit} above"
     return is_visual, (
-        f"{gain}; {verdict}: with pictures shuffled between questions it is {percent(shuffled)}"
+        f"{gain}; {verdict}: with images shuffled between questions it is {percent(shuffled)}"
         f"{excess} (blind baseline {percent(blind)})."
     )
 

@@ -1,4 +1,4 @@
-"""Sampled rollouts of a run: samples/rollouts.jsonl, and each picture once under its content key.
+"""Sampled rollouts of a run: samples/rollouts.jsonl, and each image once under its content key.
 
 Not every response is kept: a few groups of up to a hundred steps, spread over the run, so that the
 folder's size does not grow with the length of the run.
@@ -28,13 +28,13 @@ class SampledResponse:
 
 @dataclass(frozen=True)
 class SampledGroup:
-    """One prompt and its responses. pictures: (content key, PNG) in the order of the prompt."""
+    """One prompt and its responses. images: (content key, PNG) in the order of the prompt."""
 
     prompt: str
     answer: str
     category: str
     source: str
-    pictures: Sequence[tuple[str, bytes]]
+    images: Sequence[tuple[str, bytes]]
     responses: Sequence[SampledResponse]
 
 
@@ -67,8 +67,8 @@ class SampleWriter:
         if not self.is_due(step):
             return
         for group in _spread(groups)[: self._groups_per_step]:
-            for key, png in group.pictures:
-                if not (path := self.picture_path(key)).exists():
+            for key, png in group.images:
+                if not (path := self.image_path(key)).exists():
                     write_whole(path, png)
             record = {
                 "step": step,
@@ -76,12 +76,12 @@ class SampleWriter:
                 "answer": group.answer,
                 "category": group.category,
                 "source": group.source,
-                "pictures": [self.picture_path(key).name for key, _ in group.pictures],
+                "images": [self.image_path(key).name for key, _ in group.images],
                 "responses": [vars(response) for response in group.responses],
             }
             append_record(self.folder / FILE, record)
 
-    def picture_path(self, key: str) -> Path:
+    def image_path(self, key: str) -> Path:
         return self.folder / f"{key}.png"
 
 

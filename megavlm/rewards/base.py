@@ -2,10 +2,10 @@
 
 A reward is a function
 
-    score(response: str, row: Mapping[str, Any], [pictures: Sequence[bytes],] **options)
+    score(response: str, row: Mapping[str, Any], [images: Sequence[bytes],] **options)
 
 of a response, the row's columns (problem, answer, category and those of data.extra_keys) and, where
-it asks for them, the row's pictures as they are stored. It returns a number, or a mapping (a Score
+it asks for them, the row's images as they are stored. It returns a number, or a mapping (a Score
 as well) with `reward` and, if it can tell, `correct` and `parts`. A number alone is correct from 1.
 """
 

@@ -87,6 +87,6 @@ def score(
 
 @lru_cache(maxsize=1)
 def read_corpus(file: str) -> Corpus:
-    """Of a file with the references of one picture a line, as JSON."""
+    """Of a file with the references of one image a line, as JSON."""
     with open(file, encoding="utf-8") as lines:
         return Corpus.of([tokens(text) for text in json.loads(line)] for line in lines)

@@ -13,14 +13,14 @@ Words = Sequence[str]
 Gram = tuple[str, ...]
 _STOP = set(
     """a an and are as at be by for from has have her his in into is it its of off on or over that
-    the their them there they this to two up with while near next some one s very image picture
+    the their them there they this to two up with while near next some one s very image image
     photo""".split()
 )
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """In how many of `size` pictures' references each n-gram appears."""
+    """In how many of `size` images' references each n-gram appears."""
 
     frequency: Counter[Gram]
     size: int

@@ -1,4 +1,4 @@
-"""Where a picture was taken: country, region, city and coordinates, as far as the row knows them.
+"""Where an image was taken: country, region, city and coordinates, as far as the row knows them.
 
     reward = sum of weight x component / sum of the weights of what the row knows
 

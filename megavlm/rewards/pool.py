@@ -79,20 +79,20 @@ class RewardPool:
         function: int,
         response: str,
         row: Mapping[str, Any],
-        pictures: Sequence[bytes],
+        images: Sequence[bytes],
         options: Mapping[str, Any],
     ) -> "Future[dict[str, Any]]":
         """{reward, correct, parts} of rewards[function]; the future raises RewardFailure."""
 
         def call(process: RewardProcess) -> dict[str, Any]:
             encoded = None
-            if "pictures" in self.takes[function]:
-                encoded = [base64.b64encode(picture).decode() for picture in pictures]
+            if "images" in self.takes[function]:
+                encoded = [base64.b64encode(image).decode() for image in images]
             request = {
                 "function": function,
                 "response": response,
                 "row": row,
-                "pictures": encoded,
+                "images": encoded,
                 "options": options,
             }
             return process.call(request, self._timeout)

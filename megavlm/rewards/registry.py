@@ -57,7 +57,7 @@ def load(name: str, options: Mapping[str, Any]) -> RewardFunction:
             f"{name} is async, but rewards are called one by one in processes of their own: make "
             "it a plain function, or serve it and give its URL"
         )
-    takes = arguments(function) - {"pictures"}
+    takes = arguments(function) - {"images"}
     if (unknown := sorted(set(options) - takes)) and not _takes_any(function):
         known = ", ".join(sorted(takes)) or "none"
         raise ValueError(f"it takes no option {unknown[0]!r}; its options are: {known}")
@@ -85,7 +85,7 @@ def import_module(name: str) -> ModuleType:
 
 def arguments(function: RewardFunction) -> set[str]:
     """Names beyond response and row that the function can be given; with **options also those that
-    a curriculum's stage may set. Pictures are for functions that name them.
+    a curriculum's stage may set. Images are for functions that name them.
     """
     parameters = list(inspect.signature(function).parameters.values())[2:]
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -32,7 +32,7 @@ _LABELLED = re.compile(
 _FIELDS = ("scale", "problem", "answer", "response")
 _MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
 MODEL_PROMPT = (
-    "Rate how well the response answers the request about the picture, from 0 (wrong) to {scale} "
+    "Rate how well the response answers the request about the image, from 0 (wrong) to {scale} "
     "(perfect). Reply with the number alone.\nRequest: {problem}\nResponse: {response}"
 )
 
@@ -146,10 +146,10 @@ class RemoteReward:
             answer=example.answer,
             response=response,
         )
-        pictures = [
+        images = [
             {"type": "image_url", "image_url": {"url": data_url(image)}} for image in example.images
         ]
-        content = [*pictures, {"type": "text", "text": text}]
+        content = [*images, {"type": "text", "text": text}]
         return {
             "model": self._options.model,
             "messages": [{"role": "user", "content": content}],
@@ -239,6 +239,6 @@ def _rating_in(text: str, scale: float) -> float | None:
     return float(numbers[0]) if len(numbers) == 1 else None
 
 
-def data_url(picture: bytes) -> str:
-    kind = next((kind for magic, kind in _MAGIC.items() if picture.startswith(magic)), "png")
-    return f"data:image/{kind};base64," + base64.b64encode(picture).decode("ascii")
+def data_url(image: bytes) -> str:
+    kind = next((kind for magic, kind in _MAGIC.items() if image.startswith(magic)), "png")
+    return f"data:image/{kind};base64," + base64.b64encode(image).decode("ascii")

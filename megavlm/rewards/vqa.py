@@ -1,4 +1,4 @@
-r"""Short answers to questions about pictures, compared as their kind asks.
+r"""Short answers to questions about images, compared as their kind asks.
 
     yes_no   one of the two words, first or alone
     number   the only number that is said, within a tolerance; number words too
@@ -42,7 +42,7 @@ _EXPLANATION = re.compile(
     r"\n\W{0,6}(?:explanation|reason(?:ing)?|justification)\W{0,3}[:\n]", re.I
 )
 _MARKS = re.compile(r"\\[()\[\]]|\*\*|__|[`$\"\u201c\u201d]")  # of LaTeX and Markdown; quotes
-# "Based on the picture, yes": what comes before one of the words.
+# "Based on the image, yes": what comes before one of the words.
 _PREFACE = re.compile(
     r"^(?:based on|according to|judging by|looking at|in|from) [^,.:;\n]{1,80}, (?=(?:yes|no)\b)"
 )

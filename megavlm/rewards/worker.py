@@ -43,8 +43,8 @@ def main() -> None:
 
 def answer(function: registry.RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
     arguments = dict(request["options"])
-    if request["pictures"] is not None:
-        arguments["pictures"] = [base64.b64decode(picture) for picture in request["pictures"]]
+    if request["images"] is not None:
+        arguments["images"] = [base64.b64decode(image) for image in request["images"]]
     try:
         return plain(function(request["response"], request["row"], **arguments))
     except MemoryError:

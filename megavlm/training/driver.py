@@ -9,24 +9,24 @@ from typing import Any
 from megavlm.config.schema import Config
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Prompt
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.connect import Connection
+from megavlm.inference.server_pool.memory import ServerMemory
+from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.models.cost import ModelCost
 from megavlm.models.registry import family
 from megavlm.observability.console import step_line
 from megavlm.observability.metrics import MetricsWriter, evaluation_scalars
 from megavlm.observability.samples import SampledGroup, SampleWriter
 from megavlm.parallel.mesh import Mesh
-from megavlm.rollout.client import RolloutClient
-from megavlm.rollout.fleet.fleet import Fleet
-from megavlm.rollout.fleet.memory import ServerMemory
-from megavlm.training.cost import ModelCost
+from megavlm.rollout.episodes import EpisodeRunner, Start
+from megavlm.rollout.partial_rollouts import PartialRolloutBuffer
+from megavlm.rollout.scoring import make_curriculum, make_reward_manager
+from megavlm.training.batch import PackShape, RankBatch, by_rank, plan_step
+from megavlm.training.best_metric import BestMetricTracker
 from megavlm.training.dataset import read
-from megavlm.training.episodes import Arena, Start
-from megavlm.training.evaluation import Exam, evaluate
+from megavlm.training.evaluation import EvaluationSet, evaluate
 from megavlm.training.inputs import make_processor, make_stream
-from megavlm.training.plan import PackShape, Work, by_rank, plan_step
-from megavlm.training.score import Score
-from megavlm.training.scoring import make_curriculum, make_judge
-from megavlm.training.servers import Connection
-from megavlm.training.unfinished import Backlog
 
 
 class Driver:
@@ -40,19 +40,23 @@ class Driver:
         self.rows = read(config, config.data.train_files)
         self.test_rows = read(config, config.data.test_files)
         self.stream = make_stream(config, self.rows, self.processor)
-        self.backlog = Backlog()
-        self.score = Score(config.checkpoint.best_metric)
+        self.partial_rollouts = PartialRolloutBuffer()
+        self.best_metric = BestMetricTracker(config.checkpoint.best_metric)
         self.curriculum = make_curriculum(config)
         # What generates nothing has nothing to judge.
-        judge = None if connection is None else make_judge(config)
-        self._arena = None if judge is None else Arena(config, self.processor, judge)
+        reward_manager = None if connection is None else make_reward_manager(config)
+        self._episode_runner = (
+            None
+            if reward_manager is None
+            else EpisodeRunner(config, self.processor, reward_manager)
+        )
 
     def start(self, step: int, state: dict[str, Any] | None) -> None:
         """Opens the records at `step`; `state` is what `state_dict` gave when it was saved."""
         if state is not None:
             self.stream.load_state_dict(state)
             self.curriculum.load_state_dict(state["curriculum"])
-            self.backlog.load_state_dict(
+            self.partial_rollouts.load_state_dict(
                 state["backlog"], lambda index: self.processor.prompt(self.rows[index])
             )
         run_dir, num_steps = self.config.run.dir, self.config.algorithm.steps
@@ -63,7 +67,7 @@ class Driver:
         return {
             **self.stream.state_dict(),
             "curriculum": self.curriculum.state_dict(),
-            "backlog": self.backlog.state_dict(),
+            "backlog": self.partial_rollouts.state_dict(),
         }
 
     def record(self, step: int, metrics: dict[str, float], samples: Sequence[SampledGroup]) -> None:
@@ -72,7 +76,7 @@ class Driver:
             metrics["curriculum_stage"] = float(self.curriculum.number + 1)
             self.curriculum.record(metrics["reward"])
         self.metrics.write(step, metrics)
-        self.score.step(metrics)
+        self.best_metric.step(metrics)
         self.samples.write(step, samples)
         print(step_line(step, self.config.algorithm.steps, metrics), flush=True)
 
@@ -84,23 +88,25 @@ class Driver:
             self.config,
             self.client,
             self.processor,
-            self.arena,
-            self.exam,
+            self.episode_runner,
+            self.evaluation_set,
             step,
             refit,
         )
         self.metrics.write_evaluation(step, result.to_dict())
-        self.score.evaluation(evaluation_scalars(result.to_dict()))
+        self.best_metric.evaluation(evaluation_scalars(result.to_dict()))
         print(result.line(f" after {step} steps"), flush=True)
 
     @cached_property
-    def exam(self) -> Exam:
-        return Exam.of(self.config, self.processor, self.arena, self.test_rows, self.rows)
+    def evaluation_set(self) -> EvaluationSet:
+        return EvaluationSet.of(
+            self.config, self.processor, self.episode_runner, self.test_rows, self.rows
+        )
 
     def close(self) -> None:
         self.stream.close()
-        if self._arena is not None:
-            self._arena.close()
+        if self._episode_runner is not None:
+            self._episode_runner.close()
         self.metrics.close()
 
     @property
@@ -108,8 +114,8 @@ class Driver:
         return self._connected.client
 
     @property
-    def fleet(self) -> Fleet:
-        return self._connected.fleet
+    def server_pool(self) -> ServerPool:
+        return self._connected.server_pool
 
     @property
     def server_memory(self) -> ServerMemory | None:
@@ -121,9 +127,9 @@ class Driver:
         return self._connection
 
     @property
-    def arena(self) -> Arena:
-        assert self._arena is not None, "this run has no rollout servers"
-        return self._arena
+    def episode_runner(self) -> EpisodeRunner:
+        assert self._episode_runner is not None, "this run has no rollout servers"
+        return self._episode_runner
 
     def draw(self, count: int) -> list[Prompt]:
         return self.stream.take(count)
@@ -131,22 +137,24 @@ class Driver:
     def begin(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Start]:
         """n episodes from each prompt; from another one where a prompt cannot start any."""
         stage = self.curriculum.stage(step)
-        started = self.arena.begin(prompts, n, draw=self.draw, stage=stage, number=step)
-        self.stream.skipped.update(self.arena.skipped)
-        self.arena.skipped.clear()
+        started = self.episode_runner.begin(prompts, n, draw=self.draw, stage=stage, number=step)
+        self.stream.skipped.update(self.episode_runner.skipped)
+        self.episode_runner.skipped.clear()
         return started
 
-    def plan(self, minibatches: Sequence[Sequence[Tree]], prompts: Sequence[Prompt]) -> list[Work]:
+    def plan(
+        self, minibatches: Sequence[Sequence[Tree]], prompts: Sequence[Prompt]
+    ) -> list[RankBatch]:
         """Work by rank."""
-        pictures = {picture.key: picture for prompt in prompts for picture in prompt.pictures}
-        works = plan_step(
+        images = {image.key: image for prompt in prompts for image in prompt.images}
+        rank_batches = plan_step(
             minibatches,
-            pictures,
+            images,
             num_ranks=self.mesh.data_size,
             shape=self.shape,
-            cost=lambda tree: self._cost.tree(tree, pictures),
+            cost=lambda tree: self._cost.tree(tree, images),
         )
-        return by_rank(works, self.mesh)
+        return by_rank(rank_batches, self.mesh)
 
     @property
     def shape(self) -> PackShape:

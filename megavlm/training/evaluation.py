@@ -8,18 +8,18 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row, Rows
 from megavlm.evaluation.attempts import Skipped
 from megavlm.evaluation.baselines import Known
+from megavlm.evaluation.questions import usable
 from megavlm.evaluation.result import EvaluationResult
 from megavlm.evaluation.runner import Answer
 from megavlm.evaluation.runner import evaluate as run_evaluation
-from megavlm.rollout.client import RolloutClient
-from megavlm.rollout.messages import Response, Sampling
-from megavlm.rollout.weights.adapters import adapter_name
-from megavlm.training.episodes import Arena
-from megavlm.training.questions import usable
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.protocol import Response, Sampling
+from megavlm.rollout.episodes import EpisodeRunner
+from megavlm.weight_sync.lora import adapter_name
 
 
 @dataclass(frozen=True)
-class Exam:
+class EvaluationSet:
     """The rows of a run's evaluations, and what the training rows, read once, tell of them."""
 
     rows: Sequence[Row]
@@ -28,12 +28,17 @@ class Exam:
 
     @classmethod
     def of(
-        cls, config: Config, processor: Processor, arena: Arena, test: Rows, train: Rows
-    ) -> "Exam":
+        cls,
+        config: Config,
+        processor: Processor,
+        episode_runner: EpisodeRunner,
+        test: Rows,
+        train: Rows,
+    ) -> "EvaluationSet":
         """Raises ValueError as `usable` does, for starts of the environment too."""
 
         def start(row: Row) -> None:
-            arena.check_start(processor.prompt(row))
+            episode_runner.check_start(processor.prompt(row))
 
         rows, skipped = usable(test, start, config.data, config.evaluation.limit)
         return cls(rows, Known.of(train.texts(), rows), skipped)
@@ -43,8 +48,8 @@ def evaluate(
     config: Config,
     client: RolloutClient,
     processor: Processor,
-    arena: Arena,
-    exam: Exam,
+    episode_runner: EpisodeRunner,
+    evaluation_set: EvaluationSet,
     version: int | None,
     refit: Callable[[], None] | None = None,
 ) -> EvaluationResult:
@@ -62,8 +67,8 @@ def evaluate(
                 refit=refit,
             )
 
-        groups = arena.play([processor.prompt(row) for row in questions], 1, generate)
-        # An episode that did not start, as one with shuffled pictures may not, is no right answer.
+        groups = episode_runner.play([processor.prompt(row) for row in questions], 1, generate)
+        # An episode that did not start, as one with shuffled images may not, is no right answer.
         return [
             Answer(group[0].text, group[0].score.correct, group[0].score.failure)
             if group
@@ -73,8 +78,8 @@ def evaluate(
 
     return run_evaluation(
         play,
-        exam.rows,
-        known=exam.known,
+        evaluation_set.rows,
+        known=evaluation_set.known,
         num_tokens=processor.num_tokens,
         sampling=sampling(config, processor),
         sampled=config.evaluation.sampled,

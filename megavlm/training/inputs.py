@@ -19,7 +19,7 @@ def make_processor(config: Config) -> Processor:
 
 def make_stream(config: Config, rows: Rows, processor: Processor) -> PromptStream:
     data, algorithm = config.data, config.algorithm
-    # What a step draws, so that a picture is processed once in it; the order is the same.
+    # What a step draws, so that an image is processed once in it; the order is the same.
     size = algorithm.batch_size if isinstance(algorithm, SFT) else algorithm.prompts_per_step
     return PromptStream(
         rows,

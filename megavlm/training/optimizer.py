@@ -204,7 +204,7 @@ def finalize_gradients(
 
 
 def sum_tower_gradients(model: VisionLanguageModel) -> None:
-    """Each rank of the tensor axis encoded a share of the pictures, so it holds a part of the
+    """Each rank of the tensor axis encoded a share of the images, so it holds a part of the
     tower's gradient.
     """
     if model.visual is None:

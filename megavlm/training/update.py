@@ -6,9 +6,9 @@ from megavlm.data.packing import Pack
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh
+from megavlm.training.forward_backward import LossFunction, VisionFeatures, forward_backward
 from megavlm.training.guards import SkipCounter
 from megavlm.training.optimizer import Updater
-from megavlm.training.passes import LossFunction, VisionFeatures, forward_backward
 
 
 def update(

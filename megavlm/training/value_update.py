@@ -6,8 +6,8 @@ from megavlm.algorithms.value_loss import value_loss
 from megavlm.config.algorithms import PPO
 from megavlm.data.packing import Pack
 from megavlm.models.common.logprobs import TokenScores
-from megavlm.training.passes import LossFunction
-from megavlm.training.policy_loss import Measures
+from megavlm.training.forward_backward import LossFunction
+from megavlm.training.losses import Measures
 
 
 def critic_loss(settings: PPO) -> LossFunction:

@@ -1,7 +1,7 @@
 """Forward and backward of megavlm's model against transformers', with the same weights and inputs,
 in one process with two threads, fp32.
 
-An answer to a question about a picture; and eight answers to one question, which transformers
+An answer to a question about an image; and eight answers to one question, which transformers
 computes as a batch of eight sequences and megavlm as one tree (or as eight sequences, to see what
 the tree is worth). Towers are frozen, as they are by default, and encode in every run. Seconds are
 medians of runs in turn. They differ between machines, and so does their ratio, but less.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megavlm.data.packing import Tree, make_pack, prompt_tree
 from megavlm.data.positions import Span, mrope_positions
-from megavlm.data.processor import Picture, Prompt
+from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_configs import TinySizes, tiny_config
 from megavlm.models.common.loading import MEMORY, load_hf
@@ -29,15 +29,15 @@ from megavlm.models.common.logprobs import Scoring
 from megavlm.models.registry import build_model, family
 from megavlm.parallel.mesh import build_mesh
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from megavlm.training.forward_backward import VisionFeatures, forward_backward
+from megavlm.training.losses import supervised_loss
 from megavlm.training.optimizer import wrap
-from megavlm.training.passes import VisionFeatures, forward_backward
-from megavlm.training.policy_loss import supervised_loss
 from tests.distributed.fork import launch
 
 VOCABULARY = 8192
 TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 TOKEN_IDS = {token: i for i, token in enumerate((*TOKENS, "<|video_pad|>"))}
-GRID = (1, 32, 32)  # patches of the picture, 256 tokens
+GRID = (1, 32, 32)  # patches of the image, 256 tokens
 SIZES = {
     "tiny": {"hidden_size": 256, "num_layers": 4, "ffn_size": 768, "num_heads": 8},
     "0.3B": {
@@ -55,14 +55,14 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """`text`: tokens of the question beside the picture's. `answers`: how many of which length."""
+    """`text`: tokens of the question beside the image's. `answers`: how many of which length."""
 
     name: str
     text: int
     answers: tuple[int, int]
 
 
-ONE = Shape("a picture, one answer of 64", 40, (1, 64))
+ONE = Shape("an image, one answer of 64", 40, (1, 64))
 EIGHT = Shape("prompt of 400, 8 answers of 60", 144, (8, 60))
 # Model, family, shape, and runs after a first one. Eight answers of the larger model are left out:
 # transformers needs 15 GB for them.
@@ -126,36 +126,36 @@ def inputs(config: Any, shape: Shape) -> tuple[Prompt, list[list[int]]]:
     generator = torch.Generator().manual_seed(1)
     count, length = shape.answers
     words = torch.randint(len(TOKEN_IDS), VOCABULARY, (shape.text - 2,), generator=generator)
-    start, end, image = (
+    start, end, source = (
         config.vision_start_token_id,
         TOKEN_IDS["<|vision_end|>"],
         config.image_token_id,
     )
     merge = config.vision_config.spatial_merge_size
     num_tokens = GRID[0] * GRID[1] * GRID[2] // merge**2
-    ids = torch.cat([torch.tensor([start] + [image] * num_tokens + [end]), words])
+    ids = torch.cat([torch.tensor([start] + [source] * num_tokens + [end]), words])
     positions, following = mrope_positions(
-        ids, [Span(GRID)], vision_token_ids=[image], merge_size=merge
+        ids, [Span(GRID)], vision_token_ids=[source], merge_size=merge
     )
     vision = config.vision_config
     columns = 3 * vision.temporal_patch_size * vision.patch_size**2
     patches = torch.randn(GRID[1] * GRID[2], columns, generator=generator)
-    picture = Picture("picture", b"", patches, GRID)
+    image = ProcessedImage("image", b"", patches, GRID)
     row = Row(0, "", "", (), "", "")
-    prompt = Prompt(row, ids, tuple(ids.tolist()), positions, following, (picture,))
+    prompt = Prompt(row, ids, tuple(ids.tolist()), positions, following, (image,))
     answers = torch.randint(len(TOKEN_IDS), VOCABULARY, (count, length), generator=generator)
     return prompt, answers.tolist()
 
 
 def our_step(chunks: list[Any], config: Any, prompt: Prompt, trees: list[Tree]) -> Step:
     pack = make_pack(trees, vision_token_ids={config.image_token_id})
-    pictures = {picture.key: picture for picture in prompt.pictures}
+    images = {image.key: image for image in prompt.images}
     loss = supervised_loss(pack.num_targets)
 
     def step() -> float:
         for chunk in chunks:
             chunk.zero_grad_buffer()
-        features = VisionFeatures(chunks, pictures)
+        features = VisionFeatures(chunks, images)
         (measures,) = forward_backward(chunks, [pack], features, Scoring(), loss)
         return float(measures["loss"]) / pack.num_targets
 
@@ -172,7 +172,7 @@ def their_step(model: Any, config: Any, prompt: Prompt, answers: list[list[int]]
         "attention_mask": torch.ones_like(ids),
         "labels": labels,
         "mm_token_type_ids": (ids == config.image_token_id).long(),
-        "pixel_values": torch.cat([prompt.pictures[0].patches] * len(answers)),
+        "pixel_values": torch.cat([prompt.images[0].patches] * len(answers)),
         "image_grid_thw": torch.tensor([GRID] * len(answers)),
     }
 

@@ -32,8 +32,8 @@ def bench_packing() -> None:
     start = time.perf_counter()
     bins = pack_trees(trees, PACK_TOKENS)
     packed = time.perf_counter()
-    for members in bins:
-        make_pack(members, vision_token_ids={IMAGE_TOKEN}, multiple=8)
+    for handles in bins:
+        make_pack(handles, vision_token_ids={IMAGE_TOKEN}, multiple=8)
     laid_out = time.perf_counter()
     tokens = sum(item.num_tokens for item in trees)
     print(f"\n{PROMPTS} prompts x {RESPONSES} responses, {tokens} tokens, {len(bins)} packs")

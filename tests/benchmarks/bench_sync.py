@@ -12,25 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megavlm.inference.server_pool.targets import Target
 from transformers import AutoConfig
 
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.inference.server import ManagedServer
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import LoRA, add_adapters
 from megavlm.parallel.mesh import Layout
-from megavlm.rollout.fleet.targets import Target
-from megavlm.rollout.server import ManagedServer
-from megavlm.rollout.weights.adapters import Adapters
-from megavlm.rollout.weights.engine import Engine
-from megavlm.rollout.weights.fixed_targets import FixedTargets
-from megavlm.rollout.weights.plan import Plan, TrainerRanks
-from megavlm.rollout.weights.sync import WeightSync
-from megavlm.rollout.weights.table import stored_bytes
-from megavlm.rollout.weights.trained import trained_entries
-from megavlm.rollout.weights.transports.base import Transport
-from megavlm.rollout.weights.transports.disk import DiskTransport
-from megavlm.rollout.weights.transports.distributed import DistributedTransport
-from megavlm.rollout.weights.transports.tensor import TensorTransport
+from megavlm.weight_sync.fixed_targets import FixedTargets
+from megavlm.weight_sync.lora import Adapters
+from megavlm.weight_sync.plan import Plan, TrainerRanks
+from megavlm.weight_sync.plan_table import stored_bytes
+from megavlm.weight_sync.sglang_layout import Engine
+from megavlm.weight_sync.sync import WeightSync
+from megavlm.weight_sync.trainable import trained_entries
+from megavlm.weight_sync.transports.base import Transport
+from megavlm.weight_sync.transports.disk import DiskTransport
+from megavlm.weight_sync.transports.distributed import DistributedTransport
+from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.benchmarks.bench_model import SIZES
 from tests.distributed.fork import launch
 from tests.parity.inputs import QUESTION

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megavlm.data.packing import Pack
-from megavlm.data.processor import Picture
+from megavlm.data.processor import ProcessedImage
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
@@ -22,12 +22,12 @@ from megavlm.models.common.lora_linear import LoRALinear
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import build_model, family
 from megavlm.parallel.mesh import build_mesh
+from megavlm.training.forward_backward import VisionFeatures, forward_backward, logits
 from megavlm.training.optimizer import wrap
-from megavlm.training.passes import VisionFeatures, forward_backward, logits
 from tests.distributed.lora_reference import Name, pair
 from tests.parity.cases import TREES_PER_PACK, packs_of
 from tests.parity.inputs import QUESTION, Inputs
-from tests.parity.reference import distinct_pictures
+from tests.parity.reference import distinct_images
 from tests.parity.table import Ranks
 
 DENSE = ("language.attention", "language.mlp")
@@ -59,7 +59,7 @@ class Run:
     packs: list[Pack]
     groups: list[list[int]]
     copies: int
-    pictures: Mapping[str, Picture]
+    images: Mapping[str, ProcessedImage]
     wrapped: list[DistributedDataParallel] = field(default_factory=list)
 
     @property
@@ -83,7 +83,7 @@ class Run:
         forward_backward(self.wrapped, self.packs, self._features(), Scoring(), loss)
 
     def _features(self) -> VisionFeatures:
-        return VisionFeatures(self.wrapped, self.pictures)
+        return VisionFeatures(self.wrapped, self.images)
 
 
 def start(folder: Path, ranks: Ranks, **options: Any) -> Run:
@@ -104,7 +104,7 @@ def start(folder: Path, ranks: Ranks, **options: Any) -> Run:
     groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
     packs = packs_of([[cases[i] for i in group] for group in groups], config, ranks)
     parts = [pack.part(mesh.context_rank) for pack in packs]
-    return Run(chunks, parts, groups, copies, distinct_pictures(cases), wrap(chunks))
+    return Run(chunks, parts, groups, copies, distinct_images(cases), wrap(chunks))
 
 
 def cut(layer: LoRALinear, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,17 +13,17 @@ from megavlm.checkpointing.folder import complete_steps
 from megavlm.config.load import load
 from megavlm.config.schema import PPO
 from megavlm.data.packing import make_pack, prompt_tree
+from megavlm.models.options import layout
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.critic import Critic
-from megavlm.training.options import layout
-from megavlm.training.passes import VisionFeatures
-from megavlm.training.session import Session
+from megavlm.training.forward_backward import VisionFeatures
+from megavlm.training.train_state import TrainState
 from megavlm.training.value_update import critic_loss
 from tests.conftest import row, write_rows
 from tests.distributed.fork import launch
 from tests.parity.inputs import Inputs
 from tests.parity.models import make_model
-from tests.parity.reference import distinct_pictures
+from tests.parity.reference import distinct_images
 
 pytestmark = pytest.mark.distributed
 
@@ -33,19 +33,19 @@ class Run:
         config = load(recipe)
         assert isinstance(config.algorithm, PPO)
         self.settings = config.algorithm
-        self.session = Session(config, build_mesh(layout(config), seed=0))
-        self.critic = Critic(self.session, self.settings)
-        self.session.resume()
+        self.train_state = TrainState(config, build_mesh(layout(config), seed=0))
+        self.critic = Critic(self.train_state, self.settings)
+        self.train_state.resume()
         self.critic.resume()
         cases = Inputs(Path(config.model.folder)).sequences("one image")
-        mesh, hf = self.session.mesh, self.session.hf_config
+        mesh, hf = self.train_state.mesh, self.train_state.hf_config
         mine = cases[mesh.data_rank :: mesh.data_size]
         tokens = (hf.image_token_id, hf.video_token_id)
         trees = [prompt_tree(case.prompt, case.responses) for case in mine]
         self.pack = make_pack(trees, vision_token_ids=tokens, context_size=mesh.layout.context)
         self.pack = self.pack.part(mesh.context_rank)
-        features = VisionFeatures(self.session.updater.chunks, distinct_pictures(cases))
-        self.features = self.critic.features(features, distinct_pictures(cases))
+        features = VisionFeatures(self.train_state.updater.chunks, distinct_images(cases))
+        self.features = self.critic.features(features, distinct_images(cases))
         assert self.features is features, "a frozen tower's features are the policy's"
 
     def values(self) -> torch.Tensor:
@@ -60,9 +60,9 @@ class Run:
         return measures["value_loss"]
 
     def save(self) -> None:
-        self.session.step += 1
-        self.session.save(None, {}, self.critic.begin_save)
-        self.session.saver.finish()
+        self.train_state.step += 1
+        self.train_state.save(None, {}, self.critic.begin_save)
+        self.train_state.saver.finish()
 
     def state(self) -> list[torch.Tensor]:
         return [p.detach().clone() for chunk in self.critic.model for p in chunk.parameters()]
@@ -72,16 +72,16 @@ def learn_and_resume(recipe: Path) -> list[Any]:
     run = Run(recipe)
     start = run.values()
     losses = [run.update() for _ in range(3)]
-    policy = [p.detach().clone() for chunk in run.session.model for p in chunk.parameters()]
+    policy = [p.detach().clone() for chunk in run.train_state.model for p in chunk.parameters()]
     run.save()
     saved, uninterrupted = run.state(), [run.update(), run.update()]
     values = run.values()
 
     again = Run(recipe)
-    assert again.session.step == 1
+    assert again.train_state.step == 1
     same = all(torch.equal(x, y) for x, y in zip(saved, again.state(), strict=True))
     resumed = [again.update(), again.update()]
-    now = [p for chunk in again.session.model for p in chunk.parameters()]
+    now = [p for chunk in again.train_state.model for p in chunk.parameters()]
     unmoved = all(torch.equal(x, y) for x, y in zip(policy, now, strict=True))
     again.save()
     steps = complete_steps(recipe.parent / "run/critic_checkpoints")

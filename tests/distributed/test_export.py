@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megavlm.models.common.config import ModelOptions
-from megavlm.training.export import _trainer_logits
+from megavlm.run.export import _trainer_logits
 from megavlm.training.optimizer import wrap
 from tests.distributed.fork import launch
 from tests.parity.cases import packs_of
-from tests.parity.reference import distinct_pictures
+from tests.parity.reference import distinct_images
 from tests.parity.runs import Models, build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
@@ -30,8 +30,8 @@ def logits(folder: Path, ranks: Ranks, cases: Any) -> Any:
     config = AutoConfig.from_pretrained(folder)
     mesh, _, chunks = build(folder, config, ranks, ModelOptions())
     pack, *_ = packs_of([cases], config, ranks)
-    session: Any = SimpleNamespace(mesh=mesh, updater=SimpleNamespace(chunks=wrap(chunks)))
-    return _trainer_logits(session, pack, distinct_pictures(cases))
+    train_state: Any = SimpleNamespace(mesh=mesh, updater=SimpleNamespace(chunks=wrap(chunks)))
+    return _trainer_logits(train_state, pack, distinct_images(cases))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A frozen tower keeps nothing for backward and encodes a picture once a step; a trained one has
+"""A frozen tower keeps nothing for backward and encodes an image once a step; a trained one has
 the right gradients on ranks that encode none.
 """
 
@@ -15,11 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.vision_merge import split_by_cost
-from megavlm.training.passes import forward_backward, score
+from megavlm.training.forward_backward import compute_logprobs, forward_backward
 from tests.distributed.fork import launch
 from tests.parity.cases import packs_of
-from tests.parity.inputs import picture
-from tests.parity.reference import Sequences, distinct_pictures
+from tests.parity.inputs import image
+from tests.parity.reference import Sequences, distinct_images
 from tests.parity.runs import Models, Run, difference, weighted
 from tests.parity.table import LAYOUTS, Ranks
 
@@ -52,11 +52,11 @@ def test_a_frozen_tower_keeps_nothing(models: Models, model: tuple[Path, Any]) -
 def kept(
     folder: Path, config: Any, options: ModelOptions, cases: Sequence[Sequences]
 ) -> tuple[int, list[bool]]:
-    """On one of two tensor ranks: tensors that are saved for backward where a pack's pictures are
-    encoded, and which of the pictures' features have a graph.
+    """On one of two tensor ranks: tensors that are saved for backward where a pack's images are
+    encoded, and which of the images' features have a graph.
     """
     ranks = LAYOUTS["TP2"]
-    run = Run.start(folder, config, ranks, options, distinct_pictures(cases))
+    run = Run.start(folder, config, ranks, options, distinct_images(cases))
     (pack,) = packs_of([cases], config, ranks)
     saved = []
 
@@ -70,25 +70,25 @@ def kept(
 
 
 @pytest.mark.parametrize("layout", ["one rank", "TP2xCP2", "PP2xCP2"])
-def test_each_picture_is_encoded_once_a_step(
+def test_each_image_is_encoded_once_a_step(
     models: Models, model: tuple[Path, Any], layout: str
 ) -> None:
     """By the ranks of the first stage together, each its share of the cost."""
     ranks = LAYOUTS[layout]
     cases = models.inputs(model[0]).sequences("mixed")
-    shown = [picture.key for case in cases for picture in case.prompt.pictures]
-    pictures = distinct_pictures(cases)
-    assert len(pictures) < len(shown), "some pictures are shown twice"
-    grids = [picture.grid for picture in pictures.values()]
+    shown = [image.key for case in cases for image in case.prompt.images]
+    images = distinct_images(cases)
+    assert len(images) < len(shown), "some images are shown twice"
+    grids = [image.grid for image in images.values()]
     costs = [t * h * w * (1 + h * w / 4096) for t, h, w in grids]
-    keys, num_shares = list(pictures), ranks.mesh.tensor * ranks.mesh.context
+    keys, num_shares = list(images), ranks.mesh.tensor * ranks.mesh.context
     shares = split_by_cost(costs, num_shares)
     expected = [[keys[index] for index in share] for share in shares]
     later_stages = [[]] * (ranks.world_size - num_shares)
 
     encoded = launch(ranks.world_size, encoded_in_a_step, *model, cases, ranks)
     assert encoded == expected + later_stages
-    assert sorted(chain(*encoded)) == sorted(pictures)
+    assert sorted(chain(*encoded)) == sorted(images)
     loads = [sum(costs[index] for index in share) for share in shares]
     assert max(loads) - min(loads) <= max(costs)
 
@@ -97,7 +97,7 @@ def encoded_in_a_step(
     folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks
 ) -> list[str]:
     """Keys of what this rank's tower is given in a step of three passes over several packs."""
-    run = Run.start(folder, config, ranks, FROZEN, distinct_pictures(cases))
+    run = Run.start(folder, config, ranks, FROZEN, distinct_images(cases))
     packs = packs_of([cases[:3], cases[3:5], cases[5:]], config, ranks)
     parts = [pack.part(run.mesh.context_rank) for pack in packs]
     keys: list[str] = []
@@ -106,31 +106,31 @@ def encoded_in_a_step(
         patches, grids = inputs
         for piece in patches.split([t * h * w for t, h, w in grids]):
             keys.extend(
-                key for key, picture in run.pictures.items() if torch.equal(picture.patches, piece)
+                key for key, image in run.images.items() if torch.equal(image.patches, piece)
             )
 
     if run.chunks[0].visual is not None:
         run.chunks[0].visual.register_forward_pre_hook(note)
     features = run.features()
     for _ in range(2):
-        score(run.wrapped, parts, features, Scoring())
+        compute_logprobs(run.wrapped, parts, features, Scoring())
     forward_backward(run.wrapped, parts, features, Scoring(), weighted)
     return keys
 
 
 @pytest.mark.parametrize("layout", ["TP4", "CP4", "TP2+SPxCP2"])
-def test_gradients_are_right_where_a_rank_has_no_picture(
+def test_gradients_are_right_where_a_rank_has_no_image(
     models: Models, model: tuple[Path, Any], layout: str
 ) -> None:
-    """One pack shows one picture, the other two; there are four ranks."""
+    """One pack shows one image, the other two; there are four ranks."""
     make = models.inputs(model[0])
     cases = [
-        make.case(1, images=[picture(128, 96, 1)]),
-        make.case(2, images=[picture(64, 96, 2), picture(96, 96, 3)]),
+        make.case(1, images=[image(128, 96, 1)]),
+        make.case(2, images=[image(64, 96, 2), image(96, 96, 3)]),
     ]
     ((expected, _),) = launch(1, tower_gradients, *model, cases, LAYOUTS["one rank"])
     results = launch(4, tower_gradients, *model, cases, LAYOUTS[layout])
-    assert [num_pictures for _, num_pictures in results] == [2, 1, 0, 0]
+    assert [num_images for _, num_images in results] == [2, 1, 0, 0]
     for gradients, _ in results:
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
@@ -141,12 +141,12 @@ def test_gradients_are_right_where_a_rank_has_no_picture(
 def tower_gradients(
     folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks
 ) -> tuple[dict[str, Tensor], int]:
-    """By name; and the number of pictures that this rank encoded for them."""
-    run = Run.start(folder, config, ranks, TRAINED, distinct_pictures(cases))
-    num_pictures: list[int] = []
+    """By name; and the number of images that this rank encoded for them."""
+    run = Run.start(folder, config, ranks, TRAINED, distinct_images(cases))
+    num_images: list[int] = []
     run.chunks[0].visual.register_forward_pre_hook(
-        lambda tower, inputs: num_pictures.append(len(inputs[1]))
+        lambda tower, inputs: num_images.append(len(inputs[1]))
     )
     gradients = run.backward(packs_of([[case] for case in cases], config, ranks))
     of_tower = {key: x for (key, _), x in gradients.items() if key.startswith("visual.")}
-    return of_tower, sum(num_pictures)
+    return of_tower, sum(num_images)

@@ -10,10 +10,10 @@ from safetensors.numpy import load_file
 
 from megavlm.models.common.config import ModelOptions
 from megavlm.parallel.mesh import Layout
-from megavlm.rollout.weights.gather import gather
-from megavlm.rollout.weights.plan import Plan, TrainerRanks
-from megavlm.rollout.weights.shards import local_shards
-from megavlm.rollout.weights.trained import trained_entries
+from megavlm.weight_sync.gather import gather
+from megavlm.weight_sync.plan import Plan, TrainerRanks
+from megavlm.weight_sync.shards import local_shards
+from megavlm.weight_sync.trainable import trained_entries
 from tests.distributed.fork import launch
 from tests.distributed.merged import add_pairs, merged
 from tests.parity.runs import Models, build
@@ -61,7 +61,7 @@ def gathered(
     return {
         "tensors": dict(tensors),
         "count": len(tensors),
-        "givers": {rank for givers in plan.givers for rank in givers},
+        "givers": {rank for source_ranks in plan.source_ranks for rank in source_ranks},
     }
 
 
@@ -105,7 +105,7 @@ def in_folder(folder: Path) -> dict[str, np.ndarray]:
     ],
 )
 def test_shards_of_any_layout_arrive_whole(
-    models: Models, model: str, layout: str, givers: set[int]
+    models: Models, model: str, layout: str, source_ranks: set[int]
 ) -> None:
     """Bit for bit, stacks of experts too."""
     folder = models.folder(model)
@@ -114,7 +114,7 @@ def test_shards_of_any_layout_arrive_whole(
     assert result["tensors"].keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(result["tensors"][name], tensor, err_msg=name)
-    assert result["givers"] == givers
+    assert result["givers"] == source_ranks
 
 
 def test_an_expert_stack_is_one_tensor(models: Models) -> None:

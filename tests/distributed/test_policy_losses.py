@@ -22,16 +22,21 @@ from megavlm.models.registry import build_model, family
 from megavlm.parallel.collectives import reduce_measures, summing
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.advantages import add_advantages
+from megavlm.training.forward_backward import (
+    LossFunction,
+    VisionFeatures,
+    compute_logprobs,
+    forward_backward,
+)
 from megavlm.training.guards import SkipCounter
+from megavlm.training.losses import Update, policy_loss
 from megavlm.training.optimizer import build_updater, wrap
-from megavlm.training.passes import LossFunction, VisionFeatures, forward_backward, score
-from megavlm.training.policy_loss import Update, policy_loss
 from megavlm.training.update import update
 from megavlm.training.value_update import with_value_loss
 from tests.distributed.fork import launch
 from tests.parity.inputs import Inputs
 from tests.parity.models import make_model
-from tests.parity.reference import Sequences, distinct_pictures
+from tests.parity.reference import Sequences, distinct_images
 from tests.parity.table import LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
@@ -114,7 +119,7 @@ class Model:
         self.chunks = wrap(self.model, shard_optimizer=False)
 
     def features(self) -> VisionFeatures:
-        return VisionFeatures(self.chunks, distinct_pictures(self.cases))
+        return VisionFeatures(self.chunks, distinct_images(self.cases))
 
     def packs(self, settings: GRPO | PPO, trees_per_pack: int) -> list[Pack]:
         """This rank's, with all that a loss needs: log-probs that differ from the present ones."""
@@ -129,7 +134,7 @@ class Model:
             ).part(mesh.context_rank)
             for start in range(0, len(mine), trees_per_pack)
         ]
-        scores = score(self.chunks, packs, self.features(), Scoring())
+        scores = compute_logprobs(self.chunks, packs, self.features(), Scoring())
         for pack, given in zip(packs, scores, strict=True):
             drawn = pack.values["rollout_logprobs"]
             old = given.logprobs + 0.2 * (7 * drawn).sin()
@@ -231,7 +236,7 @@ def idle(folder: Path, ranks: Ranks, advantage_on: int | None) -> list[Any]:
     updater = build_updater(run.model, Optimizer(lr=1e-2, weight_decay=0.1), num_steps=9)
     packs = run.packs(PLAIN, 4)
     for pack in packs:
-        pack.values["reference_logprobs"] = pack.values["old_logprobs"] = score(
+        pack.values["reference_logprobs"] = pack.values["old_logprobs"] = compute_logprobs(
             run.chunks, [pack], run.features(), Scoring()
         )[0].logprobs
         if run.mesh.data_rank != advantage_on:

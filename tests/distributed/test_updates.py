@@ -20,15 +20,15 @@ from megavlm.models.common.lora import LoRA, adapters, add_adapters
 from megavlm.models.registry import build_model, family
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh, build_mesh
+from megavlm.training.forward_backward import VisionFeatures, compute_logprobs, forward_backward
+from megavlm.training.losses import supervised_loss
 from megavlm.training.optimizer import Updater, build_updater
-from megavlm.training.passes import VisionFeatures, forward_backward, score
-from megavlm.training.policy_loss import supervised_loss
 from megavlm.training.reference import reference
 from tests.distributed.fork import launch
 from tests.parity.cases import TREES_PER_PACK, packs_of
 from tests.parity.inputs import Inputs
 from tests.parity.models import make_model
-from tests.parity.reference import Sequences, distinct_pictures
+from tests.parity.reference import Sequences, distinct_images
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
@@ -73,7 +73,7 @@ class Run:
     packs: list[Pack]
 
     def features(self) -> VisionFeatures:
-        return VisionFeatures(self.updater.chunks, distinct_pictures(self.cases))
+        return VisionFeatures(self.updater.chunks, distinct_images(self.cases))
 
     def forward_backward(self, features: VisionFeatures) -> list[Any]:
         self.updater.zero_gradients()
@@ -83,7 +83,7 @@ class Run:
 
     def logprobs(self, features: VisionFeatures) -> list[torch.Tensor]:
         """By pack, on the last stage."""
-        scores = score(self.updater.chunks, self.packs, features, Scoring())
+        scores = compute_logprobs(self.updater.chunks, self.packs, features, Scoring())
         return [pack_scores.logprobs for pack_scores in scores]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -183,7 +183,7 @@ def test_nan_on_one_rank_is_known_on_all(models: Models, model: str, layout: str
 
 
 def frozen_step(folder: Path, ranks: Ranks) -> list[Any]:
-    """In a step of three passes: pictures encoded on this rank (None: it has no tower), distinct
+    """In a step of three passes: images encoded on this rank (None: it has no tower), distinct
     ones, features with a graph, gradient buffers of the tower.
     """
     run = start(folder, ranks, frozen=True)
@@ -199,7 +199,7 @@ def frozen_step(folder: Path, ranks: Ranks) -> list[Any]:
     tower = [] if visual is None else list(visual.named_parameters())
     buffers = [name for name, p in tower if hasattr(p, "main_grad")]
     count = None if visual is None else sum(encoded)
-    return [count, len(distinct_pictures(run.cases)), graph, buffers]
+    return [count, len(distinct_images(run.cases)), graph, buffers]
 
 
 @pytest.mark.parametrize(
@@ -212,13 +212,13 @@ def frozen_step(folder: Path, ranks: Ranks) -> list[Any]:
         ("qwen3_vl", "PP2 virtual 2"),
     ],
 )
-def test_a_frozen_tower_encodes_each_picture_once_a_step_and_keeps_no_graph(
+def test_a_frozen_tower_encodes_each_image_once_a_step_and_keeps_no_graph(
     models: Models, model: str, layout: str
 ) -> None:
     ranks = LAYOUTS[layout]
     results = launch(ranks.world_size, frozen_step, models.folder(model), ranks)
     distinct = results[0][1]
-    assert distinct == 7, "eight pictures and videos, one of which comes twice"
+    assert distinct == 7, "eight images and videos, one of which comes twice"
     encoded = [result[0] for result in results if result[0] is not None]
     assert len(encoded) == ranks.world_size // ranks.mesh.pipeline, "towers of the first stage"
     assert sum(encoded) == distinct and min(encoded) > 0

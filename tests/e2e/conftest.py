@@ -1,4 +1,4 @@
-"""A small world for whole runs: pictures, a tiny model, and the command line as a user has it."""
+"""A small world for whole runs: images, a tiny model, and the command line as a user has it."""
 
 import json
 import os
@@ -15,8 +15,8 @@ import pytest
 from megavlm.demo.data import DemoData
 from megavlm.demo.shapes import write_dataset
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.rollout.server import ManagedServer
-from megavlm.training.servers import ADMIN_KEY, API_KEY
+from megavlm.inference.connect import ADMIN_KEY, API_KEY
+from megavlm.inference.server import ManagedServer
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Episodes of several turns through the command line: pictures in observations, the real server."""
+"""Episodes of several turns through the command line: images in observations, the real server."""
 
 from typing import Any
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megavlm.rollout.server import ManagedServer, free_port
-from megavlm.training.servers import ADMIN_KEY, API_KEY
+from megavlm.inference.connect import ADMIN_KEY, API_KEY
+from megavlm.inference.server import ManagedServer, free_port
 from tests.e2e.conftest import World
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -119,7 +119,7 @@ def test_requests_by_the_router_and_weights_past_it(world: World, tmp_path: Path
         assert [step["step"] for step in steps] == [1, 2, 3]
         for step in steps:
             assert step["episodes"] == 32
-            assert step["rollout_max_difference"] < 1e-4, "pictures, log-probs and weights are ours"
+            assert step["rollout_max_difference"] < 1e-4, "images, log-probs and weights are ours"
         for server in both:
             log = server.log_path.read_text()
             assert log.count('"POST /generate HTTP/1.1" 200') >= 3, "both were asked"

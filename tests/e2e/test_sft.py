@@ -5,7 +5,7 @@ import torch
 from megavlm import checkpointing
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
-from megavlm.training.run_lock import run_lock
+from megavlm.run.run_lock import run_lock
 from tests.e2e.conftest import World
 
 TRAINED_TOWER = {"freeze_tower": False, "freeze_merger": False}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from megavlm.rollout.weights.engine import Engine, engine_tensors
+from megavlm.weight_sync.sglang_layout import Engine, engine_tensors
 from tests.fakes.server import FakeServer, Refusal
 
 

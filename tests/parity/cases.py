@@ -19,12 +19,17 @@ from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import build_model, family
 from megavlm.parallel.mesh import Mesh, build_mesh
+from megavlm.training.forward_backward import (
+    VisionFeatures,
+    compute_logprobs,
+    forward_backward,
+    logits,
+)
 from megavlm.training.optimizer import wrap
-from megavlm.training.passes import VisionFeatures, forward_backward, logits, score
 from tests.parity.reference import (
     Reference,
     Sequences,
-    distinct_pictures,
+    distinct_images,
     token_weights,
     value_parameters,
     weighted_loss,
@@ -56,8 +61,8 @@ def expect(folder: Path, cases: Sequence[Sequences], head: str) -> Expected:
     with torch.no_grad():
         scores = [[reference.scores(case.prompt, r) for r in case.responses] for case in cases]
     return {
-        "logits": [[score.logits for score in row] for row in scores],
-        "values": [[score.values for score in row] for row in scores],
+        "logits": [[compute_logprobs.logits for compute_logprobs in row] for row in scores],
+        "values": [[compute_logprobs.values for compute_logprobs in row] for row in scores],
         "gradients": reference.gradients(cases, tokens=head != "values", values=head != "tokens"),
         "value_head": {"weight": reference.value_weight.grad, "bias": reference.value_bias.grad},
     }
@@ -115,7 +120,7 @@ def _compare(
     groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
     packs = packs_of([[cases[i] for i in group] for group in groups], config, case.ranks)
     parts = [pack.part(mesh.context_rank) for pack in packs]
-    features = VisionFeatures(wrapped, distinct_pictures(cases))
+    features = VisionFeatures(wrapped, distinct_images(cases))
     forward = _forward_difference(wrapped, parts, groups, features, expected, options.head)
     forward_backward(wrapped, parts, features, Scoring(), _loss)
     gradients = {name: torch.from_numpy(x) for name, x in expected["gradients"].items()}
@@ -170,7 +175,7 @@ def _forward_difference(
     if head != "values":
         results.append(("logits", logits(wrapped, parts, features)))
     if head != "tokens":
-        scores = score(wrapped, parts, features, Scoring())
+        scores = compute_logprobs(wrapped, parts, features, Scoring())
         results.append(("values", [s.values for s in scores]))
     worst = 0.0
     for name, ours in results:

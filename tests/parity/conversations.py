@@ -9,14 +9,14 @@ from torch import Tensor
 
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import Span, mrope_positions
-from megavlm.data.processor import Picture, Prompt
-from tests.parity.inputs import Inputs, picture
+from megavlm.data.processor import ProcessedImage, Prompt
+from tests.parity.inputs import Inputs, image
 from tests.parity.reference import Reference, token_weights
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the user says, with pictures, or a response (`prompt` is None)."""
+    """What the user says, with images, or a response (`prompt` is None)."""
 
     token_ids: Tensor
     parent: int
@@ -27,8 +27,8 @@ class Turn:
         return self.prompt is None
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
-        return self.prompt.pictures if self.prompt else ()
+    def images(self) -> tuple[ProcessedImage, ...]:
+        return self.prompt.images if self.prompt else ()
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Conversation:
     merge_size: int = 2
 
     @property
-    def pictures(self) -> dict[str, Picture]:
-        return {picture.key: picture for turn in self.turns for picture in turn.pictures}
+    def images(self) -> dict[str, ProcessedImage]:
+        return {image.key: image for turn in self.turns for image in turn.images}
 
     def paths(self) -> list[list[int]]:
         """The turns from the root to each leaf."""
@@ -87,15 +87,15 @@ class Conversation:
                     values={"weight": weight} if turn.is_response else {},
                 )
             )
-        pictures = [picture.key for index in indices for picture in self.turns[index].pictures]
-        return Tree(tuple(segments), tuple(pictures))
+        images = [image.key for index in indices for image in self.turns[index].images]
+        return Tree(tuple(segments), tuple(images))
 
     def _positions(self, index: int) -> Tensor:
         """Those at the end of the sequence from the root to this turn."""
         turns = [self.turns[i] for i in self._path(index)]
         positions, _ = mrope_positions(
             torch.cat([turn.token_ids for turn in turns]),
-            [Span(picture.grid) for turn in turns for picture in turn.pictures],
+            [Span(image.grid) for turn in turns for image in turn.images],
             vision_token_ids=self.vision_token_ids,
             merge_size=self.merge_size,
         )
@@ -105,9 +105,9 @@ class Conversation:
 def two_conversations(make: Inputs) -> list[Conversation]:
     """A question with three responses; and one of two turns, each of which branches."""
     vision = make.processor.vision_token_ids
-    first = make.case(1, images=[picture(96, 128, 1)])
-    second = make.case(2, text=9, images=[picture(64, 96, 2)])
-    shown = make.case(3, text=5, images=[picture(128, 64, 3), picture(96, 128, 1)]).prompt
+    first = make.case(1, images=[image(96, 128, 1)])
+    second = make.case(2, text=9, images=[image(64, 96, 2)])
+    shown = make.case(3, text=5, images=[image(128, 64, 3), image(96, 128, 1)]).prompt
     said = make.case(4, text=12).prompt
     flat = [user(first.prompt, -1), *(response(size, 0) for size in (3, 6, 1))]
     deep = [
@@ -141,9 +141,9 @@ def expect(folder: Any, conversations: Sequence[Conversation]) -> dict[str, Any]
         for path, tree in zip(conversation.paths(), conversation.sequences(), strict=True):
             root, *rest = (conversation.turns[index] for index in path)
             assert root.prompt is not None
-            shown = [picture for index in path for picture in conversation.turns[index].pictures]
+            shown = [image for index in path for image in conversation.turns[index].images]
             later = torch.cat([turn.token_ids for turn in rest])
-            scores = reference.scores(replace(root.prompt, pictures=tuple(shown)), later.tolist())
+            scores = reference.scores(replace(root.prompt, images=tuple(shown)), later.tolist())
             targets = torch.cat(
                 [torch.full(turn.token_ids.shape, turn.is_response) for turn in rest]
             )

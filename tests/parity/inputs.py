@@ -1,4 +1,4 @@
-"""The inputs of the parity matrix, by name: prompts with pictures and videos, and responses."""
+"""The inputs of the parity matrix, by name: prompts with images and videos, and responses."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from tests.parity.reference import Sequences
 QUESTION = "Find x in the triangle. How many blue circles?"
 
 
-def picture(width: int, height: int, seed: int) -> bytes:
+def image(width: int, height: int, seed: int) -> bytes:
     """A PNG of random squares."""
     pixels = np.random.default_rng(seed).integers(
         0, 255, (-(-height // 7), -(-width // 7), 3), dtype=np.uint8
@@ -27,7 +27,7 @@ def picture(width: int, height: int, seed: int) -> bytes:
 
 
 def video(width: int, height: int, num_frames: int, seed: int, fps: float = 2.0) -> Video:
-    frames = tuple(picture(width, height, seed + index) for index in range(num_frames))
+    frames = tuple(image(width, height, seed + index) for index in range(num_frames))
     return Video(frames, fps)
 
 
@@ -63,33 +63,31 @@ class Inputs:
 
 
 def _mixed(make: Inputs) -> list[Sequences]:
-    """A bit of everything: packs that differ in length, in pictures and in trees."""
+    """A bit of everything: packs that differ in length, in images and in trees."""
     return [
-        make.case(1, images=[picture(64, 64, 1)], responses=(3, 5)),
-        make.case(2, images=[picture(288, 96, 2), picture(128, 192, 3)], responses=(4,)),
+        make.case(1, images=[image(64, 64, 1)], responses=(3, 5)),
+        make.case(2, images=[image(288, 96, 2), image(128, 192, 3)], responses=(4,)),
         make.case(3, text=31, responses=(2, 3, 4)),
         make.case(4, videos=[video(96, 64, 4, 4)], responses=(3,)),
-        make.case(5, images=[picture(96, 160, 9)], videos=[video(64, 96, 2, 10)], responses=(4, 1)),
-        make.case(6, text=7, images=[picture(64, 64, 1)], responses=(6,)),
+        make.case(5, images=[image(96, 160, 9)], videos=[video(64, 96, 2, 10)], responses=(4, 1)),
+        make.case(6, text=7, images=[image(64, 64, 1)], responses=(6,)),
         make.case(7, text=60, responses=(1,)),
-        make.case(8, images=[picture(64, 128, 12)], responses=(2, 2)),
+        make.case(8, images=[image(64, 128, 12)], responses=(2, 2)),
     ]
 
 
 def _one_image(make: Inputs) -> list[Sequences]:
-    return [make.case(i, images=[picture(64 + 32 * i, 96, i)]) for i in range(4)]
+    return [make.case(i, images=[image(64 + 32 * i, 96, i)]) for i in range(4)]
 
 
 def _several_images(make: Inputs) -> list[Sequences]:
-    return [
-        make.case(i, images=[picture(64, 64, 8 * i + j) for j in range(1 + i)]) for i in range(4)
-    ]
+    return [make.case(i, images=[image(64, 64, 8 * i + j) for j in range(1 + i)]) for i in range(4)]
 
 
 def _sizes(make: Inputs) -> list[Sequences]:
     """From one merged patch row to several windows of the tower a side."""
     sizes = [(64, 64), (448, 64), (64, 352), (256, 256)]
-    return [make.case(i, images=[picture(*size, i)]) for i, size in enumerate(sizes)]
+    return [make.case(i, images=[image(*size, i)]) for i, size in enumerate(sizes)]
 
 
 def _video(make: Inputs) -> list[Sequences]:
@@ -105,21 +103,21 @@ def _text_only(make: Inputs) -> list[Sequences]:
 
 
 def _straddling(make: Inputs) -> list[Sequences]:
-    """One long prompt whose picture lies across every cut of the context and sequence axes."""
-    return [make.case(i, text=6, images=[picture(320, 320, i)], responses=(2,)) for i in range(4)]
+    """One long prompt whose image lies across every cut of the context and sequence axes."""
+    return [make.case(i, text=6, images=[image(320, 320, i)], responses=(2,)) for i in range(4)]
 
 
 def _padding(make: Inputs) -> list[Sequences]:
     """Lengths that no axis divides, and a response of a single token."""
     return [
-        make.case(i, text=3 + i, images=[picture(64, 64, i)][: i % 2], responses=(1,) * (1 + i))
+        make.case(i, text=3 + i, images=[image(64, 64, i)][: i % 2], responses=(1,) * (1 + i))
         for i in range(4)
     ]
 
 
 def _branches(make: Inputs) -> list[Sequences]:
     """Many branches of one prompt."""
-    return [make.case(i, images=[picture(96, 96, i)], responses=(2, 7, 3, 5, 1)) for i in range(4)]
+    return [make.case(i, images=[image(96, 96, i)], responses=(2, 7, 3, 5, 1)) for i in range(4)]
 
 
 MAKERS: dict[str, Callable[[Inputs], list[Sequences]]] = {

@@ -21,7 +21,7 @@ from megavlm.models.common.tower import Tower
 from megavlm.models.common.value_head import ValueHead
 from megavlm.models.qwen3_vl.vision import VisionTower
 from tests.parity import cases
-from tests.parity.inputs import Inputs, picture
+from tests.parity.inputs import Inputs, image
 from tests.parity.reference import Sequences
 
 Patch = pytest.MonkeyPatch
@@ -162,8 +162,8 @@ def counted_over_the_part(patch: Patch) -> None:
     patch.setattr(Pack, "part", part)
 
 
-def no_graph_without_pictures(patch: Patch) -> None:
-    """15. What a rank without pictures gives to the gather has no graph: it leaves the others alone
+def no_graph_without_images(patch: Patch) -> None:
+    """15. What a rank without images gives to the gather has no graph: it leaves the others alone
     in the collectives of backward.
     """
     plain = vision_merge._GatherShares
@@ -176,9 +176,9 @@ def no_graph_without_pictures(patch: Patch) -> None:
     patch.setattr(vision_merge, "_GatherShares", Gather)
 
 
-def few_pictures(make: Inputs) -> list[Sequences]:
-    """One data rank of two has no picture at all, and one pack of two has none."""
-    shown = make.case(4, images=[picture(96, 64, 4)])
+def few_images(make: Inputs) -> list[Sequences]:
+    """One data rank of two has no image at all, and one pack of two has none."""
+    shown = make.case(4, images=[image(96, 64, 4)])
     return [make.case(1), make.case(2, responses=(2, 3)), make.case(3), shown]
 
 
@@ -215,7 +215,7 @@ BUGS = [
     Bug(9, unused_head, "qwen2_5_vl", "TP2", options="separate critic"),
     Bug(9, unused_head, "qwen2_5_vl", "PP2", options="separate critic"),
     Bug(9, unused_head, "qwen2_5_vl", "CP2", options="separate critic"),
-    Bug(10, counted_over_the_row, "qwen3_vl", "one rank", "few pictures"),
-    Bug(10, counted_over_the_row, "qwen3_vl", "CP2", "few pictures"),
+    Bug(10, counted_over_the_row, "qwen3_vl", "one rank", "few images"),
+    Bug(10, counted_over_the_row, "qwen3_vl", "CP2", "few images"),
     Bug(10, counted_over_the_part, "qwen2_5_vl", "CP2"),
 ]

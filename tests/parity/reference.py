@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from megavlm.data.processor import Picture, Prompt
+from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 TEXT, IMAGE, VIDEO = 0, 1, 2  # transformers' mm_token_type_ids
@@ -48,7 +48,7 @@ class Reference:
         """Of each token of the response, with a graph."""
         ids = torch.cat([prompt.token_ids, torch.tensor(response)])[None]
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        inputs |= self._pictures(prompt, ids)
+        inputs |= self._images(prompt, ids)
         hidden = self.model.model(**inputs, use_cache=False).last_hidden_state
         hidden = hidden[0, len(prompt.token_ids) - 1 : -1]
         values = hidden.float() @ self.value_weight + self.value_bias
@@ -75,7 +75,7 @@ class Reference:
             for name, parameter in self.model.named_parameters()
         }
 
-    def _pictures(self, prompt: Prompt, ids: Tensor) -> dict[str, Tensor]:
+    def _images(self, prompt: Prompt, ids: Tensor) -> dict[str, Tensor]:
         kinds = (ids == self.config.image_token_id) * IMAGE
         kinds += (ids == self.config.video_token_id) * VIDEO
         inputs: dict[str, Tensor] = {"mm_token_type_ids": kinds}
@@ -83,11 +83,11 @@ class Reference:
             (False, "pixel_values", "image_grid_thw"),
             (True, "pixel_values_videos", "video_grid_thw"),
         ):
-            chosen = [picture for picture in prompt.pictures if picture.is_video is is_video]
+            chosen = [image for image in prompt.images if image.is_video is is_video]
             if chosen:
-                inputs[patches] = torch.cat([picture.patches for picture in chosen])
-                inputs[grids] = torch.tensor([picture.grid for picture in chosen])
-        seconds = [p.seconds_per_grid for p in prompt.pictures if p.is_video]
+                inputs[patches] = torch.cat([image.patches for image in chosen])
+                inputs[grids] = torch.tensor([image.grid for image in chosen])
+        seconds = [p.seconds_per_grid for p in prompt.images if p.is_video]
         if seconds and self.config.model_type == "qwen2_5_vl":
             inputs["second_per_grid_ts"] = torch.tensor(seconds)
         return inputs
@@ -114,5 +114,5 @@ def value_parameters(hidden_size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(hidden_size, generator=generator), torch.tensor(0.4)
 
 
-def distinct_pictures(cases: Sequence[Sequences]) -> dict[str, Picture]:
-    return {picture.key: picture for case in cases for picture in case.prompt.pictures}
+def distinct_images(cases: Sequence[Sequences]) -> dict[str, ProcessedImage]:
+    return {image.key: image for case in cases for image in case.prompt.images}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megavlm.data.packing import Pack
-from megavlm.data.processor import Picture
+from megavlm.data.processor import ProcessedImage
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import Form, HubTensors, load_hf, local_tensors
@@ -23,8 +23,8 @@ from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import build_model, family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from megavlm.training.forward_backward import VisionFeatures, forward_backward, logits
 from megavlm.training.optimizer import wrap
-from megavlm.training.passes import VisionFeatures, forward_backward, logits
 from tests.distributed.fork import launch
 from tests.parity.inputs import Inputs
 from tests.parity.models import make_model
@@ -87,13 +87,13 @@ def build(
 
 @dataclass
 class Run:
-    """A model on this rank; the pictures that its packs show."""
+    """A model on this rank; the images that its packs show."""
 
     mesh: Mesh
     entries: list[Entry]
     chunks: list[VisionLanguageModel]
     wrapped: list[DistributedDataParallel]
-    pictures: Mapping[str, Picture]
+    images: Mapping[str, ProcessedImage]
 
     @classmethod
     def start(
@@ -102,14 +102,14 @@ class Run:
         config: Any,
         ranks: Ranks,
         options: ModelOptions,
-        pictures: Mapping[str, Picture],
+        images: Mapping[str, ProcessedImage],
     ) -> Self:
         mesh, entries, chunks = build(folder, config, ranks, options)
         # whole gradients, to compare
-        return cls(mesh, entries, chunks, wrap(chunks, shard_optimizer=False), pictures)
+        return cls(mesh, entries, chunks, wrap(chunks, shard_optimizer=False), images)
 
     def features(self) -> VisionFeatures:
-        return VisionFeatures(self.wrapped, self.pictures)
+        return VisionFeatures(self.wrapped, self.images)
 
     def logits(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Of all of each pack's targets, fp32 [N, V], on every rank; without a data axis."""

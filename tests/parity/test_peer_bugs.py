@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
-from megavlm.data.processor import Picture
+from megavlm.data.processor import ProcessedImage
 from megavlm.models.common import deepstack
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
@@ -25,15 +25,15 @@ from tests.parity.peer_bugs import (
     BUGS,
     Bug,
     Inject,
-    few_pictures,
+    few_images,
     leaf_names,
-    no_graph_without_pictures,
+    no_graph_without_images,
     one_ulp,
     tanh_gelu,
     unread_switches,
     vision_qkv_by_head,
 )
-from tests.parity.reference import Reference, Sequences, distinct_pictures
+from tests.parity.reference import Reference, Sequences, distinct_images
 from tests.parity.runs import Models, Run, build, difference
 from tests.parity.table import LAYOUTS, OPTIONS, Case, Ranks
 from tests.parity.test_parity import NORM_TOLERANCE, TOLERANCE
@@ -53,8 +53,8 @@ class Library(Models):
         """Of `compare`."""
         folder, head = self.folder(case.family), OPTIONS[case.options].head
         make = self.inputs(folder)
-        own = case.inputs == "few pictures"
-        sequences = few_pictures(make) if own else make.sequences(case.inputs)
+        own = case.inputs == "few images"
+        sequences = few_images(make) if own else make.sequences(case.inputs)
         key = (folder, case.inputs, head)
         if key not in self._expected:
             (self._expected[key],) = launch(1, expect, folder, sequences, head)
@@ -127,7 +127,7 @@ def test_a_towers_merged_adapters_are_the_adapters(library: Library) -> None:
 
 def merged(folder: Path, config: Any, cases: Sequence[Sequences]) -> float:
     """The model with adapters on the tower, against transformers with their merged weights."""
-    run = Run.start(folder, config, Ranks(), ModelOptions(), distinct_pictures(cases))
+    run = Run.start(folder, config, Ranks(), ModelOptions(), distinct_images(cases))
     (chunk,) = run.chunks
     add_adapters(chunk, LoRA(rank=2, alpha=4, targets=("vision.attention",)))
     reference = Reference(folder)
@@ -182,7 +182,7 @@ def test_every_stage_adds_its_levels(library: Library, layout: str, levels: Any)
 
 
 def added_levels(folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks) -> list[int]:
-    run = Run.start(folder, config, ranks, ModelOptions(), distinct_pictures(cases))
+    run = Run.start(folder, config, ranks, ModelOptions(), distinct_images(cases))
     added = set()
     plain = deepstack.StageLayout.level
 
@@ -227,10 +227,10 @@ def training(
     folder: Path, config: Any, options: ModelOptions, cases: Sequence[Sequences]
 ) -> dict[str, list[str]]:
     """What the tower and its mergers show of training; "partly" if not all of their parameters."""
-    run = Run.start(folder, config, Ranks(), options, distinct_pictures(cases))
+    run = Run.start(folder, config, Ranks(), options, distinct_images(cases))
     visual = run.chunks[0].visual
     gradients = run.backward(packs_of([[case] for case in cases], config, Ranks()))
-    kept = activations(visual, next(iter(run.pictures.values())))
+    kept = activations(visual, next(iter(run.images.values())))
     of_mergers = {id(x) for merger in visual.mergers() for x in merger.parameters()}
     found = {}
     for part in ("tower", "merger"):
@@ -254,7 +254,7 @@ def training(
     return found
 
 
-def activations(visual: Any, picture: Picture) -> set[str]:
+def activations(visual: Any, image: ProcessedImage) -> set[str]:
     """In which of the tower and its mergers a forward pass keeps something for backward."""
     kept, inside = set[str](), ["tower"]
 
@@ -267,7 +267,7 @@ def activations(visual: Any, picture: Picture) -> set[str]:
         merger.register_forward_pre_hook(lambda *_: inside.append("merger"))
         merger.register_forward_hook(lambda *_: inside.remove("merger"))
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        visual(picture.patches, [picture.grid])
+        visual(image.patches, [image.grid])
     return kept
 
 
@@ -275,12 +275,12 @@ def activations(visual: Any, picture: Picture) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", ["DP2", "TP2", "CP2", "PP2"])
-def test_packs_without_pictures(library: Library, layout: str) -> None:
-    case = Case("qwen3_vl", layout, "few pictures")
+def test_packs_without_images(library: Library, layout: str) -> None:
+    case = Case("qwen3_vl", layout, "few images")
     assert_equals_transformers(launch(2, compare, *library.arguments(case)))
 
 
-def test_a_rank_without_pictures_takes_part_in_backward(library: Library) -> None:
-    arguments = library.arguments(Case("qwen3_vl", "CP2", "few pictures"))
-    with pytest.raises(TimeoutError):  # the rank that has the picture waits for the other
-        launch(2, with_bug, no_graph_without_pictures, compare, *arguments, timeout=10)
+def test_a_rank_without_images_takes_part_in_backward(library: Library) -> None:
+    arguments = library.arguments(Case("qwen3_vl", "CP2", "few images"))
+    with pytest.raises(TimeoutError):  # the rank that has the image waits for the other
+        launch(2, with_bug, no_graph_without_images, compare, *arguments, timeout=10)

@@ -13,12 +13,12 @@ from torch import Tensor
 from megavlm.config.schema import Optimizer
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
+from megavlm.training.forward_backward import VisionFeatures, forward_backward
 from megavlm.training.optimizer import Updater, build_updater
-from megavlm.training.passes import VisionFeatures, forward_backward
 from tests.distributed.fork import launch
 from tests.parity.cases import TREES_PER_PACK, packs_of
-from tests.parity.inputs import Inputs, picture
-from tests.parity.reference import Reference, Sequences, distinct_pictures
+from tests.parity.inputs import Inputs, image
+from tests.parity.reference import Reference, Sequences, distinct_images
 from tests.parity.runs import Models, Run, build, weighted
 from tests.parity.table import FAMILIES, LAYOUTS, Ranks
 
@@ -43,8 +43,8 @@ def expected(models: Models, request: pytest.FixtureRequest) -> tuple[str, dict[
 def two_cases(make: Inputs) -> list[Sequences]:
     """Up to positions that bf16 does not hold, beyond 256."""
     return [
-        make.case(1, images=[picture(96, 64, 1)], responses=(400,)),
-        make.case(2, images=[picture(64, 128, 2)], responses=(20, 30)),
+        make.case(1, images=[image(96, 64, 1)], responses=(400,)),
+        make.case(2, images=[image(64, 128, 2)], responses=(20, 30)),
     ]
 
 
@@ -88,7 +88,7 @@ def error_of_most(differences: Tensor) -> float:
 
 
 def logits(folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks) -> Tensor:
-    run = Run.start(folder, config, ranks, ModelOptions(dtype=BF16), distinct_pictures(cases))
+    run = Run.start(folder, config, ranks, ModelOptions(dtype=BF16), distinct_images(cases))
     groups = [cases[i : i + TREES_PER_PACK] for i in range(0, len(cases), TREES_PER_PACK)]
     return torch.cat(run.logits(packs_of(groups, config, ranks)))
 
@@ -126,7 +126,7 @@ def train(folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks) -
     packs = packs_of([[case] for case in cases[mesh.data_rank :: mesh.data_size]], config, ranks)
     for _ in range(STEPS):
         updater.zero_gradients()
-        features = VisionFeatures(updater.chunks, distinct_pictures(cases))
+        features = VisionFeatures(updater.chunks, distinct_images(cases))
         forward_backward(updater.chunks, packs, features, Scoring(), weighted)
         updater.step()
     return {

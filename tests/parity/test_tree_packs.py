@@ -49,10 +49,8 @@ def compare(
 ) -> dict[str, float]:
     """The largest relative differences on this rank."""
     options = ModelOptions(freeze_tower=False, freeze_merger=False)
-    pictures = {
-        key: x for conversation in conversations for key, x in conversation.pictures.items()
-    }
-    run = Run.start(folder, config, ranks, options, pictures)
+    images = {key: x for conversation in conversations for key, x in conversation.images.items()}
+    run = Run.start(folder, config, ranks, options, images)
     trees = packs([[conversation.tree() for conversation in conversations]], config, ranks)
     sequences = packs([[t] for c in conversations for t in c.sequences()], config, ranks)
 

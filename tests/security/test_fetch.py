@@ -13,7 +13,7 @@ import pytest
 
 from megavlm.data import fetch as module
 from megavlm.data.fetch import fetch, is_public
-from megavlm.data.references import Place, picture_bytes
+from megavlm.data.references import Place, image_bytes
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -152,9 +152,9 @@ def test_the_address_that_was_checked_is_the_one_connected_to(
         return [(socket.AF_INET, "127.0.0.1" if len(asked) == 1 else "127.0.0.2")]
 
     monkeypatch.setattr(module, "_resolve", resolve)
-    with serving(give(b"picture")) as server:
+    with serving(give(b"image")) as server:
         port = server.http.server_port
-        assert fetch(f"http://rebinding.example:{port}/a?b=c#d") == b"picture"
+        assert fetch(f"http://rebinding.example:{port}/a?b=c#d") == b"image"
         assert asked == ["rebinding.example"] and server.hits == ["/a?b=c"]
 
 
@@ -165,8 +165,8 @@ def test_redirects_are_followed_and_checked_anew() -> None:
             with serving(redirect(target)) as outer, pytest.raises(ValueError):
                 fetch(outer.url + "/a")
         assert inner.hits == []
-    with serving(give(b"picture")) as target, serving(redirect(target.url + "/x")) as first:
-        assert fetch(first.url) == b"picture"
+    with serving(give(b"image")) as target, serving(redirect(target.url + "/x")) as first:
+        assert fetch(first.url) == b"image"
     with serving(redirect("/again")) as circle:
         with pytest.raises(ValueError, match="more than 5 redirects"):
             fetch(circle.url)
@@ -235,7 +235,7 @@ def test_messages_hold_no_query() -> None:
 
 
 @pytest.mark.usefixtures("loopback_is_public")
-def test_rows_fetch_their_pictures(tmp_path: Path) -> None:
-    with serving(give(b"picture")) as server:
+def test_rows_fetch_their_images(tmp_path: Path) -> None:
+    with serving(give(b"image")) as server:
         for value in (server.url + "/a.png", {"bytes": None, "path": server.url}):
-            assert picture_bytes(value, Place(str(tmp_path))) == b"picture"
+            assert image_bytes(value, Place(str(tmp_path))) == b"image"

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megavlm.inference.server_pool.targets import Target, Targets
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from megavlm.data.packing import Pack, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
+from megavlm.inference.protocol import Response, Sampling
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.lora import LoRA
@@ -21,19 +23,17 @@ from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
-from megavlm.rollout.fleet.targets import Target, Targets
-from megavlm.rollout.messages import Response, Sampling
-from megavlm.rollout.weights.adapters import Adapters, adapter_name
-from megavlm.rollout.weights.fixed_targets import FixedTargets
-from megavlm.rollout.weights.plan import Plan, TrainerRanks
-from megavlm.rollout.weights.sync import SyncReport, WeightSync
-from megavlm.rollout.weights.trained import trained_entries
-from megavlm.rollout.weights.transports.base import Transport
-from megavlm.rollout.weights.transports.disk import DiskTransport
-from megavlm.rollout.weights.transports.distributed import DistributedTransport
-from megavlm.rollout.weights.transports.tensor import TensorTransport
+from megavlm.training.forward_backward import VisionFeatures, compute_logprobs
 from megavlm.training.optimizer import wrap
-from megavlm.training.passes import VisionFeatures, score
+from megavlm.weight_sync.fixed_targets import FixedTargets
+from megavlm.weight_sync.lora import Adapters, adapter_name
+from megavlm.weight_sync.plan import Plan, TrainerRanks
+from megavlm.weight_sync.sync import SyncReport, WeightSync
+from megavlm.weight_sync.trainable import trained_entries
+from megavlm.weight_sync.transports.base import Transport
+from megavlm.weight_sync.transports.disk import DiskTransport
+from megavlm.weight_sync.transports.distributed import DistributedTransport
+from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.distributed.lora_reference import ALPHA, RANK
 from tests.distributed.merged import add_pairs
 from tests.parity.runs import build
@@ -156,9 +156,9 @@ def trainer_logprobs(
     mesh, _, chunks = trainer.start()
     packs = packs_of(trainer, prompts, groups, 1)
     wrapped = wrap(chunks)
-    pictures = {picture.key: picture for prompt in prompts for picture in prompt.pictures}
+    images = {image.key: image for prompt in prompts for image in prompt.images}
     scoring = Scoring(sampling.temperature, tuple(sampling.suppressed_ids))
-    scores = score(wrapped, packs, VisionFeatures(wrapped, pictures), scoring)
+    scores = compute_logprobs(wrapped, packs, VisionFeatures(wrapped, images), scoring)
     assert bool(scores) == mesh.is_last_stage
     return [pack_scores.logprobs for pack_scores in scores]
 
@@ -196,10 +196,10 @@ def push_and_compare(
         for pack in packs_of(trainer, prompts, groups, mesh.layout.context)
     ]
     wrapped = wrap(chunks)
-    pictures = {picture.key: picture for prompt in prompts for picture in prompt.pictures}
+    images = {image.key: image for prompt in prompts for image in prompt.images}
     scoring = Scoring(sampling.temperature, tuple(sampling.suppressed_ids))
     largest = 0.0
-    scores = score(wrapped, packs, VisionFeatures(wrapped, pictures), scoring)
+    scores = compute_logprobs(wrapped, packs, VisionFeatures(wrapped, images), scoring)
     for pack, group, mine in zip(packs, groups, scores, strict=False):  # none on early stages
         theirs = torch.tensor([p for response in group for p in response.logprobs])
         if len(pack.target_index):

@@ -6,24 +6,24 @@ import torch
 
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
-from megavlm.rollout.messages import Response, Sampling
-from tests.parity.inputs import QUESTION, picture
+from megavlm.inference.protocol import Response, Sampling
+from tests.parity.inputs import QUESTION, image
 from tests.parity.reference import Reference
 
 
 def prompts(processor: Processor, seed: int = 0) -> dict[str, Prompt]:
-    """Text, one picture, several of different sizes with several windows a side."""
-    pictures = {
+    """Text, one image, several of different sizes with several windows a side."""
+    images = {
         "text": (),
-        "one picture": (picture(56, 56, seed),),
-        "several pictures": (picture(280, 84, seed + 1), picture(140, 196, seed + 2)),
-        "odd size": (picture(105, 175, seed + 3),),  # resized by the processor
+        "one image": (image(56, 56, seed),),
+        "several images": (image(280, 84, seed + 1), image(140, 196, seed + 2)),
+        "odd size": (image(105, 175, seed + 3),),  # resized by the processor
     }
     return {
         name: processor.prompt(
-            Row(index, "<image>" * len(images) + QUESTION[:20], "", images, "", f"test:{index}")
+            Row(index, "<image>" * len(sources) + QUESTION[:20], "", sources, "", f"test:{index}")
         )
-        for index, (name, images) in enumerate(pictures.items())
+        for index, (name, sources) in enumerate(images.items())
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megavlm.data.processor import Prompt
-from megavlm.rollout.messages import Sampling
+from megavlm.inference.protocol import Sampling
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.questions import largest_difference, prompts
@@ -52,7 +52,7 @@ def test_logprobs(servers: Callable[[str], Served], family: str, temperature: fl
 
 
 def test_wrong_temperature_would_show(served: Served, reference: Reference) -> None:
-    prompt = prompts(served.processor)["one picture"]
+    prompt = prompts(served.processor)["one image"]
     (responses,) = served.client.generate([prompt], n=4, sampling=sampling(served, 0.7))
     assert largest_difference(reference, prompt, responses, sampling(served, 1.0)) > 1e-2
 

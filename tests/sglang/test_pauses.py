@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+from megavlm.inference.server_pool.requirements import Requirements
 
 from megavlm.data.processor import Processor
-from megavlm.rollout.fleet.requirements import Requirements
-from megavlm.rollout.server import ManagedServer
+from megavlm.inference.server import ManagedServer
 from tests.distributed.fork import launch
 from tests.parity.reference import Reference
 from tests.sglang.conftest import PLAIN, Served
@@ -107,12 +107,12 @@ def test_in_place_goes_on_without_a_cache_of_prefixes(
         device="cpu",
         log_path=tmp_path / "server.log",
         start_timeout=START,
-        cache_pictures=False,
+        cache_images=False,
         server_args={"disable_radix_cache": True, "weight_version": "start"},
     ) as server:
         processor = Processor(folder, min_pixels=None, max_pixels=None)
         served = Served(folder, processor, server)
-        required = Requirements(fresh_pictures=True, fresh_prefixes=True)
+        required = Requirements(fresh_images=True, fresh_prefixes=True)
         assert required.read(served.get("/server_info")) == (1, "cpu")
         request = push_under_a_request(served, "in_place", tmp_path)
         assert versions(request) == ["start", "5"]
@@ -120,7 +120,7 @@ def test_in_place_goes_on_without_a_cache_of_prefixes(
 
 def test_a_server_that_does_not_tell_is_refused(started: Served) -> None:
     info = started.get("/server_info")
-    for required in (Requirements(fresh_pictures=True), Requirements(fresh_prefixes=True)):
+    for required in (Requirements(fresh_images=True), Requirements(fresh_prefixes=True)):
         with pytest.raises(ValueError, match="start it with"):
             required.read(info)
     assert Requirements().read(info) == (1, "cpu")

@@ -1,4 +1,4 @@
-"""After every kind of push the server's log-probs are the trainer's, on text and on pictures that
+"""After every kind of push the server's log-probs are the trainer's, on text and on images that
 the server has seen before: trainer layouts, server ranks, transports, and what is trained.
 
 A part of the product; SYNC_MATRIX=all runs all of it.
@@ -15,9 +15,9 @@ from typing import NamedTuple
 import pytest
 
 from megavlm.data.processor import Processor
-from megavlm.rollout.errors import RolloutRequestError
-from megavlm.rollout.messages import Sampling
-from megavlm.rollout.server import ManagedServer
+from megavlm.inference.errors import RolloutRequestError
+from megavlm.inference.protocol import Sampling
+from megavlm.inference.server import ManagedServer
 from tests.distributed.fork import launch
 from tests.distributed.lora_reference import RANK
 from tests.sglang.conftest import Served, make_model
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     mode: str
 
 
-# Those to one rank are in test_weights; a server of two has no cache of pictures, as a trained
+# Those to one rank are in test_weights; a server of two has no cache of images, as a trained
 # tower needs it.
 SUBSET = [
     Case("qwen2_5_vl", 2, "TP2xPP2", "tensor", "tower"),
@@ -106,7 +106,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
                     tensor_parallel=ranks,
                     log_path=root / f"{family}-{ranks}.log",
                     start_timeout=START,
-                    cache_pictures=False,
+                    cache_images=False,
                     server_args=WITH_ADAPTERS if family in DENSE else {},
                 )
                 stack.enter_context(server)

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.rollout.client import RolloutClient
-from megavlm.rollout.fleet.fleet import Fleet
-from megavlm.rollout.fleet.member import Member
-from megavlm.rollout.fleet.memory import ServerMemory
-from megavlm.rollout.fleet.state import Policy, State
-from megavlm.rollout.messages import ABORT, Response, Sampling, Span
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.protocol import ABORT, Response, Sampling, Span
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.memory import ServerMemory
+from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.state import Policy, State
 from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
 
@@ -32,7 +32,7 @@ def cut(response: Response, length: int) -> Response:
 
 
 def test_aborted_responses_are_gone_on_with_as_if_nothing_had_happened(served: Served) -> None:
-    """Pictures too. The first group lacks half its tokens; when it has them the others are aborted,
+    """Images too. The first group lacks half its tokens; when it has them the others are aborted,
     which have some of theirs then. Not on a machine that stops one of them for long: then again.
     """
     server, how = served.server, greedy(served)
@@ -61,16 +61,16 @@ def test_aborted_responses_are_gone_on_with_as_if_nothing_had_happened(served: S
 def test_memory_released_and_taken_back(served: Served) -> None:
     """On a CPU nothing is released, but the order and the tags are the scheduler's to refuse."""
     server, how = served.server, greedy(served)
-    member = Member(server.url, server.api_key, server.admin_key)
+    handle = ServerHandle(server.url, server.api_key, server.admin_key)
     asked = list(prompts(served.processor).values())
-    with Fleet([member], policy=Policy(needs_refit=False), say=print) as fleet:
-        with RolloutClient(fleet) as client:
+    with ServerPool([handle], policy=Policy(needs_refit=False), say=print) as pool:
+        with RolloutClient(pool) as client:
             before = client.generate(asked, n=1, sampling=how)
-            with ServerMemory(fleet, keeps_weights=True, timeout=60) as memory:
+            with ServerMemory(pool, keeps_weights=True, timeout=60) as memory:
                 for _ in range(2):
                     memory.release(["kv_cache", "weights"])
                     memory.resume(["weights"], starts=False)
                     memory.resume(["kv_cache"], starts=True)
-            assert fleet.record(server.url).state is State.HEALTHY
+            assert pool.record(server.url).state is State.HEALTHY
             after = client.generate(asked, n=1, sampling=how)
     assert [r.token_ids for (r,) in before] == [r.token_ids for (r,) in after]

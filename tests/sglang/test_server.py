@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megavlm.rollout.errors import RolloutServerError, WeightSyncError
-from megavlm.rollout.fleet.targets import Target
-from megavlm.rollout.server import ManagedServer
-from megavlm.rollout.weights.servers import Servers, control_client
+from megavlm.inference.errors import RolloutServerError, WeightSyncError
+from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_pool.targets import Target
+from megavlm.weight_sync.server_api import Servers, control_client
 from tests.sglang.conftest import Served
 
 pytestmark = pytest.mark.sglang
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.sglang
 ROOT = Path(__file__).resolve().parents[2]
 PARENT = """
 import sys
-from megavlm.rollout.fleet.targets import Target
-from megavlm.rollout.server import ManagedServer
+from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server import ManagedServer
 with ManagedServer(sys.argv[1], dtype="float32", device="cpu", log_path=sys.argv[2]):
     pass
 """

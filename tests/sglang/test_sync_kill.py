@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from megavlm.data.processor import Processor
-from megavlm.rollout.client import RolloutClient
-from megavlm.rollout.errors import WeightSyncError
-from megavlm.rollout.fleet.fleet import Fleet
-from megavlm.rollout.fleet.member import Member
-from megavlm.rollout.fleet.state import Policy, State
-from megavlm.rollout.messages import Sampling
-from megavlm.rollout.server import ManagedServer
-from megavlm.rollout.weights.transports.base import Load
-from megavlm.rollout.weights.transports.tensor import TensorTransport
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.protocol import Sampling
+from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.state import Policy, State
+from megavlm.weight_sync.transports.base import Load
+from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.distributed.fork import launch
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
@@ -49,21 +49,21 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
     server = ManagedServer(folder, dtype="float32", device="cpu", log_path=log, start_timeout=START)
     policy = Policy(max_restarts=2, give_up_after=START, needs_refit=True)
     mesh, entries, chunks = trainer.start()
-    with Fleet([Member.managed(server)], policy=policy, start_timeout=START) as fleet:
-        sync = make_sync(trainer, mesh, entries, chunks, fleet, Killing(server))
+    with ServerPool([ServerHandle.managed(server)], policy=policy, start_timeout=START) as pool:
+        sync = make_sync(trainer, mesh, entries, chunks, pool, Killing(server))
         with pytest.raises(WeightSyncError, match="weight version 1 was not pushed") as raised:
             sync.push(1)
-        assert not fleet.routable(None), "no request goes to it"
+        assert not pool.routable(None), "no request goes to it"
         deadline = time.monotonic() + START
         # Suspect at once, as the push failed; then found dead; stale when it answers anew.
         for state in (State.DEAD, State.STALE):
-            while fleet.record(server.url).state is not state:
+            while pool.record(server.url).state is not state:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-        assert not fleet.routable(None)
+        assert not pool.routable(None)
         report = sync.push(2)
         questions = [*prompts(Processor(folder, min_pixels=None, max_pixels=None)).values()]
-        client = RolloutClient(fleet)
+        client = RolloutClient(pool)
         groups = client.generate(questions, n=1, sampling=how, weight_version=2)
         client.close()
         return {"error": str(raised.value), "tensors": report.tensors, "groups": groups}

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megavlm.rollout.errors import WeightSyncError
-from megavlm.rollout.messages import Sampling
-from megavlm.rollout.server import ManagedServer
-from megavlm.rollout.weights.engine import Engine
-from megavlm.rollout.weights.servers import Servers, control_client
-from megavlm.rollout.weights.verify import check_checksums, checksums
+from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.protocol import Sampling
+from megavlm.inference.server import ManagedServer
+from megavlm.weight_sync.checksums import check_checksums, checksums
+from megavlm.weight_sync.server_api import Servers, control_client
+from megavlm.weight_sync.sglang_layout import Engine
 from tests.distributed.fork import launch
 from tests.distributed.merged import merged
 from tests.parity.reference import Reference
@@ -66,7 +66,7 @@ def test_push(
     """Only what is trained travels, and the server then computes what transformers does with it."""
     served = servers(family).restore()
     weights = changed(served.folder, tmp_path / "weights", tower=False, seed=11)
-    # Pictures and prefixes with the old weights are in the server's caches by now.
+    # Images and prefixes with the old weights are in the server's caches by now.
     differences(served, Reference(served.folder), "start", seed=0)
     scratch, trainer = tmp_path / "scratch", Trainer(weights, layout)
     report, other = launch(2, push, [served.target], kind, trainer, scratch, 7)
@@ -157,8 +157,8 @@ def test_refused_push_leaves_the_version_and_the_next_one_heals(
     assert max(differences(served, Reference(weights), 8, seed=0).values()) < 1e-4
 
 
-def test_kept_pictures_go_stale(served: Served, tmp_path: Path) -> None:
-    """Why `cache_pictures` is there: SGLang keeps a seen picture's features over any update."""
+def test_kept_images_go_stale(served: Served, tmp_path: Path) -> None:
+    """Why `cache_images` is there: SGLang keeps a seen image's features over any update."""
     differences(served, Reference(served.folder), "start", seed=100)
     weights = changed(served.folder, tmp_path / "weights", tower=True, seed=15)
     trainer = Trainer(weights, freeze_tower=False)
@@ -170,14 +170,14 @@ def test_kept_pictures_go_stale(served: Served, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_trained_tower_and_two_server_ranks(folder: Path, started: Served, tmp_path: Path) -> None:
-    """With `cache_pictures=False` a picture seen before is right after the tower changed."""
+    """With `cache_images=False` an image seen before is right after the tower changed."""
     with ManagedServer(
         folder,
         dtype="float32",
         device="cpu",
         tensor_parallel=2,
         log_path=tmp_path / "server.log",
-        cache_pictures=False,
+        cache_images=False,
     ) as server:
         served = Served(folder, started.processor, server, tensor_parallel=2)
         before = differences(served, Reference(folder), "default", seed=0)

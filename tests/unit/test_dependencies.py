@@ -13,11 +13,12 @@ LEVELS = [
     {"config", "parallel", "algorithms", "rewards", "observability"},
     {"environments", "data"},
     {"models"},
-    {"checkpointing", "rollout"},
-    {"checkpoint_tools", "evaluation"},
+    {"checkpointing", "inference"},
+    {"weight_sync", "checkpoint_tools", "evaluation"},
+    {"rollout"},
     {"training"},
-    {"launcher"},
-    {"worker", "demo"},
+    {"run"},
+    {"demo"},
     {"cli"},
     {"__main__"},
 ]
@@ -29,7 +30,6 @@ FORBIDDEN = {
     "algorithms": {"torch.distributed", "megatron", "sglang"},
     "config": {"torch", "megatron", "sglang", "transformers"},
     "observability": {"torch.distributed", "megatron", "sglang"},
-    "launcher": {"megatron", "sglang"},
     "cli": {"torch", "megatron", "sglang", "transformers"},
 }
 PLATFORM = ROOT / "megavlm" / "parallel" / "platform.py"
@@ -107,7 +107,13 @@ def test_every_package_has_a_level() -> None:
 
 
 def test_the_packages_themselves_import_nothing() -> None:
-    for name in ("megavlm", "megavlm.config", "megavlm.training", "megavlm.rollout"):
+    for name in (
+        "megavlm",
+        "megavlm.config",
+        "megavlm.training",
+        "megavlm.inference",
+        "megavlm.run",
+    ):
         path = ROOT.joinpath(*name.split("."), "__init__.py")
         assert list(imports(ast.parse(path.read_text()))) == []
 
@@ -122,12 +128,12 @@ def test_the_packages_themselves_import_nothing() -> None:
         ("megavlm.algorithms.losses", "import torch.distributed as dist"),
         ("megavlm.algorithms.losses", "from torch import distributed"),
         ("megavlm.observability.plots", "from megavlm.config.schema import Config"),
-        ("megavlm.rollout.client", "from megavlm.checkpointing import latest"),
+        ("megavlm.inference.client", "from megavlm.checkpointing import latest"),
         ("megavlm.models.registry", "import torch\ntorch.cuda.synchronize()"),
         ("megavlm.models.registry", "from torch.cuda import Stream"),
         ("megavlm.models.registry", "from torch import accelerator"),
-        ("megavlm.training.main", "import megavlm.cli"),
-        ("checkpoint_tools.cli", "from megavlm.training.main import train"),
+        ("megavlm.run.main", "import megavlm.cli"),
+        ("checkpoint_tools.cli", "from megavlm.run.main import train"),
     ],
 )
 def test_a_broken_rule_is_found(name: str, source: str) -> None:

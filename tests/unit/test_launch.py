@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from megavlm.rollout.server import free_port
+from megavlm.inference.server import free_port
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/grpo/qwen2_5_vl_7b_geo3k_nodes.yaml"

@@ -18,7 +18,7 @@ from megavlm.models.common.pack_layout import PackLayout
 
 
 class DeepStackLayer(TransformerLayer):
-    """A layer that adds its level, where it has one and the pack has pictures."""
+    """A layer that adds its level, where it has one and the pack has images."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         levels, layout = kwargs.pop("context"), kwargs["packed_seq_params"]

@@ -235,7 +235,7 @@ class LoRALinear(nn.Module):
     def _stream(self) -> str | None:
         placement = self.placement
         if placement.cut is None:
-            return None  # the tower's ranks see different pictures
+            return None  # the tower's ranks see different images
         if placement.is_expert:
             return get_expert_parallel_rng_tracker_name() if self._is("columns") else EXPERT_STREAM
         if placement.sequence or self._is("columns"):

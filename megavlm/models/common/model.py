@@ -20,16 +20,16 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megavlm.data.packing import Pack
-from megavlm.data.processor import Picture
+from megavlm.data.processor import ProcessedImage
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import StageLayout, join, separate
 from megavlm.models.common.language import LanguageModel
 from megavlm.models.common.logprobs import Scoring, TokenScores, token_scores
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.value_head import ValueHead
-from megavlm.models.common.vision_merge import encode_pictures, put_features
+from megavlm.models.common.vision_merge import encode_images, put_features
 
-Features = Mapping[str, Tensor]  # picture key -> [tokens, (1 + levels) x H]
+Features = Mapping[str, Tensor]  # image key -> [tokens, (1 + levels) x H]
 
 
 class VisionLanguageModel(MegatronModule):
@@ -68,26 +68,26 @@ class VisionLanguageModel(MegatronModule):
     def num_levels(self) -> int:
         return self.config.deepstack_levels
 
-    def encode(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-        """Features of distinct pictures, encoded by the ranks of the first stage that share a
+    def encode(self, images: Sequence[ProcessedImage]) -> dict[str, Tensor]:
+        """Features of distinct images, encoded by the ranks of the first stage that share a
         microbatch.
         """
-        if not pictures:
+        if not images:
             return {}
         assert self.visual is not None, "the first stage encodes"
         weight = next(self.visual.parameters())
         groups = self.language_model.pg_collection
-        features = encode_pictures(
+        features = encode_images(
             self.visual,
-            [picture.patches.to(weight.device) for picture in pictures],
-            [picture.grid for picture in pictures],
+            [image.patches.to(weight.device) for image in images],
+            [image.grid for image in images],
             merge_size=self.visual.merge_size,
             feature_size=self.visual.feature_size * (1 + self.num_levels),
             dtype=weight.dtype,
             group=groups.tp_cp,
             context_group=groups.cp,
         )
-        return {picture.key: feature for picture, feature in zip(pictures, features, strict=True)}
+        return {image.key: feature for image, feature in zip(images, features, strict=True)}
 
     def forward(
         self, pack: Pack, features: Features, scoring: Scoring | None
@@ -102,7 +102,7 @@ class VisionLanguageModel(MegatronModule):
             hidden, levels = self._embed(pack, features, kept)
         else:
             hidden, levels = self._received, None
-            if pack.pictures and first < self.num_levels:
+            if pack.images and first < self.num_levels:
                 hidden, levels = separate(hidden, len(pack.token_ids) // self._num_slices)
         hidden = self.language_model(hidden, levels, pack.positions, layout)
         if not self.is_last:
@@ -114,8 +114,8 @@ class VisionLanguageModel(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """This rank's hidden states before the first layer, and the levels of its image tokens."""
         embeddings, levels = self.language_model.embed(pack.token_ids), None
-        if pack.pictures:
-            rows = torch.cat([features[key] for key in pack.pictures])[pack.feature_index]
+        if pack.images:
+            rows = torch.cat([features[key] for key in pack.images])[pack.feature_index]
             merged, *deeper = rows.split(rows.size(1) // (1 + self.num_levels), dim=1)
             embeddings = put_features(embeddings, pack.vision_index, merged)
             if deeper:

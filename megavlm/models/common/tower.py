@@ -10,8 +10,8 @@ from megavlm.models.common.vision_merge import Grid
 
 
 class Tower(nn.Module):
-    """Called with patches [P, patch] of all pictures and videos and their grids; gives
-    [P / merge_size^2, (1 + num_levels) * feature_size], picture after picture: the merged features
+    """Called with patches [P, patch] of all images and videos and their grids; gives
+    [P / merge_size^2, (1 + num_levels) * feature_size], image after image: the merged features
     and beside them DeepStack level 0, 1, ..., in one tensor because autograd keeps no track of
     nested lists.
 

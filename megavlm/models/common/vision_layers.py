@@ -2,7 +2,7 @@
 
 Modules have transformers' parameter names. Geometry is computed on CPU and cached for a frame
 (h, w); a batch repeats it, frame after frame, and moves it to the device once. Shapes: P patches of
-all pictures, D vision hidden size, d head size.
+all images, D vision hidden size, d head size.
 """
 
 import functools

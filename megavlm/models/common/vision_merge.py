@@ -1,4 +1,4 @@
-"""Image features: each distinct picture encoded once, the work spread over the ranks of the tensor
+"""Image features: each distinct image encoded once, the work spread over the ranks of the tensor
 and context axes, then put among the tokens.
 """
 
@@ -28,7 +28,7 @@ def split_by_cost(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def encode_pictures(
+def encode_images(
     encode: Encode,
     patches: Sequence[Tensor],
     grids: Sequence[Grid],
@@ -39,7 +39,7 @@ def encode_pictures(
     group: dist.ProcessGroup,
     context_group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Features of each picture [tokens, feature_size], whole on every rank of `group`, whose ranks
+    """Features of each image [tokens, feature_size], whole on every rank of `group`, whose ranks
     encode a share each. `group` is the tensor and context axes together.
 
     Differentiable. The gradient of the features is whole on the ranks of the tensor axis, but each
@@ -48,7 +48,7 @@ def encode_pictures(
     (data parallelism sums over context ranks, `sum_tower_gradients` over tensor ranks).
     """
     num_tokens = [t * h * w // merge_size**2 for t, h, w in grids]
-    # A picture's cost grows with its patches and, by attention within a frame, with their square.
+    # An image's cost grows with its patches and, by attention within a frame, with their square.
     costs = [t * h * w * (1.0 + h * w / 4096.0) for t, h, w in grids]
     shares = split_by_cost(costs, group.size())
     mine = shares[group.rank()]

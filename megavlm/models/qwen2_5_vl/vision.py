@@ -1,7 +1,7 @@
 """Qwen2.5-VL's vision tower: RMSNorm, a gated MLP, and attention within windows in most blocks.
 
 Source: transformers `models/qwen2_5_vl/modeling_qwen2_5_vl.py`. Patches are put in window order
-once, before the blocks; features come back in the pictures' order.
+once, before the blocks; features come back in the images' order.
 """
 
 from collections.abc import Sequence

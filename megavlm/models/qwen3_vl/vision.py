@@ -1,5 +1,5 @@
 """Qwen3-VL's vision tower, of the dense and the MoE model: LayerNorm, a learned position table
-interpolated to each picture's grid, attention over whole frames, DeepStack.
+interpolated to each image's grid, attention over whole frames, DeepStack.
 
 Source: transformers `models/qwen3_vl/modeling_qwen3_vl.py` and `vision_utils.py`.
 """

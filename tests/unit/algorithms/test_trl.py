@@ -16,7 +16,7 @@ import torch
 from megavlm.algorithms.aggregation import token_weights
 from megavlm.config.schema import GRPO
 from megavlm.models.common.logprobs import TokenScores
-from megavlm.training.policy_loss import Update, policy_loss
+from megavlm.training.losses import Update, policy_loss
 
 PROGRAM = Path(__file__).with_name("trl_losses.py")
 LENGTHS, LONGEST = [5, 2, 7, 1, 4], 7

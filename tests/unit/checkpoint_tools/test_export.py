@@ -44,7 +44,7 @@ def test_every_family_loads_in_transformers_with_the_same_logits(
     assert ends == GenerationConfig.from_pretrained(hf_folder(family)).eos_token_id
 
     differences = compare_logits(hf_folder(family), tmp_path / "out")
-    assert [one.prompt for one in differences] == ["text", "picture"]
+    assert [one.prompt for one in differences] == ["text", "image"]
     assert [one.largest for one in differences] == [0, 0]
 
 

@@ -163,15 +163,15 @@ def test_logits_with_the_largest_difference_and_its_place(
     hf_folder: Folder, imported: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert verify("--logits", hf_folder("qwen2_5_vl"), imported("qwen2_5_vl")) == 0
-    assert capsys.readouterr().out == "text: logits are equal\npicture: logits are equal\n"
+    assert capsys.readouterr().out == "text: logits are equal\nimage: logits are equal\n"
 
-    # A bias of the tower is seen on a picture alone.
+    # A bias of the tower is seen on an image alone.
     bias = "visual.merger.mlp.2.bias"
     other = changed(hf_folder("qwen2_5_vl"), tmp_path / "other", **{bias: lambda x: x + 1})
     assert verify("--logits", imported("qwen2_5_vl"), other, "--json") == 1
-    text, picture = json.loads(capsys.readouterr().out)["logits"]
-    assert text["largest"] == 0 < picture["largest"]
-    assert 0 < picture["relative"] < 1 and picture["position"] > 0 and picture["token"]
+    text, image = json.loads(capsys.readouterr().out)["logits"]
+    assert text["largest"] == 0 < image["largest"]
+    assert 0 < image["relative"] < 1 and image["position"] > 0 and image["token"]
     assert verify("--logits", imported("qwen2_5_vl"), other, "--tolerance", "1") == 0
     assert "of the largest, at token" in capsys.readouterr().out
 

@@ -9,10 +9,10 @@ from transformers import AutoConfig
 from checkpoint_tools.lora_import import lora_import
 from megavlm.checkpointing.adapters import AdapterSettings
 from megavlm.config.load import load
+from megavlm.models.options import layout
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import build_mesh
-from megavlm.training.options import layout
-from megavlm.training.start import adapter_settings, start_model, starting_step
+from megavlm.training.initial_model import adapter_settings, start_model, starting_step
 from tests.distributed.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
 from tests.unit.checkpoints.ranks import make_hf

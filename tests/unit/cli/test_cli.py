@@ -44,7 +44,7 @@ def test_dry_run_prints_what_it_resolved_and_starts_nothing(
     monkeypatch: pytest.MonkeyPatch,
     phase: str,
 ) -> None:
-    monkeypatch.setattr("megavlm.launcher.run_workers", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("megavlm.run.launcher.run_workers", lambda *_: pytest.fail("started"))
     recipe = write_recipe()
     code, out, err = megavlm(phase, recipe, "run.seed=7", "--dry-run")
     assert (code, err) == (0, "")
@@ -59,7 +59,9 @@ def test_train_starts_a_rank_for_each_place_of_the_layout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = []
-    monkeypatch.setattr("megavlm.launcher.run_workers", lambda *given: started.append(given) or 5)
+    monkeypatch.setattr(
+        "megavlm.run.launcher.run_workers", lambda *given: started.append(given) or 5
+    )
     recipe = write_recipe(parallel={"tensor": 2})
     layout = ["parallel.pipeline=2", "parallel.context=2"]
     assert megavlm("train", recipe)[0] == 5
@@ -101,7 +103,7 @@ def test_bad_input_is_one_sentence_on_stderr_and_exit_code_2(
     arguments: list[str],
     message: str,
 ) -> None:
-    monkeypatch.setattr("megavlm.launcher.run_workers", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("megavlm.run.launcher.run_workers", lambda *_: pytest.fail("started"))
     recipe = str(write_recipe())
     given = [recipe if word == "RECIPE" else word for word in arguments]
     code, out, err = megavlm(*given)

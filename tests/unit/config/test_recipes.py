@@ -9,8 +9,8 @@ import pytest
 from megavlm.config.load import load
 from megavlm.config.schema import GRPO, Config
 from megavlm.rewards.geospot import WEIGHTS
-from megavlm.training import preflight
-from megavlm.training.scoring import make_curriculum, make_judge
+from megavlm.rollout.scoring import make_curriculum, make_reward_manager
+from megavlm.run import preflight
 from tests.conftest import write_model_folder
 from tests.unit.models.releases import RELEASES
 
@@ -82,9 +82,11 @@ def test_an_environment_s_base_goes_with_a_model_s_recipe(name: str, tmp_path: P
     config = load(path)
     preflight.check(config, world_size=config.parallel.num_ranks, files=False)
     make_curriculum(config)
-    judge = make_judge(config) if name != "caption.yaml" else None  # its corpus is not here
-    if judge is not None:
-        asyncio.run(judge.close())
+    manager = (
+        make_reward_manager(config) if name != "caption.yaml" else None
+    )  # its corpus is not here
+    if manager is not None:
+        asyncio.run(manager.close())
 
 
 def test_the_stages_of_geospot() -> None:

@@ -18,7 +18,7 @@ from megavlm.demo.tiny_configs import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 
-def picture(seed: int) -> bytes:
+def image(seed: int) -> bytes:
     noise = np.random.default_rng(seed).integers(0, 255, (60, 90 + 30 * seed, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "PNG")
@@ -27,13 +27,13 @@ def picture(seed: int) -> bytes:
 
 def row(*messages: tuple[str, str], images: int = 0) -> Row:
     chat = tuple(Message(role, text) for role, text in messages)
-    data = tuple(picture(seed) for seed in range(images))
+    data = tuple(image(seed) for seed in range(images))
     last = next(text for role, text in reversed(messages) if role == "user")
     return Row(0, last, "", data, "", "chat.jsonl:0", messages=chat)
 
 
 def theirs(folder: Path, row: Row) -> Any:
-    """transformers' tokens; placeholders become the template's own pictures."""
+    """transformers' tokens; placeholders become the template's own images."""
     define_torchvision_operators()
     from transformers import AutoProcessor
 
@@ -67,8 +67,8 @@ def test_chats_equal_autoprocessor(
     processor = Processor(folder_of(family), min_pixels=None, max_pixels=None)
     prompt, expected = processor.prompt(CHATS[number]), theirs(folder_of(family), CHATS[number])
     assert torch.equal(prompt.token_ids, expected["input_ids"][0])
-    if prompt.pictures:
-        patches = torch.cat([item.patches for item in prompt.pictures])
+    if prompt.images:
+        patches = torch.cat([item.patches for item in prompt.images])
         assert torch.equal(patches, expected["pixel_values"])
 
 
@@ -84,7 +84,7 @@ def test_a_rows_own_system_message_replaces_the_configured_one(
     assert torch.equal(strict.prompt(other).token_ids, plain.prompt(other).token_ids)
 
 
-def test_unmarked_pictures_come_before_the_first_text_of_the_user(
+def test_unmarked_images_come_before_the_first_text_of_the_user(
     folder_of: Callable[[str], Path],
 ) -> None:
     processor = Processor(folder_of("qwen2_5_vl"), min_pixels=None, max_pixels=None)

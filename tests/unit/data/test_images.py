@@ -1,4 +1,4 @@
-"""Hostile and odd pictures: converted, or refused with a reason; never a crash."""
+"""Hostile and odd images: converted, or refused with a reason; never a crash."""
 
 import io
 import struct
@@ -26,7 +26,7 @@ def encode(image: Image.Image, format_: str = "PNG", **options: object) -> bytes
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A valid PNG of few bytes that declares a huge 1-bit picture."""
+    """A valid PNG of few bytes that declares a huge 1-bit image."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return (
@@ -93,7 +93,7 @@ def test_exif_orientation_is_applied(
 
 
 @pytest.mark.parametrize("key", ["exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"])
-def test_metadata_in_a_png_s_text_costs_no_picture(key: str) -> None:
+def test_metadata_in_a_png_s_text_costs_no_image(key: str) -> None:
     text = PngImagePlugin.PngInfo()
     text.add_text(key, "\nexif\n8\nno hex")
     assert np.array_equal(np.asarray(decode(encode(Image.fromarray(NOISE), pnginfo=text))), NOISE)
@@ -102,7 +102,7 @@ def test_metadata_in_a_png_s_text_costs_no_picture(key: str) -> None:
 def test_text_that_pillow_takes_for_something_else_is_refused() -> None:
     text = PngImagePlugin.PngInfo()
     text.add_text("transparency", "none")
-    with pytest.raises(ValueError, match="the PNG picture is broken"):
+    with pytest.raises(ValueError, match="the PNG image is broken"):
         decode(encode(Image.fromarray(NOISE).convert("L"), pnginfo=text))
 
 
@@ -113,7 +113,7 @@ def test_text_that_pillow_takes_for_something_else_is_refused() -> None:
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 255)), max_size=6),
     st.integers(8, 60),
 )
-def test_broken_exif_costs_no_picture(
+def test_broken_exif_costs_no_image(
     format_: str, changes: list[tuple[int, int]], length: int
 ) -> None:
     damaged = bytearray(exif(6, b"72 dpi.\0")[:length])
@@ -164,8 +164,8 @@ def test_a_bomb_costs_no_memory() -> None:
         encode(Image.fromarray(NOISE), "PNG")[:500],
     ],
 )
-def test_what_is_no_picture_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"not a picture|broken"):
+def test_what_is_no_image_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"not an image|broken"):
         decode(data)
 
 
@@ -173,7 +173,7 @@ def test_a_png_with_a_wrong_chunk_length_is_refused() -> None:
     data = bytearray(encode(Image.fromarray(NOISE)))
     length = data.index(b"IDAT") - 4
     data[length : length + 4] = struct.pack(">I", 100)
-    with pytest.raises(ValueError, match="the PNG picture is broken"):
+    with pytest.raises(ValueError, match="the PNG image is broken"):
         decode(bytes(data))
 
 

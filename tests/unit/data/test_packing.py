@@ -96,7 +96,7 @@ def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
     assert pack.target_ids.tolist() == targets and pack.num_targets == len(targets)
     assert pack.vision_index.tolist() == vision
     assert pack.tree_bounds[: len(forest) + 1] == tuple(bounds)
-    assert pack.pictures == tuple(key for tree in forest for key in tree.pictures)
+    assert pack.images == tuple(key for tree in forest for key in tree.images)
     assert pack.feature_index.tolist() == list(range(len(vision)))
     assert pack.target_index.tolist() == list(range(len(targets)))
     everything = list(range(pack.num_tokens))
@@ -150,7 +150,7 @@ def test_parts_are_the_pack(forest: list[Tree], multiple: int, context_size: int
     }
     assert [placed[row] for row in range(len(pack.vision_index))] == pack.vision_index.tolist()
     for part in parts:
-        assert part.gather_index.equal(pack_order) and part.pictures == pack.pictures
+        assert part.gather_index.equal(pack_order) and part.images == pack.images
         runs = [token for run in part.runs for token in range(run.first, run.end)]
         assert runs == part.token_index.tolist()
         for run in part.runs:
@@ -166,7 +166,7 @@ def test_a_pack_for_one_context_rank_is_its_own_part() -> None:
 def test_an_empty_pack_is_padding(context_size: int) -> None:
     pack = empty_pack(("advantage",), multiple=2, context_size=context_size)
     assert pack.num_tokens == 2 * context_size and pack.num_targets == 0
-    assert pack.pictures == () and len(pack.vision_index) == 0
+    assert pack.images == () and len(pack.vision_index) == 0
     part = pack.part(context_size - 1)
     assert len(part.token_ids) == 2 and part.values["advantage"].shape == (0,)
 
@@ -176,11 +176,11 @@ def test_prompt_tree_is_the_prompt_once_and_a_child_per_response() -> None:
         token_ids=torch.tensor([5, IMAGE, 6]),
         positions=torch.tensor([[0, 1, 2]] * 3),
         next_position=3,
-        pictures=(SimpleNamespace(key="k"),),
+        images=(SimpleNamespace(key="k"),),
     )
     values = [{"advantage": torch.tensor([1.0])}, {"advantage": torch.tensor([2.0, 3.0])}]
     tree = prompt_tree(prompt, [[11], [12, 13]], values)
-    assert tree.num_tokens == 6 and tree.pictures == ("k",)
+    assert tree.num_tokens == 6 and tree.images == ("k",)
     pack = make_pack([tree], vision_token_ids=VISION)
     assert pack.token_ids.tolist() == [5, IMAGE, 6, 11, 12, 13]
     assert pack.positions[0].tolist() == [0, 1, 2, 3, 3, 4]

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
+from megavlm.data.image_processing import ImageProcessor, PatchCache
 from megavlm.data.images import decode
-from megavlm.data.pictures import PatchCache, PictureProcessor
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, read_rows
 from megavlm.demo.tiny_configs import FAMILIES
@@ -48,7 +48,7 @@ def hf(folder: Path) -> Any:
     return auto_processor(folder)
 
 
-def picture(size: tuple[int, int], mode: str = "RGB", seed: int = 0) -> bytes:
+def image(size: tuple[int, int], mode: str = "RGB", seed: int = 0) -> bytes:
     noise = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).convert(mode).save(file, "JPEG" if mode == "CMYK" else "PNG")
@@ -67,10 +67,10 @@ def test_patches_equal_autoprocessor_on_the_source_and_on_the_png(
 ) -> None:
     hf = auto_processor(folder_of(family))
     processor = Processor(folder_of(family), min_pixels=None, max_pixels=None)
-    data = picture(size, mode)
-    ours = processor.prompt(row("<image>?", data)).pictures[0]
-    for image in (decode(data), Image.open(io.BytesIO(data)), Image.open(io.BytesIO(ours.png))):
-        theirs = hf.image_processor(images=[image], return_tensors="pt")
+    data = image(size, mode)
+    ours = processor.prompt(row("<image>?", data)).images[0]
+    for source in (decode(data), Image.open(io.BytesIO(data)), Image.open(io.BytesIO(ours.png))):
+        theirs = hf.image_processor(images=[source], return_tensors="pt")
         assert torch.equal(ours.patches, theirs["pixel_values"])
         assert list(ours.grid) == theirs["image_grid_thw"][0].tolist()
     png = Image.open(io.BytesIO(ours.png))
@@ -98,7 +98,7 @@ def conversation(problem: str, images: list[Image.Image], system: str | None) ->
         ("<image>\nWhat color is it?  ", 1),
         ("First <image> then <image>: which é 漢 \\frac{1}{2}?", 2),
         ("<image><image><image>", 3),
-        ("No picture at all.", 0),
+        ("No image at all.", 0),
     ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,35 +107,35 @@ def test_prompt_equals_autoprocessor(
 ) -> None:
     folder, hf = folder_of(family), auto_processor(folder_of(family))
     processor = Processor(folder, min_pixels=None, max_pixels=None, system_prompt=system)
-    data = [picture(SIZES[index + 3], seed=index) for index in range(num_images)]
+    data = [image(SIZES[index + 3], seed=index) for index in range(num_images)]
     prompt = processor.prompt(row(problem, *data))
-    messages = conversation(problem, [decode(image) for image in data], system)
+    messages = conversation(problem, [decode(source) for source in data], system)
     theirs = hf.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
     assert torch.equal(prompt.token_ids, theirs["input_ids"][0])
     if data:
-        patches = torch.cat([image.patches for image in prompt.pictures])
+        patches = torch.cat([source.patches for source in prompt.images])
         assert torch.equal(patches, theirs["pixel_values"])
     text = hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert list(prompt.request_ids) == hf.tokenizer(text)["input_ids"]
     assert prompt.request_ids.count(processor.image_token_id) == num_images
     assert prompt.positions.shape == (3, len(prompt.token_ids))
-    # A row knows its length before its pictures are decoded.
+    # A row knows its length before its images are decoded.
     assert processor.num_tokens(row(problem, *data)) == len(prompt.token_ids)
 
 
-def test_without_placeholders_pictures_come_first(processor: Processor) -> None:
-    data = picture((56, 56))
+def test_without_placeholders_images_come_first(processor: Processor) -> None:
+    data = image((56, 56))
     plain = processor.prompt(row("What?", data, data))
     marked = processor.prompt(row("<image><image>What?", data, data))
     assert torch.equal(plain.token_ids, marked.token_ids)
 
 
-def test_bounds_shrink_pictures_and_stay_within_the_folders(folder: Path, hf: Any) -> None:
+def test_bounds_shrink_images_and_stay_within_the_folders(folder: Path, hf: Any) -> None:
     processor = Processor(folder, min_pixels=28 * 28 * 8, max_pixels=28 * 28 * 20)
     for size in SIZES[:-1]:
-        (ours,) = processor.prompt(row("<image>?", picture(size))).pictures
+        (ours,) = processor.prompt(row("<image>?", image(size))).images
         assert 8 <= len(ours.patches) // 4 <= 20
         theirs = hf.image_processor(images=[Image.open(io.BytesIO(ours.png))])
         assert torch.equal(ours.patches, torch.as_tensor(theirs["pixel_values"]))
@@ -147,36 +147,34 @@ def test_bounds_shrink_pictures_and_stay_within_the_folders(folder: Path, hf: An
             Processor(folder, **wrong)
 
 
-def test_a_picture_that_the_server_would_resize_again_is_refused(hf: Any) -> None:
+def test_a_image_that_the_server_would_resize_again_is_refused(hf: Any) -> None:
     image_processor = type(hf.image_processor)(min_pixels=56 * 56, max_pixels=28 * 28 * 16)
-    pictures = PictureProcessor(
-        image_processor, min_pixels=None, max_pixels=None, cache=PatchCache(0)
-    )
-    assert len(pictures.picture(picture((900, 60))).patches) == 15 * 4
+    images = ImageProcessor(image_processor, min_pixels=None, max_pixels=None, cache=PatchCache(0))
+    assert len(images.image(image((900, 60))).patches) == 15 * 4
     with pytest.raises(ValueError, match=r"2000 x 60 pixels becomes 644 x 28, .* crop it"):
-        pictures.picture(picture((2000, 60)))
+        images.image(image((2000, 60)))
 
 
 def test_same_content_has_one_key_and_same_bytes_are_processed_once(processor: Processor) -> None:
-    png, other = picture((60, 60)), picture((60, 60), seed=1)
+    png, other = image((60, 60)), image((60, 60), seed=1)
     file = io.BytesIO()
     Image.open(io.BytesIO(png)).save(file, "PNG", compress_level=0)
     first, again, copy, different = processor.prompt(
         row("?", png, png, file.getvalue(), other)
-    ).pictures
+    ).images
     assert first is again and first is not copy
     assert first.key == copy.key != different.key
 
 
 def test_cache_forgets_the_least_recently_used(folder: Path) -> None:
-    size = 16 * 1176 * 4  # bytes of the patches of one 56 x 56 picture
+    size = 16 * 1176 * 4  # bytes of the patches of one 56 x 56 image
     processor = Processor(folder, min_pixels=None, max_pixels=None, cache_bytes=2 * size)
-    data = [picture((56, 56), seed=seed) for seed in range(3)]
+    data = [image((56, 56), seed=seed) for seed in range(3)]
 
     def one(index: int) -> int:
-        return id(processor.prompt(row("?", data[index])).pictures[0])
+        return id(processor.prompt(row("?", data[index])).images[0])
 
-    kept = [processor.prompt(row("?", image)).pictures[0] for image in data[:2]]
+    kept = [processor.prompt(row("?", source)).images[0] for source in data[:2]]
     assert one(0) == id(kept[0])
     one(2)  # pushes out 1, not 0
     assert one(0) == id(kept[0])
@@ -184,17 +182,17 @@ def test_cache_forgets_the_least_recently_used(folder: Path) -> None:
 
 
 def test_errors_name_the_row(folder: Path, processor: Processor) -> None:
-    with pytest.raises(ValueError, match=r"train\.parquet:3: not a picture"):
+    with pytest.raises(ValueError, match=r"train\.parquet:3: not an image"):
         processor.prompt(row("<image>?", b"nonsense"))
-    with pytest.raises(ValueError, match=r"train\.parquet:3: not a picture"):
+    with pytest.raises(ValueError, match=r"train\.parquet:3: not an image"):
         processor.num_tokens(row("<image>?", b"nonsense"))
     with pytest.raises(ValueError, match=r"train\.parquet:3: the text holds the model's own image"):
-        processor.prompt(row("<image>? <|image_pad|>", picture((56, 56))))
+        processor.prompt(row("<image>? <|image_pad|>", image((56, 56))))
     with pytest.raises(ValueError, match=r"train\.parquet:3: .*aspect ratio"):
-        processor.prompt(row("<image>?", picture((6000, 20))))
+        processor.prompt(row("<image>?", image((6000, 20))))
     short = Processor(folder, min_pixels=None, max_pixels=None, max_prompt_tokens=10)
     with pytest.raises(ValueError, match=r"train\.parquet:3: .*data\.max_prompt_tokens=10"):
-        short.prompt(row("<image>What color is it?", picture((56, 56))))
+        short.prompt(row("<image>What color is it?", image((56, 56))))
 
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
@@ -221,7 +219,7 @@ def test_answers_and_suppressed_ids(folder: Path, processor: Processor) -> None:
     assert processor.image_token_id in expected
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="real pictures (../shared/data) are not here")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="real images (../shared/data) are not here")
 @pytest.mark.parametrize(
     "name",
     [
@@ -233,9 +231,9 @@ def test_answers_and_suppressed_ids(folder: Path, processor: Processor) -> None:
         "osv5m_street",
     ],
 )
-def test_real_pictures_equal_autoprocessor(processor: Processor, hf: Any, name: str) -> None:
+def test_real_images_equal_autoprocessor(processor: Processor, hf: Any, name: str) -> None:
     for item in read_rows([str(SHARED / name / "train.parquet")])[:25]:
-        (ours,) = processor.prompt(item).pictures
+        (ours,) = processor.prompt(item).images
         for image in (decode(item.images[0]), Image.open(io.BytesIO(ours.png))):
             theirs = hf.image_processor(images=[image], return_tensors="pt")
             assert torch.equal(ours.patches, theirs["pixel_values"])

@@ -1,4 +1,4 @@
-"""Every form in which a data set names a picture, and chats that hold them."""
+"""Every form in which a data set names an image, and chats that hold them."""
 
 import base64
 import io
@@ -12,7 +12,7 @@ from PIL import Image
 
 from megavlm.data import references
 from megavlm.data.chat import Message, read_chat
-from megavlm.data.references import Place, is_url, picture_bytes
+from megavlm.data.references import Place, image_bytes, is_url
 from megavlm.data.rows import read_rows
 from tests.conftest import png
 
@@ -28,21 +28,21 @@ def encoded(format_: str) -> bytes:
 def test_base64_and_data_urls(tmp_path: Path, format_: str) -> None:
     data, place = encoded(format_), Place(str(tmp_path))
     text = base64.b64encode(data).decode()
-    assert picture_bytes(text, place) == data
-    assert picture_bytes(text[:76] + "\n" + text[76:], place) == data
-    assert picture_bytes(f"data:image/{format_.lower()};base64,{text}", place) == data
+    assert image_bytes(text, place) == data
+    assert image_bytes(text[:76] + "\n" + text[76:], place) == data
+    assert image_bytes(f"data:image/{format_.lower()};base64,{text}", place) == data
     quoted = "".join(f"%{byte:02x}" for byte in data)
-    assert picture_bytes(f"data:image/png,{quoted}", place) == data
+    assert image_bytes(f"data:image/png,{quoted}", place) == data
 
 
 def test_structs_and_paths(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.png").write_bytes(b"file")
     place = Place(str(tmp_path))
-    assert picture_bytes({"bytes": b"bytes", "path": "a/x.png"}, place) == b"bytes"
-    assert picture_bytes({"bytes": None, "path": "a/x.png"}, place) == b"file"
-    assert picture_bytes("a/x.png", place) == b"file"
-    assert picture_bytes("a/../a/x.png", place) == b"file"
+    assert image_bytes({"bytes": b"bytes", "path": "a/x.png"}, place) == b"bytes"
+    assert image_bytes({"bytes": None, "path": "a/x.png"}, place) == b"file"
+    assert image_bytes("a/x.png", place) == b"file"
+    assert image_bytes("a/../a/x.png", place) == b"file"
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_structs_and_paths(tmp_path: Path) -> None:
         ("", "neither bytes nor a path"),
         ("../x.png", "leaves the data file's folder"),
         ("/etc/passwd", "leaves the data file's folder"),
-        ("absent.png", "no picture at"),
-        ("x" * 5000, "no picture at"),
+        ("absent.png", "no image at"),
+        ("x" * 5000, "no image at"),
         ("a\0b", "embedded null byte"),
         ("file:///etc/passwd", "only http, https and data URLs are read"),
         ("FILE:/etc/passwd", "only http, https and data URLs are read"),
@@ -66,9 +66,9 @@ def test_structs_and_paths(tmp_path: Path) -> None:
         ("iVBORw0KGgo" + "A" * 50 + "=", "base64 is broken"),
     ],
 )
-def test_what_is_no_picture_is_refused(tmp_path: Path, value: object, message: str) -> None:
+def test_what_is_no_image_is_refused(tmp_path: Path, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        picture_bytes(value, Place(str(tmp_path)))
+        image_bytes(value, Place(str(tmp_path)))
 
 
 def test_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "x.png").write_bytes(b"x" * 11)
     for value in (b"x" * 11, "x.png", "data:;base64," + "A" * 40):
         with pytest.raises(ValueError, match="more than the limit of 10"):
-            picture_bytes(value, Place(str(tmp_path)))
+            image_bytes(value, Place(str(tmp_path)))
 
 
 def test_what_needs_the_network() -> None:
@@ -157,7 +157,7 @@ def test_the_last_assistant_message_is_the_answer(tmp_path: Path) -> None:
         read_rows(files, prompt_key="chat")
 
 
-def test_several_picture_columns_and_a_question_for_all(tmp_path: Path) -> None:
+def test_several_image_columns_and_a_question_for_all(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes(name.encode())
     files = lines(tmp_path / "x.jsonl", {"left": "a.png", "right": ["b.png", "a.png"]})
@@ -173,5 +173,5 @@ def test_several_picture_columns_and_a_question_for_all(tmp_path: Path) -> None:
         )  # fmt: skip
     mixed = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
     files = lines(tmp_path / "y.jsonl", {"problem": mixed, "answer": "1", "images": ["a.png"]})
-    with pytest.raises(ValueError, match="pictures both in the messages and in images"):
+    with pytest.raises(ValueError, match="images both in the messages and in images"):
         read_rows(files)

@@ -17,14 +17,14 @@ from megavlm.data.processor import Processor
 from megavlm.data.report import write_data_report
 from megavlm.data.rows import Columns, Rows
 from megavlm.data.summary import MAX_REASONS, Summary, evenly, summarize
-from megavlm.training import data_report
+from megavlm.run import data_report
 from tests.unit.data.test_images import encode
 
 LONG = "q " * 500
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
-def picture(width: int, height: int, seed: int = 0) -> bytes:
+def image(width: int, height: int, seed: int = 0) -> bytes:
     noise = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return encode(Image.fromarray(noise))
 
@@ -52,12 +52,12 @@ class Tags(HTMLParser):
 @pytest.fixture
 def rows(tmp_path: Path) -> Rows:
     records: list[dict[str, Any]] = [
-        {"images": [picture(60, 90, i % 3)], "problem": f"<image>q{i}", "answer": "a", "task": "t"}
+        {"images": [image(60, 90, i % 3)], "problem": f"<image>q{i}", "answer": "a", "task": "t"}
         for i in range(20)
     ]
     records += [
         {"images": [b"broken"], "problem": "<image>q", "answer": "a", "task": "t"},
-        {"images": [picture(60, 90)], "problem": "<image>" + LONG, "answer": "a", "task": "t"},
+        {"images": [image(60, 90)], "problem": "<image>" + LONG, "answer": "a", "task": "t"},
         {"images": [], "problem": EVIL, "answer": EVIL, "task": EVIL},
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
@@ -77,7 +77,7 @@ def test_numbers(rows: Rows, processor: Processor) -> None:
     assert summary.by_category == {"t": 21, EVIL: 1}  # the long one too
     assert max(summary.prompt_tokens) > 500
     assert set(summary.widths) == {60} and set(summary.heights) == {90}
-    assert len(summary.distinct_pictures) == 3 and len(summary.widths) == 21
+    assert len(summary.distinct_images) == 3 and len(summary.widths) == 21
     assert len(summary.samples) >= 8
     assert summary.prompt_tokens[0] == processor.num_tokens(rows[0])
     few = summarize(rows, processor, max_tokens=200, limit=5)

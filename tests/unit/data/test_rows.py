@@ -9,7 +9,7 @@ import pytest
 
 from megavlm.data.rows import Row, Video, read_rows
 
-PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 VIDEO = pa.struct([("frames", pa.list_(pa.binary())), ("fps", pa.float64())])
 NAN = float("nan")
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -26,18 +26,18 @@ def write(path: Path, images: list[Any], type_: pa.DataType, **columns: list[Any
 @pytest.mark.parametrize(
     ("images", "type_"),
     [
-        ([[{"bytes": b"one", "path": None}]], pa.list_(PICTURE)),
-        ([{"bytes": b"one", "path": "ignored.png"}], PICTURE),
+        ([[{"bytes": b"one", "path": None}]], pa.list_(IMAGE)),
+        ([{"bytes": b"one", "path": "ignored.png"}], IMAGE),
         ([[b"one"]], pa.list_(pa.binary())),
         ([b"one"], pa.binary()),
-        ([["pictures/one.png"]], pa.list_(pa.string())),
-        (["pictures/one.png"], pa.string()),
-        ([[{"bytes": None, "path": "pictures/one.png"}]], pa.list_(PICTURE)),
+        ([["images/one.png"]], pa.list_(pa.string())),
+        (["images/one.png"], pa.string()),
+        ([[{"bytes": None, "path": "images/one.png"}]], pa.list_(IMAGE)),
     ],
 )
 def test_forms_of_the_image_column(tmp_path: Path, images: list[Any], type_: pa.DataType) -> None:
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "one.png").write_bytes(b"one")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "one.png").write_bytes(b"one")
     file = write(tmp_path / "x.parquet", images, type_)
     assert read_rows([file]) == [Row(0, "<image>q", "a", (b"one",), "t", f"{file}:0")]
 
@@ -78,7 +78,7 @@ def test_text_only_rows(tmp_path: Path) -> None:
     assert [row.images for row in read_rows([file])] == [(), ()]
 
 
-def test_no_picture_column(tmp_path: Path) -> None:
+def test_no_image_column(tmp_path: Path) -> None:
     file = write(tmp_path / "x.parquet", [[b"1"]], pa.list_(pa.binary()), problem=["<image>?"])
     (row,) = read_rows([file], image_keys=())
     assert (row.problem, row.images) == ("<image>?", ())
@@ -95,7 +95,7 @@ def test_no_picture_column(tmp_path: Path) -> None:
         ),
         (
             [[{"frames": [{"bytes": b"one"}, {"path": "two.png"}], "fps": 2}]],
-            pa.list_(pa.struct([("frames", pa.list_(PICTURE)), ("fps", pa.float32())])),
+            pa.list_(pa.struct([("frames", pa.list_(IMAGE)), ("fps", pa.float32())])),
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_forms_of_the_video_column(tmp_path: Path, videos: list[Any], type_: pa.
         ([{"frames": [b"1"], "fps": float("nan")}], "", r":0: a video's fps is nan"),
         ([{"frames": [b"1"], "fps": None}], "", r":0: a video's fps is None"),
         ([{"frames": None, "fps": 1.0}], "", r":0: a video must be a struct of frames"),
-        ([{"frames": [None], "fps": 1.0}], "", r":0: a picture has neither bytes nor a path"),
+        ([{"frames": [None], "fps": 1.0}], "", r":0: an image has neither bytes nor a path"),
         ([None], "", r":0: a video must be a struct of frames"),
     ],
 )
@@ -139,14 +139,14 @@ def test_bad_videos_are_named(
 @pytest.mark.parametrize(
     ("images", "columns", "message"),
     [
-        ([[b"1", b"2"]], {}, r"x\.parquet:0: 1 <image> placeholders in 'problem' but 2 pictures"),
-        ([[b"1"]], {"problem": ["<image><image>"]}, r":0: 2 <image> placeholders .* 1 pictures"),
-        ([None], {}, r":0: 1 <image> placeholders .* 0 pictures"),
+        ([[b"1", b"2"]], {}, r"x\.parquet:0: 1 <image> placeholders in 'problem' but 2 images"),
+        ([[b"1"]], {"problem": ["<image><image>"]}, r":0: 2 <image> placeholders .* 1 images"),
+        ([None], {}, r":0: 1 <image> placeholders .* 0 images"),
         ([[b"1"], [b"2"]], {"answer": ["a", None]}, r":1: 'answer' is None; it must be text"),
         ([[b"1"], [b"2"]], {"answer": [1.0, NAN]}, r":1: 'answer' is None; it must be text"),
         ([[b"1"]], {"problem": [NAN]}, r":0: 'problem' is None; it must be text"),
         ([[b"1"]], {"problem": [["a"]]}, r":0: 'problem' is \['a'\]; it must be text"),
-        ([[None]], {}, r":0: a picture has neither bytes nor a path"),
+        ([[None]], {}, r":0: an image has neither bytes nor a path"),
     ],
 )
 def test_bad_rows_are_named(
@@ -180,10 +180,10 @@ def test_bad_files_and_columns_are_named(tmp_path: Path) -> None:
         ("link.png", "leaves the data file's folder"),
         ("http://169.254.169.254/x.png", "169.254.169.254 is no address of the public internet"),
         ("file:///etc/hostname", "only http, https and data URLs are read"),
-        ("absent.png", "no picture at"),
+        ("absent.png", "no image at"),
     ],
 )
-def test_picture_paths_stay_in_the_folder(tmp_path: Path, name: str, message: str) -> None:
+def test_image_paths_stay_in_the_folder(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "secret.png").write_bytes(b"secret")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "link.png").symlink_to(tmp_path / "secret.png")
@@ -192,7 +192,7 @@ def test_picture_paths_stay_in_the_folder(tmp_path: Path, name: str, message: st
         read_rows([file])
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="real pictures (../shared/data) are not here")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="real images (../shared/data) are not here")
 def test_reads_every_real_set() -> None:
     files = sorted(SHARED.glob("*/*.parquet"))
     assert files
@@ -203,9 +203,9 @@ def test_reads_every_real_set() -> None:
 
 
 def test_extra_columns_are_kept_for_rewards(tmp_path: Path) -> None:
-    pictures = [[b"one"], [b"two"]]
+    images = [[b"one"], [b"two"]]
     columns: dict[str, list[Any]] = {"lat": [1.5, NAN], "city": [None, "X"]}
-    file = write(tmp_path / "rows.parquet", pictures, pa.list_(pa.binary()), **columns)
+    file = write(tmp_path / "rows.parquet", images, pa.list_(pa.binary()), **columns)
     first, second = read_rows([file], extra_keys=("lat", "city"))
     assert first.extra == {"lat": 1.5, "city": None}
     assert second.extra == {"lat": None, "city": "X"}

@@ -94,11 +94,11 @@ def test_csv(tmp_path: Path) -> None:
         read_rows([str(path)])
 
 
-def test_an_empty_picture_cell_is_a_bad_sample_and_null_is_a_row_without(tmp_path: Path) -> None:
+def test_an_empty_image_cell_is_a_bad_sample_and_null_is_a_row_without(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("problem,answer,images\nq,a,\n")
     rows = Rows([str(path)], Columns(category=None))
-    with pytest.raises(ValueError, match=r"x\.csv:0: a picture has neither bytes nor"):
+    with pytest.raises(ValueError, match=r"x\.csv:0: an image has neither bytes nor"):
         _ = rows[0]
     records = [{"problem": "q", "answer": "a", "images": value} for value in (None, [], "", [""])]
     rows = Rows([jsonl(tmp_path / "x.jsonl", records)], Columns(category=None))
@@ -193,7 +193,7 @@ def test_only_blocks_that_fit_stay_in_memory(
     assert len(rows._cache) == 2
 
 
-def test_texts_read_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_read_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.parquet"
     table = {"problem": ["<image>a", "b"], "answer": ["1", None], "images": [[b"x"], []]}
     pq.write_table(pa.table(table), path)
@@ -213,12 +213,12 @@ def test_rows_survive_pickling(tmp_path: Path) -> None:
     assert list(pickle.loads(pickle.dumps(rows))) == list(rows)  # noqa: S301
 
 
-def test_any_fsspec_url_with_pictures_beside_it() -> None:
+def test_any_fsspec_url_with_images_beside_it() -> None:
     files = fsspec.filesystem("memory")
-    line = {"problem": "q", "answer": "a", "images": "pictures/one.png"}
+    line = {"problem": "q", "answer": "a", "images": "images/one.png"}
     files.pipe("/set/train-0.jsonl", json.dumps(line).encode())
     files.pipe("/set/train-1.jsonl", json.dumps({**line, "images": "../secret.png"}).encode())
-    files.pipe("/set/pictures/one.png", png())
+    files.pipe("/set/images/one.png", png())
     files.pipe("/secret.png", png())
     try:
         rows = Rows(["memory://set/train-*.jsonl"], Columns())

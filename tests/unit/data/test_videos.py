@@ -23,13 +23,13 @@ from tests.unit.data.test_images import bomb, encode
 Folders = Callable[[str], Path]
 
 
-def picture(size: tuple[int, int], seed: int = 0, **options: object) -> bytes:
+def image(size: tuple[int, int], seed: int = 0, **options: object) -> bytes:
     noise = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
     return encode(Image.fromarray(noise), **options)
 
 
 def video(number: int, size: tuple[int, int] = (60, 90), fps: float = 2.0, seed: int = 0) -> Video:
-    frames = tuple(picture(size, seed=100 * seed + index) for index in range(number))
+    frames = tuple(image(size, seed=100 * seed + index) for index in range(number))
     return Video(frames, fps)
 
 
@@ -100,7 +100,7 @@ def test_prompt_equals_autoprocessor(
     videos: list[Video],
 ) -> None:
     folder = folder_of(family)
-    images = tuple(picture(size, seed=7) for size in sizes)
+    images = tuple(image(size, seed=7) for size in sizes)
     prompt = ours(folder).prompt(row(problem, *videos, images=images))
 
     start, end = "<|vision_start|>", "<|vision_end|>"
@@ -114,12 +114,12 @@ def test_prompt_equals_autoprocessor(
 
     marks = problem.replace("<image>", "\0").replace("<video>", "\1")
     order = [mark == "\1" for mark in marks if mark in "\0\1"]
-    assert [item.is_video for item in prompt.pictures] == order
+    assert [item.is_video for item in prompt.images] == order
     for is_video, values, grids in (
         (False, "pixel_values", "image_grid_thw"),
         (True, "pixel_values_videos", "video_grid_thw"),
     ):
-        items = [item for item in prompt.pictures if item.is_video == is_video]
+        items = [item for item in prompt.images if item.is_video == is_video]
         if items:
             assert torch.equal(torch.cat([item.patches for item in items]), expected[values])
             assert [list(item.grid) for item in items] == expected[grids].tolist()
@@ -142,7 +142,7 @@ def test_prompt_equals_autoprocessor(
 
 
 def test_times_are_the_middle_of_each_pair_of_frames(processor: Processor) -> None:
-    (item,) = processor.prompt(row("?", video(5, fps=4.0))).pictures
+    (item,) = processor.prompt(row("?", video(5, fps=4.0))).images
     assert isinstance(item, ProcessedVideo)
     assert item.times == (0.125, 0.625, 1.0)
     assert item.seconds_per_grid == 0.5
@@ -150,18 +150,18 @@ def test_times_are_the_middle_of_each_pair_of_frames(processor: Processor) -> No
 
 
 def test_what_is_not_marked_comes_first(processor: Processor) -> None:
-    image = picture((40, 40))
-    plain = processor.prompt(row("red", video(2), video(3), images=(image,)))
-    marked = processor.prompt(row("<image><video><video>red", video(2), video(3), images=(image,)))
-    half = processor.prompt(row("red<image>", video(2), video(3), images=(image,)))
+    source = image((40, 40))
+    plain = processor.prompt(row("red", video(2), video(3), images=(source,)))
+    marked = processor.prompt(row("<image><video><video>red", video(2), video(3), images=(source,)))
+    half = processor.prompt(row("red<image>", video(2), video(3), images=(source,)))
     assert torch.equal(plain.token_ids, marked.token_ids)
-    assert [item.is_video for item in half.pictures] == [True, True, False]
+    assert [item.is_video for item in half.images] == [True, True, False]
 
 
 def test_a_mark_without_items_is_text(processor: Processor) -> None:
     prompt = processor.prompt(row("what is <video> in HTML?"))
     assert "<video>" in processor.decode(prompt.token_ids.tolist())
-    assert prompt.pictures == ()
+    assert prompt.images == ()
 
 
 def test_same_files_are_processed_once_and_the_key_is_the_content(processor: Processor) -> None:
@@ -171,7 +171,7 @@ def test_same_files_are_processed_once_and_the_key_is_the_content(processor: Pro
     )
     slower = Video(first.frames, first.fps / 2)
     reverse = Video(first.frames[::-1], first.fps)
-    a, b, c, d, e = processor.prompt(row("?", first, first, copied, slower, reverse)).pictures
+    a, b, c, d, e = processor.prompt(row("?", first, first, copied, slower, reverse)).images
     assert a is b and a is not c
     assert a.key == c.key == d.key != e.key
     assert isinstance(a, ProcessedVideo) and isinstance(d, ProcessedVideo)
@@ -181,28 +181,28 @@ def test_same_files_are_processed_once_and_the_key_is_the_content(processor: Pro
 def test_turned_frames_have_the_length_that_their_headers_say(processor: Processor) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    item = row("?", Video(tuple(picture((90, 40), seed=i, exif=exif) for i in range(3)), 2.0))
+    item = row("?", Video(tuple(image((90, 40), seed=i, exif=exif) for i in range(3)), 2.0))
     prompt = processor.prompt(item)
-    assert prompt.pictures[0].grid[1] > prompt.pictures[0].grid[2]
+    assert prompt.images[0].grid[1] > prompt.images[0].grid[2]
     assert processor.num_tokens(item) == len(prompt.token_ids)
 
 
 def turned_differently() -> Video:
     exif = Image.Exif()
     exif[0x0112] = 6
-    return Video((picture((90, 40)), picture((90, 40), exif=exif)), 2.0)
+    return Video((image((90, 40)), image((90, 40), exif=exif)), 2.0)
 
 
 @pytest.mark.parametrize(
     ("item", "message"),
     [
         (Video((), 2.0), r"a video of 0 frames needs at least 2"),
-        (video(1), r"a video of 1 frames needs at least 2; or make it a picture"),
+        (video(1), r"a video of 1 frames needs at least 2; or make it an image"),
         (Video(video(1).frames * 769, 2.0), r"769 frames has more than 768, the max_frames"),
         (Video((bomb(8000, 8000),) * 3, 2.0), rf"3 frames with 192000000 pixels .* {2**27};"),
-        (Video((picture((40, 40)), picture((40, 41))), 2.0), r"frames have 2 sizes"),
-        (Video((picture((40, 40)), b"nonsense"), 2.0), r"not a picture"),
-        (Video((picture((40, 40)), bomb(9000, 9000)), 2.0), r"larger than the limit of 67108864"),
+        (Video((image((40, 40)), image((40, 41))), 2.0), r"frames have 2 sizes"),
+        (Video((image((40, 40)), b"nonsense"), 2.0), r"not an image"),
+        (Video((image((40, 40)), bomb(9000, 9000)), 2.0), r"larger than the limit of 67108864"),
     ],
 )
 def test_bad_videos_are_refused_from_their_headers(
@@ -219,7 +219,7 @@ def test_bad_videos_are_refused_from_their_headers(
     ("item", "message"),
     [
         (turned_differently(), r"frames have 2 sizes"),
-        (Video((picture((40, 40)), picture((40, 40), seed=1)[:300]), 2.0), r"picture is broken"),
+        (Video((image((40, 40)), image((40, 40), seed=1)[:300]), 2.0), r"image is broken"),
     ],
 )
 def test_bad_videos_are_refused_when_decoded(

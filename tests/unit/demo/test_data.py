@@ -14,13 +14,13 @@ COLOUR, SHAPE, THERE = "<image>Colour?", "<image>Shape?", "<image>Is there a cir
 
 
 def example(side: int, problem: str, answer: str) -> dict[str, Any]:
-    picture = {"bytes": png(side, side), "path": None}
-    return {"images": [picture], "problem": problem, "answer": answer, "task": "any"}
+    image = {"bytes": png(side, side), "path": None}
+    return {"images": [image], "problem": problem, "answer": answer, "task": "any"}
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Three pictures by side; colours and shapes have three answers each, the last question two."""
+    """Three images by side; colours and shapes have three answers each, the last question two."""
     rows = [example(28 * k, COLOUR, c) for k, c in ((1, "red"), (2, "blue"), (3, "green"))]
     rows += [example(28 * k, SHAPE, s) for k, s in ((1, "circle"), (2, "square"), (3, "cone"))]
     rows += [example(28, COLOUR, "red"), example(28, THERE, "yes"), example(56, THERE, "no")]
@@ -51,7 +51,7 @@ def test_captions_tell_what_rows_say_and_questions_withhold_it(
         assert row.answer in known.get(row.problem, {"yes", "no"})
 
 
-def test_withheld_answers_say_nothing_of_the_picture(tmp_path: Path) -> None:
+def test_withheld_answers_say_nothing_of_the_image(tmp_path: Path) -> None:
     folder = tmp_path / "source"
     folder.mkdir()
     colours = ("red", "blue", "green")
@@ -93,7 +93,7 @@ def test_a_folder_that_is_no_earlier_demo_is_left_alone(tmp_path: Path) -> None:
     ("algorithm", "data", "sentence"),
     [
         ("grop", None, "--algorithm grop has no recipe: choose one of .*cispo, dapo,"),
-        ("ppo", Path("mine"), "--algorithm ppo is for drawn pictures: with --data give the keys"),
+        ("ppo", Path("mine"), "--algorithm ppo is for drawn images: with --data give the keys"),
     ],
 )
 def test_an_algorithm_that_cannot_be_is_one_sentence(

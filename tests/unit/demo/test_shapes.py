@@ -1,4 +1,4 @@
-"""The generated pictures show what their answers and captions say."""
+"""The generated images show what their answers and captions say."""
 
 import io
 from collections import Counter
@@ -135,19 +135,19 @@ def test_unknown_task_names_the_known_ones(tmp_path: Path) -> None:
         write_dataset(tmp_path, seed=0, num_train=1, num_test=1, tasks=["area"])
 
 
-def test_seed_decides_everything_and_splits_share_no_picture(folder: Path, tmp_path: Path) -> None:
+def test_seed_decides_everything_and_splits_share_no_image(folder: Path, tmp_path: Path) -> None:
     write_dataset(tmp_path / "same", seed=0, num_train=300, num_test=90)
     write_dataset(tmp_path / "other", seed=1, num_train=300, num_test=90)
     for name in ("train", "test", "warm_start"):
         assert (tmp_path / "same" / f"{name}.parquet").read_bytes() == (
             folder / f"{name}.parquet"
         ).read_bytes()
-    pictures = [
+    images = [
         {row.images for row in load(path, name)}
         for path in (folder, tmp_path / "other")
         for name in ("train", "test")
     ]
-    assert sum(map(len, pictures)) == 2 * 390 == len(set.union(*pictures))
+    assert sum(map(len, images)) == 2 * 390 == len(set.union(*images))
 
 
 def test_form_is_geometry3ks(folder: Path) -> None:

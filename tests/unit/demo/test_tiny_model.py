@@ -131,8 +131,8 @@ def test_every_family_loads_in_transformers(
     assert (type(processor).__name__, type(video_processor).__name__) == processors
     assert processor.image_processor.size["shortest_edge"] == (2 * side) ** 2
     assert processor.image_processor.patch_size == video_processor.patch_size == side // 2
-    picture = Image.new("RGB", (4 * side, 2 * side))
-    inputs = processor(text=["<|image_pad|>red"], images=[picture], return_tensors="pt")
+    image = Image.new("RGB", (4 * side, 2 * side))
+    inputs = processor(text=["<|image_pad|>red"], images=[image], return_tensors="pt")
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 8
     assert model(**inputs).logits.isfinite().all()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megavlm.environments.curriculum import Curriculum, Term
-from megavlm.rewards.judge import Stage
+from megavlm.rewards.manager import Stage
 
 STAGES = [Stage({"country": 1.0}, tolerance) for tolerance in (500.0, 200.0, 25.0)]
 

@@ -16,7 +16,7 @@ from megavlm.environments.single_turn import SingleTurn
 from megavlm.rewards import registry as rewards
 from megavlm.rewards.base import Example, Score
 
-ROW = Example("<image>How many?", "3", "counting", (b"picture",))
+ROW = Example("<image>How many?", "3", "counting", (b"image",))
 
 
 async def score(text: str, row: Example) -> Score:
@@ -87,7 +87,7 @@ def test_the_calculator_keeps_the_row_s_own_system_prompt() -> None:
     assert observation.messages == list(chat)
 
 
-def test_a_retry_is_worth_less_each_time_and_may_show_the_picture_again() -> None:
+def test_a_retry_is_worth_less_each_time_and_may_show_the_image_again() -> None:
     environment, _ = start("vqa_retry", max_turns=3, discount=0.5, message="Again.", show=True)
     again = step(environment, "5")
     assert (again.done, again.reward) == (False, 0.0)

@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.data.rows import Row
-from megavlm.evaluation.baselines import Known, blind_answers, exchange_pictures
+from megavlm.evaluation.baselines import Known, blind_answers, exchange_images
 from megavlm.evaluation.result import measure, wilson_interval
 from megavlm.evaluation.runner import Answer, evaluate
+from megavlm.inference.protocol import Response, Sampling
 from megavlm.observability.metrics import evaluation_scalars
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.exact_match import score
-from megavlm.rollout.messages import Response, Sampling
 
 
 def row(index: int, problem: str, answer: str, category: str, image: bytes = b"") -> Row:
     return Row(index, problem, answer, (image or bytes([index]),), category, f"rows:{index}")
 
 
-# The picture's byte is the number of shapes: a policy that looks answers it.
+# The image's byte is the number of shapes: a policy that looks answers it.
 TRAIN = [row(i, "How many?", str(i % 3), "count", bytes([i % 3])) for i in range(9)] + [
     row(9, "Colour?", "red", "colour"),
     row(10, "Colour?", "red", "colour"),
@@ -36,7 +36,7 @@ TEST = [row(i, "How many?", str(i % 3), "count", bytes([i % 3])) for i in range(
 
 @dataclass
 class LookingPolicy:
-    """Counts right when it sees the picture, says "a lot" when sampling, and "red" to colours."""
+    """Counts right when it sees the image, says "a lot" when sampling, and "red" to colours."""
 
     asked: list[tuple[int, Sampling]]
 
@@ -94,7 +94,7 @@ def test_every_measure() -> None:
     assert result.valid.overall.share == 1, "red is an answer of the colour rows"
     assert result.blind.by_category["count"].share == pytest.approx(2 / 6)
     assert result.blind.by_category["colour"].share == 0
-    assert result.shuffled.by_category["count"].share < 1, "it looked, so other pictures hurt it"
+    assert result.shuffled.by_category["count"].share < 1, "it looked, so other images hurt it"
     temperatures = [sampling.temperature for _, sampling in policy.asked]
     assert temperatures == [0.0, 1.0, 0.0] and all(count == len(TEST) for count, _ in policy.asked)
 
@@ -128,13 +128,13 @@ def test_blind_answers_fall_back_to_the_category_and_then_to_all() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=30),
     st.integers(0, 100),
 )
-def test_nobody_keeps_their_own_pictures(shown: list[tuple[int, int]], seed: int) -> None:
-    """`shown`: how many pictures a row has, and which ones; some rows share theirs."""
+def test_nobody_keeps_their_own_images(shown: list[tuple[int, int]], seed: int) -> None:
+    """`shown`: how many images a row has, and which ones; some rows share theirs."""
     rows = [
         Row(i, "", str(i), tuple(bytes([which, j]) for j in range(number)), "", "")
         for i, (number, which) in enumerate(shown)
     ]
-    exchanged = {row.index: row for row in exchange_pictures(rows, seed)}
+    exchanged = {row.index: row for row in exchange_images(rows, seed)}
     assert list(exchanged) == sorted(exchanged)
     for row in rows:
         others = [other for other in rows if len(other.images) == len(row.images)]
@@ -144,7 +144,7 @@ def test_nobody_keeps_their_own_pictures(shown: list[tuple[int, int]], seed: int
             assert after.answer == row.answer and after.images != row.images
             assert after.images in [other.images for other in others]
         else:
-            assert not row.images or 2 * most > len(others), "it could have got other pictures"
+            assert not row.images or 2 * most > len(others), "it could have got other images"
 
 
 def test_a_prompt_that_would_outgrow_all_others_is_left_out() -> None:
@@ -154,7 +154,7 @@ def test_a_prompt_that_would_outgrow_all_others_is_left_out() -> None:
     assert result.shuffled.overall.count == 1 and result.greedy.overall.count == 2
 
 
-def test_rows_without_pictures_cannot_be_shuffled() -> None:
+def test_rows_without_images_cannot_be_shuffled() -> None:
     text_only = [Row(i, "Colour?", "red", (), "colour", "") for i in range(3)]
     result = run(LookingPolicy([]), rows=text_only)
     assert result.shuffled is None and result.greedy.overall.share == 1

@@ -27,15 +27,15 @@ pytestmark = pytest.mark.parity
 TOLERANCE = 1e-5
 # In patches; a window of Qwen2.5-VL has 8 x 8.
 BATCHES: dict[str, list[Grid]] = {
-    "one picture": [(1, 4, 6)],
+    "one image": [(1, 4, 6)],
     "one token": [(1, 2, 2)],
     "exactly a window": [(1, 8, 8)],
     "windows at the edges": [(1, 20, 10)],
     "several of one size": [(1, 6, 4), (1, 6, 4), (1, 4, 6)],
     "a video": [(3, 6, 12)],
-    "pictures and videos": [(1, 20, 10), (2, 4, 6), (1, 8, 16), (3, 18, 4), (1, 2, 2), (1, 4, 6)],
+    "images and videos": [(1, 20, 10), (2, 4, 6), (1, 8, 16), (3, 18, 4), (1, 2, 2), (1, 4, 6)],
 }
-PICTURES = BATCHES["pictures and videos"]
+IMAGES = BATCHES["images and videos"]
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -88,39 +88,39 @@ def test_features_and_gradients(family: str, grids: Sequence[Grid]) -> None:
 @every_family
 def test_bf16_rounds_as_transformers_does(family: str) -> None:
     """Far closer to transformers in bf16 than bf16 is to fp32."""
-    exact, pair, patches = make_pair(family), make_pair(family), make_patches(PICTURES)
+    exact, pair, patches = make_pair(family), make_pair(family), make_patches(IMAGES)
     pair.ours.bfloat16()
     pair.theirs.bfloat16()
     # A model that is loaded in bf16 keeps its frequencies in fp32.
     pair.theirs.rotary_pos_emb.inv_freq = exact.theirs.rotary_pos_emb.inv_freq
     with torch.no_grad():
-        ours = pair.ours(patches, PICTURES)
-        theirs = their_features(pair.theirs, patches, PICTURES)
-        wide = their_features(exact.theirs, patches, PICTURES)
+        ours = pair.ours(patches, IMAGES)
+        theirs = their_features(pair.theirs, patches, IMAGES)
+        wide = their_features(exact.theirs, patches, IMAGES)
     assert ours.dtype == torch.bfloat16
     assert relative(ours.float(), theirs.float()) < 0.1 * relative(theirs.float(), wide)
 
 
 @every_family
 def test_inputs_show_a_merger_with_the_wrong_gelu(family: str) -> None:
-    pair, patches = make_pair(family), make_patches(PICTURES)
+    pair, patches = make_pair(family), make_patches(IMAGES)
     with torch.no_grad():
-        theirs = their_features(pair.theirs, patches, PICTURES)
+        theirs = their_features(pair.theirs, patches, IMAGES)
         for merger in pair.ours.mergers():
             (gelu,) = [module for module in merger.modules() if isinstance(module, nn.GELU)]
             gelu.approximate = "tanh"
-            assert relative(pair.ours(patches, PICTURES), theirs) > 10 * TOLERANCE
+            assert relative(pair.ours(patches, IMAGES), theirs) > 10 * TOLERANCE
             gelu.approximate = "none"
-        assert relative(pair.ours(patches, PICTURES), theirs) < TOLERANCE
+        assert relative(pair.ours(patches, IMAGES), theirs) < TOLERANCE
 
 
 @every_family
 def test_recompute_changes_nothing_and_keeps_less(family: str) -> None:
-    patches, kept, results = make_patches(PICTURES), {}, {}
+    patches, kept, results = make_patches(IMAGES), {}, {}
     for recompute in (False, True):
         pair = make_pair(family)
         pair.ours.recompute = recompute
-        kept[recompute], features = saved_bytes(lambda tower=pair.ours: tower(patches, PICTURES))
+        kept[recompute], features = saved_bytes(lambda tower=pair.ours: tower(patches, IMAGES))
         backward(pair, features)
         results[recompute] = {"features": features.detach(), **gradients(pair.ours)}
     assert kept[True] < 0.5 * kept[False]
@@ -131,11 +131,11 @@ def test_recompute_changes_nothing_and_keeps_less(family: str) -> None:
 @every_family
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_frozen_tower_keeps_nothing(family: str, recompute: bool) -> None:
-    tower, patches = make_pair(family).ours, make_patches(PICTURES)
+    tower, patches = make_pair(family).ours, make_patches(IMAGES)
     tower.recompute = recompute
-    trained, _ = saved_bytes(lambda: tower(patches, PICTURES))
+    trained, _ = saved_bytes(lambda: tower(patches, IMAGES))
     tower.requires_grad_(False)
-    kept, features = saved_bytes(lambda: tower(patches, PICTURES))
+    kept, features = saved_bytes(lambda: tower(patches, IMAGES))
     assert trained > 0 and kept == 0
     assert not features.requires_grad
 
@@ -144,7 +144,7 @@ def test_a_frozen_tower_keeps_nothing(family: str, recompute: bool) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_trained_mergers_of_a_frozen_tower(family: str, recompute: bool) -> None:
     """They get the gradients that they get in a trained tower, and its blocks keep nothing."""
-    patches = make_patches(PICTURES)
+    patches = make_patches(IMAGES)
 
     def run(mergers_only: bool, depth: int) -> tuple[int, nn.Module]:
         pair = make_pair(family, depth=depth)
@@ -152,7 +152,7 @@ def test_trained_mergers_of_a_frozen_tower(family: str, recompute: bool) -> None
         pair.ours.requires_grad_(not mergers_only)
         for merger in pair.ours.mergers():
             merger.requires_grad_(True)
-        kept, features = saved_bytes(lambda: pair.ours(patches, PICTURES))
+        kept, features = saved_bytes(lambda: pair.ours(patches, IMAGES))
         backward(pair, features)
         return kept, pair.ours
 
@@ -171,12 +171,12 @@ def test_deepstack_levels(tapped: list[int]) -> None:
     """Any number of them; in the order of blocks, each with the merger of its place in the list."""
     pair, patches = (
         make_pair("qwen3_vl", deepstack_visual_indexes=tapped),
-        make_patches(PICTURES),
+        make_patches(IMAGES),
     )
     assert pair.ours.num_levels == len(tapped) and len(pair.ours.mergers()) == 1 + len(tapped)
     with torch.no_grad():
-        theirs = their_features(pair.theirs, patches, PICTURES)
-        assert relative(pair.ours(patches, PICTURES), theirs) < TOLERANCE
+        theirs = their_features(pair.theirs, patches, IMAGES)
+        assert relative(pair.ours(patches, IMAGES), theirs) < TOLERANCE
 
 
 @every_family

@@ -1,4 +1,4 @@
-"""Spreading pictures over ranks: the same features and gradients as one rank, each picture encoded
+"""Spreading images over ranks: the same features and gradients as one rank, each image encoded
 once.
 """
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megavlm.models.common.vision_merge import Grid, encode_pictures, split_by_cost
+from megavlm.models.common.vision_merge import Grid, encode_images, split_by_cost
 from tests.distributed.fork import launch
 
 GRIDS: list[Grid] = [(1, 4, 6), (1, 2, 2), (2, 2, 4)]
@@ -24,7 +24,7 @@ PATCH, FEATURE, MERGE = 5, 3, 2
     st.lists(st.floats(1, 100), max_size=20),
     st.integers(1, 5),
 )
-def test_split_keeps_every_picture_and_balances(costs: list[float], num_parts: int) -> None:
+def test_split_keeps_every_image_and_balances(costs: list[float], num_parts: int) -> None:
     parts = split_by_cost(costs, num_parts)
     assert sorted(index for part in parts for index in part) == list(range(len(costs)))
     loads = [sum(costs[i] for i in part) for part in parts]
@@ -32,7 +32,7 @@ def test_split_keeps_every_picture_and_balances(costs: list[float], num_parts: i
 
 
 def encode(is_context: bool) -> list[Any]:
-    """Features, the encoder's gradient on this rank, and the pictures that this rank encoded.
+    """Features, the encoder's gradient on this rank, and the images that this rank encoded.
 
     Ranks of the tensor axis have the whole loss each, those of the context axis a part.
     """
@@ -50,7 +50,7 @@ def encode(is_context: bool) -> list[Any]:
     group = dist.group.WORLD
     assert group is not None
     alone, _ = dist.new_subgroups(group_size=1)
-    features = encode_pictures(
+    features = encode_images(
         encoder,
         patches,
         GRIDS,
@@ -71,7 +71,7 @@ def encode(is_context: bool) -> list[Any]:
 @pytest.mark.parametrize("is_context", [False, True])
 def test_features_and_gradients_equal_one_rank(is_context: bool) -> None:
     ((features, gradient, _),) = launch(1, encode, is_context)
-    for world_size in (2, 4):  # with four ranks and three pictures one rank has none
+    for world_size in (2, 4):  # with four ranks and three images one rank has none
         results = launch(world_size, encode, is_context)
         for result in results:
             np.testing.assert_allclose(result[0], features, rtol=1e-6)

@@ -40,7 +40,7 @@ def evaluation(greedy: float, shuffled: float | None = 0.3, blind: float = 0.31)
     }
 
 
-def picture(key: str, size: tuple[int, int] = (8, 8)) -> tuple[str, bytes]:
+def image(key: str, size: tuple[int, int] = (8, 8)) -> tuple[str, bytes]:
     buffer = BytesIO()
     Image.effect_noise(size, 100).save(buffer, "PNG")
     return key, buffer.getvalue()
@@ -50,10 +50,10 @@ def group(
     prompt: str = "How many?",
     category: str = "count",
     texts: Sequence[str] = ("2", "3"),
-    pictures: Sequence[tuple[str, bytes]] = (),
+    images: Sequence[tuple[str, bytes]] = (),
 ) -> SampledGroup:
     responses = [SampledResponse(text, float(text == "2"), text == "2", "stop") for text in texts]
-    return SampledGroup(prompt, "2", category, "train.parquet:7", pictures, responses)
+    return SampledGroup(prompt, "2", category, "train.parquet:7", images, responses)
 
 
 def metrics(step: int) -> dict[str, float]:
@@ -92,5 +92,5 @@ def write_run(
         writer.write_evaluation(0, evaluation(0.5))
         for step in range(1, steps + 1):
             writer.write(step, metrics(step))
-            samples.write(step, groups or [group(pictures=[picture(f"key{step}")])])
+            samples.write(step, groups or [group(images=[image(f"key{step}")])])
         writer.write_evaluation(steps, after or evaluation(0.9))

@@ -13,7 +13,7 @@ from megavlm.observability.result import build_result, write_result
 from megavlm.observability.samples import SampledGroup, SampledResponse
 from megavlm.observability.svg import Line, chart
 
-from .runs import group, picture, write_run
+from .runs import group, image, write_run
 
 HOSTILE = "<script>alert(1)</script><img src=http://evil.test/x onerror=alert(1)>\"'&amp;\x00"
 
@@ -95,9 +95,9 @@ def test_only_the_pages_own_script_may_run(tmp_path: Path) -> None:
 
 
 def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_samples, "MAX_PICTURE_BYTES", 40_000)
+    monkeypatch.setattr(report_samples, "MAX_IMAGE_BYTES", 40_000)
     groups = [
-        group("p" * 10_000, texts=["r" * 10_000] * 64, pictures=[picture(f"big{i}", (900, 500))])
+        group("p" * 10_000, texts=["r" * 10_000] * 64, images=[image(f"big{i}", (900, 500))])
         for i in range(4)
     ]
     page = report(tmp_path, groups, steps=60)
@@ -109,20 +109,20 @@ def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(page.html) < most and "r" * 1300 not in page.html
 
 
-def test_a_large_picture_is_reduced(tmp_path: Path) -> None:
-    page = report(tmp_path, [group(pictures=[picture("big", (900, 500))])], steps=1)
+def test_a_large_image_is_reduced(tmp_path: Path) -> None:
+    page = report(tmp_path, [group(images=[image("big", (900, 500))])], steps=1)
     (uri,) = page.values("src")
     assert uri.startswith("data:image/jpeg;base64,")
 
 
-def test_a_picture_that_is_gone_and_a_path_that_leaves_the_folder(tmp_path: Path) -> None:
+def test_a_image_that_is_gone_and_a_path_that_leaves_the_folder(tmp_path: Path) -> None:
     write_run(tmp_path, steps=1)
     lines = tmp_path / "samples" / "rollouts.jsonl"
     (tmp_path / "key1.png").write_bytes((tmp_path / "samples" / "key1.png").read_bytes())
     (tmp_path / "samples" / "key1.png").unlink()
     lines.write_text(lines.read_text().replace("key1.png", "../key1.png"))
     page = Page(write_report(tmp_path))
-    assert "picture is no longer there" in "".join(page.text) and not page.values("src")
+    assert "image is no longer there" in "".join(page.text) and not page.values("src")
 
 
 def test_a_run_that_has_left_nothing_yet_has_a_report(tmp_path: Path) -> None:

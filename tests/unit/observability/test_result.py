@@ -90,17 +90,17 @@ def test_the_moving_mean_looks_back_only() -> None:
     assert moving_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
 
 
-def test_the_reward_curve_is_a_picture_with_both_series(tmp_path: Path) -> None:
+def test_the_reward_curve_is_a_image_with_both_series(tmp_path: Path) -> None:
     write_run(tmp_path)
-    with Image.open(reward_curve(tmp_path)) as picture:
-        assert picture.format == "PNG" and picture.width >= 800
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(2**24) or []}
+    with Image.open(reward_curve(tmp_path)) as image:
+        assert image.format == "PNG" and image.width >= 800
+        colours = {colour for _, colour in image.convert("RGB").getcolors(2**24) or []}
     assert {(0x1F, 0x5F, 0xBF), (0xC2, 0x41, 0x0C)} <= colours
 
 
 def test_the_reward_curve_of_a_run_without_rewards_is_empty_but_there(tmp_path: Path) -> None:
-    with Image.open(reward_curve(tmp_path)) as picture:
-        assert picture.format == "PNG"
+    with Image.open(reward_curve(tmp_path)) as image:
+        assert image.format == "PNG"
 
 
 def test_the_final_reward_is_of_the_last_hundred_episodes(tmp_path: Path) -> None:

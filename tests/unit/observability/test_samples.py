@@ -7,7 +7,7 @@ import pytest
 from megavlm.observability.records import Record, read_records
 from megavlm.observability.samples import FILE, FOLDER, SampleWriter
 
-from .runs import group, picture
+from .runs import group, image
 
 
 def records(folder: Path) -> list[Record]:
@@ -24,13 +24,13 @@ def test_the_number_of_steps_kept_is_bounded(tmp_path: Path, num_steps: int) -> 
 
 def test_a_step_that_is_not_due_leaves_nothing(tmp_path: Path) -> None:
     writer = SampleWriter(tmp_path, num_steps=1000)
-    writer.write(7, [group(pictures=[picture("a")])])
+    writer.write(7, [group(images=[image("a")])])
     assert records(tmp_path) == [] and not (tmp_path / FOLDER / "a.png").exists()
 
 
 def test_a_group_is_kept_whole(tmp_path: Path) -> None:
-    key, png = picture("abc")
-    SampleWriter(tmp_path, num_steps=1).write(1, [group("Why?\n", pictures=[(key, png)])])
+    key, png = image("abc")
+    SampleWriter(tmp_path, num_steps=1).write(1, [group("Why?\n", images=[(key, png)])])
     assert records(tmp_path) == [
         {
             "step": 1,
@@ -38,7 +38,7 @@ def test_a_group_is_kept_whole(tmp_path: Path) -> None:
             "answer": "2",
             "category": "count",
             "source": "train.parquet:7",
-            "pictures": ["abc.png"],
+            "images": ["abc.png"],
             "responses": [
                 {"text": "2", "reward": 1.0, "correct": True, "finish": "stop"},
                 {"text": "3", "reward": 0.0, "correct": False, "finish": "stop"},

@@ -24,7 +24,7 @@ WORDS = st.lists(st.sampled_from("a b c d".split()), min_size=1, max_size=7)
 
 
 def literal_cider_d(
-    candidate: list[str], references: list[list[str]], pictures: list[list[list[str]]]
+    candidate: list[str], references: list[list[str]], images: list[list[list[str]]]
 ) -> float:
     """Equations 3 and 4 of the paper's section on CIDEr-D, over all n-grams that occur."""
 
@@ -33,8 +33,8 @@ def literal_cider_d(
         return sum(tuple(words[i : i + n]) == gram for i in range(len(words) - n + 1))
 
     def idf(gram: tuple[str, ...]) -> float:
-        seen = sum(any(count(gram, words) for words in picture) for picture in pictures)
-        return math.log(len(pictures)) - math.log(max(1, seen))
+        seen = sum(any(count(gram, words) for words in image) for image in images)
+        return math.log(len(images)) - math.log(max(1, seen))
 
     total = 0.0
     for n in (1, 2, 3, 4):
@@ -57,15 +57,15 @@ def literal_cider_d(
 
 
 @given(WORDS, st.lists(st.lists(WORDS, min_size=1, max_size=3), min_size=2, max_size=4))
-def test_cider_d_is_the_formula(candidate: list[str], pictures: list[list[list[str]]]) -> None:
-    expected = literal_cider_d(candidate, pictures[0], pictures)
-    assert cider_d(candidate, pictures[0], Corpus.of(pictures)) == pytest.approx(expected)
+def test_cider_d_is_the_formula(candidate: list[str], images: list[list[list[str]]]) -> None:
+    expected = literal_cider_d(candidate, images[0], images)
+    assert cider_d(candidate, images[0], Corpus.of(images)) == pytest.approx(expected)
 
 
 def test_cider_d_of_the_reference_itself_is_ten() -> None:
-    pictures = [["a red bus drives by".split()], ["two dogs play outside here".split()]]
-    assert cider_d(pictures[0][0], pictures[0], Corpus.of(pictures)) == pytest.approx(10)
-    assert cider_d(pictures[1][0], pictures[0], Corpus.of(pictures)) == 0
+    images = [["a red bus drives by".split()], ["two dogs play outside here".split()]]
+    assert cider_d(images[0][0], images[0], Corpus.of(images)) == pytest.approx(10)
+    assert cider_d(images[1][0], images[0], Corpus.of(images)) == 0
 
 
 @given(WORDS, WORDS)

@@ -7,7 +7,7 @@ import pytest
 
 from megavlm.rewards import geo3k
 from megavlm.rewards.base import Example, Score
-from megavlm.rewards.judge import Judge, Part
+from megavlm.rewards.manager import Part, RewardManager
 
 
 @pytest.mark.parametrize(
@@ -199,24 +199,24 @@ HOSTILE = {
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
+def manager() -> Iterator[RewardManager]:
     parts = [Part("math", "geo3k", options={"format_reward": 0.0})]
-    judge = Judge(parts, on_failure="zero", workers=1, timeout=3, memory_mb=2048)
-    yield judge
-    asyncio.run(judge.close())
+    manager = RewardManager(parts, on_failure="zero", workers=1, timeout=3, memory_mb=2048)
+    yield manager
+    asyncio.run(manager.close())
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_answers_get_nothing_within_the_limit(judge: Judge, name: str) -> None:
-    found = asyncio.run(judge.score(HOSTILE[name], Example("?", r"\frac{\pi}{7}")))
+def test_hostile_answers_get_nothing_within_the_limit(manager: RewardManager, name: str) -> None:
+    found = asyncio.run(manager.score(HOSTILE[name], Example("?", r"\frac{\pi}{7}")))
     assert (found.reward, found.correct) == (0.0, False)
-    right = asyncio.run(judge.score(r"\boxed{\pi/7}", Example("?", r"\frac{\pi}{7}")))
+    right = asyncio.run(manager.score(r"\boxed{\pi/7}", Example("?", r"\frac{\pi}{7}")))
     assert right.correct, "the next response is served"
 
 
 def test_a_catastrophic_regular_expression_ends_at_the_limit() -> None:
     parts = [Part("regex", "user_rewards:catastrophic")]
-    judge = Judge(parts, on_failure="zero", workers=1, timeout=1, memory_mb=1024)
-    found = asyncio.run(judge.score("a" * 60, Example("?", "!")))
+    manager = RewardManager(parts, on_failure="zero", workers=1, timeout=1, memory_mb=1024)
+    found = asyncio.run(manager.score("a" * 60, Example("?", "!")))
     assert found == Score(0.0, False, failure="timeout")
-    asyncio.run(judge.close())
+    asyncio.run(manager.close())

@@ -14,15 +14,15 @@ import pytest
 
 from megavlm.config.load import load
 from megavlm.rewards.base import Example, RewardStop, Score
-from megavlm.rewards.judge import Judge, Part
-from megavlm.training.scoring import make_judge
+from megavlm.rewards.manager import Part, RewardManager
+from megavlm.rollout.scoring import make_reward_manager
 
 FAULTY = "user_rewards:faulty"
 EXAMPLE = Example("?", "red")
 
 
-def make(on_failure: str = "zero", timeout: float = 1.0, name: str = FAULTY) -> Judge:
-    return Judge(
+def make(on_failure: str = "zero", timeout: float = 1.0, name: str = FAULTY) -> RewardManager:
+    return RewardManager(
         [Part("only", name)],
         on_failure=on_failure,  # type: ignore[arg-type]
         workers=1,
@@ -31,15 +31,15 @@ def make(on_failure: str = "zero", timeout: float = 1.0, name: str = FAULTY) -> 
     )
 
 
-def score(judge: Judge, response: str) -> Score:
-    return asyncio.run(judge.score(response, EXAMPLE))
+def score(manager: RewardManager, response: str) -> Score:
+    return asyncio.run(manager.score(response, EXAMPLE))
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    judge = make()
-    yield judge
-    asyncio.run(judge.close())
+def manager() -> Iterator[RewardManager]:
+    manager = make()
+    yield manager
+    asyncio.run(manager.close())
     assert not mine(), "a reward process outlives the judge"
 
 
@@ -82,64 +82,64 @@ def mine() -> list[psutil.Process]:
     ],
 )
 def test_a_fault_is_scored_by_policy_and_the_next_response_is_served(
-    judge: Judge, response: str, kind: str
+    manager: RewardManager, response: str, kind: str
 ) -> None:
-    before = judge.failures[kind]
-    assert score(judge, response) == Score(0.0, False, failure=kind)
-    assert judge.failures[kind] == before + 1
-    assert score(judge, "plain") == Score(1.0, True)
+    before = manager.failures[kind]
+    assert score(manager, response) == Score(0.0, False, failure=kind)
+    assert manager.failures[kind] == before + 1
+    assert score(manager, "plain") == Score(1.0, True)
     assert len(mine()) == 1, "what the reward started died with it"
 
 
 @pytest.mark.parametrize("response", ["leave a child", "leave a daemon"])
 def test_a_child_that_is_left_behind_dies_and_the_reward_counts(
-    judge: Judge, response: str
+    manager: RewardManager, response: str
 ) -> None:
-    assert score(judge, response).correct
-    assert score(judge, "plain").correct
+    assert score(manager, response).correct
+    assert score(manager, "plain").correct
     assert len(mine()) == 1
 
 
-def test_printing_is_no_fault_and_a_process_is_kept(judge: Judge) -> None:
-    assert score(judge, "pid") == score(judge, "pid")
-    assert score(judge, "print") == Score(1.0, True)
+def test_printing_is_no_fault_and_a_process_is_kept(manager: RewardManager) -> None:
+    assert score(manager, "pid") == score(manager, "pid")
+    assert score(manager, "print") == Score(1.0, True)
 
 
-def test_a_megabyte_goes_in(judge: Judge) -> None:
-    assert score(judge, "x" * 2**20).correct
+def test_a_megabyte_goes_in(manager: RewardManager) -> None:
+    assert score(manager, "x" * 2**20).correct
 
 
 def test_no_key_of_the_trainer_reaches_a_reward(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
+    manager: RewardManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGAVLM_API_KEY", "secret")
-    score(judge, "die")
-    seen = set(score(judge, "environment").parts)
+    score(manager, "die")
+    seen = set(score(manager, "environment").parts)
     assert "PATH" in seen and not any("KEY" in name for name in seen)
 
 
 def test_the_policies() -> None:
     for policy in ("skip", "stop"):
-        judge = make(policy)
+        manager = make(policy)
         if policy == "stop":
             with pytest.raises(RewardStop, match=r"reward\.on_failure=stop"):
-                score(judge, "raise")
+                score(manager, "raise")
         else:
-            assert score(judge, "raise") == Score(0.0, False, failure="exception", skipped=True)
-        asyncio.run(judge.close())
+            assert score(manager, "raise") == Score(0.0, False, failure="exception", skipped=True)
+        asyncio.run(manager.close())
 
 
 def test_a_recipe_says_what_a_failure_is_worth(write_recipe: Callable[..., Path]) -> None:
     reward = {"name": FAULTY, "failure_value": -0.5}
     for policy in ("zero", "skip"):
-        judge = make_judge(load(write_recipe(reward=reward | {"on_failure": policy})))
+        manager = make_reward_manager(load(write_recipe(reward=reward | {"on_failure": policy})))
         found = Score(-0.5, False, failure="exception", skipped=policy == "skip")
-        assert score(judge, "raise") == found
-        asyncio.run(judge.close())
+        assert score(manager, "raise") == found
+        asyncio.run(manager.close())
 
 
 def test_the_thread_that_made_a_judge_may_end() -> None:
-    judges: list[Judge] = []
+    judges: list[RewardManager] = []
     thread = threading.Thread(target=lambda: judges.append(make()))
     thread.start()
     thread.join()
@@ -150,7 +150,7 @@ def test_the_thread_that_made_a_judge_may_end() -> None:
 TRAINER = """
 import asyncio, sys
 from megavlm.rewards.base import Example
-from megavlm.rewards.judge import Judge, Part
+from megavlm.rewards.manager import Judge, Part
 judge = Judge([Part("r", "user_rewards:faulty")], on_failure="stop", workers=1, timeout=60,
               memory_mb=1024)
 print(int(asyncio.run(judge.score("pid", Example("?", "red"))).reward), flush=True)

@@ -8,7 +8,7 @@ import pytest
 
 from megavlm.rewards import remote
 from megavlm.rewards.base import Example, Score
-from megavlm.rewards.judge import Judge, Part
+from megavlm.rewards.manager import Part, RewardManager
 from tests.fakes.service import FakeService, Fault
 
 PNG = b"\x89PNG rest"
@@ -18,11 +18,13 @@ RATING = {"choices": [{"message": {"content": "I say 7.5"}}]}
 
 def score(*parts: Part, timeout: float = 5.0, response: str = "a dog") -> Score:
     async def run() -> Score:
-        judge = Judge(parts, on_failure="zero", workers=1, timeout=timeout, memory_mb=1024)
+        manager = RewardManager(
+            parts, on_failure="zero", workers=1, timeout=timeout, memory_mb=1024
+        )
         try:
-            return await judge.score(response, EXAMPLE)
+            return await manager.score(response, EXAMPLE)
         finally:
-            await judge.close()
+            await manager.close()
 
     return asyncio.run(run())
 
@@ -36,17 +38,17 @@ def by_model(service: FakeService, **options: Any) -> Part:
     return Part("model", "reward_model", options=options)
 
 
-def test_a_url_gets_response_row_and_pictures() -> None:
+def test_a_url_gets_response_row_and_images() -> None:
     with FakeService({"reward": 0.25, "correct": True}) as service:
         assert score(by_url(service)) == Score(0.25, True)
     ((path, body, key),) = service.requests
     assert path == "/score" and key is None
     assert body["response"] == "a dog" and body["row"]["keywords"] == ["dog"]
-    (picture,) = body["images"]
-    assert picture == "data:image/png;base64," + base64.b64encode(PNG).decode()
+    (image,) = body["images"]
+    assert image == "data:image/png;base64," + base64.b64encode(PNG).decode()
 
 
-def test_a_reward_model_sees_the_picture_and_its_rating_is_a_share(
+def test_a_reward_model_sees_the_image_and_its_rating_is_a_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
@@ -54,8 +56,8 @@ def test_a_reward_model_sees_the_picture_and_its_rating_is_a_share(
         assert score(by_model(service, api_key_env="JUDGE_KEY")) == Score(0.75, True)
     ((_, body, key),) = service.requests
     assert key == "Bearer secret" and body["model"] == "judge"
-    picture, text = body["messages"][0]["content"]
-    assert picture["image_url"]["url"].startswith("data:image/png;base64,")
+    image, text = body["messages"][0]["content"]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,")
     assert "Describe." in text["text"] and "a dog" in text["text"] and "<image>" not in text["text"]
 
 
@@ -109,11 +111,11 @@ def test_a_service_that_is_busy_is_asked_again_when_it_says(
 def test_requests_beyond_the_concurrency_wait_their_turn() -> None:
     async def run(service: FakeService) -> list[Score]:
         parts = [by_url(service, concurrency=1)]
-        judge = Judge(parts, on_failure="zero", workers=1, timeout=5, memory_mb=1024)
+        manager = RewardManager(parts, on_failure="zero", workers=1, timeout=5, memory_mb=1024)
         try:
-            return await asyncio.gather(*(judge.score("a dog", EXAMPLE) for _ in range(20)))
+            return await asyncio.gather(*(manager.score("a dog", EXAMPLE) for _ in range(20)))
         finally:
-            await judge.close()
+            await manager.close()
 
     with FakeService({"reward": 1}) as service:
         assert asyncio.run(run(service)) == [Score(1.0, True)] * 20

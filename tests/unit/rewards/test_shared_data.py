@@ -7,10 +7,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from megavlm.data.caption_corpus import with_corpus
 from megavlm.environments.registry import default_reward
 from megavlm.rewards.base import Example, Score
-from megavlm.rewards.judge import Judge, Part
-from megavlm.training.corpus import with_corpus
+from megavlm.rewards.manager import Part, RewardManager
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 NUM = 40  # rows of a set
@@ -35,11 +35,11 @@ def scores(
     part = Part("it", default_reward(name), options=options)
 
     async def run() -> list[Score]:
-        judge = Judge([part], on_failure="stop", workers=1, timeout=20, memory_mb=2048)
+        manager = RewardManager([part], on_failure="stop", workers=1, timeout=20, memory_mb=2048)
         try:
-            return await asyncio.gather(*(judge.score(text, example(row)) for text, row in pairs))
+            return await asyncio.gather(*(manager.score(text, example(row)) for text, row in pairs))
         finally:
-            await judge.close()
+            await manager.close()
 
     return asyncio.run(run())
 
@@ -53,7 +53,7 @@ def example(row: dict[str, Any]) -> Example:
 @pytest.mark.parametrize("folder", SETS)
 def test_the_true_answer_is_right_and_another_is_not(folder: str) -> None:
     if not SHARED.is_dir():
-        pytest.skip(f"no pictures at {SHARED}")
+        pytest.skip(f"no images at {SHARED}")
     name, options = SETS[folder]
     data = rows(SHARED / folder)
     wrap = r"\boxed{%s}" if name == "geo3k" else "%s"
@@ -66,10 +66,10 @@ def test_the_true_answer_is_right_and_another_is_not(folder: str) -> None:
     assert all(a.reward > b.reward for a, b in zip(right, wrong, strict=True))
 
 
-def test_cider_ranks_a_picture_s_own_captions_first(tmp_path: Path) -> None:
+def test_cider_ranks_a_image_s_own_captions_first(tmp_path: Path) -> None:
     folder = SHARED / "coco_mini_captions"
     if not folder.is_dir():
-        pytest.skip(f"no pictures at {SHARED}")
+        pytest.skip(f"no images at {SHARED}")
     data = rows(folder)
     files = {"corpus_files": [str(folder / "train.parquet")]}
     options = {"weights": {"cider": 1.0}} | with_corpus(files, str(tmp_path))
@@ -86,7 +86,7 @@ def test_cider_ranks_a_picture_s_own_captions_first(tmp_path: Path) -> None:
 def test_a_whole_place_is_worth_one() -> None:
     folder = SHARED / "osv5m_street"
     if not folder.is_dir():
-        pytest.skip(f"no pictures at {SHARED}")
+        pytest.skip(f"no images at {SHARED}")
     data = rows(folder, "test.parquet")
     said = [
         f"Country: {row['country']}\nRegion: {row['region']}\nCity: {row['city']}\n"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megavlm.config.load import load
+from megavlm.models.options import layout
+from megavlm.rollout.scoring import make_curriculum
+from megavlm.training.batch import PackShape
 from megavlm.training.driver import Driver
-from megavlm.training.options import layout
-from megavlm.training.plan import PackShape
-from megavlm.training.scoring import make_curriculum
 
 VISION = (7, 8)
 PLAIN = {"multiple": 1, "context_size": 1, "count": 1, "equal_counts": False}
@@ -50,7 +50,7 @@ def test_the_curriculum_is_part_of_the_state(write_recipe: Callable[..., Path]) 
     def driver() -> Any:
         other = SimpleNamespace(state_dict=lambda: {"drawn": 3}, load_state_dict=lambda *_: None)
         return SimpleNamespace(
-            config=config, stream=other, backlog=other, curriculum=make_curriculum(config)
+            config=config, stream=other, partial_rollouts=other, curriculum=make_curriculum(config)
         )
 
     first, second = driver(), driver()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megavlm.config.schema import GRPO
-from megavlm.training.trainer import PolicyTrainer
+from megavlm.training.policy_trainer import PolicyTrainer
 
 
 def steps(settings: GRPO, measured: list[float]) -> list[float]:

@@ -13,12 +13,12 @@ from megavlm.algorithms.segments import alone
 from megavlm.config.schema import GRPO, PPO
 from megavlm.data.packing import make_pack
 from megavlm.data.positions import text_positions
+from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
-from megavlm.rollout.messages import Response
-from megavlm.training import groups as grouping
+from megavlm.rollout import groups as grouping
+from megavlm.rollout.groups import Group
+from megavlm.rollout.trajectory import Episode, Turn
 from megavlm.training.advantages import add_advantages
-from megavlm.training.groups import Group
-from megavlm.training.turns import Episode, Turn
 
 ESTIMATORS = [
     GRPO(),
@@ -35,7 +35,7 @@ def prompt(length: int) -> Any:
         token_ids=torch.arange(length),
         positions=text_positions(length, 0),
         next_position=length,
-        pictures=(),
+        images=(),
         row=SimpleNamespace(category="", problem="?", answer="", source=""),
     )
 

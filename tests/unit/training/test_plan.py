@@ -1,4 +1,4 @@
-"""Who trains on what: every target once, pictures only where they are shown, and as many packs as a
+"""Who trains on what: every target once, images only where they are shown, and as many packs as a
 layout needs.
 """
 
@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from megavlm.data.packing import Tree
-from megavlm.training.plan import PackShape, Work, by_rank, plan_step
-from tests.unit.training.trees import IMAGE, picture, tree
+from megavlm.training.batch import PackShape, RankBatch, by_rank, plan_step
+from tests.unit.training.trees import IMAGE, image, tree
 
 MINIBATCHES = [
     [tree(4, [3, 2], "a"), tree(4, [1, 5], "b"), tree(4, [2], "a")],
     [tree(4, [7, 1, 1], "c"), tree(4, [2, 2], "b"), tree(4, [4], "d")],
 ]
-PICTURES = {key: picture(key) for key in "abcd"}
+IMAGES = {key: image(key) for key in "abcd"}
 
 
-def plan(num_ranks: int, minibatches: Any = MINIBATCHES, **shape: Any) -> list[Work]:
+def plan(num_ranks: int, minibatches: Any = MINIBATCHES, **shape: Any) -> list[RankBatch]:
     return plan_step(
         minibatches,
-        PICTURES,
+        IMAGES,
         num_ranks=num_ranks,
         shape=PackShape(**{"max_tokens": 16, "vision_token_ids": (IMAGE,), **shape}),
         cost=lambda tree: float(tree.num_tokens),
@@ -34,26 +34,26 @@ def num_targets(trees: list[Tree]) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_every_target_once_and_pictures_where_they_are_shown(num_ranks: int) -> None:
-    works = plan(num_ranks, multiple=4)
-    assert len(works) == num_ranks
+def test_every_target_once_and_images_where_they_are_shown(num_ranks: int) -> None:
+    rank_batches = plan(num_ranks, multiple=4)
+    assert len(rank_batches) == num_ranks
     for index, trees in enumerate(MINIBATCHES):
-        here = [work.minibatches[index] for work in works]
+        here = [work.minibatches[index] for work in rank_batches]
         assert all(minibatch.num_targets == num_targets(trees) for minibatch in here)
         packs = [pack for minibatch in here for pack in minibatch.packs]
         assert sum(pack.num_targets for pack in packs) == num_targets(trees)
         assert all(minibatch.packs for minibatch in here), "the reductions are collective"
         assert all(len(pack.token_ids) % 4 == 0 for pack in packs)
-    for work in works:
-        shown = {key for m in work.minibatches for pack in m.packs for key in pack.pictures}
-        assert set(work.pictures) == shown
-        assert all(p.png == b"" for p in work.pictures.values()), "only the servers need the file"
+    for work in rank_batches:
+        shown = {key for m in work.minibatches for pack in m.packs for key in pack.images}
+        assert set(work.images) == shown
+        assert all(p.png == b"" for p in work.images.values()), "only the servers need the file"
         assert work.num_tokens_everywhere == sum(t.num_tokens for m in MINIBATCHES for t in m)
 
 
-def counts(works: list[Work]) -> list[list[int]]:
+def counts(rank_batches: list[RankBatch]) -> list[list[int]]:
     """Packs of each minibatch, by rank."""
-    return [[len(minibatch.packs) for minibatch in work.minibatches] for work in works]
+    return [[len(minibatch.packs) for minibatch in work.minibatches] for work in rank_batches]
 
 
 # One rank gets the long tree, another three short ones in two packs.
@@ -73,9 +73,9 @@ UNEVEN = [[tree(4, [12], "a"), tree(4, [4], "b"), tree(4, [4], "c"), tree(4, [3]
 )
 def test_packs_of_padding_fill_up(shape: dict[str, Any], expected: list[list[int]]) -> None:
     """Virtual stages take turns in rounds of `count`; ranks that share experts need as many."""
-    works = plan(2, UNEVEN, **shape)
-    assert sorted(counts(works)) == expected
-    for work in works:
+    rank_batches = plan(2, UNEVEN, **shape)
+    assert sorted(counts(rank_batches)) == expected
+    for work in rank_batches:
         (minibatch,) = work.minibatches
         assert minibatch.num_targets == num_targets(UNEVEN[0])
         real = [pack for pack in minibatch.packs if pack.num_targets]
@@ -83,13 +83,13 @@ def test_packs_of_padding_fill_up(shape: dict[str, Any], expected: list[list[int
         assert real == minibatch.packs[: len(real)]
         for pack in padding:
             assert pack.values.keys() == real[0].values.keys() == {"place"}, "losses read them"
-            assert not pack.pictures and len(pack.token_ids) > 0
+            assert not pack.images and len(pack.token_ids) > 0
 
 
 def test_a_minibatch_with_less_trees_than_ranks_has_packs_on_all() -> None:
-    works = plan(3, [[tree(4, [3], "a")]], multiple=2, context_size=2)
-    assert counts(works) == [[1], [1], [1]]
-    for work in works:
+    rank_batches = plan(3, [[tree(4, [3], "a")]], multiple=2, context_size=2)
+    assert counts(rank_batches) == [[1], [1], [1]]
+    for work in rank_batches:
         (pack,) = work.minibatches[0].packs
         assert len(pack.token_ids) % 4 == 0
         for rank in range(2):
@@ -101,7 +101,7 @@ def test_a_minibatch_with_less_trees_than_ranks_has_packs_on_all() -> None:
 def test_context_ranks_have_parts_of_the_same_packs(context_size: int) -> None:
     for work in plan(2, multiple=2, context_size=context_size):
         parts = [work.part(rank, torch.device("cpu")) for rank in range(context_size)]
-        assert all(part.pictures == work.pictures for part in parts)
+        assert all(part.images == work.images for part in parts)
         for index, minibatch in enumerate(work.minibatches):
             mine = [part.minibatches[index] for part in parts]
             assert all(part.num_targets == minibatch.num_targets for part in mine)
@@ -126,14 +126,16 @@ def test_a_part_has_values_of_its_own() -> None:
     assert "old_logprobs" not in work.minibatches[0].packs[0].values
 
 
-def test_pictures_go_to_the_first_stage_only() -> None:
+def test_images_go_to_the_first_stage_only() -> None:
     """Two stages of two data ranks of two tensor ranks."""
     mesh: Any = SimpleNamespace(
         data_ranks=(0, 0, 1, 1, 0, 0, 1, 1), pipeline_ranks=(0, 0, 0, 0, 1, 1, 1, 1)
     )
-    works = plan(2)
-    ranks = by_rank(works, mesh)
-    assert [rank.minibatches for rank in ranks] == [works[i].minibatches for i in mesh.data_ranks]
-    assert [rank.pictures for rank in ranks[:4]] == [works[i].pictures for i in (0, 0, 1, 1)]
-    assert all(works[i].pictures for i in (0, 1))
-    assert all(rank.pictures == {} for rank in ranks[4:])
+    rank_batches = plan(2)
+    ranks = by_rank(rank_batches, mesh)
+    assert [rank.minibatches for rank in ranks] == [
+        rank_batches[i].minibatches for i in mesh.data_ranks
+    ]
+    assert [rank.images for rank in ranks[:4]] == [rank_batches[i].images for i in (0, 0, 1, 1)]
+    assert all(rank_batches[i].images for i in (0, 1))
+    assert all(rank.images == {} for rank in ranks[4:])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megavlm.config.schema import GRPO
 from megavlm.models.common.logprobs import TokenScores
-from megavlm.training.policy_loss import Update, policy_loss, supervised_loss
+from megavlm.training.losses import Update, policy_loss, supervised_loss
 
 N = 12
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megavlm.training import sharing
-from megavlm.training.sharing import CRITIC, RESIDENT, Phase, Sharing
+from megavlm.training import colocate as sharing
+from megavlm.training.colocate import CRITIC, RESIDENT, Phase, Sharing
 
 POLICY = ("parameters", "gradients", "optimizer")
 

@@ -12,10 +12,10 @@ from checkpoint_tools.lora_import import lora_import
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.config.load import load
+from megavlm.models.options import layout
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import build_mesh
-from megavlm.training.options import layout
-from megavlm.training.start import start_model, starting_step
+from megavlm.training.initial_model import start_model, starting_step
 from tests.conftest import row, write_rows
 from tests.distributed.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters

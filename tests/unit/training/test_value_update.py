@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megavlm.config.schema import PPO
-from megavlm.training.measures import value_metrics
+from megavlm.training.metrics import value_metrics
 from megavlm.training.value_update import critic_loss, with_value_loss
 
 

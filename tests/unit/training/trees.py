@@ -1,12 +1,12 @@
-"""Trees and pictures of made-up sizes."""
+"""Trees and images of made-up sizes."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Segment, Tree
-from megavlm.data.pictures import Picture
 from megavlm.data.positions import text_positions
 
 IMAGE = 9
@@ -21,13 +21,13 @@ def segment(
     return Segment(ids, positions, parent, is_target=parent >= 0, values=values or {})
 
 
-def tree(prompt: int, responses: Sequence[int], picture: str) -> Tree:
+def tree(prompt: int, responses: Sequence[int], image: str) -> Tree:
     """Each target token has its own number in `values`: its place in its response."""
     children = [
         segment(length, prompt, 0, {"place": torch.arange(float(length))}) for length in responses
     ]
-    return Tree((segment(prompt, 0, -1), *children), (picture,))
+    return Tree((segment(prompt, 0, -1), *children), (image,))
 
 
-def picture(key: str, side: int = 4) -> Picture:
-    return Picture(key, b"png", torch.zeros(side * side, 3), (1, side, side))
+def image(key: str, side: int = 4) -> ProcessedImage:
+    return ProcessedImage(key, b"png", torch.zeros(side * side, 3), (1, side, side))

@@ -16,8 +16,8 @@ def length(response: str, row: Mapping[str, Any], factor: float = 1.0) -> float:
     return factor * len(response) / len(row["answer"])
 
 
-def looks(response: str, row: Mapping[str, Any], pictures: Sequence[bytes]) -> dict[str, Any]:
-    return {"reward": 0.5, "correct": response == pictures[0].decode(), "parts": {"seen": 1}}
+def looks(response: str, row: Mapping[str, Any], images: Sequence[bytes]) -> dict[str, Any]:
+    return {"reward": 0.5, "correct": response == images[0].decode(), "parts": {"seen": 1}}
 
 
 def anything(response: str, row: Mapping[str, Any], /, **options: float) -> float:

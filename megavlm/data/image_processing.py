@@ -1,0 +1,128 @@
+"""Images in the two forms that are needed: a PNG for the server, patches for the tower."""
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, ClassVar
+
+from PIL import Image
+from torch import Tensor
+
+from megavlm.data.images import decode, image_size
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessedImage:
+    """A resized image, in the server's form and in the tower's; `ProcessedVideo` extends it."""
+
+    is_video: ClassVar[bool] = False
+
+    key: str  # SHA-256 over size and RGB pixels: the content
+    png: bytes  # lossless RGB; the server's own resize leaves it as it is
+    patches: Tensor  # [P, patch_dim] float32, equal to AutoProcessor's pixel_values
+    grid: tuple[int, int, int]  # (t, h, w) in patches
+
+
+class ImageProcessor:
+    """A model folder's image processor, with tighter bounds and a memory of recent images."""
+
+    def __init__(
+        self,
+        image_processor: Any,  # transformers' Qwen2VLImageProcessor
+        *,
+        min_pixels: int | None,
+        max_pixels: int | None,
+        cache: "PatchCache",
+    ) -> None:
+        """min_pixels, max_pixels: bounds on a resized image (None: the folder's own).
+
+        Raises ValueError for bounds wider than the folder's: the rollout server applies those, and
+        would resize our images once more.
+        """
+        smallest = image_processor.size["shortest_edge"]
+        largest = image_processor.size["longest_edge"]
+        low = smallest if min_pixels is None else min_pixels
+        high = largest if max_pixels is None else max_pixels
+        if not smallest <= low <= high <= largest:
+            raise ValueError(
+                f"data.min_pixels={low}, data.max_pixels={high}: they must lie in this order "
+                f"within {smallest} to {largest}, the bounds of the model folder's image "
+                "processor, which the rollout server applies again"
+            )
+        self.merge_size: int = image_processor.merge_size
+        self._processor = image_processor
+        self._low, self._high = low, high
+        self._cache = cache
+
+    def image(self, data: bytes) -> ProcessedImage:
+        """The image in an encoded file; the same bytes are processed once while they are kept.
+
+        Raises ValueError, with the reason, for bytes that are no image, and for one so narrow
+        that it has no stable size.
+        """
+        digest = hashlib.sha256(data).digest()
+        image = self._cache.get(digest)
+        if image is None:
+            image = self._process(decode(data))
+            self._cache.put(digest, image)
+        return image
+
+    def num_tokens(self, data: bytes) -> int:
+        """Image tokens of the image, from its header alone; raises ValueError as `image`."""
+        width, height = image_size(data)
+        bounds = {"min_pixels": self._low, "max_pixels": self._high}
+        patches = self._processor.get_number_of_image_patches(height, width, bounds)
+        return patches // self.merge_size**2
+
+    def _process(self, image: Image.Image) -> ProcessedImage:
+        from transformers.image_utils import SizeDict
+
+        processor = self._processor
+        resized = processor.resize(
+            processor.process_image(image)[None],
+            size=SizeDict(shortest_edge=self._low, longest_edge=self._high),
+            resample=processor.resample,
+            factor=processor.patch_size * processor.merge_size,
+        )[0]
+        height, width = resized.shape[-2:]
+        features = processor(images=[resized], do_resize=False, return_tensors="pt")
+        t, h, w = features["image_grid_thw"][0].tolist()
+        # Rounding to whole patches can push a narrow image out of the bounds again.
+        if processor.get_number_of_image_patches(height, width) != t * h * w:
+            raise ValueError(
+                f"an image of {image.width} x {image.height} pixels becomes {width} x {height}, "
+                "which the rollout server would resize again; crop it"
+            )
+        pixels = resized.permute(1, 2, 0).contiguous().numpy()
+        png = BytesIO()
+        Image.fromarray(pixels).save(png, "PNG", compress_level=1)
+        return ProcessedImage(
+            key=hashlib.sha256(f"{width}x{height}:".encode() + pixels.tobytes()).hexdigest(),
+            png=png.getvalue(),
+            patches=features["pixel_values"],
+            grid=(t, h, w),
+        )
+
+
+class PatchCache:
+    """Recent images and videos by a digest of their files."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: bound on the patches kept together; the least recently used go first."""
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._images: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+
+    def get(self, digest: bytes) -> ProcessedImage | None:
+        if digest not in self._images:
+            return None
+        self._images.move_to_end(digest)
+        return self._images[digest]
+
+    def put(self, digest: bytes, image: ProcessedImage) -> None:
+        self._images[digest] = image
+        self._bytes += image.patches.nbytes
+        while self._bytes > self._max_bytes:
+            _, oldest = self._images.popitem(last=False)
+            self._bytes -= oldest.patches.nbytes

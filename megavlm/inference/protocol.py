@@ -1,0 +1,217 @@
+"""What is said to an SGLang server and what it answers: pure functions over JSON values.
+
+Tokens in, tokens out: prompts go as token ids with one image token per image, which SGLang
+expands itself, and as images that need no further resizing. They go as bytes, never as an
+address: a server fetches nothing.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megavlm.inference.errors import RolloutRequestError
+
+if TYPE_CHECKING:
+    from megavlm.data.processor import Prompt
+
+# Added to a suppressed token's logit: its probability is exactly 0 in every float type.
+SUPPRESSED = -1e9
+ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn. Temperature 0 is greedy.
+
+    suppressed_ids are never drawn; the log-probs are those of the distribution without them.
+    end_id: the token that ends a response; None where no response is ever aborted. adapter: the
+    name of the one that answers, None for the weights alone.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float = 1.0
+    suppressed_ids: tuple[int, ...] = ()
+    end_id: int | None = None
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `start` to `end` of a response were sampled with the weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response, with its end-of-turn token if it has one.
+
+    logprobs: of each token, natural log, at the sampling temperature (at 1 when greedy), before
+    top-p, under the weights that sampled it. finish: "stop", "length", or "abort" where it is to be
+    continued. weight_version: of the weights that finished it. spans: of all tokens, in order.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str
+    weight_version: str
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.finish != ABORT
+
+    def then(self, rest: "Response") -> "Response":
+        """The whole of a response and its continuation."""
+        offset = len(self.token_ids)
+        spans = list(self.spans)
+        for span in rest.spans:
+            start, end = span.start + offset, span.end + offset
+            if spans and spans[-1].version == span.version:
+                spans[-1] = Span(span.version, spans[-1].start, end)
+            else:
+                spans.append(Span(span.version, start, end))
+        return Response(
+            self.token_ids + rest.token_ids,
+            self.logprobs + rest.logprobs,
+            rest.finish,
+            rest.weight_version,
+            tuple(spans),
+        )
+
+
+def is_complete(responses: Sequence[Response]) -> bool:
+    """Whether a group has all its responses, none of them aborted."""
+    return bool(responses) and all(response.is_complete for response in responses)
+
+
+def generate_body(prompts: Sequence["Prompt"], n: int, sampling: Sampling) -> dict[str, Any]:
+    """The body of one /generate request for n responses to each prompt."""
+    body: dict[str, Any] = {
+        "input_ids": [list(prompt.request_ids) for prompt in prompts],
+        "sampling_params": {"n": n, **_parameters(sampling, sampling.max_new_tokens)},
+        "return_logprob": True,
+    }
+    if any(prompt.images for prompt in prompts):
+        body["image_data"] = [[data_uri(p.png) for p in prompt.images] for prompt in prompts]
+    if sampling.adapter is not None:
+        body["lora_path"] = sampling.adapter
+    return body
+
+
+def continue_body(
+    prompt: "Prompt", begun: Sequence[Response], sampling: Sampling
+) -> dict[str, Any]:
+    """The body of one /generate request that goes on with a prompt's aborted responses."""
+    body: dict[str, Any] = {
+        "input_ids": [[*prompt.request_ids, *response.token_ids] for response in begun],
+        "sampling_params": [
+            {"n": 1, **_parameters(sampling, sampling.max_new_tokens - len(response.token_ids))}
+            for response in begun
+        ],
+        "return_logprob": True,
+    }
+    if prompt.images:
+        body["image_data"] = [[data_uri(p.png) for p in prompt.images]] * len(begun)
+    if sampling.adapter is not None:
+        body["lora_path"] = sampling.adapter
+    return body
+
+
+def _parameters(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+    parameters: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_new_tokens": max_new_tokens,
+    }
+    if sampling.suppressed_ids:
+        parameters["logit_bias"] = {str(token): SUPPRESSED for token in sampling.suppressed_ids}
+    return parameters
+
+
+def data_uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def parse_generate(
+    answer: Any, prompts: Sequence["Prompt"], n: int, sampling: Sampling
+) -> list[list[Response]]:
+    """The n responses of each prompt, in the order of the request.
+
+    Raises KeyError, TypeError or ValueError when the answer is not of the form that SGLang gives,
+    and RolloutRequestError when the server counts other prompt tokens than we do: then its image
+    processing is not ours, and its log-probs would be of another prompt.
+    """
+    items = _items(answer, len(prompts) * n)
+    return [
+        [
+            _response(item["meta_info"], prompt, (), sampling)
+            for item in items[index * n : (index + 1) * n]
+        ]
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def parse_continue(
+    answer: Any, prompt: "Prompt", begun: Sequence[Response], sampling: Sampling
+) -> list[Response]:
+    """The responses of `begun` with what was sampled after them; raises as `parse_generate`."""
+    items = _items(answer, len(begun))
+    return [
+        response.then(_response(item["meta_info"], prompt, response.token_ids, sampling))
+        for item, response in zip(items, begun, strict=True)
+    ]
+
+
+def _items(answer: Any, count: int) -> list[Any]:
+    items = answer if isinstance(answer, list) else [answer]
+    if len(items) != count:
+        raise ValueError(f"{len(items)} responses instead of {count}")
+    return items
+
+
+def _response(
+    meta: Mapping[str, Any], prompt: "Prompt", before: Sequence[int], sampling: Sampling
+) -> Response:
+    """What was sampled after the prompt and the tokens `before`."""
+    tokens = tuple(int(token) for _, token, *_ in meta["output_token_logprobs"])
+    finish = _finish(meta["finish_reason"], tokens, len(before), sampling)
+    if tokens:  # one that was aborted in the queue has no counts yet
+        counted, expected = meta["prompt_tokens"], len(prompt.token_ids) + len(before)
+        if counted != expected:
+            raise RolloutRequestError(
+                f"{prompt.row.source}: the rollout server counts {counted} prompt tokens and "
+                f"the trainer {expected}; both must use the same model folder and image sizes"
+            )
+    version = str(meta["weight_version"])
+    spans = meta.get("weight_versions") or [{"version": version, "start": 0, "end": len(tokens)}]
+    return Response(
+        token_ids=tokens,
+        logprobs=tuple(float(logprob) for logprob, *_ in meta["output_token_logprobs"]),
+        finish=finish,
+        weight_version=version,
+        spans=tuple(
+            Span(str(span["version"]), int(span["start"]), int(span["end"]))
+            for span in spans
+            if span["end"] > span["start"]
+        ),
+    )
+
+
+def _finish(
+    reason: Mapping[str, Any], tokens: Sequence[int], num_before: int, sampling: Sampling
+) -> str:
+    """An abort lets the step that runs end, whose token may be the last one anyway."""
+    finish = str(reason["type"])
+    if finish == ABORT and tokens:
+        if tokens[-1] == sampling.end_id:
+            return "stop"
+        if num_before + len(tokens) == sampling.max_new_tokens:
+            return "length"
+    if finish not in ("stop", "length", ABORT):
+        raise ValueError(f"a response ended with {reason}")
+    return finish

@@ -1,0 +1,47 @@
+"""Requests through an sglang-router, which chooses the server; weights go to the servers directly.
+
+The router may send a request to any server that answers, so none may be behind: requests wait for
+a refit where one is stale. It also hides which server answered: what goes wrong is asked of all.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.routing import Address, Outlook
+from megavlm.inference.server_pool.state import ANSWERING, State
+
+
+class BehindRouter:
+    """A fleet's Routing with one address."""
+
+    def __init__(self, server_pool: ServerPool, url: str, api_key: str | None) -> None:
+        self._server_pool = server_pool
+        self._address = Address(url.rstrip("/"), api_key)
+
+    def routable(self, version: str | None) -> list[Address]:
+        current = {address.url for address in self._server_pool.routable(version)}
+        handles = self._server_pool.handles
+        answering = {url for url in handles if self._server_pool.record(url).state in ANSWERING}
+        return [self._address] if current and current == answering else []
+
+    def outlook(self, version: str | None) -> Outlook:
+        return self._server_pool.outlook(version)
+
+    def lost(self, url: str, version: str | None) -> bool:
+        return all(self._server_pool.lost(handle, version) for handle in self._server_pool.handles)
+
+    def answered(self, url: str) -> None:
+        pass
+
+    def unanswered(self, url: str, reason: str) -> None:
+        for handle in self._server_pool.handles:
+            self._server_pool.unanswered(handle, reason)
+
+    def wrong_version(self, url: str, reason: str) -> None:
+        for handle in self._server_pool.handles:
+            if self._server_pool.record(handle).state is State.HEALTHY:
+                self._server_pool.wrong_version(handle, reason)
+
+    def in_use(self, on_change: Callable[[], object]) -> AbstractContextManager[None]:
+        return self._server_pool.in_use(on_change)

@@ -1,0 +1,162 @@
+"""One or several rewards of a response, weighted, and what is done where one fails."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megavlm.rewards import registry
+from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
+from megavlm.rewards.pool import RewardPool
+from megavlm.rewards.remote import RemoteOptions, RemoteReward
+
+Policy = Literal["zero", "skip", "stop"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One reward of several. `label`: in metrics, and in a curriculum's weights."""
+
+    label: str
+    name: str
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a curriculum asks of rewards for now. `weights`: of parts where there are several, else
+    an option of the only reward; `tolerance`: an option of every reward that takes it.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    tolerance: float | None = None
+
+
+class RewardManager:
+    """Scores responses; `failures` counts by kind. Used within one event loop."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        on_failure: Policy,
+        workers: int,
+        timeout: float,
+        memory_mb: int,
+        failure_value: float = 0.0,
+    ) -> None:
+        """`timeout`: seconds for a response, by one reward. failure_value: the reward where one
+        fails. Starts the first reward process.
+
+        Raises ValueError for a reward that cannot be loaded, or does not take an option.
+        """
+        self.parts, self._on_failure = list(parts), on_failure
+        self._failure_value = failure_value
+        self.failures: Counter[str] = Counter()
+        self._remote = {
+            part.label: _remote(part, timeout) for part in parts if registry.is_remote(part.name)
+        }
+        local = [part for part in parts if part.label not in self._remote]
+        self._local = {part.label: index for index, part in enumerate(local)}
+        self._pool = None
+        if local:
+            rewards = [(part.name, part.options) for part in local]
+            self._pool = RewardPool(rewards, workers=workers, timeout=timeout, memory_mb=memory_mb)
+
+    def check(self, stage: Stage) -> None:
+        """Raises ValueError where the stage asks for what no reward has."""
+        takes = set().union(*(self._takes(part) for part in self.parts))
+        for key, given in (("weights", stage.weights), ("tolerance", stage.tolerance)):
+            several = key == "weights" and len(self.parts) > 1
+            if given and not several and key not in takes:
+                names = ", ".join(part.name for part in self.parts)
+                raise ValueError(f"curriculum.stages: {key} given, but {names} has none")
+        for part in self.parts:
+            if part.name in registry.BUILT_IN:
+                registry.load(part.name, self._options(part, self._takes(part), stage))
+
+    def _takes(self, part: Part) -> set[str]:
+        if part.label in self._remote:
+            return set()
+        assert self._pool is not None
+        return self._pool.takes[self._local[part.label]]
+
+    async def score(self, response: str, example: Example, stage: Stage | None = None) -> Score:
+        """Raises RewardStop where a reward fails and that is the policy."""
+        stage = stage or Stage()
+        try:
+            found = await asyncio.gather(
+                *(self._part(part, response, example, stage) for part in self.parts)
+            )
+        except RewardFailure as failure:
+            return self.failed(failure)
+        return self._combine(found, stage)
+
+    def failed(self, failure: RewardFailure) -> Score:
+        """What stands for a score that is not to be had; raises RewardStop by policy."""
+        self.failures[failure.kind] += 1
+        if self._on_failure == "stop":
+            raise RewardStop(
+                f"a reward failed ({failure}), and reward.on_failure=stop: repair it, or set "
+                "reward.on_failure to zero or skip"
+            ) from failure
+        skipped = self._on_failure == "skip"
+        return Score(self._failure_value, False, failure=failure.kind, skipped=skipped)
+
+    def _combine(self, found: Sequence[Score], stage: Stage) -> Score:
+        """Correct is what the first reward says."""
+        if len(found) == 1:
+            only, part = found[0], self.parts[0]
+            return replace(only, reward=part.weight * only.reward)
+        parts: dict[str, float] = {}
+        total = 0.0
+        for part, score in zip(self.parts, found, strict=True):
+            total += stage.weights.get(part.label, part.weight) * score.reward
+            parts[part.label] = score.reward
+            parts |= {f"{part.label}/{name}": value for name, value in score.parts.items()}
+        return Score(total, found[0].correct, parts)
+
+    async def _part(self, part: Part, response: str, example: Example, stage: Stage) -> Score:
+        if part.label in self._remote:
+            found = await self._remote[part.label].score(response, example)
+        else:
+            assert self._pool is not None
+            index = self._local[part.label]
+            options = self._options(part, self._takes(part), stage)
+            found = await asyncio.wrap_future(
+                self._pool.submit(index, response, example.columns(), example.images, options)
+            )
+        return _checked(found)
+
+    def _options(self, part: Part, takes: set[str], stage: Stage) -> dict[str, Any]:
+        options = dict(part.options)
+        if stage.tolerance is not None and "tolerance" in takes:
+            options["tolerance"] = stage.tolerance
+        if stage.weights and len(self.parts) == 1 and "weights" in takes:
+            options["weights"] = dict(stage.weights)
+        return options
+
+    async def close(self) -> None:
+        for remote in self._remote.values():
+            await remote.close()
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _checked(found: Mapping[str, Any]) -> Score:
+    reward, parts = found.get("reward"), found.get("parts")
+    numbers = [reward, *parts.values()] if isinstance(parts, Mapping) else [None]
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise RewardFailure("value", f"{reward!r} is no finite number")
+    assert isinstance(reward, int | float) and isinstance(parts, Mapping)
+    correct = found.get("correct")
+    return Score(float(reward), reward >= 1 if correct is None else bool(correct), dict(parts))
+
+
+def _remote(part: Part, timeout: float) -> RemoteReward:
+    is_model = part.name == registry.REWARD_MODEL
+    options = dict(part.options) if is_model else {"url": part.name, **part.options}
+    return RemoteReward(RemoteOptions.of(options), is_model=is_model, timeout=timeout)

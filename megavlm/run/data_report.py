@@ -1,0 +1,37 @@
+"""`megavlm train RECIPE --data-report`: a page about the recipe's data; nothing is trained."""
+
+from pathlib import Path
+
+from megavlm.config.schema import Config
+from megavlm.data.report import REPORT_FILE, write_data_report
+from megavlm.data.summary import summarize
+from megavlm.run.preflight import check_run_dir
+from megavlm.training.dataset import read
+from megavlm.training.inputs import make_processor
+
+LIMIT = 5000  # rows of each split that are looked at
+
+
+def write(config: Config) -> Path:
+    """Writes data_report.html to the run directory; the model's weights are not needed.
+
+    Raises ValueError where there is no data, or the directory cannot be written.
+    """
+    splits = {"Training data": config.data.train_files, "Test data": config.data.test_files}
+    if not any(splits.values()):
+        raise ValueError("data.train_files=[] names no data: add data.train_files=[FILE.parquet]")
+    check_run_dir(Path(config.run.dir))
+    processor = make_processor(config)
+    summaries = {
+        name: summarize(
+            read(config, files),
+            processor,
+            max_tokens=config.data.max_prompt_tokens,
+            limit=LIMIT,
+        )
+        for name, files in splits.items()
+        if files
+    }
+    path = Path(config.run.dir) / REPORT_FILE
+    write_data_report(path, summaries)
+    return path

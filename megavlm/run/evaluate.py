@@ -1,0 +1,205 @@
+"""`megavlm evaluate`: one model on the test rows, or two on the same ones."""
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megavlm.config.dump import write
+from megavlm.config.schema import Config
+from megavlm.data.processor import Processor, Prompt
+from megavlm.data.rows import Row
+from megavlm.evaluation.attempts import Attempt, Candidate, Question
+from megavlm.evaluation.files import write_attempts
+from megavlm.evaluation.page import write_page
+from megavlm.evaluation.questions import question_limit
+from megavlm.evaluation.result import EvaluationResult
+from megavlm.evaluation.runner import PROMPTS_AT_ONCE, Answer
+from megavlm.evaluation.runner import evaluate as run_evaluation
+from megavlm.evaluation.tables import Comparison, Table, compare, tabulate
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.connect import connect
+from megavlm.inference.protocol import Response, Sampling
+from megavlm.observability.records import finite, write_whole
+from megavlm.observability.text import failed_rewards, number, percent, points
+from megavlm.rollout.episodes import EpisodeRunner
+from megavlm.rollout.scoring import make_reward_manager
+from megavlm.run.candidates import served_folder
+from megavlm.training.dataset import read
+from megavlm.training.evaluation import EvaluationSet, sampling
+from megavlm.training.inputs import make_processor
+
+RESULT_FILE, TABLE_FILE, PAGE_FILE = "evaluation.json", "evaluation.parquet", "evaluation.html"
+
+
+def evaluate_models(config: Config) -> None:
+    """Writes evaluation.json, evaluation.parquet and evaluation.html to the run directory."""
+    write(config, config.run.dir)
+    names = [config.evaluation.model, *filter(None, [config.evaluation.baseline])]
+    results, candidates = [], []
+    for place, name in enumerate(names):
+        # Each server has a log of its own.
+        home = Path(config.run.dir, "baseline") if place else Path(config.run.dir)
+        home.mkdir(exist_ok=True)
+        own = replace(config, run=replace(config.run, dir=str(home)))
+        with (
+            served_folder(config, name) as folder,
+            connect(own, folder, needs_refit=False) as connection,
+        ):
+            # The tokenizer and the processor of images are this model's own.
+            served = replace(config, model=replace(config.model, folder=str(folder)))
+            shown = name or config.model.checkpoint or config.model.folder
+            player = Player(served, connection.client)
+            with closing(player):
+                # What baselines and shuffled images tell is asked of the first model only.
+                results += [player.measures()] if place == 0 else []
+                candidates.append(player.candidate(shown))
+    write_files(Path(config.run.dir), results[0], candidates)
+
+
+class Player:
+    """One served model, and the questions that it is asked."""
+
+    def __init__(self, config: Config, client: RolloutClient) -> None:
+        self._config, self._client = config, client
+        self._started = time.perf_counter()
+        settings = config.evaluation
+        limit = question_limit(settings)
+        self._processor: Processor = make_processor(config)
+        self._episode_runner = EpisodeRunner(config, self._processor, make_reward_manager(config))
+        limited = replace(config, evaluation=replace(settings, limit=limit))
+        test, train = (read(config, f) for f in (config.data.test_files, config.data.train_files))
+        self._exam = EvaluationSet.of(limited, self._processor, self._episode_runner, test, train)
+        self._rows, self._skipped = self._exam.rows, self._exam.skipped
+        self._greedy: dict[int, Attempt] = {}
+
+    def measures(self) -> EvaluationResult:
+        """As during training, but for the sampled measure where there are several samples."""
+        config, settings = self._config, self._config.evaluation
+
+        def play(rows: Sequence[Row], how: Sampling) -> list[Answer]:
+            attempts = [attempt for (attempt,) in self._play(rows, 1, how)]
+            if how.temperature == 0:
+                for row, attempt in zip(rows, attempts, strict=True):
+                    # The first time: later the row may have other images.
+                    self._greedy.setdefault(row.index, attempt)
+            return [Answer(attempt.text, attempt.correct, attempt.failure) for attempt in attempts]
+
+        return run_evaluation(
+            play,
+            self._rows,
+            known=self._exam.known,
+            num_tokens=self._processor.num_tokens,
+            sampling=sampling(config, self._processor),
+            sampled=settings.sampled and settings.samples == 1,
+            shuffled=settings.shuffled,
+            seed=config.run.seed,
+        )
+
+    def candidate(self, name: str) -> Candidate:
+        samples, how = self._config.evaluation.samples, sampling(self._config, self._processor)
+        if samples == 1 and self._greedy:
+            groups = [[self._greedy[row.index]] for row in self._rows]
+        else:
+            how = how if samples > 1 else replace(how, temperature=0.0)
+            groups = self._play(self._rows, samples, how)
+        questions = [
+            Question(row, tuple(attempts)) for row, attempts in zip(self._rows, groups, strict=True)
+        ]
+        seconds = time.perf_counter() - self._started
+        return Candidate(name, samples, questions, self._skipped, seconds)
+
+    def close(self) -> None:
+        self._episode_runner.close()
+
+    def _play(self, rows: Sequence[Row], n: int, how: Sampling) -> list[list[Attempt]]:
+        def generate(prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
+            return self._client.generate(prompts, n=n, sampling=how)
+
+        played: list[list[Attempt]] = []
+        for start in range(0, len(rows), PROMPTS_AT_ONCE):
+            prompts = [self._processor.prompt(row) for row in rows[start : start + PROMPTS_AT_ONCE]]
+            groups = self._episode_runner.play(prompts, n, generate)
+            played += [
+                [
+                    Attempt(
+                        text=episode.text,
+                        reward=episode.score.reward,
+                        correct=episode.score.correct,
+                        num_tokens=len(episode.response.token_ids),
+                        finish=episode.response.finish,
+                        parts=episode.score.parts,
+                        failure=episode.score.failure,
+                    )
+                    for episode in group
+                ]
+                or [Attempt("", 0.0, False, 0, "stop")] * n  # it did not start
+                for group in groups
+            ]
+        return played
+
+
+def write_files(run_dir: Path, result: EvaluationResult, candidates: Sequence[Candidate]) -> None:
+    tables = [tabulate(candidate.questions) for candidate in candidates]
+    comparison = None
+    if len(candidates) == 2:
+        comparison = compare(candidates[0].questions, candidates[1].questions)
+    write_attempts(run_dir / TABLE_FILE, candidates)
+    write_page(run_dir / PAGE_FILE, candidates, tables, comparison)
+    record = {
+        **result.to_dict(),
+        "models": [
+            _model(candidate, found) for candidate, found in zip(candidates, tables, strict=True)
+        ],
+        "comparison": None if comparison is None else asdict(comparison),
+        "attempts": TABLE_FILE,
+        "page": PAGE_FILE,
+    }
+    text = json.dumps(finite(record), indent=2, ensure_ascii=False)
+    write_whole(run_dir / RESULT_FILE, (text + "\n").encode())
+    _tell(result, candidates, tables, comparison)
+    for name in (RESULT_FILE, TABLE_FILE, PAGE_FILE):
+        print(f"evaluation  {run_dir / name}")
+
+
+def _model(candidate: Candidate, found: Table) -> dict[str, Any]:
+    return {
+        "name": candidate.name,
+        "questions": len(candidate.questions),
+        "samples": candidate.samples,
+        "skipped": asdict(candidate.skipped),
+        "failures": candidate.failures,
+        "seconds": candidate.seconds,
+        **asdict(found),
+    }
+
+
+def _tell(
+    result: EvaluationResult,
+    candidates: Sequence[Candidate],
+    tables: Sequence[Table],
+    comparison: Comparison | None,
+) -> None:
+    print(result.line())
+    for candidate, found in zip(candidates, tables, strict=True):
+        shares = "  ".join(
+            f"{name} {percent(measure.value)} "
+            f"({percent(measure.interval[0])} to {percent(measure.interval[1])})"
+            for name, measure in found.overall.items()
+            if name.startswith("pass@")
+        )
+        asked = f"{len(candidate.questions)} questions x {candidate.samples}"
+        reward = number(found.overall["reward"].value)
+        print(f"{candidate.name}, {asked}:  {shares}  reward {reward}")
+        if candidate.failures:
+            print(f"{candidate.name}: {failed_rewards(candidate.failures)}")
+    if comparison is not None:
+        test = comparison.accuracy
+        low, high = map(points, test.interval)
+        print(
+            f"difference {points(test.difference)} points (95 % {low} to {high}), "
+            f"p = {number(test.p_value)} ({test.method}, {test.count} questions)"
+        )

@@ -1,0 +1,142 @@
+"""The trained model as a HuggingFace folder, and the proof that transformers computes with it what
+the trainer does.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_tools.export_hf import export_hf
+from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.packing import Pack, join_targets, make_pack, prompt_tree
+from megavlm.data.processor import Prompt
+from megavlm.data.videos import ProcessedVideo
+from megavlm.parallel import platform
+from megavlm.parallel.collectives import broadcast_object
+from megavlm.training.driver import Driver
+from megavlm.training.forward_backward import VisionFeatures, logits
+from megavlm.training.train_state import TrainState
+
+FOLDER = "hf"
+NUM_PROBES = 8
+# fp32 logits, relative to the largest; DESIGN's bound for every family and layout.
+TOLERANCE = 1e-5
+
+
+def export(train_state: TrainState, driver: Driver | None) -> Path:
+    """Writes the latest checkpoint as RUN_DIR/hf, on the driver."""
+    folder = Path(train_state.config.run.dir) / FOLDER
+    if driver is not None:
+        with train_state.phases("export"):
+            export_hf(train_state.folder, folder, force=True)
+    return folder
+
+
+def verify(train_state: TrainState, driver: Driver | None, folder: Path) -> float | None:
+    """Largest difference between the trainer's logits and transformers' on the exported folder, on
+    the driver.
+
+    Collective. Relative to the largest logit, over the answers of a few test rows. RuntimeError if
+    fp32 differs by more than TOLERANCE.
+    """
+    probes, parcel = [], None
+    if driver is not None:
+        probes = _probes(driver)
+        parcel = _pack(driver, probes)
+    pack, images = broadcast_object(parcel, train_state.mesh)
+    ours = _trainer_logits(train_state, pack, images)
+    if driver is None:
+        return None
+    device = platform.device()
+    theirs = _transformers_logits(folder, probes, train_state.config.model.dtype, device)
+    difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    if train_state.config.model.dtype == "float32" and not difference <= TOLERANCE:
+        raise RuntimeError(
+            f"{folder}: transformers' logits differ from the trainer's by {difference:.1e} of the "
+            f"largest, more than {TOLERANCE:.0e}: the exported folder is not the trained model."
+        )
+    return difference
+
+
+def _trainer_logits(
+    train_state: TrainState, pack: Pack, images: dict[str, ProcessedImage]
+) -> Tensor:
+    """Logits [N, V] of a pack that every data rank computes alike, on every rank."""
+    mesh, chunks = train_state.mesh, train_state.updater.chunks
+    device = platform.device()
+    part = pack.part(mesh.context_rank)
+    # Virtual stages take turns in rounds of one microbatch per stage.
+    packs = [part.to(device)] * (mesh.layout.pipeline if mesh.layout.virtual > 1 else 1)
+    local = logits(chunks, packs, VisionFeatures(chunks, images))
+    held = [None] * mesh.world_size
+    mine = None
+    if local and mesh.tensor_rank == 0 and mesh.data_rank == 0:
+        mine = (part, local[0].cpu())
+    dist.all_gather_object(held, mine, group=mesh.objects)
+    parts, values = zip(*(pair for pair in held if pair is not None), strict=True)
+    return join_targets(parts, values).to(device)
+
+
+def _probes(driver: Driver) -> list[tuple[Prompt, list[int]]]:
+    """A few rows with their answers, from the test files where there are any."""
+    rows = (driver.test_rows or driver.rows)[:NUM_PROBES]
+    return [
+        (driver.processor.prompt(row), driver.processor.encode_answer(row.answer)) for row in rows
+    ]
+
+
+def _pack(
+    driver: Driver, probes: Sequence[tuple[Prompt, list[int]]]
+) -> tuple[Pack, dict[str, ProcessedImage]]:
+    trees = [prompt_tree(prompt, [answer]) for prompt, answer in probes]
+    shape = driver.shape
+    pack = make_pack(
+        trees,
+        vision_token_ids=shape.vision_token_ids,
+        multiple=shape.multiple,
+        context_size=shape.context_size,
+    )
+    return pack, {image.key: image for prompt, _ in probes for image in prompt.images}
+
+
+@torch.no_grad()
+def _transformers_logits(
+    folder: Path, probes: Sequence[tuple[Prompt, list[int]]], dtype: str, device: torch.device
+) -> Tensor:
+    """Logits that predict each answer token, one plain sequence at a time."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    with device:
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model.eval()
+    logits = []
+    for prompt, answer in probes:
+        ids = torch.cat([prompt.token_ids, torch.tensor(answer)])[None]
+        inputs = _inputs(prompt, ids, model.config)
+        output = model(**{name: x.to(device) for name, x in inputs.items()}, use_cache=False)
+        logits.append(output.logits[0, len(prompt.token_ids) - 1 : -1])
+    return torch.cat(logits)
+
+
+def _inputs(prompt: Prompt, ids: Tensor, config: Any) -> dict[str, Tensor]:
+    """What transformers' processor would give for the prompt and an answer."""
+    kinds = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id).long()
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}
+    for is_video, patches, grids in (
+        (False, "pixel_values", "image_grid_thw"),
+        (True, "pixel_values_videos", "video_grid_thw"),
+    ):
+        shown = [image for image in prompt.images if image.is_video is is_video]
+        if shown:
+            inputs[patches] = torch.cat([image.patches for image in shown])
+            inputs[grids] = torch.tensor([image.grid for image in shown])
+    seconds = [x.seconds_per_grid for x in prompt.images if isinstance(x, ProcessedVideo)]
+    if seconds and config.model_type == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor(seconds)
+    return inputs

@@ -1,0 +1,51 @@
+"""The end of a run: export, plot, report, result and the closing table."""
+
+from pathlib import Path
+
+from megavlm.observability.console import print_closing
+from megavlm.observability.plots import reward_curve
+from megavlm.observability.report import REPORT_FILE, write_report
+from megavlm.observability.result import build_result, write_result
+from megavlm.run.export import export, verify
+from megavlm.training.driver import Driver
+from megavlm.training.train_state import TrainState
+
+
+def finish(train_state: TrainState, driver: Driver | None, complete: bool) -> None:
+    """Collective. A run that was asked to stop before its last step leaves its checkpoint and says
+    how to go on.
+    """
+    run_dir = Path(train_state.config.run.dir)
+    if not complete:
+        if driver is not None:
+            print(f"Stopped after step {train_state.step}; the same command goes on from there.")
+            driver.close()
+        return
+    paths = {"run": run_dir, "checkpoints": train_state.folder}
+    difference = None
+    if train_state.config.checkpoint.export_hf:
+        paths["HuggingFace folder"] = folder = export(train_state, driver)
+        if train_state.config.checkpoint.verify_export:
+            difference = verify(train_state, driver, folder)
+    if driver is None:
+        return
+    driver.close()
+    train_state.start_step_clock()
+    paths["reward curve"] = reward_curve(run_dir)
+    paths["report"] = run_dir / REPORT_FILE
+    result = build_result(
+        run_dir,
+        steps=train_state.step,
+        seed=train_state.config.run.seed,
+        extra_seconds=train_state.seconds_between_steps,
+        paths={name: str(path) for name, path in paths.items()},
+    )
+    result["export_logit_difference"] = difference
+    write_result(run_dir, result)
+    write_report(run_dir)  # it shows the result
+    if train_state.config.run.summary:
+        print_closing(result)
+    if difference is not None:
+        print(
+            f"transformers on the exported folder gives the trainer's logits to {difference:.1e}."
+        )

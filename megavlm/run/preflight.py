@@ -1,0 +1,225 @@
+"""Checks of a run before a GPU or a server is started: files, columns, images, layout, port.
+
+Each raises ValueError with one sentence that names the key, what is wrong and the way out. The
+rules that need nothing but the configuration are in megavlm/config/rules.py, those of the layout in
+preflight_layout.py, those of the servers in preflight_servers.py. Not covered: memory, the number
+of GPUs, prompts that are too long (the processor names their rows when it meets them).
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from megavlm.config.schema import SFT, Config
+from megavlm.data.images import decode
+from megavlm.data.rows import Row
+from megavlm.environments.registry import BUILT_IN
+from megavlm.environments.registry import check as check_name
+from megavlm.rewards import registry
+from megavlm.rewards.base import Example
+from megavlm.rollout.scoring import environments, make_reward_manager, parts
+from megavlm.run.candidate_paths import check_candidates
+from megavlm.run.preflight_layout import check_ranks, check_sizes
+from megavlm.run.preflight_servers import check_handles, check_ports
+from megavlm.run.run_lock import check_free
+from megavlm.training.dataset import read
+
+SUPPORTED = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)  # models.registry's families, without importing megatron-core
+MANIFEST = "manifest.json"  # checkpointing.folder's, without importing megatron-core
+SAMPLE = 2000  # rows of a data set whose images are decoded
+
+
+def check(
+    config: Config,
+    *,
+    world_size: int,
+    phase: Literal["train", "evaluate"] = "train",
+    files: bool = True,
+) -> None:
+    """Raises ValueError for the first thing that would end the run later.
+
+    files=False leaves out everything but what the recipe alone decides, for recipes whose model
+    and data are elsewhere.
+    """
+    check_ranks(config, world_size)
+    check_name(config.environment.name)
+    for part in parts(config):
+        registry.check(part.name)
+    key = "data.train_files" if phase == "train" else "data.test_files"
+    train_files = config.data.train_files if phase == "train" else ()
+    if not (train_files if phase == "train" else config.data.test_files):
+        raise ValueError(f"{key}=[] names no data: add {key}=[FILE.parquet]")
+    if not files:
+        return
+    environments(config.environment).close()
+    asyncio.run(make_reward_manager(config).close())
+    check_model(Path(config.model.folder), config)
+    if config.model.checkpoint is not None:
+        check_checkpoint(Path(config.model.checkpoint))
+    check_run_dir(Path(config.run.dir))
+    if phase == "train":
+        check_free(config.run.dir)
+    else:
+        check_candidates(config)
+    check_ports(config.rollout)
+    if phase == "train":
+        check_handles(config.rollout)
+    check_data(train_files, config, "sft" if isinstance(config.algorithm, SFT) else "rewards")
+    check_data(config.data.test_files, config, "rewards" if _evaluates(config, phase) else None)
+
+
+def check_model(folder: Path, config: Config) -> None:
+    """A HuggingFace folder of a supported family, complete, that the layouts divide."""
+    values = _read_json(folder, "config.json")
+    family = values.get("model_type")
+    if family not in SUPPORTED:
+        raise ValueError(
+            f"model.folder={folder} holds a model of type {family!r}, which is not supported: "
+            f"use one of {', '.join(SUPPORTED)}"
+        )
+    check_sizes(config, values, folder)
+    check_weights(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"model.folder={folder} holds adapters beside its model, which would be left out: "
+            f"merge them (megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}), or move "
+            "them away"
+        )
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"model.folder={folder} has a link to nothing, {path.name}: fetch it")
+    if not (folder / "tokenizer.json").is_file() and not (
+        (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    ):
+        raise ValueError(
+            f"model.folder={folder} has no tokenizer (tokenizer.json): "
+            "copy it from where the model came from"
+        )
+    names = ("preprocessor_config.json", "processor_config.json")
+    if not any((folder / name).is_file() for name in names):
+        raise ValueError(
+            f"model.folder={folder} has no image processor ({' or '.join(names)}): "
+            "copy it from where the model came from"
+        )
+
+
+def check_weights(folder: Path) -> None:
+    """safetensors files, all that the index names, none cut short (only headers are read)."""
+    shards = sorted(folder.glob("*.safetensors"))
+    pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+    if not shards and pickles:
+        raise ValueError(
+            f"model.folder={folder} holds pickled weights ({sorted(pickles)[0].name}), which can "
+            "run any code when they are loaded: save them as safetensors (save_pretrained in "
+            "transformers) where you trust them"
+        )
+    if not shards:
+        raise ValueError(f"model.folder={folder} has no *.safetensors: give a complete model")
+    index = "model.safetensors.index.json"
+    if (folder / index).is_file():
+        named = set(_read_json(folder, index).get("weight_map", {}).values())
+        missing = sorted(named - {shard.name for shard in shards})
+        if missing:
+            raise ValueError(
+                f"model.folder={folder} lacks {missing[0]}, which its {index} names: "
+                "download it again"
+            )
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{shard} is damaged ({error}): download it again") from error
+
+
+def check_checkpoint(folder: Path) -> None:
+    """A checkpoint folder with a complete step, or a step's own folder."""
+    if not any(folder.glob(MANIFEST)) and not any(folder.glob(f"step_*/{MANIFEST}")):
+        raise ValueError(
+            f"model.checkpoint={folder} holds no complete checkpoint (no {MANIFEST}): make one by "
+            "megavlm-convert import, or set model.checkpoint=null to take model.folder's weights"
+        )
+
+
+def check_run_dir(folder: Path) -> None:
+    """It is, or can be made, a directory that this user writes to."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is not writable" if existing.is_dir() else "is a file"
+        raise ValueError(f"run.dir={folder} cannot be written, because {existing} {reason}")
+
+
+def _evaluates(config: Config, phase: str) -> bool:
+    evaluation = config.evaluation
+    return phase == "evaluate" or bool(evaluation.every or evaluation.before or evaluation.after)
+
+
+def check_data(files: Sequence[str], config: Config, use: Literal["sft", "rewards"] | None) -> None:
+    """Files and columns; values, placeholders and images of the first SAMPLE rows, but those
+    that only the network has; and whether these rows have what their use needs. With
+    data.bad_samples=skip one good row is enough.
+    """
+    rows = read(config, files)
+    if files and not rows:
+        raise ValueError(f"{', '.join(files)}: no rows; give data files that have some")
+    errors = []
+    for index in range(min(len(rows), SAMPLE)):
+        try:
+            row = rows.peek(index)
+            _check_row(row)
+            _check_use(row, config, use)
+        except ValueError as error:
+            if config.data.bad_samples == "refuse":
+                raise
+            errors.append(error)
+    if errors and len(errors) == min(len(rows), SAMPLE):
+        raise ValueError(f"not one of the first {len(errors)} rows can be used: {errors[0]}")
+
+
+def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) -> None:
+    if use == "sft" and not row.answer.strip():
+        raise ValueError(
+            f"{row.source}: algorithm.name=sft has no answer to learn: name its column in "
+            "data.answer_key, or let the chat end with the assistant's message"
+        )
+    reward, environment = config.reward, config.environment.name
+    if use != "rewards" or not (reward.name or reward.parts or environment in BUILT_IN):
+        return  # an environment of the user's own may need no reward
+    columns = Example(row.problem, row.answer, row.category, extra=row.extra).columns()
+    for part in parts(config):
+        try:
+            registry.check_row(part.name, columns, part.options)
+        except ValueError as error:
+            raise ValueError(f"{row.source}: {error}") from error
+
+
+def _check_row(row: Row) -> None:
+    for number, image in enumerate(row.images, 1):
+        try:
+            decode(image)
+        except ValueError as error:
+            raise ValueError(f"{row.source}: image {number}: {error}") from error
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(f"model.folder={folder} is no folder: give one in HuggingFace's form")
+    try:
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"model.folder={folder} has no {name}: give a model's folder") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / name} cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{folder / name} is not a JSON object: give a complete model folder")
+    return values

@@ -1,0 +1,67 @@
+"""A whole run: ranks and servers up, the trainer that the recipe names, and what is left behind."""
+
+from contextlib import ExitStack
+
+from megavlm.config.dump import write
+from megavlm.config.schema import PPO, Config, PolicyOptimization
+from megavlm.inference.connect import connect
+from megavlm.models.options import layout
+from megavlm.parallel.mesh import build_mesh, init_distributed, shutdown
+from megavlm.run.finish import finish
+from megavlm.run.run_lock import run_lock
+from megavlm.training.base_trainer import BaseTrainer
+from megavlm.training.driver import Driver
+from megavlm.training.policy_trainer import PolicyTrainer
+from megavlm.training.ppo_trainer import PPOTrainer
+from megavlm.training.sft_trainer import SupervisedTrainer
+from megavlm.training.train_state import TrainState
+from megavlm.weight_sync.from_config import weight_sync
+from megavlm.weight_sync.sync import WeightSync
+
+
+def train(config: Config) -> None:
+    """Called on every rank; rank 0 is the driver too, and starts the rollout servers."""
+    init_distributed()
+    mesh = build_mesh(layout(config), seed=config.run.seed)
+    with ExitStack() as stack:
+        connection = None
+        if mesh.is_driver:
+            stack.enter_context(run_lock(config.run.dir))
+            write(config, config.run.dir)
+            if generates(config):
+                connection = stack.enter_context(connect(config, config.model.folder))
+        train_state = TrainState(config, mesh)
+        driver = None
+        if mesh.is_driver:
+            driver = Driver(config, train_state.hf_config, mesh, connection)
+        sync = None
+        if generates(config):
+            sync = weight_sync(
+                config,
+                mesh,
+                train_state.hf_config,
+                train_state.entries,
+                train_state.model,
+                None if connection is None else connection.server_pool,
+            )
+            stack.callback(sync.close)
+        complete = _trainer(train_state, driver, sync).run()
+        finish(train_state, driver, complete)
+    shutdown()
+
+
+def generates(config: Config) -> bool:
+    """Whether the run needs rollout servers: to learn from, or to evaluate with."""
+    evaluation = config.evaluation
+    evaluates = evaluation.before or evaluation.after or evaluation.every > 0
+    return isinstance(config.algorithm, PolicyOptimization) or evaluates
+
+
+def _trainer(
+    train_state: TrainState, driver: Driver | None, sync: WeightSync | None
+) -> BaseTrainer:
+    if isinstance(train_state.config.algorithm, PolicyOptimization):
+        assert sync is not None
+        is_ppo = isinstance(train_state.config.algorithm, PPO)
+        return (PPOTrainer if is_ppo else PolicyTrainer)(train_state, driver, sync)
+    return SupervisedTrainer(train_state, driver, sync)

@@ -1,0 +1,43 @@
+"""What a run's checkpoints are compared by: a metric of its steps, or of its evaluations."""
+
+import math
+from collections.abc import Mapping
+
+from megavlm.config.checkpoint_rules import EVALUATION
+
+
+class BestMetricTracker:
+    """Of the weights that are saved next. A metric of training steps is its mean since the last
+    checkpoint, as one step's is noise; an evaluation's counts for the step that was evaluated.
+    """
+
+    def __init__(self, metric: str | None) -> None:
+        self.metric = metric
+        self._values: list[float] = []
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """A training step's. ValueError where the metric is none of a run like this one."""
+        if self.metric is None or self.metric.startswith(EVALUATION):
+            self._values = []  # what was evaluated has been trained since
+            return
+        category = self.metric.rpartition("/")[0]  # not every step has prompts of each category
+        if self.metric not in metrics and category not in metrics:
+            raise ValueError(
+                f"checkpoint.best_metric={self.metric} is not measured by this run: choose one of "
+                f"{', '.join(name for name in metrics if not name.startswith('seconds/'))}"
+            )
+        value = metrics.get(self.metric, math.nan)
+        if math.isfinite(value):
+            self._values.append(value)
+
+    def evaluation(self, scalars: Mapping[str, float]) -> None:
+        """Of the present weights."""
+        if self.metric is not None and self.metric in scalars:
+            self._values = [scalars[self.metric]]
+
+    def take(self) -> dict[str, float]:
+        """The metric and its value for a checkpoint of now; empty where there is none."""
+        values, self._values = self._values, []
+        if self.metric is None or not values:
+            return {}
+        return {self.metric: sum(values) / len(values)}

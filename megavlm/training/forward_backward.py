@@ -1,0 +1,133 @@
+"""Passes over a rank's packs through megatron-core's schedules: scoring without a graph, and
+forward with backward.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megavlm.data.packing import Pack
+from megavlm.data.processor import ProcessedImage
+from megavlm.models.common.logprobs import Scoring, TokenScores
+from megavlm.models.common.model import Features, VisionLanguageModel
+
+# Of a pack's scores: the loss, already divided by its global denominator, and measures
+# (`reduce_measures`).
+LossFunction = Callable[[Pack, TokenScores], tuple[Tensor, dict[str, Tensor]]]
+Chunks = Sequence[DistributedDataParallel]  # of this rank's pipeline stage, in order
+
+
+class VisionFeatures:
+    """Features of the images of one step, on the first pipeline stage: encoded once if the tower
+    is frozen, in each forward if it learns.
+    """
+
+    def __init__(self, chunks: Chunks, images: Mapping[str, ProcessedImage]) -> None:
+        self._model: VisionLanguageModel = chunks[0].module
+        self._images = images
+        tower = self._model.visual
+        self.learns = tower is not None and any(p.requires_grad for p in tower.parameters())
+        self._encoded: Features = {}
+        if tower is not None and not self.learns:
+            with torch.no_grad():
+                self._encoded = self._model.encode(list(images.values()))
+
+    def of(self, pack: Pack) -> Features:
+        if not self.learns:
+            return self._encoded
+        return self._model.encode([self._images[key] for key in dict.fromkeys(pack.images)])
+
+
+def compute_logprobs(
+    chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures, scoring: Scoring
+) -> list[TokenScores]:
+    """Scores of each pack's targets, without a graph; on the last pipeline stage, empty on the
+    others.
+    """
+    return _without_graph(chunks, packs, features, scoring)
+
+
+def logits(chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures) -> list[Tensor]:
+    """Whole logits at each pack's targets [N, V], on the last pipeline stage, empty on the others:
+    for inspection and proofs, never for training.
+    """
+    group = chunks[-1].module.language_model.pg_collection.tp
+    whole = []
+    for local in _without_graph(chunks, packs, features, None):
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        whole.append(torch.cat(parts, dim=-1))
+    return whole
+
+
+def _without_graph(
+    chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures, scoring: Scoring | None
+) -> list[Any]:
+    def collect(output: Any, non_loss_data: bool) -> Any:
+        assert non_loss_data
+        return output
+
+    def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[Any, Any]:
+        return _forward(iterator, model, features, scoring)[1], collect
+
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        return _run(chunks, packs, forward_step, forward_only=True, collect_non_loss_data=True)
+
+
+def forward_backward(
+    chunks: Chunks,
+    packs: Sequence[Pack],
+    features: VisionFeatures,
+    scoring: Scoring,
+    loss_function: LossFunction,
+) -> list[dict[str, Tensor]]:
+    """Accumulates and reduces gradients of the packs' losses. Returns each pack's measures, on the
+    last pipeline stage.
+    """
+
+    def loss_of(pack: Pack, scores: TokenScores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss, sums = loss_function(pack, scores)
+        num_tokens = torch.zeros(
+            [], dtype=torch.int, device=loss.device
+        )  # the loss is normalised already
+        return loss, num_tokens, sums
+
+    def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[Any, Any]:
+        pack, output = _forward(iterator, model, features, scoring)
+        return output, partial(loss_of, pack)
+
+    for chunk in chunks:
+        chunk.train()
+    return _run(chunks, packs, forward_step, forward_only=False)
+
+
+def _forward(
+    iterator: Iterator[Pack],
+    model: DistributedDataParallel,
+    features: VisionFeatures,
+    scoring: Scoring | None,
+) -> tuple[Pack, Any]:
+    pack = next(iterator)
+    encoded = features.of(pack) if model.module.pre_process else {}
+    return pack, model(pack, encoded, scoring)
+
+
+def _run(chunks: Chunks, packs: Sequence[Pack], forward_step: Any, **options: Any) -> list[Any]:
+    assert packs, "every rank needs a pack: the reductions are collective"
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(packs) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(packs),
+        seq_length=max(pack.token_ids.numel() for pack in packs),
+        micro_batch_size=1,
+        **options,
+    )

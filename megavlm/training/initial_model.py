@@ -1,0 +1,105 @@
+"""A model as a run starts with it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from megavlm import checkpointing
+from megavlm.checkpointing.adapters import AdapterSettings, adapters, check_alpha
+from megavlm.checkpointing.folder import locate
+from megavlm.checkpointing.together import together
+from megavlm.config.schema import Config
+from megavlm.models.common.loading import HFFolder, load_hf
+from megavlm.models.common.lora import LoRA, add_adapters
+from megavlm.models.common.mapping import Entry
+from megavlm.models.common.model import VisionLanguageModel
+from megavlm.models.options import lora, model_options
+from megavlm.models.registry import build_model
+from megavlm.parallel.mesh import Mesh
+
+
+def starting_step(config: Config) -> Path | None:
+    """The step of `model.checkpoint` that a run starts from: of its policy, its critic and its
+    adapters' settings, whatever appears there meanwhile. None where it starts from an HF folder.
+    Collective: one rank looks, and one warns if it has to.
+    """
+    source = config.model.checkpoint
+    if source is None:
+        return None
+    (step, *_) = together(
+        "start", lambda: locate(Path(source), None) if dist.get_rank() == 0 else Path()
+    )
+    return step
+
+
+def start_model(
+    config: Config,
+    step: Path | None,
+    hf_config: Any,
+    entries: Sequence[Entry],
+    mesh: Mesh,
+    head: Literal["tokens", "values", "both"],
+) -> list[VisionLanguageModel]:
+    """This rank's part of it, with the weights of `step`, or of `model.folder`; adapters are fresh
+    unless they are in the step, and a value head says 0. Collective.
+    """
+    model = build_model(hf_config, mesh, replace(model_options(config), head=head))
+    fresh = lora(config)
+    goes_on = step is not None and fresh is not None and _goes_on(step, config.lora.alpha)
+    if goes_on:
+        _add(model, fresh, config.run.seed)
+    if step is not None:
+        with _without_value_head(model):
+            checkpointing.load(step, chunks=model)
+    else:
+        for chunk in model:
+            load_hf(chunk, entries, HFFolder(config.model.folder), mesh)
+    if not goes_on:
+        _add(model, fresh, config.run.seed)
+    return model
+
+
+def adapter_settings(config: Config, step: Path | None) -> AdapterSettings | None:
+    """Of the adapters that a run trains, which belong to the weights that it starts from."""
+    if config.lora.rank == 0:
+        return None
+    if step is None:
+        base: str | None = config.model.folder
+    else:
+        known = AdapterSettings.read(step)
+        base = known.base if known else None
+    return AdapterSettings(config.lora.rank, config.lora.alpha, base)
+
+
+def _goes_on(step: Path, alpha: float) -> bool:
+    """Whether the step has adapters; ValueError where they had another alpha. Collective."""
+
+    def look() -> bool:
+        if dist.get_rank() != 0 or not adapters(step):
+            return False
+        check_alpha(step, alpha)
+        return True
+
+    (found, *_) = together("start", look)
+    return found
+
+
+def _add(model: Sequence[VisionLanguageModel], adapters: LoRA | None, seed: int) -> None:
+    if adapters is not None:
+        for chunk in model:
+            add_adapters(chunk, adapters, seed=seed)
+
+
+@contextmanager
+def _without_value_head(model: Sequence[VisionLanguageModel]) -> Iterator[None]:
+    """A checkpoint to start from need not have one."""
+    heads = [chunk.value_head for chunk in model]
+    for chunk in model:
+        chunk.value_head = None
+    yield
+    for chunk, head in zip(model, heads, strict=True):
+        chunk.value_head = head

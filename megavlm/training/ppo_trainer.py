@@ -1,0 +1,126 @@
+"""Proximal policy optimisation with a critic (arXiv 1707.06347): the steps of the policy's trainer,
+with values before the advantages and the critic's loss in the update.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from megavlm.checkpointing import Saving
+from megavlm.config.schema import PPO
+from megavlm.parallel.collectives import reduce_measures
+from megavlm.training.batch import RankBatch
+from megavlm.training.critic import Critic
+from megavlm.training.driver import Driver
+from megavlm.training.forward_backward import VisionFeatures, compute_logprobs
+from megavlm.training.losses import engine_gap
+from megavlm.training.metrics import (
+    critic_metrics,
+    engine_metrics,
+    policy_metrics,
+    value_metrics,
+)
+from megavlm.training.offload import Part, trainer_parts
+from megavlm.training.policy_trainer import PolicyTrainer
+from megavlm.training.train_state import TrainState
+from megavlm.training.value_update import critic_loss, with_value_loss
+from megavlm.weight_sync.sync import WeightSync
+
+
+class PPOTrainer(PolicyTrainer):
+    """The critic is a model of its own, or a value head on the policy."""
+
+    def __init__(self, train_state: TrainState, driver: Driver | None, sync: WeightSync) -> None:
+        assert isinstance(train_state.config.algorithm, PPO)
+        self.ppo = train_state.config.algorithm
+        self.critic = Critic(train_state, self.ppo) if self.ppo.critic == "separate" else None
+        super().__init__(train_state, driver, sync)
+
+    def resume(self) -> dict[str, Any] | None:
+        state = super().resume()
+        if self.critic is not None:
+            self.critic.resume()
+        return state
+
+    def parts(self) -> dict[str, Part]:
+        if self.critic is None:
+            return super().parts()
+        return super().parts() | trainer_parts(self.critic.updater, "critic_")
+
+    @property
+    def critic_alone(self) -> bool:
+        """Whether the step is one of the critic's warm-up."""
+        return self.train_state.step < self.ppo.critic_warmup_steps
+
+    def add_advantages(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
+        if self.critic is None:
+            self.add_shared_values(rank_batch, features)
+        else:
+            self.critic.add_values(
+                rank_batch.packs, self.critic.features(features, rank_batch.images)
+            )
+        super().add_advantages(rank_batch, features)
+
+    def add_shared_values(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
+        """One pass gives the values and the old log-probs of every pack."""
+        scores = compute_logprobs(
+            self.train_state.updater.chunks, rank_batch.packs, features, self.scoring
+        )
+        if self.train_state.mesh.is_last_stage:
+            for pack, pack_scores in zip(rank_batch.packs, scores, strict=True):
+                pack.values["values"] = pack_scores.values
+                pack.values["old_logprobs"] = pack_scores.logprobs
+
+    def add_old_logprobs(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
+        if self.critic is not None:
+            super().add_old_logprobs(rank_batch, features)
+
+    def update(self, rank_batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
+        if self.critic is None:
+            return self.update_shared(rank_batch, features)
+        theirs = self.critic.features(features, rank_batch.images)
+        loss = critic_loss(self.ppo)
+        metrics = critic_metrics(
+            [
+                self.critic.update(minibatch.packs, theirs, loss)
+                for minibatch in rank_batch.minibatches * self.ppo.epochs
+            ]
+        )
+        if self.critic_alone:
+            return metrics | self.engine_gap(rank_batch, features)
+        return metrics | super().update(rank_batch, features)
+
+    def engine_gap(self, rank_batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
+        """Of a step that makes no pass over the policy's losses, from a pass of its own."""
+        train_state = self.train_state
+        self.add_logprobs("old_logprobs", rank_batch, features, first=0)
+        gaps = []
+        if train_state.mesh.is_last_stage:
+            for pack in rank_batch.packs:
+                values = pack.values
+                gap = engine_gap(
+                    values["old_logprobs"], values["rollout_logprobs"], values.get("stale")
+                )
+                gaps.append(gap)
+        return engine_metrics([reduce_measures(gaps, train_state.mesh)])
+
+    def update_shared(self, rank_batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
+        reports: list[dict[str, float]] = []
+        alone = self.critic_alone
+        for chunk in self.train_state.model:
+            if chunk.value_head is not None:
+                chunk.value_head.learns_alone = alone
+        for minibatch in rank_batch.minibatches * self.ppo.epochs:
+            policy = self.loss(is_first=not reports)
+            loss = with_value_loss(self.ppo, policy, critic_alone=alone)
+            reports.append(
+                self.train_state.update(
+                    minibatch.packs, features, self.scoring, loss, value_head_alone=alone
+                )
+            )
+        metrics = policy_metrics(reports) | value_metrics(reports)
+        self.adapt_kl(metrics)
+        return metrics
+
+    @property
+    def companion(self) -> Callable[[bool], Saving] | None:
+        return None if self.critic is None else self.critic.begin_save

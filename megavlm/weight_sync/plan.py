@@ -1,0 +1,158 @@
+"""Which trainer ranks hold which slices of which tensors, and in which buckets they are sent.
+
+Pure: from the mapping table and the layout alone, for any number of ranks, without a process group.
+That the running ranks hold what the plan says is asserted where a push is set up
+(`shards.local_shards`).
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.mapping import Entry
+from megavlm.parallel.mesh import Layout
+from megavlm.weight_sync.sglang_layout import stored_name
+
+_LAYER = re.compile(r"language_model\.decoder\.layers\.(\d+)\.")
+_LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.")
+TIED = "language_model.embedding.word_embeddings.weight"  # where tied, the last stage has a copy
+
+
+@dataclass(frozen=True)
+class TrainerRanks:
+    """Ranks in megatron-core's order: the tensor axis fastest, pipeline stages slowest.
+
+    layer_stages: the pipeline stage of each language layer.
+    """
+
+    layout: Layout = field(default_factory=Layout)
+    world_size: int = 1
+    layer_stages: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, hf_config: Any, layout: Layout, world_size: int, options: ModelOptions
+    ) -> "TrainerRanks":
+        """For a layout that the model can have (`check_model_layout`)."""
+        first, last = options.first_stage_layers, options.last_stage_layers
+        layers = hf_config.text_config.num_hidden_layers
+        return cls(layout, world_size, layer_stages(layers, layout, first, last))
+
+    @property
+    def per_stage(self) -> int:
+        return self.world_size // self.layout.pipeline
+
+    def first_of(self, stage: int) -> int:
+        return stage * self.per_stage
+
+    def stage(self, entry: Entry) -> int:
+        """The tower and the embedding are on the first stage."""
+        if match := _LAYER.match(entry.megatron):
+            return self.layer_stages[int(match[1])]
+        return self.layout.pipeline - 1 if entry.megatron.startswith(_LAST_STAGE) else 0
+
+    def source_ranks(self, entry: Entry) -> tuple[int, ...]:
+        """The ranks that hold the entry's shards, in shard order; of those that hold the same
+        shard (data, context and, where it cuts nothing, tensor ranks) the first.
+        """
+        first, axis = self.first_of(self.stage(entry)), entry.shard.axis
+        if entry.expert is not None:
+            count = entry.hf_shapes[0][0]
+            first += entry.expert * self.layout.expert // count * self.layout.expert_tensor
+        size = self.layout.tensor if axis == "tensor" else self.layout.expert_tensor
+        return tuple(range(first, first + (1 if entry.shard.dim is None else size)))
+
+
+def layer_stages(
+    num_layers: int, layout: Layout, first: int | None = None, last: int | None = None
+) -> tuple[int, ...]:
+    """The stage of each layer. `first` and `last`: layers of those stages where the split is not
+    even. Virtual stages go round the stages, a chunk of each at a time.
+    """
+    stages = layout.pipeline
+    counts: list[int | None] = [None] * stages
+    if stages > 1:
+        counts[0], counts[-1] = first, last
+    given = [count for count in counts if count is not None]
+    others = stages - len(given)
+    even = (num_layers - sum(given)) // others if others else 0
+    per_stage = [even if count is None else count for count in counts]
+    return tuple(
+        stage
+        for _ in range(layout.virtual)
+        for stage, count in enumerate(per_stage)
+        for _ in range(count // layout.virtual)
+    )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Entries that are sent together, all of one stage. `changed`: what training can change, which
+    every server gets; the rest is for servers that need all.
+    """
+
+    stage: int
+    entries: tuple[int, ...]
+    changed: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`entries`: the mapping table; indices are of it. `changed`: what training can change."""
+
+    entries: Sequence[Entry]
+    trainer: TrainerRanks
+    changed: frozenset[int]
+
+    @cached_property
+    def source_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Of each entry, in shard order."""
+        return tuple(self.trainer.source_ranks(entry) for entry in self.entries)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Of each entry."""
+        return tuple(self.trainer.stage(entry) for entry in self.entries)
+
+    def given_by(self, rank: int) -> set[int]:
+        return {
+            index for index, source_ranks in enumerate(self.source_ranks) if rank in source_ranks
+        }
+
+    def buckets(self, *, full: bool, itemsize: int, max_bytes: int) -> Iterator[Bucket]:
+        """Stage by stage, in each what training can change first; without `full` that alone. The
+        whole tensors of a bucket take at most `max_bytes`; a single one may take more.
+        """
+        for stage in range(self.trainer.layout.pipeline):
+            mine = [index for index in range(len(self.entries)) if self.stages[index] == stage]
+            for changed in (True, False) if full else (True,):
+                wanted = [index for index in mine if (index in self.changed) is changed]
+                for run in self._runs(wanted, itemsize, max_bytes):
+                    yield Bucket(stage, tuple(run), changed)
+
+    def _runs(self, indices: Collection[int], itemsize: int, max_bytes: int) -> Iterator[list[int]]:
+        """What makes one parameter of a server stays together: parts that it fuses, a stack."""
+        groups: dict[str, list[int]] = {}
+        for index in indices:
+            groups.setdefault(stored_name(self.entries[index].hf[0]), []).append(index)
+        run: list[int] = []
+        size = 0
+        for handles in groups.values():
+            num_bytes = itemsize * sum(numel(self.entries[index]) for index in handles)
+            if run and size + num_bytes > max_bytes:
+                yield run
+                run, size = [], 0
+            run += handles
+            size += num_bytes
+        if run:
+            yield run
+
+
+def numel(entry: Entry) -> int:
+    """Of the full Megatron tensor: an expert's entry has its share of the stack alone."""
+    count = sum(math.prod(shape) for shape in entry.hf_shapes)
+    return count if entry.expert is None else count // entry.hf_shapes[0][0]

@@ -1,0 +1,39 @@
+"""Fleets for tests, and what is done to them."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.state import Policy, State
+from tests.fakes.server import FakeServer
+
+POLICY = Policy(max_restarts=2, back_off=0.1, max_failures=2, give_up_after=60)
+
+
+def external(*fakes: FakeServer, **options: Any) -> ServerPool:
+    handles = [ServerHandle(fake.url) for fake in fakes]
+    return ServerPool(handles, **({"policy": POLICY, "say": lambda line: None} | options))
+
+
+def push(pool: ServerPool, version: int, fakes: tuple[FakeServer, ...] = ()) -> list[str]:
+    """What a weight push does to the fleet and, here, nothing else. Returns who got it."""
+    targets = pool.targets()
+    for target in targets:
+        for fake in fakes:
+            if fake.url == target.url:
+                fake.weight_version = str(version)
+        pool.refitted(target.url, str(version))
+    return [target.url for target in targets]
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def state(pool: ServerPool, url: str) -> State:
+    return pool.record(url).state

@@ -1,0 +1,215 @@
+"""The client's retry rules, order, and refusals, against a server that fails on demand."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.errors import RolloutRequestError, RolloutServerError
+from megavlm.inference.exchange import ATTEMPTS
+from megavlm.inference.protocol import Response, Sampling, Span
+from megavlm.inference.requests import PROMPTS_PER_REQUEST
+from megavlm.inference.server import free_port
+from tests.fakes.server import FakeServer, Fault
+from tests.unit.inference.prompts import make_prompt
+
+GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
+OPEN = ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def close() -> Iterator[None]:
+    with OPEN:
+        yield
+
+
+def client(*servers: FakeServer | str, **options: Any) -> RolloutClient:
+    urls = [server if isinstance(server, str) else server.url for server in servers]
+    options = {"retry_delay": 0.0, "api_key": "secret"} | options
+    return OPEN.enter_context(RolloutClient(urls, **options))
+
+
+def test_order_over_requests_and_samples() -> None:
+    """Many requests over two servers: each prompt has its own responses, in order."""
+    prompts = [make_prompt(first_id=100 + i) for i in range(4 * PROMPTS_PER_REQUEST + 3)]
+    with FakeServer() as a, FakeServer() as b:
+        groups = client(a, b).generate(prompts, n=3, sampling=GREEDY)
+        assert (
+            len(a.requests) + len(b.requests) == 5 and abs(len(a.requests) - len(b.requests)) == 1
+        )
+    assert [[r.token_ids for r in group] for group in groups] == [
+        [(100 + i, 0), (100 + i, 1), (100 + i, 2)] for i in range(len(prompts))
+    ]
+    assert groups[0][0].logprobs == (-0.5, -1.5)
+    assert groups[0][0].finish == "stop" and groups[0][0].weight_version == "1"
+    assert groups[0][0].spans == (Span("1", 0, 2),)
+
+
+def test_one_prompt_and_none() -> None:
+    with FakeServer() as fake:
+        asking = client(fake)
+        ((response,),) = asking.generate([make_prompt()], n=1, sampling=GREEDY)
+        assert response.token_ids == (7, 0)
+        assert asking.generate([], n=1, sampling=GREEDY) == []
+
+
+def test_connections_are_kept_between_rollouts() -> None:
+    with FakeServer() as fake:
+        asking = client(fake)
+        for _ in range(3):
+            asking.generate([make_prompt()], n=1, sampling=GREEDY)
+        assert fake.num_connections == 1
+
+
+@pytest.mark.parametrize("fault", ["500", "reset", "garbage", "wrong form", "hang", "slow body"])
+def test_fault_is_retried(fault: Fault) -> None:
+    with FakeServer(fault, fault) as fake:
+        ((response,),) = client(fake, timeout=1.5).generate([make_prompt()], n=1, sampling=GREEDY)
+        assert response.token_ids == (7, 0)
+        assert len(fake.requests) == 3
+
+
+@pytest.mark.parametrize("fault", ["500", "garbage", "hang"])
+def test_retries_are_bounded(fault: Fault) -> None:
+    with FakeServer(*[fault] * 20) as fake:
+        with pytest.raises(RolloutServerError, match=rf"rows.parquet:7 in {ATTEMPTS} attempts"):
+            client(fake, timeout=0.2).generate([make_prompt()], n=1, sampling=GREEDY)
+        assert len(fake.requests) == ATTEMPTS
+
+
+def test_refusal_is_not_retried() -> None:
+    with FakeServer("400") as fake:
+        with pytest.raises(RolloutRequestError, match=r"rows.parquet:7 \(400\).*as told"):
+            client(fake).generate([make_prompt()], n=1, sampling=GREEDY)
+        assert len(fake.requests) == 1
+
+
+def test_a_server_that_hangs_after_its_head_is_left_for_the_other() -> None:
+    prompts = [make_prompt(first_id=i) for i in range(6)]
+    with FakeServer(*["head only"] * 20) as slow, FakeServer() as other:
+        asking = client(slow, other, body_timeout=1.5)
+        groups = asking.generate(prompts, n=2, sampling=GREEDY)
+        assert slow.requests, "it was asked"
+    assert [group[0].token_ids[0] for group in groups] == list(range(6))
+
+
+def test_dead_server_gives_its_requests_to_the_other() -> None:
+    prompts = [make_prompt(first_id=i) for i in range(40)]
+    with FakeServer() as alive:
+        dead = f"http://127.0.0.1:{free_port()}"
+        groups = client(dead, alive).generate(prompts, n=2, sampling=GREEDY)
+    assert [group[0].token_ids[0] for group in groups] == list(range(40))
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(RolloutServerError, match="ConnectError"):
+        client(f"http://127.0.0.1:{free_port()}").generate([make_prompt()], n=1, sampling=GREEDY)
+
+
+def test_other_prompt_length_stops() -> None:
+    with FakeServer(prompt_tokens=4) as fake:
+        with pytest.raises(
+            RolloutRequestError, match=r"rows.parquet:7: .* counts 4 .* the trainer 3"
+        ):
+            client(fake).generate([make_prompt()], n=1, sampling=GREEDY)
+        assert len(fake.requests) == 1
+
+
+def test_other_weight_version_stops_where_nobody_watches_the_server() -> None:
+    with FakeServer(weight_version="4") as fake:
+        asking = client(fake)
+        asking.generate([make_prompt()], n=1, sampling=GREEDY, weight_version=4)
+        with pytest.raises(RolloutServerError, match=r"\['4'\] instead of 5"):
+            asking.generate([make_prompt()], n=1, sampling=GREEDY, weight_version=5)
+
+
+def test_a_rollout_stops_when_enough_groups_are_complete() -> None:
+    """What is aborted keeps its tokens and their weights, and is gone on with under new ones."""
+    prompts = [make_prompt(first_id=i) for i in range(5)]
+    with FakeServer(weight_version="3") as fake:
+        asking = client(fake)
+        fake.held = {1, 4}
+        first = asking.generate(prompts, n=2, sampling=GREEDY, weight_version=3, enough=3)
+        assert [[r.finish for r in group] for group in first] == [
+            ["stop"] * 2,
+            ["abort"] * 2,
+            ["stop"] * 2,
+            ["stop"] * 2,
+            ["abort"] * 2,
+        ]
+        assert first[1][0] == Response((50, 51), (-0.5, -1.5), "abort", "3", (Span("3", 0, 2),))
+        assert all(len(body["input_ids"]) == 1 for body in fake.bodies("/generate"))
+
+        fake.held, fake.weight_version = set(), "4"
+        begun = [first[1], [], first[4]]
+        prompts = [prompts[1], make_prompt(first_id=9), prompts[4]]
+        second = asking.generate(prompts, n=2, sampling=GREEDY, weight_version=4, begun=begun)
+        (continued,) = [b for b in fake.bodies("/generate") if b["input_ids"][0][:1] == [1]][1:]
+    assert [[r.token_ids for r in group] for group in second] == [
+        [(50, 51, 1, 2)] * 2,
+        [(9, 0), (9, 1)],
+        [(50, 51, 4, 2)] * 2,
+    ]
+    assert second[0][0].spans == (Span("3", 0, 2), Span("4", 2, 4))
+    assert second[0][0].logprobs == (-0.5, -1.5, -0.5, -1.5)
+    assert second[0][0].finish == "stop" and second[0][0].weight_version == "4"
+    assert continued["input_ids"] == [[1, 1, 2, 50, 51]] * 2
+    assert [p["max_new_tokens"] for p in continued["sampling_params"]] == [2, 2]
+    assert [p["n"] for p in continued["sampling_params"]] == [1, 1]
+
+
+def test_what_somebody_else_aborts_is_gone_on_with() -> None:
+    with FakeServer() as fake:
+        fake.held = {7}
+        fake.aborted.set()
+        fake.held_once = True
+        ((response,),) = client(fake).generate([make_prompt()], n=1, sampling=GREEDY)
+        assert response.token_ids == (50, 51, 7, 2) and response.finish == "stop"
+
+
+@pytest.mark.parametrize(("num_tokens", "finish"), [(0, None), (3, "abort"), (4, "length")])
+def test_an_abort_may_come_before_the_first_token_or_with_the_last(
+    num_tokens: int, finish: str | None
+) -> None:
+    prompts = [make_prompt(first_id=i) for i in range(2)]
+    with FakeServer() as fake:
+        fake.held, fake.num_held_tokens = {1}, num_tokens
+        _, group = client(fake).generate(prompts, n=2, sampling=GREEDY, enough=1)
+    assert [response.finish for response in group] == ([finish] * 2 if finish else [])
+
+
+def test_an_aborted_response_that_has_ended_is_complete() -> None:
+    prompts = [make_prompt(first_id=i) for i in range(2)]
+    sampling = Sampling(temperature=0.0, max_new_tokens=4, end_id=51)
+    with FakeServer() as fake:
+        fake.held = {1}
+        _, group = client(fake).generate(prompts, n=1, sampling=sampling, enough=1)
+    assert [response.finish for response in group] == ["stop"]
+
+
+def test_body() -> None:
+    sampling = Sampling(temperature=0.7, max_new_tokens=9, top_p=0.9, suppressed_ids=(3, 5))
+    prompts = [make_prompt(pngs=(b"a", b"b")), make_prompt(first_id=8)]
+    with FakeServer() as fake:
+        client(fake).generate(prompts, n=2, sampling=sampling)
+        ((path, body, authorization),) = fake.requests
+    assert path == "/generate" and authorization == "Bearer secret"
+    assert body == {
+        "input_ids": [[7, 1, 2], [8, 1, 2]],
+        "image_data": [["data:image/png;base64,YQ==", "data:image/png;base64,Yg=="], []],
+        "sampling_params": {
+            "n": 2,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "max_new_tokens": 9,
+            "logit_bias": {"3": -1e9, "5": -1e9},
+        },
+        "return_logprob": True,
+    }
+
+
+def test_no_servers() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.urls is empty"):
+        client()

@@ -1,0 +1,114 @@
+"""Servers that were started elsewhere: what they must be, and how they are taken up."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.server_pool import supervisor
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.requirements import Requirements
+from megavlm.inference.server_pool.state import Policy, State
+from tests.fakes.server import FakeServer
+from tests.unit.inference.fleets import POLICY, external, push, state, wait_for
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "TICK", 0.02)
+
+
+def test_external_servers_must_answer_in_time() -> None:
+    policy = Policy(give_up_after=0.3)  # as a run has it
+    pool = ServerPool(
+        [ServerHandle("http://127.0.0.1:9")], policy=policy, start_timeout=0.3, say=print
+    )
+    reason = (
+        r"127\.0\.0\.1:9 did not answer within 0\.3 s \(rollout\.start_timeout\): /health: Conn"
+    )
+    with pytest.raises(RolloutServerError, match=reason):
+        pool.__enter__()
+
+
+FRESH = Requirements(fresh_images=True)
+ENVIRONMENT = "internal_states"
+
+
+@pytest.mark.parametrize(
+    ("info", "required", "reason"),
+    [
+        ({"version": "0.5.4"}, Requirements(), r"runs SGLang 0\.5\.4, and 0\.5\.23 or newer"),
+        ({"version": None}, Requirements(), "runs SGLang None"),
+        ({"tp_size": "x"}, Requirements(), "does not say its tp_size"),
+        ({}, FRESH, "start it with SGLANG_VLM_CACHE_SIZE_MB=0"),
+        ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "100"}}]}, FRESH, "start it"),
+        ({}, Requirements(fresh_prefixes=True), "start it with --disable-radix-cache"),
+        ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "0"}}]}, FRESH, None),
+        ({"disable_radix_cache": True}, Requirements(fresh_prefixes=True), None),
+        ({"version": "0.6.0rc1"}, Requirements(), None),
+    ],
+)
+def test_an_external_server_must_be_as_the_run_needs_it(
+    info: dict[str, Any], required: Requirements, reason: str | None
+) -> None:
+    with FakeServer() as fake:
+        fake.info = info
+        pool = ServerPool([ServerHandle(fake.url, required=required)], policy=POLICY, say=print)
+        if reason is None:
+            with pool:
+                assert pool.targets()
+        else:
+            with pytest.raises(RolloutServerError, match=f"{fake.url} .*{reason}"):
+                pool.__enter__()
+
+
+@pytest.mark.parametrize("fault", ["garbage", "list"])
+def test_an_answer_in_another_form_is_no_sign_of_life(fault: Any) -> None:
+    with FakeServer() as fake:
+        fake.faults = {("/server_info", 1): fault, ("/model_info", 1): "wrong form"}
+        with external(fake) as pool:
+            push(pool, 1)
+            pool.resting = True  # so that the version is asked for
+            pool.unanswered(fake.url, "timed out")
+            wait_for(lambda: state(pool, fake.url) is State.HEALTHY)
+            assert fake.paths().count("/model_info") == 2
+
+
+def test_a_wrong_key_is_told_at_once() -> None:
+    with FakeServer(keys=("reads", "writes")) as fake:
+        pool = ServerPool([ServerHandle(fake.url, "other")], policy=POLICY, say=print)
+        with pytest.raises(RolloutServerError, match=r"refused our key .* MEGAVLM_ROLLOUT_API_KEY"):
+            pool.__enter__()
+
+
+def test_a_server_that_a_dead_trainer_left_paused_is_told_to_go_on() -> None:
+    """It answers no question about its health, which takes a token; one of mid-run too."""
+    with FakeServer(keys=("reads", "writes")) as fake:
+        fake.is_paused = True
+        handle = ServerHandle(fake.url, "reads", "writes")
+        with ServerPool([handle], policy=POLICY, start_timeout=5, say=print) as pool:
+            assert state(pool, fake.url) is State.STALE
+            fake.is_paused = True
+            pool.unanswered(fake.url, "timed out")
+            pool.failed(fake.url, "its continue was lost")
+            wait_for(lambda: state(pool, fake.url) is State.DEAD)
+            wait_for(lambda: state(pool, fake.url) is State.STALE)
+    assert fake.bodies("/continue_generation")[0] == {"torch_empty_cache": False}
+
+
+def test_servers_that_no_push_goes_to_are_changed_in_nothing() -> None:
+    """Another run may be pushing to it."""
+    with FakeServer() as fake:
+        with external(fake, policy=replace(POLICY, needs_refit=False)) as pool:
+            assert state(pool, fake.url) is State.HEALTHY
+    assert fake.paths() == ["/health", "/server_info"]
+
+
+def test_a_wrong_admin_key_does_not_hide_that_a_server_answers() -> None:
+    with FakeServer(keys=("reads", "writes")) as fake:
+        with ServerPool(
+            [ServerHandle(fake.url, "reads", "other")], policy=POLICY, say=print
+        ) as pool:
+            assert state(pool, fake.url) is State.STALE

@@ -1,0 +1,308 @@
+"""Faults of servers under a fleet: stubs that run as processes of their own, and fakes."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.protocol import Sampling
+from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_pool import supervisor
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.routing import Outlook
+from megavlm.inference.server_pool.state import State
+from tests.fakes.server import FakeServer
+from tests.unit.inference.fleets import POLICY, external, push, state, wait_for
+from tests.unit.inference.prompts import make_prompt
+
+STUB = Path(__file__).resolve().parents[2] / "fakes" / "stub_sglang"
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(STUB))
+    monkeypatch.setenv("STUB", "ok")
+    monkeypatch.setattr(supervisor, "TICK", 0.02)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def managed(tmp_path: Path, count: int, said: list[str], **options: Any) -> ServerPool:
+    servers = [
+        ManagedServer("m", dtype="float32", device="cpu", log_path=tmp_path / f"{index}.log")
+        for index in range(count)
+    ]
+    handles = [ServerHandle.managed(server) for server in servers]
+    return ServerPool(handles, **({"policy": POLICY, "say": said.append} | options))
+
+
+def kill(pool: ServerPool, url: str) -> None:
+    server = pool.handles[url].server
+    assert server is not None and server._process is not None
+    os.kill(server._process.pid, signal.SIGKILL)
+
+
+def test_servers_start_together_and_nothing_is_left(tmp_path: Path, said: list[str]) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with managed(tmp_path, 2, said) as pool:
+        one, other = pool.handles
+        assert [state(pool, url) for url in pool.handles] == [State.STALE] * 2
+        assert pool.routable("0") == [] and pool.outlook("0") is Outlook.REFIT
+        assert [target.needs_all for target in pool.targets()] == [True, True]
+        assert sorted(push(pool, 0)) == sorted([one, other])
+        assert [address.url for address in pool.routable("0")] == [one, other]
+        assert [target.needs_all for target in pool.targets()] == [False, False]
+        started = set(psutil.Process().children(recursive=True)) - before
+        assert len(started) == 6  # each the server, its reaper, its worker
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive and said == []
+
+
+def test_keys_are_in_no_representation(tmp_path: Path, said: list[str]) -> None:
+    with managed(tmp_path, 1, said) as pool:
+        push(pool, 0)
+        (target,), (address,), (handle,) = (
+            pool.targets(),
+            pool.routable("0"),
+            pool.handles.values(),
+        )
+        assert target.api_key and target.admin_key and target.api_key != target.admin_key
+        for key in (target.api_key, target.admin_key):
+            assert key not in f"{target!r} {address!r} {handle!r}"
+
+
+@pytest.mark.parametrize("mode", ["crash", "silent"])
+def test_a_server_that_does_not_start_at_first_ends_the_run(
+    mode: str, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB", mode)
+    reason = "no such model" if mode == "crash" else r"rollout\.start_timeout"
+    with pytest.raises(RolloutServerError, match=reason):
+        managed(tmp_path, 2, said, start_timeout=1.0 if mode == "silent" else 60).__enter__()
+    assert not [p for p in psutil.Process().children() if "serve.py" in " ".join(p.cmdline())]
+
+
+def test_a_killed_server_starts_again_and_gets_nothing_before_it_is_refitted(
+    tmp_path: Path, said: list[str]
+) -> None:
+    with managed(tmp_path, 1, said) as pool:
+        (url,) = pool.handles
+        push(pool, 3)
+        kill(pool, url)
+        wait_for(lambda: state(pool, url) is not State.HEALTHY)
+        wait_for(lambda: state(pool, url) is State.STALE)
+        assert pool.routable("3") == [] == pool.routable(None)
+        assert [target.needs_all for target in pool.targets()] == [True]
+        push(pool, 3)
+        assert [address.url for address in pool.routable("3")] == [url]
+    assert "died" in said[0] and "exit code -9" in said[0] and "waits for weights" in said[1]
+
+
+def test_restarts_exhausted_tell_the_log(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB", "mortal")
+    monkeypatch.setenv("STUB_LAUNCHES", str(tmp_path / "launches"))
+    with managed(tmp_path, 2, said, min_servers=2) as pool:
+        push(pool, 1)
+        url = next(iter(pool.handles))
+        kill(pool, url)
+        wait_for(lambda: state(pool, url) is State.RETIRED)
+        expected = r"1 rollout servers are left and rollout.min_servers=2.*(\n.*)*no such model"
+        for ask in (
+            lambda: pool.routable("1"),
+            pool.targets,
+            lambda: pool.outlook("1"),
+        ):
+            with pytest.raises(RolloutServerError, match=expected):
+                ask()
+        launches = (tmp_path / "launches").read_text().split()
+        assert launches.count(url.rpartition(":")[2]) == 1 + POLICY.max_restarts
+
+
+def test_above_the_floor_the_rest_goes_on(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB", "mortal")
+    monkeypatch.setenv("STUB_LAUNCHES", str(tmp_path / "launches"))
+    with managed(tmp_path, 2, said) as pool, RolloutClient(pool) as client:
+        push(pool, 1)
+        gone, left = pool.handles
+        kill(pool, gone)
+        wait_for(lambda: state(pool, gone) is State.RETIRED)
+        assert push(pool, 2) == [left]
+        # the stub's own version does not change: any will do here
+        groups = client.generate([make_prompt()], n=2, sampling=SAMPLING)
+        assert len(groups[0]) == 2
+
+
+def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
+    """What it had in flight is asked of the other; nothing that was answered is asked again."""
+    prompts = [make_prompt(first_id=i) for i in range(12)]
+    with FakeServer() as a, FakeServer() as b:
+        with external(a, b) as pool, RolloutClient(pool, retry_delay=0.0) as client:
+            push(pool, 1)
+            a.held = set(range(12))  # it answers nothing until it dies
+
+            def die() -> None:
+                wait_for(lambda: "/generate" in a.paths())
+                a.ill.set()
+                a.__exit__()
+
+            death = threading.Thread(target=die)
+            death.start()
+            groups = client.generate(prompts, n=2, sampling=SAMPLING, weight_version=1)
+            death.join()
+            assert [[r.token_ids for r in group] for group in groups] == [
+                [(i, 0), (i, 1)] for i in range(12)
+            ]
+            asked = [ids[0] for body in b.bodies("/generate") for ids in body["input_ids"]]
+            assert sorted(asked) == list(range(12)), "each once"
+        b.held.clear()
+
+
+def test_when_all_are_gone_a_refit_lets_the_rest_go_on(tmp_path: Path, said: list[str]) -> None:
+    """Finished groups stay; the refit is asked for once the server is back."""
+    prompts = [make_prompt(first_id=i) for i in range(3)]
+    refits = []
+    with (
+        managed(tmp_path, 1, said) as pool,
+        RolloutClient(pool, retry_delay=0.0) as client,
+    ):
+        (url,) = pool.handles
+        push(pool, 0)
+        kill(pool, url)
+
+        def refit() -> None:
+            assert state(pool, url) is State.STALE
+            refits.append(push(pool, 0))
+
+        begun = client.generate(prompts[:1], n=2, sampling=SAMPLING, refit=refit)
+        groups = client.generate(
+            prompts, n=2, sampling=SAMPLING, refit=refit, begun=[begun[0], [], []]
+        )
+        assert len(refits) == 1 and groups[0] is not begun[0] and groups[0] == begun[0]
+    assert [[r.token_ids for r in group] for group in groups] == [
+        [(i, 0), (i, 1)] for i in range(3)
+    ]
+
+
+def test_another_weight_version_makes_the_server_stale_and_is_asked_elsewhere() -> None:
+    prompts = [make_prompt(first_id=i) for i in range(40)]
+    with FakeServer() as a, FakeServer() as b:
+        with external(a, b) as pool, RolloutClient(pool, retry_delay=0.0) as client:
+            push(pool, 5, (a, b))
+            a.weight_version = "default"  # somebody started it anew
+            groups = client.generate(prompts, n=1, sampling=SAMPLING, weight_version=5)
+            assert {r.weight_version for group in groups for r in group} == {"5"}
+            assert state(pool, a.url) is State.STALE
+            assert {t.url: t.needs_all for t in pool.targets()} == {
+                a.url: True,
+                b.url: False,
+            }
+
+
+def test_a_server_that_will_not_hold_the_weights_ends_the_rollout() -> None:
+    with FakeServer(weight_version="9") as fake:
+        with external(fake) as pool, RolloutClient(pool, retry_delay=0.0) as client:
+            push(pool, 5)
+            with pytest.raises(RolloutServerError, match=r"versions \['9'\] instead of 5"):
+                client.generate(
+                    [make_prompt()],
+                    n=1,
+                    sampling=SAMPLING,
+                    weight_version=5,
+                    refit=lambda: push(pool, 5),
+                )
+
+
+def test_a_failed_request_waits_for_a_real_answer() -> None:
+    """One 5xx makes a suspect; /health_generate clears it, and the request comes again."""
+    with FakeServer("500", only_generate=True) as fake:
+        with external(fake) as pool, RolloutClient(pool, retry_delay=0.0) as client:
+            push(pool, 1)
+            client.generate([make_prompt()], n=1, sampling=SAMPLING, weight_version=1)
+            assert fake.paths().count("/health_generate") == 1
+            assert fake.paths().count("/generate") == 2
+
+
+def test_a_server_that_hangs_is_noticed_by_probes_and_its_requests_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "PROBE_EVERY", 0.1)
+    with FakeServer() as a, FakeServer() as b:
+        with external(a, b) as pool, RolloutClient(pool, retry_delay=0.0) as client:
+            push(pool, 1)
+            a.held = set(range(8))
+            a.ill.set()
+            prompts = [make_prompt(first_id=i) for i in range(8)]
+            groups = client.generate(prompts, n=1, sampling=SAMPLING, weight_version=1)
+            assert len(groups) == 8 and all(groups)
+            wait_for(lambda: state(pool, a.url) is State.DEAD)
+            a.aborted.set()
+
+
+def test_no_probe_while_weights_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PROBE_EVERY", 0.02)
+    with FakeServer() as fake, external(fake) as pool:
+        push(pool, 1)
+        wait_for(lambda: fake.paths().count("/model_info") > 2)
+        (target,) = pool.targets()
+        time.sleep(0.1)  # what was asked before may still arrive
+        before = len(fake.requests)
+        time.sleep(0.2)
+        assert len(fake.requests) == before
+        pool.refitted(target.url, "1")
+        wait_for(lambda: len(fake.requests) > before)
+
+
+def test_an_idle_server_that_was_replaced_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PROBE_EVERY", 0.02)
+    with FakeServer() as fake, external(fake) as pool:
+        push(pool, 1, (fake,))
+        fake.weight_version = "default"
+        wait_for(lambda: state(pool, fake.url) is State.STALE)
+        assert pool.routable("1") == []
+
+
+def test_a_push_that_fails_at_one_server_leaves_it_stale() -> None:
+    with FakeServer() as a, FakeServer() as b, external(a, b) as pool:
+        push(pool, 1)
+        pool.targets()
+        pool.failed(a.url, "refused")
+        pool.refitted(b.url, "2")
+        assert [address.url for address in pool.routable("2")] == [b.url]
+        wait_for(lambda: state(pool, a.url) is State.STALE)
+        assert {t.url: t.needs_all for t in pool.targets()} == {a.url: True, b.url: False}
+
+
+def test_a_server_left_out_of_a_push_made_again_is_probed() -> None:
+    with FakeServer() as a, FakeServer() as b, external(a, b) as pool:
+        push(pool, 1)
+        pool.targets()
+        pool.failed(a.url, "refused")
+        assert [target.url for target in pool.targets(without={a.url})] == [b.url]
+        assert pool.may_probe(a.url) and not pool.may_probe(b.url)
+
+
+def test_a_suspect_that_missed_a_push_is_stale_when_it_comes_back() -> None:
+    with FakeServer() as a, FakeServer() as b, external(a, b) as pool:
+        push(pool, 1)
+        a.ill.set()
+        pool.unanswered(a.url, "timed out")
+        assert state(pool, a.url) is State.SUSPECT
+        assert push(pool, 2) == [b.url]
+        a.ill.clear()
+        wait_for(lambda: state(pool, a.url) is State.STALE)

@@ -1,0 +1,119 @@
+"""Which memory a server is told to release and to take back, and when it is left alone."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megavlm.inference.server_pool import supervisor
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.memory import ServerMemory
+from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.state import Policy, State
+from tests.fakes.server import FakeServer
+
+FLUSH = "/flush_cache?timeout=20"
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with FakeServer(keys=("reads", "writes")) as fake:
+        yield fake
+
+
+@pytest.fixture
+def pool(fake: FakeServer) -> Iterator[ServerPool]:
+    with ServerPool(
+        [ServerHandle(fake.url, "reads", "writes")], policy=Policy(), say=print
+    ) as pool:
+        push(pool)
+        yield pool
+
+
+def push(pool: ServerPool) -> bool:
+    (target,) = pool.targets()
+    pool.refitted(target.url, "1")
+    return target.needs_all
+
+
+def memory(pool: ServerPool, keeps_weights: bool = True) -> ServerMemory:
+    return ServerMemory(pool, keeps_weights=keeps_weights, timeout=10)
+
+
+def told(fake: FakeServer) -> list[tuple[str, str]]:
+    paths = {RELEASE: "release", RESUME: "resume"}
+    return [(paths[p], body["tags"][0]) for p, body, _ in fake.requests if p in paths]
+
+
+def test_the_order_of_a_step(fake: FakeServer, pool: ServerPool) -> None:
+    with memory(pool) as servers:
+        servers.release(["kv_cache", "weights"])
+        assert pool.resting
+        servers.resume(["weights"], starts=False)
+        assert pool.resting, "the trainer has memory yet"
+        assert not push(pool), "the copy on the host has what training does not change"
+        servers.resume(["kv_cache"], starts=True)
+        assert not pool.resting
+    assert told(fake) == [
+        ("release", "kv_cache"),
+        ("release", "weights"),
+        ("resume", "weights"),
+        ("resume", "kv_cache"),
+    ]
+    told_of_requests = [path for path in fake.paths() if "gener" in path or "flush" in path]
+    assert told_of_requests[-3:] == ["/pause_generation", "/continue_generation", FLUSH]
+    assert fake.paths().index(FLUSH) < fake.paths().index(RELEASE), "it is idle first"
+
+
+def test_a_server_that_is_not_idle_releases_nothing(fake: FakeServer, pool: ServerPool) -> None:
+    """SGLang's scheduler would die of it."""
+    fake.refused[FLUSH] = {1}
+    with memory(pool) as servers:
+        servers.release(["kv_cache", "weights"])
+        pool.wait_while(State.SUSPECT)
+        assert told(fake) == [] and pool.record(fake.url).state is State.STALE
+
+
+def test_what_is_released_is_not_flushed(fake: FakeServer, pool: ServerPool) -> None:
+    with memory(pool) as servers:
+        servers.release(["kv_cache"])
+        servers.release(["weights"])
+    assert fake.paths().count(FLUSH) == 1 and len(told(fake)) == 2
+
+
+def test_what_is_not_released_is_not_taken_back(fake: FakeServer, pool: ServerPool) -> None:
+    """SGLang's scheduler would die of it."""
+    with memory(pool) as servers:
+        servers.release(["kv_cache"])
+        servers.release(["kv_cache", "weights"])
+        servers.resume(["weights", "kv_cache"], starts=True)
+        servers.resume(["weights", "kv_cache"], starts=True)
+    assert len(told(fake)) == 4
+
+
+def test_weights_without_a_copy_are_all_sent_again(fake: FakeServer, pool: ServerPool) -> None:
+    with memory(pool, keeps_weights=False) as servers:
+        servers.release(["kv_cache", "weights"])
+        servers.resume(["weights"], starts=False)
+        assert push(pool)
+
+
+def test_a_server_that_refuses_is_stale(fake: FakeServer, pool: ServerPool) -> None:
+    fake.refused[RELEASE] = {1}
+    with memory(pool) as servers:
+        servers.release(["kv_cache"])
+        pool.wait_while(State.SUSPECT)
+        assert pool.record(fake.url).state is State.STALE
+    assert "/health_generate" not in fake.paths(), "it may have no memory to generate with"
+
+
+def test_a_server_at_rest_is_left_alone(
+    fake: FakeServer, pool: ServerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory(pool) as servers:
+        servers.release(["kv_cache", "weights"])
+        monkeypatch.setattr(supervisor, "PROBE_EVERY", 0.0)
+        before = len(fake.requests)
+        time.sleep(1.0)
+        assert len(fake.requests) == before

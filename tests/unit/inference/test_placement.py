@@ -1,0 +1,145 @@
+"""Where rollout servers go, and what they are started with."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.config.load import load
+from megavlm.inference import placement
+from megavlm.inference.connect import handles
+from megavlm.inference.placement import managed_servers, server_gpus
+from megavlm.inference.server_args import recipe_args
+from megavlm.parallel import platform
+from megavlm.run.server_plan import server_plan
+
+
+@pytest.mark.parametrize(
+    ("sections", "cached"),
+    [
+        ({}, True),
+        ({"model": {"freeze_tower": False}}, False),
+        ({"model": {"freeze_merger": False}}, False),
+        ({"lora": {"rank": 2}}, True),
+        ({"lora": {"rank": 2, "targets": ["language.mlp", "vision.merger"]}}, False),
+        ({"lora": {"rank": 2, "targets": ["visual.blocks.0.attn.qkv"]}}, False),
+        ({"lora": {"targets": ["vision.mlp"]}}, True),  # without a rank there are no adapters
+    ],
+)
+def test_features_of_images_are_kept_while_the_tower_does_not_change(
+    write_recipe: Any, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], cached: bool
+) -> None:
+    """SGLang never drops them when weights change."""
+    given: list[bool] = []
+    monkeypatch.setattr(
+        placement, "ManagedServer", lambda *_, cache_images, **__: given.append(cache_images)
+    )
+    managed_servers(load(write_recipe(**sections)), "model")
+    assert given == [cached]
+
+
+def test_ports_logs_and_cores_differ(write_recipe: Any, tmp_path: Path) -> None:
+    rollout = {"servers": 3, "port": 31000, "tensor_parallel": 2}
+    servers = managed_servers(load(write_recipe(rollout=rollout)), "model")
+    assert [server.port for server in servers] == [31000, 31001, 31002]
+    assert len({server.log_path for server in servers}) == 3
+    assert len({server.api_key for server in servers}) == 3
+    bound = [server._environment["SGLANG_CPU_OMP_THREADS_BIND"] for server in servers]
+    assert all(len(cores.split("|")) == 2 for cores in bound)
+    (alone,) = managed_servers(load(write_recipe()), "model")
+    assert alone.log_path.name == "rollout_server.log"
+
+
+@pytest.mark.parametrize(
+    ("keys", "trainers", "first"),
+    [
+        ({"tensor_parallel": 4}, 4, [4]),
+        ({"servers": 2, "tensor_parallel": 2}, 4, [4, 6]),
+        ({"servers": 2, "tensor_parallel": 2, "colocate": True}, 4, [0, 2]),
+        ({"servers": 2, "gpus": [7, 5]}, 4, [7, 5]),
+        ({"tensor_parallel": 2, "gpus": [6, 7]}, 4, [6]),
+        ({"servers": 8, "colocate": True}, 8, list(range(8))),
+    ],
+)
+def test_gpus(write_recipe: Any, keys: dict[str, Any], trainers: int, first: list[int]) -> None:
+    rollout = load(write_recipe(rollout=keys)).rollout
+    assert list(server_gpus(rollout, 8, trainers)) == first
+    assert list(server_gpus(rollout, 0, trainers)) == [0] * rollout.servers
+
+
+@pytest.mark.parametrize(
+    ("keys", "trainers", "sentence"),
+    [
+        ({"tensor_parallel": 4}, 5, r"would take GPUs \[5, 6, 7, 8\] .* has 8 and trains on 5"),
+        ({"gpus": [8]}, 4, r"would take GPUs \[8\]"),
+        ({"gpus": [3]}, 4, r"rollout\.gpus=\[3\] names GPUs of the 4 trainer ranks"),
+    ],
+)
+def test_gpus_that_are_not_there_or_taken(
+    write_recipe: Any, keys: dict[str, Any], trainers: int, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        server_gpus(load(write_recipe(rollout=keys)).rollout, 8, trainers)
+
+
+def test_no_prefix_outlives_a_push_that_does_not_flush(write_recipe: Any) -> None:
+    given = {"pause": "in_place", "server_args": {"disable_radix_cache": False}}
+    assert recipe_args(load(write_recipe(rollout=given)), "cpu") == {"disable_radix_cache": True}
+    assert recipe_args(load(write_recipe(rollout={"pause": "retract"})), "cpu") == {}
+
+
+@pytest.mark.parametrize("needs_refit", [True, False])
+@pytest.mark.parametrize("pause", ["abort", "in_place"])
+@pytest.mark.parametrize("freeze", [True, False])
+def test_what_external_servers_must_be(
+    write_recipe: Any, freeze: bool, pause: str, needs_refit: bool
+) -> None:
+    rollout = {"mode": "external", "urls": ["http://a:1", "http://b:1/"], "pause": pause}
+    config = load(write_recipe(rollout=rollout, model={"freeze_tower": freeze}))
+    one, other = handles(config, "model", needs_refit=needs_refit)
+    assert one.required == other.required and other.url == "http://b:1"
+    assert one.required.fresh_images == (needs_refit and not freeze)
+    assert one.required.fresh_prefixes == (needs_refit and pause == "in_place")
+
+
+def test_sharing_keeps_a_copy_of_the_weights_on_the_host(
+    write_recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = load(write_recipe(rollout={"colocate": True})).rollout
+    assert placement.sharing_args(rollout) == {} and placement.keeps_weights(rollout)
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    assert placement.sharing_args(rollout) == {
+        "enable_memory_saver": True,
+        "enable_weights_cpu_backup": True,
+    }
+    without = {"colocate": True, "server_args": {"enable_weights_cpu_backup": False}}
+    assert not placement.keeps_weights(load(write_recipe(rollout=without)).rollout)
+
+
+def test_what_a_launch_script_is_told(write_recipe: Any) -> None:
+    """The same arguments as servers of ours have, in words that bash takes as they are."""
+    sections: dict[str, Any] = {
+        "model": {"folder": "models/a b", "dtype": "bfloat16", "freeze_tower": False},
+        "rollout": {"mode": "external", "urls": ["http://a:1"], "tensor_parallel": 4},
+    }
+    script = server_plan(load(write_recipe(**sections))) + (
+        '\nprintf "%s\\n" "$tensor_parallel" "${server_environment[@]}" "${server_arguments[@]}"'
+    )
+    bash = str(shutil.which("bash"))
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, check=True)
+    size, *words = done.stdout.splitlines()
+    assert size == "4"
+    assert words[:2] == ["SGLANG_VLM_CACHE_SIZE_MB=0", "SGLANG_EXPOSE_OWN_ENV_VARS=1"]
+    assert words[2:4] == ["--model-path", "models/a b"]
+    assert " ".join(words[4:]) == "--device cuda --dtype bfloat16 --tp-size 4 --log-level warning"
+
+
+def test_a_launch_script_serves_adapters(write_recipe: Any) -> None:
+    rollout = {"mode": "external", "urls": ["http://a:1"], "lora": "adapter"}
+    plan = server_plan(load(write_recipe(rollout=rollout, lora={"rank": 8})))
+    assert (
+        "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj k_proj v_proj o_proj" in plan
+    )
+    assert "SGLANG_VLM_CACHE" not in plan and "torch_native" not in plan

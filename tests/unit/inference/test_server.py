@@ -1,0 +1,225 @@
+"""The life of a server's processes, with a stub in SGLang's place that starts in a moment."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megavlm.inference import server as server_module
+from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.server import ManagedServer, free_port
+from megavlm.inference.server_args import arguments, environment
+
+ROOT = Path(__file__).resolve().parents[3]
+STUB = ROOT / "tests" / "fakes" / "stub_sglang"
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(STUB))
+    monkeypatch.setenv("STUB", "ok")
+
+
+def managed(tmp_path: Path, **options: Any) -> ManagedServer:
+    log = tmp_path / "logs" / "server.log"
+    return ManagedServer("model", dtype="float32", device="cpu", log_path=log, **options)
+
+
+def worker(log: str) -> psutil.Process | None:
+    """The stub's worker process, by what it logged; None when it is gone."""
+    match = re.search(r"^worker (\d+)$", log, re.MULTILINE)
+    assert match
+    try:
+        return psutil.Process(int(match[1]))
+    except psutil.NoSuchProcess:
+        return None
+
+
+def assert_gone(log: str) -> None:
+    process = worker(log)
+    if process is not None:
+        process.wait(10)
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.mark.parametrize("mode", ["ok", "stubborn"])
+def test_nothing_is_left(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB", mode)
+    before = set(descendants())
+    with managed(tmp_path) as server:
+        server.check()
+        started = set(descendants()) - before
+        assert len(started) == 3  # the server, its reaper, its worker
+        assert server._temporary is not None and Path(server._temporary.name).is_dir()
+        temporary = Path(server._temporary.name)
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive and not temporary.exists()
+    server.stop()  # again: does nothing
+
+
+def test_keys_are_in_no_list_environment_or_log(tmp_path: Path) -> None:
+    with managed(tmp_path) as server:
+        started = descendants()
+        for process in started:
+            seen = " ".join([*process.cmdline(), *process.environ().values()])
+            assert server.api_key not in seen and server.admin_key not in seen
+    log = server.log_path.read_text()
+    assert "'api_key': '***', 'admin_api_key': '***'" in log
+    assert "keys in the environment: False" in log
+    assert server.api_key not in log and server.admin_key not in log
+    assert server.api_key != server.admin_key and len(server.api_key) > 40
+
+
+def test_crash_shows_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB", "crash")
+    with pytest.raises(
+        RolloutServerError, match=r"exit code 1(.|\n)*server.log(.|\n)*no such model"
+    ):
+        managed(tmp_path).__enter__()
+    assert_gone((tmp_path / "logs" / "server.log").read_text())
+
+
+def test_start_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB", "silent")
+    before = set(descendants())
+    with pytest.raises(
+        RolloutServerError, match=r"not healthy after 2 s \(rollout.start_timeout\)"
+    ):
+        managed(tmp_path, start_timeout=2).__enter__()
+    assert set(descendants()) <= before
+
+
+def test_death_is_noticed(tmp_path: Path) -> None:
+    with managed(tmp_path) as server:
+        assert server._process is not None
+        os.kill(server._process.pid, signal.SIGKILL)
+        server._process.wait(10)
+        with pytest.raises(RolloutServerError, match=r"ended with exit code -9(.|\n)*worker"):
+            server.check()
+        assert_gone(server.log_path.read_text())  # the reaper's work: nobody called stop
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RolloutServerError, match=rf"port {port}, .* is in use"):
+            managed(tmp_path, port=port).__enter__()
+
+
+def test_ports_of_ours_are_none_that_the_kernel_gives_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server listens 20 s after it was launched, and may be started anew in days."""
+    first = int(server_module.KERNELS_PORTS.read_text().split()[0])
+    assert first <= free_port()
+    (tmp_path / "range").write_text("20400\t60999\n")
+    monkeypatch.setattr(server_module, "KERNELS_PORTS", tmp_path / "range")
+    ports = server_module.server_ports(300)
+    assert len(set(ports)) == 300 and max(ports) < 20400
+    assert managed(tmp_path).port < 20400
+
+
+def test_a_port_of_ours_that_another_program_has_taken(tmp_path: Path) -> None:
+    server = managed(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", server.port))
+        taken.listen()
+        with pytest.raises(RolloutServerError, match=rf"port {server.port}, .* is in use"):
+            server.launch()
+    with server:  # the fleet tries again
+        server.check()
+
+
+def test_where_no_port_is_below_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "PORTS", range(0))
+    assert all(port > 0 for port in server_module.server_ports(2))
+
+
+def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """Health is asked with the key: a server that took our port meanwhile does not know it."""
+    with managed(tmp_path) as other:
+        intruder = managed(tmp_path / "second", start_timeout=0.5)
+        intruder.url = other.url
+        with pytest.raises(RolloutServerError, match="not healthy"):
+            intruder.__enter__()
+
+
+# A suite that a shell runs in the background hands on that SIGINT is ignored.
+PARENT = """
+import signal, sys
+from pathlib import Path
+from megavlm.inference.server import ManagedServer
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with ManagedServer("model", dtype="float32", device="cpu", log_path=Path(sys.argv[1])):
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another program that holds a server in its context."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{STUB}"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "log")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_parent_dies(by: signal.Signals, tmp_path: Path, parent: subprocess.Popen[str]) -> None:
+    started = psutil.Process(parent.pid).children(recursive=True)
+    temporary = Path(started[0].environ()["TMPDIR"])
+    assert len(started) == 3 and temporary.is_dir()
+    parent.send_signal(by)
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive and not temporary.exists()
+
+
+def test_arguments() -> None:
+    words = arguments(
+        {"tp_size": 2, "sleep_on_idle": True, "disable_radix_cache": False, "x": None}
+    )
+    assert words == ["--tp-size", "2", "--sleep-on-idle"]
+
+
+@pytest.mark.parametrize("name", ["trust_remote_code", "api-key", "--port"])
+def test_reserved_argument(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"rollout.server_args.{name} is not allowed"):
+        managed(tmp_path, server_args={name: True})
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "1")
+    cpu = environment("cpu", 2, True)
+    assert "RANK" not in cpu and "LOCAL_RANK" not in cpu and "TORCHELASTIC_RUN_ID" not in cpu
+    assert cpu["KEPT"] == "1" and cpu["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert len(cpu["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+    assert cpu["PYTHONPATH"].split(os.pathsep)[0].endswith("cpu_support")
+    assert "SGLANG_VLM_CACHE_SIZE_MB" not in cpu
+    cuda = environment("cuda", 1, False)
+    assert "SGLANG_USE_CPU_ENGINE" not in cuda and "cpu_support" not in cuda["PYTHONPATH"]
+    assert cuda["SGLANG_VLM_CACHE_SIZE_MB"] == "0"

@@ -1,0 +1,68 @@
+"""Modelled cost of a tree: each family's matrices, the prompt once, attention by ancestors."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.data.packing import Segment, Tree
+from megavlm.models.cost import ModelCost
+from tests.unit.models.families import (
+    FAMILIES,
+    build_in_transformers,
+    entries_of,
+    small_config,
+)
+from tests.unit.training.trees import image, segment, tree
+
+COST = ModelCost(per_token=1000.0, per_pair=10.0, per_patch=100.0, per_patch_pair=1.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_counts_the_matrices_of_transformers(family: str) -> None:
+    config = small_config(family)
+    cost = ModelCost.of(entries_of(config), config)
+    text, parameters = config.text_config, dict(build_in_transformers(config).named_parameters())
+    per_token = per_patch = 0.0
+    for name, parameter in parameters.items():
+        if "language_model.layers." in name and parameter.dim() > 1:
+            stacked = parameter.dim() == 3  # a token goes through some of the experts
+            share = text.num_experts_per_tok / text.num_experts if stacked else 1
+            per_token += 2 * share * parameter.numel()
+        elif "visual.blocks." in name and parameter.dim() > 1:
+            per_patch += 2 * parameter.numel()
+    assert per_token > 0 < per_patch
+    assert (cost.per_token, cost.per_patch) == (per_token, per_patch)
+    query_rows = parameters["model.language_model.layers.0.self_attn.q_proj.weight"].size(0)
+    assert cost.per_pair == 4 * query_rows * 2, "scores and sums over two layers"
+    width = parameters["model.visual.blocks.0.attn.proj.weight"].size(0)
+    assert cost.per_patch_pair == 4 * width * 2
+
+
+def of(tree: Tree, images: Any) -> float:
+    return COST.tree(tree, images)
+
+
+def test_the_prompt_is_counted_once_and_the_tower_too() -> None:
+    images = {"small": image("small", 4), "large": image("large", 16)}
+    one, two = of(tree(10, [5], "small"), images), of(tree(10, [5, 5], "small"), images)
+    response = 5 * 1000 + 10 * (5 * 10 + 5 * 6 / 2)
+    assert two - one == response
+    assert one == 10 * 1000 + 10 * 10 * 11 / 2 + response + 16 * (100 + 16)
+    assert of(tree(10, [5], "large"), images) - one == 256 * (100 + 256) - 16 * (100 + 16)
+
+
+def test_a_tree_of_turns_attends_its_ancestors() -> None:
+    root, reply = segment(4, 0, -1), segment(3, 4, 0)
+    turn = Segment(reply.token_ids, reply.positions, 1, is_target=True)
+    chain, fan = Tree((root, reply, turn), ()), Tree((root, reply, reply), ())
+    extra_pairs = 3 * 3
+    assert of(chain, {}) - of(fan, {}) == extra_pairs * 10
+
+
+def test_a_video_attends_frame_by_frame() -> None:
+    frames = image("video", 4)
+    frames = type(frames)(frames.key, b"", torch.zeros(48, 3), (3, 4, 4))
+    blind = of(Tree((segment(4, 0, -1),), ()), {})
+    seen = of(Tree((segment(4, 0, -1),), ("video",)), {"video": frames})
+    assert seen - blind == 3 * 16 * (100 + 16)

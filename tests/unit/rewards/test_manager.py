@@ -1,0 +1,82 @@
+"""Several rewards, their weights, and what a curriculum's stage changes of them."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from megavlm.rewards.base import Example, Score
+from megavlm.rewards.manager import Part, RewardManager, Stage
+
+EXAMPLE = Example("?", "red", images=(b"red",))
+
+
+def score(parts: Sequence[Part], response: str, stage: Stage | None = None) -> Score:
+    async def run() -> Score:
+        manager = RewardManager(parts, on_failure="zero", workers=2, timeout=10, memory_mb=1024)
+        try:
+            return await manager.score(response, EXAMPLE, stage)
+        finally:
+            await manager.close()
+
+    return asyncio.run(run())
+
+
+def test_rewards_are_weighted_and_kept_apart() -> None:
+    parts = [
+        Part("right", "exact_match", 2.0),
+        Part("size", "user_rewards:length", 0.5, {"factor": 3.0}),
+        Part("seen", "user_rewards:looks", -1.0),
+    ]
+    assert score(parts, "red") == Score(
+        2.0 + 1.5 - 0.5, True, {"right": 1.0, "size": 3.0, "seen": 0.5, "seen/seen": 1.0}
+    )
+    assert score(parts, "blue").correct is False, "the first reward says what is correct"
+
+
+def test_a_function_gets_images_and_options() -> None:
+    found = score([Part("seen", "user_rewards:looks", 2.0)], "red")
+    assert found == Score(1.0, True, {"seen": 1.0})
+    assert score([Part("size", "user_rewards:length")], "redred") == Score(2.0, True)
+
+
+def test_a_function_with_any_options_gets_those_of_the_recipe_and_the_stage() -> None:
+    part = Part("sum", "user_rewards:anything", options={"a": 1.5, "b": 2})
+    assert score([part], "red").reward == 3.5
+    assert score([part], "red", Stage(tolerance=8.0)).reward == 11.5
+
+
+@pytest.mark.parametrize("name", ["later", "LATER"])
+def test_a_coroutine_function_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"user_rewards:{name} is async"):
+        score([Part("later", f"user_rewards:{name}")], "red")
+
+
+def test_a_stage_changes_weights_and_tolerance() -> None:
+    parts = [Part("right", "exact_match"), Part("close", "user_rewards:tolerant")]
+    stage = Stage({"close": 0.5}, tolerance=8.0)
+    assert score(parts, "red", stage).reward == 1.0 + 0.5 * 8.0
+    assert score(parts, "red").reward == 1.0 + 1.0
+    place = Stage({"country": 1.0}, tolerance=8.0)
+    only = [Part("place", "geospot")]
+    assert score(only, "red", place) == Score(1.0, True, {"country": 1.0})
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(ValueError, match="no option 'factr'; its options are: factor"):
+        score([Part("size", "user_rewards:length", options={"factr": 1})], "red")
+    with pytest.raises(ValueError, match="no component 'town'"):
+        score([Part("place", "geospot", options={"weights": {"town": 1.0}})], "red")
+
+
+def test_a_stage_that_no_reward_can_keep_is_refused() -> None:
+    judges = [
+        (Part("a", "exact_match"), Stage(tolerance=3.0), "tolerance given, but exact_match"),
+        (Part("a", "vqa"), Stage({"country": 1.0}), "weights given, but vqa has none"),
+        (Part("a", "geospot"), Stage({"contry": 1.0}), "no component 'contry'"),
+    ]
+    for part, stage, problem in judges:
+        manager = RewardManager([part], on_failure="zero", workers=1, timeout=10, memory_mb=1024)
+        with pytest.raises(ValueError, match=problem):
+            manager.check(stage)
+        asyncio.run(manager.close())

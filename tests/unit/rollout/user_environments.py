@@ -1,0 +1,70 @@
+"""Environments that a user might write, faulty ones among them; loaded in processes."""
+
+import asyncio
+import os
+import threading
+import time
+
+from megavlm.environments.base import Context, Observation, Step
+from megavlm.rewards.base import Example
+
+SINK: list[bytearray] = []
+
+
+class Faulty:
+    """A user's environment that does what its option says."""
+
+    def __init__(self, context: Context, fault: str = "") -> None:
+        self.context, self.fault = context, fault
+
+    async def reset(self, row: Example, seed: int) -> Observation:
+        self.row = row
+        if self.fault == "other starts":
+            return Observation([{"role": "user", "content": str(id(self))}])
+        match self.fault:
+            case "reset raises":
+                raise KeyError("as told")
+            case "reset blocks":
+                time.sleep(1000)
+        if self.fault == "own start":
+            return Observation([{"role": "user", "content": f"How many? {seed}"}])
+        return Observation(row.messages, row.images)
+
+    async def step(self, text: str) -> Step:
+        match self.fault:
+            case "raise":
+                raise KeyError("as told")
+            case "hang":
+                await asyncio.sleep(1000)
+            case "block":
+                time.sleep(1000)
+            case "allocate":
+                SINK.append(bytearray(4 * 2**30))
+            case "die":
+                os._exit(3)
+            case "image":
+                return Step(Observation(self.row.messages[-1:], [b"no image"]), 0.0, False)
+            case "parts":
+                return Step(None, 0.0, True, {"parts": {"seen": "much"}})
+            case "unpicklable":
+                self.lock = threading.Lock()
+                return Step(Observation([{"role": "user", "content": "?"}]), 0.0, False)
+            case "score twice":
+                scores = await asyncio.gather(
+                    *(self.context.score(answer, self.row) for answer in (text, "4"))
+                )
+                worth = scores[0].reward - 2 * scores[1].reward
+                return Step(None, worth, True, {"score": scores[0]})
+            case "nan":
+                return Step(None, float("nan"), True)
+            case "no observation":
+                return Step(None, 0.0, False)
+            case "endless":
+                return Step(Observation(self.row.messages[-1:], self.row.images), 0.1, False)
+            case "long":
+                return Step(Observation([{"role": "user", "content": "many " * 999}]), 0.0, False)
+            case "no user":
+                return Step(Observation([{"role": "tool", "content": "x"}]), 0.0, False)
+            case "image":
+                return Step(Observation([{"role": "user", "content": "<image>"}]), 0.0, False)
+        return Step(None, 0.7, True, {"correct": True, "parts": {"seen": 1.0}})

@@ -1,0 +1,48 @@
+"""On PYTHONPATH of launched ranks: `megavlm.run.main` replaced by the ends a run can have.
+
+The run's seed chooses the end; see test_launcher.py.
+"""
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+
+def train(config: Any) -> None:
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.run.seed == 0:
+        (folder / f"ran-{rank}").write_text(os.environ["WORLD_SIZE"])
+    elif config.run.seed == 1:
+        raise ValueError("every rank refuses this")
+    elif config.run.seed == 2:
+        dist.init_process_group("gloo")
+        if rank == 1:
+            raise ValueError("only rank 1 refuses this")
+        dist.barrier()
+    elif config.run.seed == 3:
+        raise ZeroDivisionError("a fault of ours")
+    elif config.run.seed == 5:
+        from megavlm.inference.errors import RolloutServerError
+
+        raise RolloutServerError("the server did not start\nits last words")
+    elif config.run.seed == 4:  # works for ever, with a process that hides in its own session
+        hidden = subprocess.Popen(["sleep", "1000"], start_new_session=True)  # noqa: S607
+        dist.init_process_group("gloo")
+        (folder / f"pids-{rank}").write_text(f"{os.getpid()} {hidden.pid}")
+        dist.barrier()
+        if rank == 0:
+            print("working", flush=True)
+        while True:
+            dist.barrier()
+
+
+main = types.ModuleType("megavlm.run.main")
+main.train = main.evaluate = train  # type: ignore[attr-defined]
+sys.modules["megavlm.run.main"] = main

@@ -1,0 +1,143 @@
+"""`megavlm train` as a user meets it: real torchrun, ranks whose training program is a stand-in."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+FAKE_TRAINING = Path(__file__).parent / "fake_training"
+WAIT = 60  # seconds after which something hangs
+
+WriteRecipe = Callable[..., Path]
+
+pytestmark = pytest.mark.distributed
+
+
+def environment(**values: str) -> dict[str, str]:
+    outside = {key: value for key, value in os.environ.items() if not key.startswith("MEGAVLM_")}
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        outside.pop(key, None)
+    return {**outside, "PYTHONPATH": str(FAKE_TRAINING), "OMP_NUM_THREADS": "1", **values}
+
+
+def command(recipe: Path, seed: int) -> list[str]:
+    arguments = ["train", str(recipe), f"run.seed={seed}", "parallel.data=2"]
+    return [sys.executable, "-m", "megavlm", *arguments]
+
+
+def train(recipe: Path, seed: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(recipe, seed), env=environment(), capture_output=True, text=True, timeout=WAIT
+    )
+
+
+@contextmanager
+def working(recipe: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """The command and every process of a run whose ranks are at work; none is left afterwards."""
+    process = subprocess.Popen(
+        command(recipe, 4),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    family = [psutil.Process(process.pid)]
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "working\n"
+        family += family[0].children(recursive=True)
+        pids = [path.read_text().split() for path in (recipe.parent / "run").glob("pids-*")]
+        assert {int(pid) for pair in pids for pid in pair} <= {child.pid for child in family}
+        yield process, family
+    finally:
+        for handle in family:
+            if handle.is_running():
+                handle.kill()
+        process.communicate(timeout=WAIT)
+
+
+def all_gone(family: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(family, timeout=WAIT)
+    return not alive
+
+
+def test_all_ranks_run(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    done = train(write_recipe(), seed=0)
+    assert (done.returncode, done.stderr) == (0, "")
+    ran = {path.name: path.read_text() for path in (tmp_path / "run").glob("ran-*")}
+    assert ran == {"ran-0": "2", "ran-1": "2"}
+
+
+@pytest.mark.parametrize(
+    ("seed", "reason"), [(1, "every rank refuses this"), (2, "only rank 1 refuses this")]
+)
+def test_bad_input_in_a_rank_is_one_sentence(
+    write_recipe: WriteRecipe, tmp_path: Path, seed: int, reason: str
+) -> None:
+    done = train(write_recipe(), seed)
+    traceback = tmp_path / "run" / "error.txt"
+    assert done.stderr == f"megavlm: {reason} (traceback: {traceback})\n"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"ValueError: {reason}" in traceback.read_text()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "seed", "stderr"),
+    [
+        ("0", "3", 0, "megavlm: parallel.tensor=1 x parallel.data=2 is 2 ranks, but the world"),
+        ("0", "2", 5, "megavlm: the server did not start\nits last words (traceback: "),
+        ("1", "2", 5, ""),
+    ],
+)
+def test_under_a_torchrun_of_the_user_s_rank_0_checks_and_speaks(
+    write_recipe: WriteRecipe, rank: str, world_size: str, seed: int, stderr: str
+) -> None:
+    done = subprocess.run(
+        command(write_recipe(), seed),
+        env=environment(RANK=rank, WORLD_SIZE=world_size),
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(stderr) and bool(done.stderr) == bool(stderr)
+
+
+def test_a_fault_of_ours_shows_its_traceback_and_the_rank(write_recipe: WriteRecipe) -> None:
+    done = train(write_recipe(), seed=3)
+    assert done.returncode == 1
+    assert "ZeroDivisionError: a fault of ours" in done.stderr
+    assert "ended with exit code 1" in done.stderr.splitlines()[-1]
+    assert "ChildFailedError" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process(write_recipe: WriteRecipe, number: signal.Signals) -> None:
+    with working(write_recipe()) as (process, family):
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=WAIT)
+        assert all_gone(family)
+        assert process.returncode == 128 + number
+        assert stderr == ""
+
+
+def test_a_killed_command_leaves_no_rank(write_recipe: WriteRecipe) -> None:
+    with working(write_recipe()) as (process, family):
+        process.kill()
+        assert all_gone([handle for handle in family if handle.name() != "sleep"])
+
+
+def test_a_killed_rank_is_named(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    with working(write_recipe()) as (process, family):
+        pid = int((tmp_path / "run" / "pids-1").read_text().split()[0])
+        os.kill(pid, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=WAIT)
+        assert all_gone(family)
+        assert process.returncode == 128 + signal.SIGKILL
+        assert stderr.splitlines()[-1] == "megavlm: rank 1 ended with SIGKILL"

@@ -1,0 +1,195 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.run import preflight
+from tests.conftest import png, row, write_rows
+from tests.unit.run.checks import WriteRecipe, check, refused
+
+
+def test_a_complete_run_passes_and_nothing_is_written(write_recipe: WriteRecipe) -> None:
+    recipe = write_recipe()
+    check(recipe)
+    check(recipe, phase="evaluate")
+    assert not (recipe.parent / "run").exists()
+
+
+def test_what_is_kept_here_to_import_little_is_still_true() -> None:
+    from megavlm.checkpointing import folder
+    from megavlm.models.registry import FAMILIES
+
+    assert set(preflight.SUPPORTED) == set(FAMILIES)
+    assert preflight.MANIFEST == folder.MANIFEST
+    assert folder.step_folder(Path(), 3).match("step_*")
+
+
+def test_reward_and_data_are_needed_by_the_recipe_alone(write_recipe: WriteRecipe) -> None:
+    recipe = write_recipe()
+    assert "reward.name='exact' is unknown" in refused(recipe, "reward.name=exact", files=False)
+    assert "data.train_files=[] names no data" in refused(recipe, "data.train_files=[]")
+    assert "data.test_files=[]" in refused(recipe, "data.test_files=[]", phase="evaluate")
+    check(recipe, "data.train_files=[]", phase="evaluate")
+    check(recipe, "model.folder=none", "data.train_files=[none]", files=False)
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _cut(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-2])
+
+
+def _missing_shard(folder: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "is not a JSON object"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
+            "type 'llama', which is not supported: use one of qwen2_vl, qwen2_5_vl, qwen3_vl",
+        ),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no *.safetensors"),
+        (_pickled, "pickled weights (pytorch_model.bin), which can run any code"),
+        (_cut, "model.safetensors is damaged"),
+        (_missing_shard, "lacks more.safetensors, which its model.safetensors.index.json names"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda folder: (folder / "preprocessor_config.json").unlink(), "has no image processor"),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("{}"),
+            "holds adapters beside its model, which would be left out: merge them",
+        ),
+        (
+            lambda folder: (folder / "generation_config.json").symlink_to("gone"),
+            "has a link to nothing, generation_config.json",
+        ),
+    ],
+)
+def test_a_model_folder_is_complete(
+    write_recipe: WriteRecipe, tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    write_recipe()
+    damage(tmp_path / "model")
+    assert message in refused(write_recipe())
+
+
+def test_model_folder_and_checkpoint_exist(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    assert "model.folder=none is no folder" in refused(write_recipe(), "model.folder=none")
+    override = f"model.checkpoint={tmp_path / 'checkpoint'}"
+    assert "holds no complete checkpoint" in refused(write_recipe(), override)
+    (tmp_path / "checkpoint" / "step_3").mkdir(parents=True)
+    assert "holds no complete checkpoint" in refused(write_recipe(), override)
+    (tmp_path / "checkpoint" / "step_3" / "manifest.json").write_text("{}")
+    check(write_recipe(), override)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no rows"),
+        ([row(), row(problem="no placeholder"), row(problem="<image><image>")], ":2: 2 <image>"),
+        ([row(), row(images=[{"bytes": png()[:60], "path": None}])], ":1: image 1: "),
+        ([row(), row(images=[{"bytes": b"<svg/>", "path": None}])], ":1: image 1: not an image"),
+    ],
+)
+def test_rows(
+    write_recipe: WriteRecipe, tmp_path: Path, rows: list[dict[str, Any]], message: str
+) -> None:
+    schema_rows = rows or [row()]
+    path = write_rows(tmp_path / "bad.parquet", schema_rows)
+    if not rows:
+        import pyarrow.parquet as pq
+
+        pq.write_table(pq.read_table(path).slice(0, 0), path)
+    for key, phase in (("train_files", "train"), ("test_files", "evaluate")):
+        text = refused(write_recipe(), f"data.{key}=[{path}]", phase=phase)
+        assert message in text and "bad.parquet" in text
+
+
+def test_only_a_sample_is_decoded(
+    write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = row(images=[{"bytes": b"no image", "path": None}])
+    path = write_rows(tmp_path / "late.parquet", [row(), row(), bad])
+    monkeypatch.setattr(preflight, "SAMPLE", 2)
+    check(write_recipe(), f"data.train_files=[{path}]")
+    monkeypatch.setattr(preflight, "SAMPLE", 3)
+    refused(write_recipe(), f"data.train_files=[{path}]")
+
+
+def test_files_and_columns(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    assert "none.parquet" in refused(write_recipe(), "data.train_files=[none.parquet]")
+    text = refused(write_recipe(), "data.image_keys=[images]")
+    assert "'images'" in text and "data.image_keys" in text and "images" in text
+    (tmp_path / "text.parquet").write_text("no parquet")
+    assert "text.parquet" in refused(
+        write_recipe(), f"data.train_files=[{tmp_path / 'text.parquet'}]"
+    )
+
+
+def test_run_dir(
+    write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    text = refused(write_recipe(), f"run.dir={tmp_path / 'file' / 'run'}")
+    assert f"because {tmp_path / 'file'} is a file" in text
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    assert f"because {tmp_path} is not writable" in refused(write_recipe())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["environment.name=geospot", "data.answer_key=null"], "name the columns that it has"),
+        (["environment.name=caption", "data.answer_key=null"], "no 'references' and no answer"),
+        (["environment.name=vqa", "data.answer_key=null"], "no answer that a response is compared"),
+        (["data.answer_key=null"], "name its column in data.answer_key"),
+        (["algorithm.name=sft", "data.answer_key=null"], "sft has no answer to learn: name its"),
+        (["reward.parts={a: {name: geo3k}}", "data.answer_key=null"], "the row has no answer"),
+    ],
+)
+def test_rows_have_what_rewards_and_supervision_need(
+    write_recipe: WriteRecipe, overrides: list[str], message: str
+) -> None:
+    said = refused(write_recipe(), *overrides)
+    assert message in said and "rows.parquet:0: " in said
+
+
+def test_rows_need_no_more_than_is_used(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    place = row(answer="", lat=1.5, lon=2.5)
+    spots = write_rows(tmp_path / "spots.parquet", [place])
+    files = f"data.train_files=[{spots}]"
+    test = f"data.test_files=[{spots}]"
+    keys = "data.extra_keys=[lat, lon]"
+    recipe = write_recipe()
+    check(recipe, "environment.name=geospot", files, test, keys)
+    assert "no answer" in refused(recipe, files, test, keys)
+    quiet = ["evaluation.every=0", "evaluation.before=false", "evaluation.after=false"]
+    check(recipe, test, *quiet)
+    check(recipe, "algorithm.name=sft", test, *quiet)
+    assert "no answer" in refused(recipe, test, *quiet, phase="evaluate")
+    whole = write_rows(tmp_path / "chat.parquet", [row(answer="", problem=CHAT, images=[])])
+    check(
+        recipe,
+        "algorithm.name=sft",
+        "data.answer_key=null",
+        f"data.train_files=[{whole}]",
+        "data.image_keys=[]",
+        "data.test_files=[]",
+        *quiet,
+    )
+    some = write_rows(tmp_path / "some.parquet", [row(answer=""), row()])
+    check(recipe, f"data.train_files=[{some}]", "data.bad_samples=skip")
+
+
+CHAT = [{"role": "user", "content": "Colour?"}, {"role": "assistant", "content": "red"}]

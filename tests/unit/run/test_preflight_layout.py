@@ -1,0 +1,206 @@
+"""A layout that the ranks or the model do not allow is one sentence, from config.json alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.run.preflight_layout import architecture_of
+from tests.conftest import write_model_folder
+from tests.unit.models.families import FAMILIES, part, small_config
+from tests.unit.models.releases import RELEASES, released_config
+from tests.unit.run.checks import WriteRecipe, check, refused
+
+EXPERTS = {
+    "model_type": "qwen3_vl_moe",
+    "num_experts": 8,
+    "moe_intermediate_size": 48,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "message"),
+    [
+        (["parallel.tensor=2"], 3, "parallel.tensor=2 does not divide the world size 3"),
+        (
+            ["parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2"],
+            12,
+            "parallel.tensor=2 x parallel.context=2 x parallel.pipeline=2 does not divide the "
+            "world size 12: start a multiple of 8 ranks",
+        ),
+        (["parallel.tensor=2", "parallel.data=2"], 8, "is 4 ranks, but the world size is 8"),
+        (
+            ["parallel.expert=4"],
+            6,
+            "parallel.expert=4 x parallel.expert_tensor=1 x parallel.pipeline=1 does not divide "
+            "the world size 6: start a multiple of 4 ranks",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.expert_tensor=2"],
+            2,
+            "parallel.pipeline=2 does not divide the world size 2: start a multiple of 4 ranks",
+        ),
+        (["algorithm.minibatches=16"], 2, "is 1, too few for 2 data-parallel ranks"),
+        (["algorithm.name=sft", "algorithm.batch_size=3"], 4, "algorithm.batch_size is 3, too few"),
+    ],
+)
+def test_ranks(
+    write_recipe: WriteRecipe, overrides: list[str], world_size: int, message: str
+) -> None:
+    assert message in refused(write_recipe(), *overrides, world_size=world_size)
+
+
+def test_ranks_that_make_the_axes(write_recipe: WriteRecipe) -> None:
+    check(write_recipe(), "parallel.tensor=2", world_size=4)
+    check(write_recipe(), "parallel.pipeline=2", "parallel.context=2", world_size=8)
+    # Context ranks share their prompts: one is enough for both.
+    one = ["algorithm.name=sft", "algorithm.batch_size=1"]
+    check(write_recipe(), "parallel.context=2", *one, world_size=2)
+
+
+# Model sizes (heads 4, key-value heads 2, MLP 256, vocabulary 384, layers 4 where not given),
+# overrides, and what the sentence says.
+REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
+    (
+        {},
+        ["parallel.tensor=3"],
+        "parallel.tensor=3 does not divide the model's num_attention_heads=4: "
+        "set parallel.tensor to 1, 2 or 4",
+    ),
+    (
+        {
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "hidden_size": 384,
+            "intermediate_size": 768,
+        },
+        ["parallel.tensor=6"],
+        "parallel.tensor=6 neither divides the model's num_key_value_heads=4 nor gives each of "
+        "them equally many ranks: set parallel.tensor to 1, 2 or 4",
+    ),
+    ({"vocab_size": 257}, ["parallel.tensor=2"], "does not divide the model's vocab_size=257"),
+    ({"intermediate_size": 257}, ["parallel.tensor=2"], "the model's intermediate_size=257"),
+    (
+        {},
+        ["parallel.pipeline=3"],
+        "parallel.pipeline=3 with parallel.virtual=1, parallel.first_stage_layers=None and "
+        "parallel.last_stage_layers=None does not split the model's 4 layers",
+    ),
+    ({}, ["parallel.pipeline=2", "parallel.virtual=4"], "each stage a multiple of parallel.virt"),
+    ({}, ["parallel.pipeline=2", "parallel.first_stage_layers=4"], "an even split works"),
+    ({}, ["parallel.pipeline=3", "parallel.last_stage_layers=1"], "does not split the model's 4"),
+    (
+        {},
+        ["recompute.language=full", "recompute.layers=3"],
+        "recompute.layers=3 does not divide the 4 layers of a pipeline stage or chunk of one",
+    ),
+    (
+        {},
+        ["recompute.language=full", "recompute.layers=4", "parallel.pipeline=2"],
+        "recompute.layers=4 does not divide the 2 layers",
+    ),
+    (
+        {},
+        ["parallel.expert=2"],
+        "parallel.expert=2 divides experts, and the model has none: set parallel.expert=1",
+    ),
+    ({}, ["parallel.expert_tensor=2"], "set parallel.expert_tensor=1"),
+    (EXPERTS, ["parallel.expert=3"], "parallel.expert=3 does not divide the model's num_experts=8"),
+    (
+        EXPERTS,
+        ["parallel.expert_tensor=5"],
+        "parallel.expert_tensor=5 does not divide the model's moe_intermediate_size=48",
+    ),
+    (
+        EXPERTS,
+        ["parallel.tensor=2"],
+        "parallel.tensor=2 with experts needs sequence parallelism, or every rank of the tensor "
+        "axis would send the same tokens to them: set parallel.sequence=true",
+    ),
+    ({}, ["rollout.tensor_parallel=8"], "rollout.tensor_parallel=8 does not divide the model's"),
+    (
+        {},
+        ["lora.rank=2", "lora.targets=[language.experts]"],
+        "lora.targets holds language.experts, and the model has no experts: remove it",
+    ),
+    (
+        EXPERTS,
+        ["lora.rank=2"],
+        "lora.targets holds language.mlp, and the model has no layers without experts: remove it",
+    ),
+]
+
+FITTING: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["parallel.tensor=2", "parallel.context=3", "parallel.pipeline=2", "parallel.virtual=2"]),
+    ({}, ["parallel.tensor=4"]),  # two ranks share each key-value head
+    ({"intermediate_size": 257}, ["parallel.pipeline=4"]),
+    (
+        {},
+        ["parallel.pipeline=3", "parallel.first_stage_layers=1", "parallel.last_stage_layers=1"],
+    ),
+    ({}, ["recompute.language=full", "recompute.layers=2", "parallel.pipeline=2"]),
+    ({}, ["recompute.layers=3"]),  # nothing is recomputed
+    ({}, ["rollout.tensor_parallel=4"]),  # the server repeats key-value heads
+    (EXPERTS, ["parallel.expert=8"]),
+    # no layer has the dense MLP of intermediate_size
+    (EXPERTS | {"intermediate_size": 257}, ["parallel.tensor=2", "parallel.sequence=true"]),
+    (EXPERTS, ["parallel.expert=2", "parallel.expert_tensor=2"]),
+    (EXPERTS, ["lora.rank=2", "lora.targets=[language.experts]"]),
+    (EXPERTS | {"mlp_only_layers": [2]}, ["lora.rank=2"]),
+    ({}, ["lora.targets=[language.experts]"]),  # there are no adapters
+]
+
+
+@pytest.mark.parametrize(("sizes", "overrides", "message"), REFUSED)
+def test_a_model_that_cannot_be_cut_so(
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    sizes: dict[str, Any],
+    overrides: list[str],
+    message: str,
+) -> None:
+    folder = write_model_folder(tmp_path / "other", **sizes)
+    assert message in refused(write_recipe(), f"model.folder={folder}", *overrides)
+
+
+@pytest.mark.parametrize(("sizes", "overrides"), FITTING)
+def test_a_model_that_can_be_cut_so(
+    write_recipe: WriteRecipe, tmp_path: Path, sizes: dict[str, Any], overrides: list[str]
+) -> None:
+    folder = write_model_folder(tmp_path / "other", **sizes)
+    check(write_recipe(), f"model.folder={folder}", *overrides)
+
+
+def test_text_config_is_read_where_it_is(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    write_recipe()
+    path = tmp_path / "model" / "config.json"
+    flat = json.loads(path.read_text())
+    nested = {"model_type": flat.pop("model_type"), "text_config": flat}
+    path.write_text(json.dumps(nested))
+    check(write_recipe())
+    for name in ("vocab_size", "num_hidden_layers", "num_key_value_heads"):
+        text = {key: value for key, value in flat.items() if key != name}
+        path.write_text(json.dumps(nested | {"text_config": text}))
+        assert f"config.json has no {name}: give a complete" in refused(write_recipe())
+
+
+def expect_same(values: dict[str, Any], config: Any) -> None:
+    """config.json's values give what the family's `architecture` gives."""
+    ours = architecture_of(values.get("text_config", values), Path("model"))
+    theirs = part(config.model_type, "config").architecture(config)
+    assert ours == {name: theirs[name] for name in ours}
+    assert ("num_moe_experts" in ours) == ("num_moe_experts" in theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_are_those_of_a_family_s_own_architecture(family: str) -> None:
+    config = small_config(family)
+    expect_same(config.to_dict(), config)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_sizes_are_those_of_a_released_model_s_architecture(release: str, tmp_path: Path) -> None:
+    expect_same(RELEASES[release], released_config(release, tmp_path))

@@ -1,0 +1,53 @@
+import socket
+
+import pytest
+
+from megavlm.parallel import platform
+from megavlm.run.preflight_servers import is_here
+from tests.unit.run.checks import WriteRecipe, check, refused
+
+REMOTE = "http://192.0.2.1:30000"  # an address for documentation: no machine has it
+HERE = "http://127.0.0.1:30000"
+
+
+def external(*urls: str) -> tuple[str, str]:
+    return "rollout.mode=external", f"rollout.urls=[{', '.join(urls)}]"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+
+
+def test_port_in_use(write_recipe: WriteRecipe) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        text = refused(write_recipe(), f"rollout.port={port}")
+    assert str(port) in text and "in use" in text
+    check(write_recipe(), f"rollout.port={port}")
+
+
+def test_handles_of_gpu_memory_stay_on_their_machine(write_recipe: WriteRecipe, gpu: None) -> None:
+    text = refused(write_recipe(), *external(HERE, REMOTE))
+    assert f"rollout.urls holds {REMOTE}, which is not on this machine" in text
+    assert "rollout.sync=tensor" in text and "set rollout.sync=distributed" in text
+    for fine in (
+        external(HERE, "http://localhost:30001"),
+        (*external(REMOTE), "rollout.sync=distributed"),
+        (*external(REMOTE), "rollout.sync=disk"),
+        (),
+    ):
+        check(write_recipe(), *fine)
+    check(write_recipe(), *external(REMOTE), phase="evaluate")  # which pushes nothing
+
+
+def test_by_value_weights_go_anywhere(write_recipe: WriteRecipe) -> None:
+    check(write_recipe(), *external(REMOTE))
+
+
+def test_what_is_here() -> None:
+    assert is_here("localhost") and is_here("127.0.0.1") and is_here(socket.gethostname())
+    assert not is_here("192.0.2.1") and not is_here("2001:db8::1")
+    assert not is_here("no-such-host.invalid")

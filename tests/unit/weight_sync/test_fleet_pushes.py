@@ -1,0 +1,217 @@
+"""Pushes to a fleet in which servers fail: made again, told on the console, and given up."""
+
+import errno
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.inference.errors import RolloutServerError, WeightSyncError
+from megavlm.inference.server_pool import supervisor
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.state import Policy, State
+from megavlm.parallel.mesh import Layout
+from megavlm.training.base_trainer import BaseTrainer
+from megavlm.weight_sync.plan import Plan, TrainerRanks
+from megavlm.weight_sync.sync import WeightSync
+from megavlm.weight_sync.transports import disk
+from megavlm.weight_sync.transports.disk import DiskTransport
+from megavlm.weight_sync.transports.tensor import TensorTransport
+from tests.distributed.fork import launch
+from tests.fakes.engine import FakeEngine
+from tests.unit.weight_sync.test_sync_faults import ENTRIES, TRAINED, UPDATE, Model
+
+
+@contextmanager
+def fleet_of(said: list[str], *urls: str, give_up_after: float = 60.0) -> Iterator[ServerPool]:
+    policy = Policy(max_failures=2, give_up_after=give_up_after)
+    supervisor.TICK = 0.02  # type: ignore[misc]
+    with ServerPool([ServerHandle(url) for url in urls], policy=policy, say=said.append) as pool:
+        yield pool
+
+
+def loop_of(pool: ServerPool, folder: Any = None) -> Any:
+    plan = Plan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
+    loop: Any = BaseTrainer.__new__(BaseTrainer)
+    loop.train_state = SimpleNamespace(step=4, mesh=SimpleNamespace(objects=None))
+    loop.driver, loop.sharing, loop.pushes = SimpleNamespace(pool=pool), None, []
+    loop.sync = WeightSync(
+        plan,
+        [Model(plan)],  # type: ignore[list-item]
+        targets=pool,
+        transport=TensorTransport() if folder is None else DiskTransport(folder),
+        dtype=torch.float32,
+        timeout=30,
+        bucket_bytes=24,
+    )
+    return loop
+
+
+def pushed(urls: list[str], folder: Any = None) -> dict[str, Any]:
+    """What a run's loop comes to that pushes twice; on a rank."""
+    said: list[str] = []
+    outcomes: list[Any] = []
+    with fleet_of(said, *urls) as pool:
+        loop = loop_of(pool, folder)
+        for _ in range(4):
+            try:
+                loop.push()
+                outcomes.append(loop.pushes[-1].servers)
+                pool.wait_while(State.SUSPECT)
+            except (RolloutServerError, WeightSyncError) as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+                break
+        states = [pool.record(url).state for url in urls]
+    return {"said": said, "outcomes": outcomes, "states": states}
+
+
+@pytest.mark.parametrize("fault", ["500", "reset", "garbage"])
+def test_the_only_server_fails_once_and_gets_everything(fault: Any) -> None:
+    with FakeEngine() as engine:
+        engine.faults[UPDATE, 2] = fault
+        (result,) = launch(1, pushed, [engine.url])
+        assert result["outcomes"] == [1] * 4 and engine.weight_version == "4"
+        (line,) = result["said"]
+        assert line.startswith(f"rollout server {engine.url} missed a push: ") and UPDATE in line
+
+
+def test_a_session_that_a_dead_trainer_left_open_is_no_failure() -> None:
+    """Servers of its last push, paused and with a part of the weights."""
+    with FakeEngine() as one, FakeEngine() as other:
+        for engine in (one, other):
+            engine.is_paused = engine.in_session = True
+        (result,) = launch(1, pushed, [one.url, other.url])
+        assert (result["outcomes"], result["said"]) == ([2] * 4, [])
+        assert not one.in_session and not other.is_paused
+
+
+def test_a_server_that_always_fails_ends_the_run() -> None:
+    with FakeEngine() as engine:
+        engine.refused[UPDATE] = set(range(1, 100))
+        (result,) = launch(1, pushed, [engine.url])
+        (error,) = result["outcomes"]
+        assert error.startswith("RolloutServerError: 0 rollout servers are left")
+        assert f"{engine.url} was given up after 3 failed pushes" in error and UPDATE in error
+        assert engine.paths().count("/begin_weight_update") == 3
+
+
+def test_a_second_checksum_that_differs_ends_the_run_with_the_tensors_name() -> None:
+    with FakeEngine() as engine:
+        engine.spoil = TRAINED[2]
+        (result,) = launch(1, pushed, [engine.url])
+        (error,) = result["outcomes"]
+        assert "given up after 2 pushes with other checksums" in error
+        assert f"holds {TRAINED[2]} with checksum 0000000000000000 instead of" in error
+
+
+def test_of_two_servers_the_one_that_holds_other_tensors_is_given_up_aloud() -> None:
+    with FakeEngine() as good, FakeEngine() as bad:
+        bad.spoil = TRAINED[2]
+        (result,) = launch(1, pushed, [good.url, bad.url])
+        assert result["outcomes"] == [1] * 4
+        assert result["states"] == [State.HEALTHY, State.RETIRED]
+        assert sum(f"holds {TRAINED[2]} with" in line for line in result["said"]) == 3
+        assert "is given up after 2 pushes" in result["said"][-1]
+        assert bad.paths().count("/begin_weight_update") == 2
+
+
+def test_what_is_no_servers_fault_is_not_tried_again(tmp_path: Any) -> None:
+    folder = tmp_path / "sync"
+    folder.write_text("no folder")
+    with FakeEngine() as engine:
+        (result,) = launch(1, pushed, [engine.url], folder)
+        (error,) = result["outcomes"]
+        assert error.startswith("WeightSyncError") and f"{folder} cannot be written" in error
+        assert engine.paths().count("/pause_generation") == 1
+
+
+def fills_up(urls: list[str], folder: Any) -> dict[str, Any]:
+    """The second part finds no place on the disk."""
+    save, count = disk.save_file, itertools.count()
+
+    def save_file(tensors: Any, path: Any) -> None:
+        if next(count) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(tensors, path)
+
+    disk.save_file = save_file
+    return pushed(urls, folder)
+
+
+def test_a_disk_that_fills_up_in_a_push_is_no_servers_fault(tmp_path: Any) -> None:
+    folder = tmp_path / "sync"
+    with FakeEngine() as one, FakeEngine() as other:
+        (result,) = launch(1, fills_up, [one.url, other.url], folder)
+        (error,) = result["outcomes"]
+        assert error.startswith("WeightSyncError") and f"{folder} cannot be written" in error
+        assert "No space left" in error and result["said"] == []
+        for engine in (one, other):
+            assert engine.paths().count("/pause_generation") == 1 and not engine.is_paused
+        assert not list(folder.iterdir()), "what was written of it makes room"
+
+
+def comes_back(port: int, dies: Callable[[], Any], again: Callable[[], Any]) -> dict[str, Any]:
+    said: list[str] = []
+    url = f"http://127.0.0.1:{port}"
+    with fleet_of(said, url) as pool:
+        loop = loop_of(pool)
+        send = loop.sync._transport.send
+
+        def killing(load: Any) -> int:
+            loop.sync._transport.send = send
+            dies()
+            threading.Timer(1.0, again).start()
+            return int(send(load))
+
+        loop.sync._transport.send = killing
+        started = time.monotonic()
+        loop.push()
+        return {"said": said, "seconds": time.monotonic() - started}
+
+
+def external_dies_in_a_push() -> dict[str, Any]:
+    first = FakeEngine()
+    first.__enter__()
+    port = int(first.url.rpartition(":")[2])
+    later: list[FakeEngine] = []
+
+    def again() -> None:
+        later.append(FakeEngine(port=port))
+        later[0].__enter__()
+
+    result = comes_back(port, first.__exit__, again)
+    return result | {"version": later[0].weight_version, "held": len(later[0].weights)}
+
+
+def test_an_external_server_that_dies_in_a_push_is_waited_for() -> None:
+    """It is looked at at once, not after it has been silent for long."""
+    (result,) = launch(1, external_dies_in_a_push)
+    assert result["version"] == "4" and result["held"] == 5, "with everything"
+    missed, away, back = result["said"]
+    assert "missed a push" in missed and "is away" in away and "waits for weights" in back
+
+
+def gone_for_good() -> str:
+    engine = FakeEngine()
+    engine.__enter__()
+    said: list[str] = []
+    with fleet_of(said, engine.url, give_up_after=0.5) as pool:
+        loop = loop_of(pool)
+        engine.__exit__()
+        with pytest.raises(RolloutServerError) as raised:
+            loop.push()
+    return str(raised.value)
+
+
+def test_an_external_server_that_stays_away_is_given_up() -> None:
+    (error,) = launch(1, gone_for_good)
+    assert "was given up after 0.5 s away (rollout.start_timeout): " in error
+    assert "http://127.0.0.1:" in error and "ConnectError" in error
+    assert "max_restarts" not in error

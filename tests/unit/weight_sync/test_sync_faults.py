@@ -1,0 +1,318 @@
+"""Pushes in which servers fail: the others go on, no version advances at one that missed something,
+and the next push heals it.
+"""
+
+import gc
+import multiprocessing
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megavlm.inference.server_pool.targets import Target
+
+from megavlm.inference.errors import RolloutServerError, WeightSyncError
+from megavlm.models.common.mapping import same
+from megavlm.parallel.mesh import Layout
+from megavlm.weight_sync import sync as sync_module
+from megavlm.weight_sync.fixed_targets import FixedTargets
+from megavlm.weight_sync.gather import gather
+from megavlm.weight_sync.plan import Plan, TrainerRanks
+from megavlm.weight_sync.sync import WeightSync
+from megavlm.weight_sync.transports import distributed
+from megavlm.weight_sync.transports.base import Load, Transport
+from megavlm.weight_sync.transports.distributed import DistributedTransport
+from megavlm.weight_sync.transports.tensor import TensorTransport
+from tests.distributed.fork import launch
+from tests.fakes.engine import FakeEngine, GlooEngine
+
+NAMES = [f"language_model.decoder.layers.{i}.w" for i in range(4)] + ["visual.w"]
+ENTRIES = [same(name, f"hub.{name}", (6,)) for name in NAMES]
+HF = {entry.hf[0]: torch.full((6,), float(i)) for i, entry in enumerate(ENTRIES)}
+TRAINED = list(HF)[:4]
+UPDATE = "/update_weights_from_tensor"
+
+
+class Model(torch.nn.Module):
+    """What this rank's stage holds, the tower frozen; every number grows with the version."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.held = {}
+        for index, entry in enumerate(ENTRIES):
+            if plan.stages[index] == dist.get_rank() // plan.trainer.per_stage:
+                parameter = torch.nn.Parameter(HF[entry.hf[0]].clone(), index != 4)
+                self.held[entry.megatron] = parameter
+                self.register_parameter(str(index), parameter)
+
+    def sharded_state_dict(self, metadata: Any) -> dict[str, Any]:
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        return {k: ShardedTensor.from_rank_offsets(k, x) for k, x in self.held.items()}
+
+
+@dataclass
+class Recorder(FixedTargets):
+    """Targets that remember what they were told; `floor`: servers that must be left."""
+
+    given: Sequence[Target]
+    floor: int = 0
+    told: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.given)
+
+    def refitted(self, url: str, version: str) -> None:
+        super().refitted(url, version)
+        self.told.append((url, version))
+
+    def failed(self, url: str, reason: str) -> None:
+        super().failed(url, reason)
+        self.told.append((url, "failed"))
+        if sum(what == "failed" for _, what in self.told) > len(self.given) - self.floor:
+            raise RolloutServerError("fewer servers than rollout.min_servers are left")
+
+
+def transport(kind: str) -> Transport:
+    if kind == "tensor":
+        return TensorTransport()
+    return DistributedTransport(backend="gloo", address="127.0.0.1", timeout=30)
+
+
+def pushes(
+    urls: Sequence[str],
+    versions: Sequence[int],
+    kind: str = "tensor",
+    stages: int = 1,
+    stale: bool = False,
+    floor: int = 0,
+    between: Callable[[], object] | None = None,
+) -> dict[str, Any]:
+    """On each rank. Buckets of one tensor. `between`: ends and starts the first server,
+    after the first push.
+    """
+    size = dist.get_world_size()
+    stages_of = tuple(i * stages // 4 for i in range(4))
+    trainer = TrainerRanks(Layout(pipeline=stages), size, stages_of)
+    plan = Plan(ENTRIES, trainer, frozenset(range(4)))
+    model = Model(plan)
+    targets = Recorder([Target(url, 1, "cpu", needs_all=stale) for url in urls], floor)
+    sync = WeightSync(
+        plan,
+        [model],  # type: ignore[list-item]
+        targets=targets if dist.get_rank() == 0 else None,
+        transport=transport(kind),
+        dtype=torch.float32,
+        timeout=30,
+        bucket_bytes=24,
+    )
+    outcomes: list[Any] = []
+    for version in versions:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter += 1
+        try:
+            outcomes.append(sync.push(version).servers)
+        except (WeightSyncError, RolloutServerError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+        if between is not None and version == versions[0]:
+            between()
+            targets.failed(urls[0], "its process ended")  # needs all from now on
+    sync.close()
+    return {"outcomes": outcomes, "version": sync.version, "told": targets.told}
+
+
+def holds(weights: dict[str, torch.Tensor], pushes: int, names: Sequence[str]) -> bool:
+    grown = {name: HF[name] + (pushes if name in TRAINED else 0) for name in names}
+    return weights.keys() == grown.keys() and all(
+        torch.equal(weights[name], tensor) for name, tensor in grown.items()
+    )
+
+
+def test_part_2_of_4_fails_at_the_only_server() -> None:
+    """The version stays, the server is stale, and the next push brings it everything."""
+    with FakeEngine() as engine:
+        engine.refused[UPDATE] = {2}
+        first, second = launch(2, pushes, [engine.url], (4, 5))
+        assert first["version"] == second["version"] == 5
+        for result in (first, second):
+            error, servers = result["outcomes"]
+            assert "WeightSyncError: weight version 4 was not pushed" in error and UPDATE in error
+            assert servers == 1
+        assert first["told"] == [(engine.url, "failed"), (engine.url, "5")]
+        versions = [body["new_version"] for path, body, _ in engine.requests if "version" in path]
+        assert versions == ["5"] and not engine.is_paused
+        assert holds(engine.weights, 2, list(HF)), "what training cannot change, too"
+        assert len(engine.updates) == 1 + 4 + 1
+
+
+def test_the_other_server_goes_on_in_the_same_push() -> None:
+    with FakeEngine() as good, FakeEngine() as bad:
+        bad.refused[UPDATE] = {2}
+        (result,) = launch(1, pushes, [bad.url, good.url], (4,))
+        assert result["outcomes"] == [1]
+        assert sorted(result["told"]) == sorted([(bad.url, "failed"), (good.url, "4")])
+        assert (good.weight_version, bad.weight_version) == ("4", "3")
+        assert holds(good.weights, 1, TRAINED)
+        assert len(bad.updates) == 1, "no part after the one that it refused"
+        assert not bad.is_paused, "it may be asked for its health"
+
+
+def test_a_lost_server_is_not_asked_to_tidy_up_what_it_has_loaded() -> None:
+    """It may answer nothing at all, and the others wait for it."""
+    with FakeEngine() as good, FakeEngine() as bad:
+        bad.refused["/end_weight_update"] = {2}  # the first is of a session that was left open
+        (result,) = launch(1, pushes, [bad.url, good.url], (4,), "tensor", 1, True)
+        assert result["outcomes"] == [1] and good.weight_version == "4"
+        assert good.paths().count("/freeze_gc") == 1 and "/freeze_gc" not in bad.paths()
+
+
+def test_a_stale_server_gets_all_and_the_other_only_what_changes() -> None:
+    with FakeEngine() as fresh, FakeEngine() as stale:
+        (result,) = launch(1, heal_one, [fresh.url, stale.url])
+        assert result["outcomes"] == [2]
+        assert holds(fresh.weights, 1, TRAINED)
+        assert holds(stale.weights, 1, list(HF))
+
+
+def heal_one(urls: Sequence[str]) -> dict[str, Any]:
+    plan = Plan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
+    model = Model(plan)
+    for parameter in model.parameters():
+        parameter.data += float(parameter.requires_grad)
+    targets = [Target(url, 1, "cpu", needs_all=url == urls[1]) for url in urls]
+    sync = WeightSync(
+        plan,
+        [model],  # type: ignore[list-item]
+        targets=FixedTargets(targets),
+        transport=TensorTransport(),
+        dtype=torch.float32,
+    )
+    return {"outcomes": [sync.push(4).servers]}
+
+
+def test_a_checksum_that_differs_names_the_tensor() -> None:
+    spoiled = TRAINED[2]
+    with FakeEngine() as engine:
+        engine.spoil = spoiled
+        (result,) = launch(1, pushes, [engine.url], (4,))
+        assert f"holds {spoiled} with checksum 0000000000000000 instead of" in result["outcomes"][0]
+        assert result["told"] == [(engine.url, "failed")] and engine.weight_version == "3"
+
+
+def test_too_few_servers_end_the_run_on_every_rank() -> None:
+    with FakeEngine() as good, FakeEngine() as bad:
+        bad.refused[UPDATE] = {1}
+        results = launch(2, pushes, [bad.url, good.url], (4,), "tensor", 1, False, 2)
+        for result in results:
+            assert result["outcomes"][0].startswith("RolloutServerError: fewer servers than")
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)])
+def test_stages_broadcast_their_own(ranks: int, stages: int) -> None:
+    """Two servers, two pushes in the same groups; the tower goes to none of them."""
+    with GlooEngine() as one, GlooEngine() as other:
+        results = launch(ranks, pushes, [one.url, other.url], (4, 5), "distributed", stages)
+        assert [result["outcomes"] for result in results] == [[2, 2]] * ranks
+        for engine in (one, other):
+            version, weights = engine.state()
+            assert version == "5" and holds(weights, 2, TRAINED)
+
+
+def test_a_server_that_has_started_anew_is_no_rank_of_the_group_that_it_was_in() -> None:
+    pushed, started = multiprocessing.Event(), multiprocessing.Event()
+
+    def between() -> None:
+        """On the rank."""
+        pushed.set()
+        assert started.wait(60)
+
+    with GlooEngine() as engine, GlooEngine() as other:
+
+        def restart() -> None:
+            assert pushed.wait(60)
+            engine.restart()
+            started.set()
+
+        thread = threading.Thread(target=restart)
+        thread.start()
+        arguments = ([engine.url, other.url], (4, 5, 6), "distributed", 1, False, 0, between)
+        (result,) = launch(1, pushes, *arguments)
+        thread.join()
+        assert result["outcomes"] == [2, 2, 2]
+        told = [what for url, what in result["told"] if url == engine.url]
+        assert told == ["4", "failed", "5", "6"], "failed as the test says, and in no push"
+        for server, names in ((engine, list(HF)), (other, TRAINED)):
+            version, weights = server.state()
+            assert version == "6" and holds(weights, 3, names)
+
+
+def count_groups(urls: Sequence[str]) -> int:
+    made = []
+    join = distributed._join
+    distributed._join = lambda *args: made.append(args) or join(*args)
+    assert pushes(urls, (4, 5, 6), "distributed", stale=True)["outcomes"] == [2] * 3
+    return len(made)
+
+
+def test_a_group_lasts_from_the_first_push_on() -> None:
+    """One of all servers: in the first push all of them are stale."""
+    with GlooEngine() as one, GlooEngine() as other:
+        assert launch(1, count_groups, [one.url, other.url]) == [1]
+
+
+@pytest.mark.parametrize(("ranks", "stages", "dies_at"), [(1, 1, 2), (2, 2, 1), (2, 2, 3)])
+def test_a_server_that_dies_in_a_broadcast(ranks: int, stages: int, dies_at: int) -> None:
+    """On either stage: the group is left, and the push made again for the server that lives."""
+    with GlooEngine() as lives, GlooEngine(dies_at) as dies:
+        urls = [lives.url, dies.url]
+        results = launch(ranks, pushes, urls, (4,), "distributed", stages)
+        assert [result["outcomes"] for result in results] == [[1]] * ranks
+        assert results[0]["told"] == [(dies.url, "failed"), (lives.url, "4")]
+        version, weights = lives.state()
+        assert version == "4" and holds(weights, 1, TRAINED)
+
+
+class Slow(TensorTransport):
+    """Leaves those that gather all the time to run ahead."""
+
+    def send(self, load: Load) -> int:
+        time.sleep(0.05)
+        return super().send(load)
+
+
+def counted() -> tuple[int, int]:
+    """Most gathered buckets that were alive at once, and how many there were."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    counts = []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        tensors = gather(*args, **kwargs)
+        alive.update(tensor.untyped_storage() for _, tensor in tensors)
+        gc.collect()
+        counts.append(len(alive))
+        return tensors
+
+    sync_module.gather = counting
+    plan = Plan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
+    with FakeEngine() as engine:
+        sync = WeightSync(
+            plan,
+            [Model(plan)],  # type: ignore[list-item]
+            targets=FixedTargets([Target(engine.url, 1, "cuda", needs_all=True)]),
+            transport=Slow(),
+            dtype=torch.float64,  # so that what is gathered is a copy
+            bucket_bytes=48,
+        )
+        sync.push(1)
+    return max(counts), len(counts)
+
+
+def test_a_rank_holds_two_buckets_at_most() -> None:
+    assert launch(1, counted) == [(2, 5)]
