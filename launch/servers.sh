@@ -13,7 +13,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
 for ((index = 0; index < count; index++)); do
-    # serve.py ends its process group and removes its TMPDIR: each server has its own.
+    # server_main.py ends its process group and removes its TMPDIR: each server has its own.
     mkdir "$folder/$index"
     TMPDIR=$folder/$index setsid python -P megavlm/inference/server_main.py $$ "$@" \
         --host "$host" --port $((port + index)) --base-gpu-id $((index * gpus)) \

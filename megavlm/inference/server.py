@@ -33,8 +33,8 @@ class ManagedServer:
 
     Entering returns once the server answers; `launch` returns at once and may follow a `stop`.
     Leaving stops every process of it: SIGTERM, a deadline, then SIGKILL to its process group. If
-    this process dies in any other way, the kernel ends the server (see serve.py); launch it on a
-    thread that lives as long as it, since for the kernel the parent is that thread.
+    this process dies in any other way, the kernel ends the server (see server_main.py); launch it
+    on a thread that lives as long as it, since for the kernel the parent is that thread.
 
     dtype: "float32", "bfloat16", ... device: "cpu" or "cuda".
     port: None takes one that is free and stays so, see `server_ports`. log_path: output of the
@@ -96,7 +96,7 @@ class ManagedServer:
         require_free(self.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = tempfile.TemporaryDirectory(prefix="megavlm-rollout-")
-        command = [sys.executable, "-P", str(HERE / "serve.py"), str(os.getpid())]
+        command = [sys.executable, "-P", str(HERE / "server_main.py"), str(os.getpid())]
         with open(self.log_path, self._log_mode) as log:
             self._process = subprocess.Popen(
                 command + self._arguments,

@@ -1,6 +1,6 @@
 """The server's first process: stock SGLang, with secrets off its command line and no orphans.
 
-    echo '{"api_key": ..., "admin_api_key": ...}' | python -P serve.py PARENT_PID [SGLang arguments]
+    echo '{"api_key": ..., "admin_api_key": ...}' | python -P server_main.py PARENT_PID [ARGUMENTS]
 
 Standard library only until SGLang starts. The keys come over standard input, so they are in no
 argument list, environment or file, and are struck out of log records. When the parent dies, however

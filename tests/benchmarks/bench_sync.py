@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megavlm.inference.server_pool.targets import Target
 from transformers import AutoConfig
 
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import LoRA, add_adapters
 from megavlm.parallel.mesh import Layout

@@ -28,7 +28,7 @@ GRPO = {
 def server_of(run: subprocess.Popen[str]) -> psutil.Process | None:
     for process in psutil.Process(run.pid).children(recursive=True):
         try:
-            if any(word.endswith("serve.py") for word in process.cmdline()):
+            if any(word.endswith("server_main.py") for word in process.cmdline()):
                 return process
         except psutil.Error:
             pass

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megavlm.inference.server_pool.targets import Target
 
 from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_pool.targets import Target
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.sglang.questions import QUESTION
 

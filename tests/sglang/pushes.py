@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megavlm.inference.server_pool.targets import Target, Targets
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -16,6 +15,7 @@ from transformers import AutoConfig
 from megavlm.data.packing import Pack, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.server_pool.targets import Target, Targets
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.lora import LoRA

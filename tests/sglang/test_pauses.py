@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from megavlm.inference.server_pool.requirements import Requirements
 
 from megavlm.data.processor import Processor
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_pool.requirements import Requirements
 from tests.distributed.fork import launch
 from tests.parity.reference import Reference
 from tests.sglang.conftest import PLAIN, Served

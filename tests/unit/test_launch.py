@@ -142,7 +142,7 @@ def test_slurm_needs_nodes_and_gpus(notes: Path, monkeypatch: pytest.MonkeyPatch
 def test_servers_of_a_node_end_with_its_process_and_not_with_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real serve.py, with a stub of SGLang under it."""
+    """The real server_main.py, with a stub of SGLang under it."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/fakes/stub_sglang"))
     monkeypatch.setenv("STUB", "ok")
@@ -171,7 +171,7 @@ KEY = {"Authorization": "Bearer megavlm_rollout_admin_key"}
 
 
 def wait_for_server(url: str, node: subprocess.Popen[bytes]) -> psutil.Process:
-    """serve.py of the server at `url`, once that answers."""
+    """server_main.py of the server at `url`, once that answers."""
     while node.poll() is None:
         try:
             if httpx.get(url, headers=KEY).is_success:

@@ -1,6 +1,7 @@
 """The thread that starts, probes and restarts the servers of a fleet, and owns their processes.
 
-For the kernel a server's parent is the thread that launched it (see serve.py): this one lives until
+For the kernel a server's parent is the thread that launched it (see server_main.py): this one
+lives until
 the fleet is left, and ends them.
 """
 

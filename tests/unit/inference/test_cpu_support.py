@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import megavlm.rollout
+import megavlm.inference
 
-SUPPORT = Path(megavlm.rollout.__file__).parent / "cpu_support"
+SUPPORT = Path(megavlm.inference.__file__).parent / "cpu_support"
 
 
 def run(program: str) -> str:

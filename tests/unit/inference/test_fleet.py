@@ -91,7 +91,7 @@ def test_a_server_that_does_not_start_at_first_ends_the_run(
     reason = "no such model" if mode == "crash" else r"rollout\.start_timeout"
     with pytest.raises(RolloutServerError, match=reason):
         managed(tmp_path, 2, said, start_timeout=1.0 if mode == "silent" else 60).__enter__()
-    assert not [p for p in psutil.Process().children() if "serve.py" in " ".join(p.cmdline())]
+    assert not [p for p in psutil.Process().children() if "server_main.py" in " ".join(p.cmdline())]
 
 
 def test_a_killed_server_starts_again_and_gets_nothing_before_it_is_refitted(

@@ -50,7 +50,7 @@ def loop_of(setbacks: int, failures: int) -> Any:
     loop: Any = BaseTrainer.__new__(BaseTrainer)
     loop.train_state = SimpleNamespace(step=3, mesh=SimpleNamespace(objects=None))
     is_driver = dist.get_rank() == 0
-    loop.driver = SimpleNamespace(pool=ServerPool(setbacks)) if is_driver else None
+    loop.driver = SimpleNamespace(server_pool=ServerPool(setbacks)) if is_driver else None
     loop.sync, loop.sharing, loop.pushes = Sync(failures), None, []
     return loop
 

@@ -41,7 +41,7 @@ def loop_of(pool: ServerPool, folder: Any = None) -> Any:
     plan = Plan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
     loop: Any = BaseTrainer.__new__(BaseTrainer)
     loop.train_state = SimpleNamespace(step=4, mesh=SimpleNamespace(objects=None))
-    loop.driver, loop.sharing, loop.pushes = SimpleNamespace(pool=pool), None, []
+    loop.driver, loop.sharing, loop.pushes = SimpleNamespace(server_pool=pool), None, []
     loop.sync = WeightSync(
         plan,
         [Model(plan)],  # type: ignore[list-item]

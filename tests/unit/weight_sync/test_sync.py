@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megavlm.inference.server_pool.targets import Target
 from torch import Tensor, nn
 
 from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.mapping import ROWS, gated, same, shard_tensor
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.fixed_targets import FixedTargets

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megavlm.inference.server_pool.targets import Target
 
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
+from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.mapping import same
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync import sync as sync_module
