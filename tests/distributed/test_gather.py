@@ -61,7 +61,7 @@ def gathered(
     return {
         "tensors": dict(tensors),
         "count": len(tensors),
-        "givers": {rank for source_ranks in plan.source_ranks for rank in source_ranks},
+        "source_ranks": {rank for source_ranks in plan.source_ranks for rank in source_ranks},
     }
 
 
@@ -84,7 +84,7 @@ def run(
         assert result["count"] == len(result["tensors"]), "each name once"
         assert not whole.keys() & result["tensors"].keys()
         whole |= result["tensors"]
-    return {"tensors": whole, "givers": results[0]["givers"]}
+    return {"tensors": whole, "source_ranks": results[0]["source_ranks"]}
 
 
 def in_folder(folder: Path) -> dict[str, np.ndarray]:
@@ -92,7 +92,7 @@ def in_folder(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "givers"),
+    ("model", "layout", "source_ranks"),
     [
         ("qwen2_5_vl", "TP2xDP2", {0, 1}),  # the first data rank's
         ("qwen3_vl", "TP2xPP2", {0, 1, 2, 3}),
@@ -114,7 +114,7 @@ def test_shards_of_any_layout_arrive_whole(
     assert result["tensors"].keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(result["tensors"][name], tensor, err_msg=name)
-    assert result["givers"] == source_ranks
+    assert result["source_ranks"] == source_ranks
 
 
 def test_an_expert_stack_is_one_tensor(models: Models) -> None:
