@@ -1,13 +1,5 @@
-# make setup   .venv with the pinned packages; needs only Python 3.11 or newer, no GPU
-# make demo    the main job on generated images, or on yours: make demo DATA=DIR SEED=1
-#              by another algorithm of recipes/algorithms: make demo ALGORITHM=ppo
-#              in another environment: make demo ENV=vqa_retry (geo3k, geo3k_calculator, vqa, caption, geospot)
-#              keys of its recipe in recipes/debug as OVERRIDES="algorithm.steps=3"
-# make test    the whole suite on CPU
-# make style   linter, formatter (check only) and type checker
-# make parity  the whole matrix of models, layouts and inputs against transformers: tests/parity/RESULTS.md
-# make pushes  every trainer layout, way and mode of a weight sync against the real server
-# make bench   measures, printed; nothing passes or fails by them
+# `make` lists the targets. Everything runs on a Linux machine with Python 3.11 or newer, without a GPU.
+.DEFAULT_GOAL := help
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,6 +7,8 @@ BIN := $(VENV)/bin
 LOCK := launch/requirements-cpu.txt
 # A new lock or new package metadata makes a new stamp name; an unchanged one costs nothing.
 STAMP := $(VENV)/installed-$(shell cat $(LOCK) setup.py | cksum | cut -d' ' -f1)
+DOCS_LOCK := launch/requirements-docs.txt
+DOCS_STAMP := $(VENV)/docs-$(shell cksum < $(DOCS_LOCK) | cut -d' ' -f1)
 DATA ?=
 SEED ?=
 FAMILY ?=
@@ -24,9 +18,16 @@ OVERRIDES ?=
 TESTS ?= tests
 CASES ?=
 
-.PHONY: setup demo test parity pushes style bench
+.PHONY: help setup demo test parity pushes style bench docs
 
-setup: $(STAMP)
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 15
+	@echo
+	@echo 'make demo takes DATA=DIR (your images), SEED=1, FAMILY=qwen3_vl, ALGORITHM=ppo (recipes/algorithms),'
+	@echo '  ENV=vqa_retry (geo3k, geo3k_calculator, vqa, caption, geospot) and OVERRIDES="algorithm.steps=3"'
+	@echo 'make test takes TESTS=tests/unit/data, make parity takes CASES=..., any target PYTHON=python3.12'
+
+setup: $(STAMP) ## create .venv with the pinned packages (3 GB)
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -40,23 +41,32 @@ $(STAMP):
 	@rm -f $(VENV)/installed-*
 	@touch $@
 
-demo: setup
+demo: setup ## train a tiny model on generated images, or on yours
 	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(if $(ALGORITHM)$(ENV),--algorithm $(or $(ENV),$(ALGORITHM))) $(OVERRIDES)
 
-test: setup
-	@# Two files at a time: ranks and servers wait for each other, and leave a core idle.
+test: setup $(DOCS_STAMP) ## run the test suite
+	@# Two files at a time: ranks and servers wait for each other and leave a core idle.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
-parity: setup
+parity: setup ## compare all models, layouts and inputs with transformers; write tests/parity/RESULTS.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.run $(CASES)
 
-pushes: setup
+pushes: setup ## run every kind of weight sync against a real SGLang server
 	OMP_NUM_THREADS=1 SYNC_MATRIX=all $(BIN)/python -m pytest tests/sglang/test_push_matrix.py
 
-style: setup
+style: setup ## run the linter, the formatter (check only) and the type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup
+bench: setup ## run and print the benchmarks; nothing passes or fails by them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks -q -s -o python_files="bench_*.py" -o python_functions="bench_*"
+
+docs: setup $(DOCS_STAMP) ## build the documentation in build/docs; a broken link fails
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet
+	@echo "The documentation is in build/docs/index.html"
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(DOCS_LOCK)
+	@rm -f $(VENV)/docs-*
+	@touch $@
