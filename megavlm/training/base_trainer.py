@@ -108,7 +108,7 @@ class BaseTrainer:
         while True:
             setbacks = self.wait_for_servers()
             try:
-                self.pushes.append(self.sync.push(self.train_state.step))
+                self.pushes.append(self.sync.update_weights(self.train_state.step))
                 return
             except WeightSyncError:
                 again = None if server_pool is None else server_pool.failed_since(setbacks)

@@ -100,7 +100,7 @@ class WeightSync:
                 adapter_config=None if adapters is None else adapters.config,
             )
 
-    def push(self, version: int, *, full: bool = False) -> SyncReport:
+    def update_weights(self, version: int, *, full: bool = False) -> SyncReport:
         """Sends what training can change to every server as version `version`, and all else to
         those that need it (`full`: to all).
 

@@ -125,7 +125,7 @@ def measure(folder: Path, target: Target, scratch: Path, adapted: bool) -> list[
 
 def timed(sync: WeightSync, *, full: bool = False) -> tuple[int, float]:
     """Bytes that left the trainer for all ranks of the server (of files: once), and seconds."""
-    reports = [sync.push(version, full=full) for version in range(1 + REPEATS)][1:]
+    reports = [sync.update_weights(version, full=full) for version in range(1 + REPEATS)][1:]
     return reports[0].bytes, statistics.median(report.seconds for report in reports)
 
 

@@ -86,7 +86,7 @@ def push(
     mesh, entries, chunks = trainer.start()
     way = transport(kind, scratch)
     sync = make_sync(trainer, mesh, entries, chunks, FixedTargets(targets), way, pause=pause)
-    report = sync.push(version)
+    report = sync.update_weights(version)
     assert sync.version == version
     sync.close()
     return report
@@ -183,9 +183,9 @@ def push_and_compare(
     way = transport(kind, scratch)
     sync = make_sync(trainer, mesh, entries, chunks, targets, way, adapters=adapters)
     if adapters:  # the one before is unloaded
-        sync.push(version - 1)
+        sync.update_weights(version - 1)
         sampling = replace(sampling, adapter=adapter_name(version))
-    report = sync.push(version)
+    report = sync.update_weights(version)
     groups = None
     if mesh.is_driver:
         groups = served.client.generate(prompts, n=2, sampling=sampling, weight_version=version)

@@ -52,7 +52,7 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
     with ServerPool([ServerHandle.managed(server)], policy=policy, start_timeout=START) as pool:
         sync = make_sync(trainer, mesh, entries, chunks, pool, Killing(server))
         with pytest.raises(WeightSyncError, match="weight version 1 was not pushed") as raised:
-            sync.push(1)
+            sync.update_weights(1)
         assert not pool.routable(None), "no request goes to it"
         deadline = time.monotonic() + START
         # Suspect at once, as the push failed; then found dead; stale when it answers anew.
@@ -61,7 +61,7 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
         assert not pool.routable(None)
-        report = sync.push(2)
+        report = sync.update_weights(2)
         questions = [*prompts(Processor(folder, min_pixels=None, max_pixels=None)).values()]
         client = RolloutClient(pool)
         groups = client.generate(questions, n=1, sampling=how, weight_version=2)

@@ -38,7 +38,7 @@ class Sync:
         self.failures = failures
         self.pushes = 0
 
-    def push(self, step: int) -> SyncReport:
+    def update_weights(self, step: int) -> SyncReport:
         dist.barrier()  # a push is collective
         self.pushes += 1
         if self.pushes <= self.failures:

@@ -84,7 +84,7 @@ def pushes(
     errors, report = [], None
     for version in versions:
         try:
-            report = sync.push(version)
+            report = sync.update_weights(version)
         except WeightSyncError as error:
             errors.append(str(error))
     sync.close()
@@ -262,7 +262,7 @@ def warnings_of(url: str) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megavlm.rollout").addHandler(handler)
+    logging.getLogger("megavlm.weight_sync").addHandler(handler)
     pushes(url, (4, 5), False, None)
     return lines
 

@@ -118,7 +118,7 @@ def pushes(
                 if parameter.requires_grad:
                     parameter += 1
         try:
-            outcomes.append(sync.push(version).servers)
+            outcomes.append(sync.update_weights(version).servers)
         except (WeightSyncError, RolloutServerError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
         if between is not None and version == versions[0]:
@@ -194,7 +194,7 @@ def heal_one(urls: Sequence[str]) -> dict[str, Any]:
         transport=TensorTransport(),
         dtype=torch.float32,
     )
-    return {"outcomes": [sync.push(4).servers]}
+    return {"outcomes": [sync.update_weights(4).servers]}
 
 
 def test_a_checksum_that_differs_names_the_tensor() -> None:
@@ -310,7 +310,7 @@ def counted() -> tuple[int, int]:
             dtype=torch.float64,  # so that what is gathered is a copy
             bucket_bytes=48,
         )
-        sync.push(1)
+        sync.update_weights(1)
     return max(counts), len(counts)
 
 

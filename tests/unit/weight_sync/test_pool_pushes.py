@@ -1,4 +1,4 @@
-"""Pushes to a fleet in which servers fail: made again, told on the console, and given up."""
+"""Pushes to a server pool in which servers fail: made again, told on the console, and given up."""
 
 import errno
 import itertools
@@ -30,19 +30,19 @@ from tests.unit.weight_sync.test_sync_faults import ENTRIES, TRAINED, UPDATE, Mo
 
 
 @contextmanager
-def fleet_of(said: list[str], *urls: str, give_up_after: float = 60.0) -> Iterator[ServerPool]:
+def pool_of(said: list[str], *urls: str, give_up_after: float = 60.0) -> Iterator[ServerPool]:
     policy = Policy(max_failures=2, give_up_after=give_up_after)
     supervisor.TICK = 0.02  # type: ignore[misc]
     with ServerPool([ServerHandle(url) for url in urls], policy=policy, say=said.append) as pool:
         yield pool
 
 
-def loop_of(pool: ServerPool, folder: Any = None) -> Any:
+def trainer_of(pool: ServerPool, folder: Any = None) -> Any:
     plan = Plan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
-    loop: Any = BaseTrainer.__new__(BaseTrainer)
-    loop.train_state = SimpleNamespace(step=4, mesh=SimpleNamespace(objects=None))
-    loop.driver, loop.sharing, loop.pushes = SimpleNamespace(server_pool=pool), None, []
-    loop.sync = WeightSync(
+    trainer: Any = BaseTrainer.__new__(BaseTrainer)
+    trainer.train_state = SimpleNamespace(step=4, mesh=SimpleNamespace(objects=None))
+    trainer.driver, trainer.sharing, trainer.pushes = SimpleNamespace(server_pool=pool), None, []
+    trainer.sync = WeightSync(
         plan,
         [Model(plan)],  # type: ignore[list-item]
         targets=pool,
@@ -51,19 +51,19 @@ def loop_of(pool: ServerPool, folder: Any = None) -> Any:
         timeout=30,
         bucket_bytes=24,
     )
-    return loop
+    return trainer
 
 
 def pushed(urls: list[str], folder: Any = None) -> dict[str, Any]:
-    """What a run's loop comes to that pushes twice; on a rank."""
+    """What a run's trainer comes to that pushes twice; on a rank."""
     said: list[str] = []
     outcomes: list[Any] = []
-    with fleet_of(said, *urls) as pool:
-        loop = loop_of(pool, folder)
+    with pool_of(said, *urls) as pool:
+        trainer = trainer_of(pool, folder)
         for _ in range(4):
             try:
-                loop.push()
-                outcomes.append(loop.pushes[-1].servers)
+                trainer.push()
+                outcomes.append(trainer.pushes[-1].servers)
                 pool.wait_while(State.SUSPECT)
             except (RolloutServerError, WeightSyncError) as error:
                 outcomes.append(f"{type(error).__name__}: {error}")
@@ -160,19 +160,19 @@ def test_a_disk_that_fills_up_in_a_push_is_no_servers_fault(tmp_path: Any) -> No
 def comes_back(port: int, dies: Callable[[], Any], again: Callable[[], Any]) -> dict[str, Any]:
     said: list[str] = []
     url = f"http://127.0.0.1:{port}"
-    with fleet_of(said, url) as pool:
-        loop = loop_of(pool)
-        send = loop.sync._transport.send
+    with pool_of(said, url) as pool:
+        trainer = trainer_of(pool)
+        send = trainer.sync._transport.send
 
         def killing(load: Any) -> int:
-            loop.sync._transport.send = send
+            trainer.sync._transport.send = send
             dies()
             threading.Timer(1.0, again).start()
             return int(send(load))
 
-        loop.sync._transport.send = killing
+        trainer.sync._transport.send = killing
         started = time.monotonic()
-        loop.push()
+        trainer.push()
         return {"said": said, "seconds": time.monotonic() - started}
 
 
@@ -202,11 +202,11 @@ def gone_for_good() -> str:
     engine = FakeEngine()
     engine.__enter__()
     said: list[str] = []
-    with fleet_of(said, engine.url, give_up_after=0.5) as pool:
-        loop = loop_of(pool)
+    with pool_of(said, engine.url, give_up_after=0.5) as pool:
+        trainer = trainer_of(pool)
         engine.__exit__()
         with pytest.raises(RolloutServerError) as raised:
-            loop.push()
+            trainer.push()
     return str(raised.value)
 
 
