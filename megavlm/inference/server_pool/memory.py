@@ -2,7 +2,7 @@
 
 A server must be idle when it releases; and what it takes back must be what it released, or its
 scheduler dies. So each server's tags are kept here, and while any is released, no server is probed
-with a generated token or started anew (`Fleet.resting`).
+with a generated token or started anew (`ServerPool.resting`).
 """
 
 from collections import defaultdict

@@ -125,7 +125,7 @@ def test_no_reward_and_no_environment_brings_torch() -> None:
     code = (
         "import sys\n"
         "from megavlm.environments import registry as environments\n"
-        "from megavlm.rewards import judge, registry as rewards\n"
+        "from megavlm.rewards import manager, registry as rewards\n"
         "for name in environments.BUILT_IN: environments.load(name, {})\n"
         "for name in rewards.BUILT_IN: rewards.load(name, {})\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

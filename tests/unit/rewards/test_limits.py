@@ -150,11 +150,11 @@ def test_the_thread_that_made_a_judge_may_end() -> None:
 TRAINER = """
 import asyncio, sys
 from megavlm.rewards.base import Example
-from megavlm.rewards.manager import Judge, Part
-judge = Judge([Part("r", "user_rewards:faulty")], on_failure="stop", workers=1, timeout=60,
-              memory_mb=1024)
-print(int(asyncio.run(judge.score("pid", Example("?", "red"))).reward), flush=True)
-asyncio.run(judge.score("mark and sleep", Example("?", "red", extra={"mark": sys.argv[1]})))
+from megavlm.rewards.manager import Part, RewardManager
+parts = [Part("r", "user_rewards:faulty")]
+manager = RewardManager(parts, on_failure="stop", workers=1, timeout=60, memory_mb=1024)
+print(int(asyncio.run(manager.score("pid", Example("?", "red"))).reward), flush=True)
+asyncio.run(manager.score("mark and sleep", Example("?", "red", extra={"mark": sys.argv[1]})))
 """
 
 

@@ -273,7 +273,7 @@ def test_a_step_that_fails_is_scored_by_policy(
         ("no observation", "has no observation"),
         ("long", "environment.max_observation_tokens=256"),
         ("no user", "no user message"),
-        ("image", "1 <image> for 0 images"),
+        ("placeholder", "1 <image> for 0 images"),
     ],
 )
 def test_a_broken_interface_is_one_sentence(

@@ -65,6 +65,6 @@ class Faulty:
                 return Step(Observation([{"role": "user", "content": "many " * 999}]), 0.0, False)
             case "no user":
                 return Step(Observation([{"role": "tool", "content": "x"}]), 0.0, False)
-            case "image":
+            case "placeholder":
                 return Step(Observation([{"role": "user", "content": "<image>"}]), 0.0, False)
         return Step(None, 0.7, True, {"correct": True, "parts": {"seen": 1.0}})

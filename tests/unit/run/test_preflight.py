@@ -129,8 +129,8 @@ def test_only_a_sample_is_decoded(
 
 def test_files_and_columns(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     assert "none.parquet" in refused(write_recipe(), "data.train_files=[none.parquet]")
-    text = refused(write_recipe(), "data.image_keys=[images]")
-    assert "'images'" in text and "data.image_keys" in text and "images" in text
+    text = refused(write_recipe(), "data.image_keys=[photos]")
+    assert "'photos'" in text and "data.image_keys" in text and "images" in text
     (tmp_path / "text.parquet").write_text("no parquet")
     assert "text.parquet" in refused(
         write_recipe(), f"data.train_files=[{tmp_path / 'text.parquet'}]"

@@ -17,7 +17,7 @@ platform.install()
 from megavlm.checkpointing.together import CheckpointError
 from megavlm.rewards.base import RewardStop
 from megavlm.inference.errors import RolloutRequestError, WeightSyncError
-from megavlm.training import main, preflight
+from megavlm.run import main, preflight
 
 def fail(config):
     raise {error}
