@@ -7,8 +7,8 @@ Under context parallelism each rank holds a part of the tokens (`Pack.part`).
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megavlm.data.context import Run, cut, tokens_of
 from megavlm.data.positions import text_positions
+from megavlm.data.targets import TargetColumns, concatenate
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
@@ -29,7 +30,7 @@ class Segment:
     positions: Tensor  # [3, S] int64
     parent: int
     is_target: bool  # its tokens are predicted (a response)
-    values: Mapping[str, Tensor] = field(default_factory=dict)  # [S] float32 each; targets only
+    columns: TargetColumns | None = None  # [S]; of targets that a policy sampled
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class Tree:
         return sum(len(segment.token_ids) for segment in self.segments)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Pack:
     """T tokens in S segments with N targets and M vision tokens, of which this rank holds t, n and
     m: all of them, or its part of `context_size` parts.
@@ -58,6 +59,7 @@ class Pack:
     A target belongs to the rank that holds its source, the token before it, whose hidden state
     predicts it. Bounds, parents and runs are plain integers: what is planned from them (the
     sequences of a kernel, say) needs no look at a tensor, for which a GPU would have to stop.
+    Only `columns` is ever replaced.
     """
 
     token_ids: Tensor  # [t] int64
@@ -75,7 +77,7 @@ class Pack:
     source_index: Tensor  # [n] int64: the held token whose hidden state predicts the target
     target_ids: Tensor  # [n] int64
     target_index: Tensor  # [n] int64: which of the pack's N targets
-    values: dict[str, Tensor]  # [n] float32 each
+    columns: TargetColumns | None  # [n]; None: no policy sampled the targets, or there are none
 
     vision_index: Tensor  # [m] int64: the held tokens that features replace
     feature_index: Tensor  # [m] int64: the row of each among the pack's M features
@@ -116,7 +118,7 @@ class Pack:
             source_index=place[self.source_index[target_index]],
             target_ids=self.target_ids[target_index],
             target_index=target_index,
-            values={name: x[target_index] for name, x in self.values.items()},
+            columns=None if self.columns is None else self.columns.select(target_index),
             vision_index=place[self.vision_index[feature_index]],
             feature_index=feature_index,
         )
@@ -126,15 +128,18 @@ class Pack:
         moved: dict[str, Any] = {
             name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
-        return replace(self, values={k: x.to(device) for k, x in self.values.items()}, **moved)
+        columns = None if self.columns is None else self.columns.to(device)
+        return replace(self, columns=columns, **moved)
 
 
 def prompt_tree(
     prompt: "Prompt",
     responses: Sequence[Sequence[int]],
-    values: Sequence[Mapping[str, Tensor]] | None = None,
+    columns: Sequence[TargetColumns | None] = (),
 ) -> Tree:
-    """The prompt once, and each response as its child; values: per response, [S] each."""
+    """Return the prompt once, with each response as its child. columns: those of each response;
+    empty where no policy sampled them.
+    """
     start = prompt.next_position
     root = Segment(prompt.token_ids, prompt.positions, parent=-1, is_target=False)
     children = (
@@ -143,10 +148,10 @@ def prompt_tree(
             text_positions(len(response), start),
             parent=0,
             is_target=True,
-            values=response_values,
+            columns=its_columns,
         )
-        for response, response_values in zip(
-            responses, values if values is not None else [{}] * len(responses), strict=True
+        for response, its_columns in zip(
+            responses, columns or (None,) * len(responses), strict=True
         )
     )
     return Tree((root, *children), tuple(image.key for image in prompt.images))
@@ -163,8 +168,8 @@ def make_pack(
     parts has the same number of tokens, at least one and a multiple of `multiple`.
 
     vision_token_ids: the image and the video token, which the tower's features replace in order.
-    Targets, and the values that belong to them, come in the order of their segments and tokens.
-    Every target segment has the same names in `values`.
+    Targets, and their columns, come in the order of their segments and tokens. All targets have the
+    same columns.
     """
     num_tokens = sum(tree.num_tokens for tree in trees)
     trees = [*trees, *_padding(num_tokens, multiple * context_size)]
@@ -205,7 +210,7 @@ def make_pack(
         source_index=source[target],
         target_ids=target_ids,
         target_index=torch.arange(len(target_ids)),
-        values=_values([segment for segment in segments if segment.is_target]),
+        columns=_columns([segment for segment in segments if segment.is_target]),
         vision_index=vision_index,
         feature_index=torch.arange(len(vision_index)),
         images=tuple(key for tree in trees for key in tree.images),
@@ -214,13 +219,13 @@ def make_pack(
 
 
 def empty_pack(
-    value_names: Collection[str] = (), *, multiple: int = 1, context_size: int = 1
+    columns: TargetColumns | None = None, *, multiple: int = 1, context_size: int = 1
 ) -> Pack:
-    """A pack of padding alone, for a rank that has no work while others have: no targets, and no
-    values of these names.
+    """Return a pack of padding alone, for a rank that has no work while others have. It has no
+    targets, and no rows of the fields that `columns` has.
     """
     pack = make_pack([], vision_token_ids=(), multiple=multiple, context_size=context_size)
-    return replace(pack, values={name: torch.zeros(0) for name in value_names})
+    return replace(pack, columns=None if columns is None else columns.select(slice(0)))
 
 
 def join_targets(parts: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
@@ -270,12 +275,9 @@ def _ancestors(parents: list[int]) -> Tensor:
     return ancestors
 
 
-def _values(targets: list[Segment]) -> dict[str, Tensor]:
-    names = targets[0].values.keys() if targets else ()
-    for segment in targets:
-        assert segment.values.keys() == names, "every response has the same values"
-        for name, value in segment.values.items():
-            assert value.shape == segment.token_ids.shape, f"{name}: one value per token"
-    return {
-        name: torch.cat([segment.values[name].float() for segment in targets]) for name in names
-    }
+def _columns(targets: list[Segment]) -> TargetColumns | None:
+    columns = [segment.columns for segment in targets if segment.columns is not None]
+    assert len(columns) in (0, len(targets)), "all targets have columns, or none has"
+    for segment, part in zip(targets, columns, strict=False):
+        assert part.rewards.shape == segment.token_ids.shape, "one row per token"
+    return concatenate(columns) if columns else None

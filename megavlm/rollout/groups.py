@@ -1,7 +1,8 @@
 """Groups: a prompt, its n episodes and their scores; the trees and measures made of them."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from megavlm.algorithms.shaping import overlong_penalty
 from megavlm.config.algorithms import PolicyOptimization
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Prompt
+from megavlm.data.targets import TargetColumns
 from megavlm.inference.protocol import Response
 from megavlm.observability.samples import SampledGroup, SampledResponse
 from megavlm.rewards.base import Score
@@ -81,38 +83,43 @@ def policy_trees(
     max_turns: int = 1,
     version: int = 0,
 ) -> list[Tree]:
-    """The trees of one update: a group's prompt once, and its responses. Their tokens' values are
-    those that training/advantages.py and policy_loss.py ask for. max_new_tokens: of a turn.
-    version: of the present weights.
+    """Return the trees of one update: each group's prompt once, with its responses and their
+    columns.
 
-    A skipped episode has no weight, and no part in the advantages of others.
+    max_new_tokens: limit of a turn. version: that of the present weights. A skipped episode has
+    zero loss weights, and no part in the advantages of others.
     """
-    lengths, counted, sequences = [], [], []
-    for number, group in enumerate(groups):
+    lengths, counted = [], []
+    for group in groups:
         for episode, response in zip(group.episodes, group.responses, strict=True):
             masked = settings.mask_truncated and response.finish == "length"
             lengths.append(len(response.token_ids))
             counted.append(not masked and not episode.score.skipped)
+    longest = max_new_tokens * max_turns
+    weights = iter(token_weights(lengths, counted, settings.loss_aggregation, longest))
+    sequence_ids = itertools.count()
+    trees = []
+    for group_id, group in enumerate(groups):
+        columns = []
+        for episode, response in zip(group.episodes, group.responses, strict=True):
+            size = (len(response.token_ids),)
             # Only an episode's last turn can have run into the limit.
             last = len(episode.turns[-1].response.token_ids)
-            extra = shaped(last, settings, max_new_tokens)
-            stale = torch.cat([older(turn.response, version) for turn in episode.turns])
-            known = float(not episode.score.skipped)
-            sequences.append((number, known, _turn_columns(episode, extra) | {"stale": stale}))
-    longest = max_new_tokens * max_turns
-    weights = token_weights(lengths, counted, settings.loss_aggregation, longest)
-    columns = iter(
-        [
-            turns
-            | _constant(
-                length, {"weights": weight, "sequence": index, "group": number, "counted": known}
+            rewards, turn_ids = _turn_columns(episode, shaped(last, settings, max_new_tokens))
+            columns.append(
+                TargetColumns(
+                    rewards=rewards,
+                    rollout_logprobs=torch.tensor(response.logprobs),
+                    loss_weights=torch.full(size, next(weights)),
+                    sequence_ids=torch.full(size, next(sequence_ids)),
+                    group_ids=torch.full(size, group_id),
+                    turn_ids=turn_ids,
+                    has_reward=torch.full(size, not episode.score.skipped),
+                    is_stale=torch.cat([older(turn.response, version) for turn in episode.turns]),
+                )
             )
-            for index, (length, weight, (number, known, turns)) in enumerate(
-                zip(lengths, weights, sequences, strict=True)
-            )
-        ]
-    )
-    return [_tree(group, columns) for group in groups]
+        trees.append(episode_tree(group.prompt, group.episodes, columns))
+    return trees
 
 
 def shaped(length: int, settings: PolicyOptimization, max_new_tokens: int) -> float:
@@ -190,24 +197,14 @@ def _teaches(group: Group) -> bool:
     return bool(rewards.numel() and has_signal(rewards))
 
 
-def _turn_columns(episode: Episode, extra: float) -> dict[str, Tensor]:
-    """A turn's reward comes at its end; `extra` at the end of the episode."""
-    numbers, rewards = [], []
-    for number, turn in enumerate(episode.turns):
-        length = len(turn.response.token_ids)
-        numbers += [float(number)] * length
+def _turn_columns(episode: Episode, extra: float) -> tuple[Tensor, Tensor]:
+    """Return rewards and turn numbers of an episode's tokens. The reward of a turn is at its last
+    token; `extra` is added at the last of all.
+    """
+    lengths = [len(turn.response.token_ids) for turn in episode.turns]
+    rewards: list[float] = []
+    for turn, length in zip(episode.turns, lengths, strict=True):
         rewards += [0.0] * (length - 1) + [turn.reward]
     rewards[-1] += extra
-    return {"rewards": torch.tensor(rewards), "turn": torch.tensor(numbers)}
-
-
-def _constant(length: int, values: Mapping[str, float]) -> dict[str, Tensor]:
-    return {name: torch.full((length,), float(value)) for name, value in values.items()}
-
-
-def _tree(group: Group, columns: Iterator[dict[str, Tensor]]) -> Tree:
-    values = [
-        next(columns) | {"rollout_logprobs": torch.tensor(response.logprobs)}
-        for response in group.responses
-    ]
-    return episode_tree(group.prompt, group.episodes, values)
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return torch.tensor(rewards), numbers

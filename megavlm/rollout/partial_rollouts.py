@@ -74,11 +74,11 @@ class PartialRolloutBuffer:
 
 
 def older(response: Response, version: int) -> Tensor:
-    """[L] float: 1 at tokens that other weights than `version` have sampled."""
-    flags = torch.zeros(len(response.token_ids))
+    """Return [L] bool: True at tokens that other weights than `version` sampled."""
+    flags = torch.zeros(len(response.token_ids), dtype=torch.bool)
     for span in response.spans:
         if span.version != str(version):
-            flags[span.start : span.end] = 1.0
+            flags[span.start : span.end] = True
     return flags
 
 

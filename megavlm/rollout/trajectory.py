@@ -1,15 +1,15 @@
 """Turns and episodes as they were played, and the trees that training makes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
-from torch import Tensor
 
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
 from megavlm.data.processor import Prompt
+from megavlm.data.targets import TargetColumns
 from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
 
@@ -47,20 +47,20 @@ class Episode:
 
 
 def episode_tree(
-    prompt: Prompt, episodes: Sequence[Episode], values: Sequence[Mapping[str, Tensor]]
+    prompt: Prompt, episodes: Sequence[Episode], columns: Sequence[TargetColumns]
 ) -> Tree:
     """The prompt once, and each episode as a chain of responses and observations below it.
 
-    prompt: of the episodes' first turns. values: per episode, [L] each over its L sampled tokens.
+    prompt: of the episodes' first turns. columns: per episode, of its L sampled tokens.
     """
     segments = [Segment(prompt.token_ids, prompt.positions, parent=-1, is_target=False)]
     images = [image.key for image in prompt.images]
-    for episode, columns in zip(episodes, values, strict=True):
+    for episode, its_columns in zip(episodes, columns, strict=True):
         parent, start = 0, 0
         for turn, following in zip_longest(episode.turns, episode.turns[1:]):
             ids = turn.response.token_ids
             end = start + len(ids)
-            part = {name: column[start:end] for name, column in columns.items()}
+            part = its_columns.select(slice(start, end))
             positions = text_positions(len(ids), turn.prompt.next_position)
             segments.append(Segment(torch.tensor(ids), positions, parent, True, part))
             parent, start = len(segments) - 1, end

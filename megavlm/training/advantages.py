@@ -1,12 +1,10 @@
 """Advantages of a step's tokens, made where log-probs and values are: on the last pipeline stage.
 
-A pack's values (`groups.policy_trees`): `rewards`, at the last token of what earned them;
-`sequence`, `group` and `turn`, numbers of what a token belongs to; `counted`, 0 for sequences
-whose reward is not known; `weights`. Under context
-parallelism a rank holds a part of a sequence; sums over sequences need all of it.
+Under context parallelism a rank holds a part of a sequence; sums over sequences need all of it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from megavlm.algorithms.segments import Reduce, segment_sum
 from megavlm.algorithms.whitening import whiten
 from megavlm.config.algorithms import GRPO, PPO
 from megavlm.data.packing import Pack
+from megavlm.data.targets import TargetColumns, concatenate
 
 
 def add_advantages(
@@ -29,8 +28,8 @@ def add_advantages(
     over_context: Reduce,
     over_all: Reduce,
 ) -> None:
-    """Puts `advantages`, with a critic also `returns`, into the packs' values, and numbers their
-    sequences anew: 0.. within a pack, fewer than it has segments.
+    """Add `advantages`, with a critic also `returns`, to the packs' columns, and renumber their
+    sequences: from 0 within a pack, fewer than it has segments. Collective.
 
     packs: of all minibatches of the step, in the same order on every context rank. kl_coefficient:
     where the KL is in the reward; 0 elsewhere. `over_context` and `over_all` sum over the context
@@ -38,42 +37,46 @@ def add_advantages(
     """
     for pack in packs:
         columns = _whole(pack, over_context)
-        columns["sequence"] = _numbered(columns["sequence"])
+        columns = replace(columns, sequence_ids=_numbered(columns.sequence_ids))
         if kl_coefficient:
-            columns["rewards"] = columns["rewards"] - kl_coefficient * _kl(columns, settings)
-        made = _made(columns, settings) | {"sequence": columns["sequence"].float()}
-        pack.values.update({name: column[pack.target_index] for name, column in made.items()})
+            rewards = columns.rewards - kl_coefficient * _kl(columns, settings)
+            advantages, returns = _made(replace(columns, rewards=rewards), settings)
+        else:
+            advantages, returns = _made(columns, settings)
+        columns = replace(columns, advantages=advantages, returns=returns)
+        pack.columns = columns.select(pack.target_index)
     if _is_whitened(settings):
-        values = torch.cat([pack.values["advantages"] for pack in packs])
-        counted = torch.cat([pack.values["weights"] for pack in packs]) > 0
-        parts = whiten(values, counted, over_all).split([pack.num_targets for pack in packs])
+        columns = concatenate([pack.columns for pack in packs if pack.columns is not None])
+        assert columns.advantages is not None
+        whitened = whiten(columns.advantages, columns.loss_weights > 0, over_all)
+        parts = whitened.split([pack.num_targets for pack in packs])
         for pack, part in zip(packs, parts, strict=True):
-            pack.values["advantages"] = part
+            assert pack.columns is not None
+            pack.columns = replace(pack.columns, advantages=part)
 
 
-def _made(columns: dict[str, Tensor], settings: GRPO | PPO) -> dict[str, Tensor]:
-    rewards, ids = columns["rewards"], columns["sequence"]
+def _made(columns: TargetColumns, settings: GRPO | PPO) -> tuple[Tensor, Tensor | None]:
+    """Return advantages and, with a critic, returns."""
+    rewards, ids = columns.rewards, columns.sequence_ids
     if isinstance(settings, PPO):
+        assert columns.values is not None
         discounts = {"gamma": settings.gamma, "lam": settings.lam}
         if settings.gae_level == "token":
-            made, returns = gae(rewards, columns["values"], ids, **discounts)
-        else:
-            turns = columns["turn"].long()
-            made, returns = turn_gae(rewards, columns["values"], ids, turns, **discounts)
-        return {"advantages": made, "returns": returns}
+            return gae(rewards, columns.values, ids, **discounts)
+        return turn_gae(rewards, columns.values, ids, columns.turn_ids, **discounts)
     if settings.advantage_estimator == "reinforce_plus_plus":
-        return {"advantages": returns_to_go(rewards, ids)}
+        return returns_to_go(rewards, ids), None
     num = int(ids.max()) + 1 if len(ids) else 0
     totals = segment_sum(rewards, ids, num)
-    groups = _numbered(columns["group"])
+    groups = _numbered(columns.group_ids)
     of_sequence = groups.new_zeros(num).index_put((ids,), groups)
-    known = columns["counted"].new_zeros(num).index_put((ids,), columns["counted"]) > 0
+    known = columns.has_reward.new_zeros(num).index_put((ids,), columns.has_reward)
     if settings.advantage_estimator == "rloo":
         made = relative.rloo(totals, of_sequence, known)
     else:
         by_std = settings.normalize_by_std and settings.advantage_estimator == "grpo"
         made = relative.grpo(totals, of_sequence, normalize_by_std=by_std, counted=known)
-    return {"advantages": made[ids]}
+    return made[ids], None
 
 
 def _is_whitened(settings: GRPO | PPO) -> bool:
@@ -82,25 +85,28 @@ def _is_whitened(settings: GRPO | PPO) -> bool:
     return settings.advantage_estimator.startswith("reinforce")
 
 
-def _kl(columns: dict[str, Tensor], settings: GRPO | PPO) -> Tensor:
-    """Of the policy that sampled, by the log-probs that stand for it."""
-    sampled = "rollout_logprobs" if settings.old_logprobs == "rollout" else "old_logprobs"
-    logprobs = columns[sampled]
-    return kl.estimator(settings.kl_estimator)(logprobs, columns["reference_logprobs"], logprobs)
+def _kl(columns: TargetColumns, settings: GRPO | PPO) -> Tensor:
+    """Return the KL [N] of the policy that sampled, by the log-probs that stand for it."""
+    sampled = settings.old_logprobs == "rollout"
+    logprobs = columns.rollout_logprobs if sampled else columns.old_logprobs
+    assert logprobs is not None and columns.reference_logprobs is not None
+    return kl.estimator(settings.kl_estimator)(logprobs, columns.reference_logprobs, logprobs)
 
 
-def _whole(pack: Pack, over_context: Reduce) -> dict[str, Tensor]:
-    """The values of all N targets of a pack, of which this rank holds n."""
-    names = sorted(pack.values)
-    held = torch.stack([pack.values[name] for name in names])
+def _whole(pack: Pack, over_context: Reduce) -> TargetColumns:
+    """Return the columns of all N targets of a pack, of which this rank holds n. Collective."""
+    assert pack.columns is not None
     if pack.context_size == 1:
-        return dict(zip(names, held, strict=True))
+        return pack.columns
+    present = pack.columns.present()
+    held = torch.stack([column.double() for column in present.values()])  # exact for every dtype
     num = int(over_context(held.new_tensor(float(pack.num_targets))))
-    whole = held.new_zeros(len(names), num)
+    whole = held.new_zeros(len(held), num)
     whole[:, pack.target_index] = held
-    return dict(zip(names, over_context(whole), strict=True))
+    rows = zip(present.items(), over_context(whole), strict=True)
+    return TargetColumns(**{name: row.to(column.dtype) for (name, column), row in rows})
 
 
-def _numbered(column: Tensor) -> Tensor:
-    """The same numbers for the same values, from 0 without gaps."""
-    return column.unique(return_inverse=True)[1]
+def _numbered(ids: Tensor) -> Tensor:
+    """Return ids renumbered from 0 without gaps, in their order."""
+    return ids.unique(return_inverse=True)[1]

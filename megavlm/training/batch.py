@@ -109,12 +109,12 @@ def by_rank(rank_batches: Sequence[RankBatch], mesh: Mesh) -> list[RankBatch]:
 def _fill_up(ranks: Sequence[list[Pack]], shape: PackShape) -> None:
     """Packs of padding alone, where a layout needs more microbatches than there is work for."""
     longest = max(len(packs) for packs in ranks)
-    names = next(packs[0].values for packs in ranks if packs)
+    columns = next(packs[0].columns for packs in ranks if packs)
     for packs in ranks:
         count = longest if shape.equal_counts else max(len(packs), 1)
         for _ in range(len(packs), -(-count // shape.count) * shape.count):
             packs.append(
-                empty_pack(names, multiple=shape.multiple, context_size=shape.context_size)
+                empty_pack(columns, multiple=shape.multiple, context_size=shape.context_size)
             )
 
 

@@ -60,7 +60,8 @@ class Critic:
         scores = compute_logprobs(self.updater.chunks, packs, features, Scoring())
         if self._train_state.mesh.is_last_stage:
             for pack, pack_scores in zip(packs, scores, strict=True):
-                pack.values["values"] = pack_scores.values
+                assert pack.columns is not None
+                pack.columns = replace(pack.columns, values=pack_scores.values)
 
     def update(
         self, packs: Sequence[Pack], features: VisionFeatures, loss_function: LossFunction

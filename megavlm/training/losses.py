@@ -1,6 +1,6 @@
 """The losses of an update over one pack, and the measures that they report."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from megavlm.algorithms.ratios import PolicyTerm
 from megavlm.algorithms.segments import Reduce, alone
 from megavlm.config.algorithms import PolicyOptimization
 from megavlm.data.packing import Pack
+from megavlm.data.targets import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.forward_backward import LossFunction
 
@@ -26,7 +27,7 @@ class Update:
     """What a policy's loss needs to know of the update that it is for.
 
     is_first: of its rollout, so that the present log-probs are those of the policy that sampled; of
-    tokens that older weights sampled (`stale`) they are the policy's before this step's updates,
+    tokens that older weights sampled (`is_stale`) they are the policy's before this step's updates,
     and the importance weights correct for the rest of the way.
     has_moved: the policy is no longer the reference, so that their KL is more than rounding.
     reduce: sums over the context ranks that hold parts of the same pack.
@@ -41,28 +42,31 @@ class Update:
 def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
     """The policy's loss, a sum over tokens with the weights that hold its denominators.
 
-    A pack's values, each [N]: weights, advantages, sequence, rollout_logprobs; old_logprobs, which
-    the first update on a rollout puts there if there are none; reference_logprobs where the KL is
-    in the loss; stale, 1 where older weights sampled, if there are such. Measures are sums over
+    The packs have columns with advantages, and with reference_logprobs where the KL is in the loss.
+    The first update on a rollout adds old_logprobs where there are none. Measures are sums over
     tokens, and `signal`: tokens with a gradient that is not rounding alone.
     """
     kl = estimator(settings.kl_estimator)
     kl_coefficient = update.kl_coefficient if settings.kl_in == "loss" else 0.0
 
     def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
-        logprobs, values = scores.logprobs, pack.values
+        logprobs, columns = scores.logprobs, pack.columns
+        assert columns is not None and columns.advantages is not None
         if settings.old_logprobs == "rollout":
-            old = values["rollout_logprobs"]
+            old = columns.rollout_logprobs
+        elif columns.old_logprobs is None:
+            old = logprobs.detach()
+            pack.columns = replace(columns, old_logprobs=old)
         else:
-            old = values.setdefault("old_logprobs", logprobs.detach())
-        term = _policy_term(settings, logprobs, old, pack, update.reduce)
-        correction, measures = _correction(settings, old, pack, update.reduce)
+            old = columns.old_logprobs
+        num_sequences = len(pack.parents)  # a bound that needs no look at a tensor
+        term = _policy_term(settings, logprobs, old, columns, num_sequences, update.reduce)
+        correction, measures = _correction(settings, old, columns, num_sequences, update.reduce)
         loss = correction * term.loss
-        signal = (correction * values["advantages"] != 0) & ~_stopped(settings, term)
+        signal = (correction * columns.advantages != 0) & ~_stopped(settings, term)
         has_gap = settings.old_logprobs == "trainer" or update.is_first
         sampled = old if settings.old_logprobs == "trainer" else logprobs.detach()
-        rollout = values["rollout_logprobs"]
-        measures |= engine_gap(sampled, rollout, values.get("stale"), is_known=has_gap)
+        measures |= engine_gap(sampled, columns, is_known=has_gap)
         measures |= {
             "tokens": logprobs.new_tensor(float(pack.num_targets)),
             "entropy": scores.entropy.detach().sum(),
@@ -73,8 +77,8 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
             "clipped_high": term.high.float().sum(),
             "clipped_dual": term.dual.float().sum(),
         }
-        if "reference_logprobs" in values:
-            reference_kl = kl(logprobs, values["reference_logprobs"], old)
+        if columns.reference_logprobs is not None:
+            reference_kl = kl(logprobs, columns.reference_logprobs, old)
             measures["kl_reference"] = reference_kl.detach().sum()
             if kl_coefficient:
                 loss = loss + kl_coefficient * reference_kl
@@ -82,9 +86,8 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
         if settings.entropy_coefficient:
             loss = loss + entropy_bonus(scores.entropy, settings.entropy_coefficient)
             signal = torch.ones_like(signal)
-        weights = values["weights"]
-        total = (loss * weights).sum()
-        signal &= weights != 0
+        total = (loss * columns.loss_weights).sum()
+        signal &= columns.loss_weights != 0
         return total, measures | {"loss": total.detach(), "signal": signal.float().sum()}
 
     return loss_function
@@ -102,21 +105,26 @@ def supervised_loss(num_targets: int) -> LossFunction:
 
 
 def _policy_term(
-    settings: PolicyOptimization, logprobs: Tensor, old: Tensor, pack: Pack, reduce: Reduce
+    settings: PolicyOptimization,
+    logprobs: Tensor,
+    old: Tensor,
+    columns: TargetColumns,
+    num_sequences: int,
+    reduce: Reduce,
 ) -> PolicyTerm:
-    advantages = pack.values["advantages"]
+    advantages = columns.advantages
+    assert advantages is not None
     low, high, dual = settings.clip_low, settings.clip_high, settings.dual_clip
     if settings.policy_loss == "cispo":
         return weighted_loss(logprobs, old, advantages, clip_low=low, clip_high=high)
     if settings.policy_loss == "clip":
         return clipped_loss(logprobs, old, advantages, clip_low=low, clip_high=high, dual_clip=dual)
-    ids, num = _sequences(pack)
     return sequence_loss(
         logprobs,
         old,
         advantages,
-        ids,
-        num,
+        columns.sequence_ids,
+        num_sequences,
         clip_low=low,
         clip_high=high,
         dual_clip=dual,
@@ -125,10 +133,14 @@ def _policy_term(
 
 
 def _correction(
-    settings: PolicyOptimization, old: Tensor, pack: Pack, reduce: Reduce
+    settings: PolicyOptimization,
+    old: Tensor,
+    columns: TargetColumns,
+    num: int,
+    reduce: Reduce,
 ) -> tuple[Tensor, Measures]:
     """Each token's importance weight, 0 where its sequence is rejected."""
-    rollout, (ids, num) = pack.values["rollout_logprobs"], _sequences(pack)
+    rollout, ids = columns.rollout_logprobs, columns.sequence_ids
     weights = torch.ones_like(rollout)
     measures = {}
     if settings.importance != "none":
@@ -150,31 +162,20 @@ def _correction(
     return weights, measures | {"importance": weights.sum()}
 
 
-def engine_gap(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    stale: Tensor | None = None,
-    *,
-    is_known: bool = True,
-) -> Measures:
-    """How far rollout engine and trainer are apart. `is_known`: `logprobs` are those of the weights
-    that sampled, but where `stale` is 1.
+def engine_gap(logprobs: Tensor, columns: TargetColumns, *, is_known: bool = True) -> Measures:
+    """Measure how far rollout engine and trainer are apart. `is_known`: `logprobs` [N] are those of
+    the weights that sampled, except where `is_stale`.
     """
-    known = torch.ones_like(logprobs) if stale is None else 1 - stale
-    logprobs = logprobs.where(known == 1, rollout_logprobs)
     if not is_known:
-        logprobs, rollout_logprobs, known = logprobs[:0], rollout_logprobs[:0], known[:0]
+        logprobs, columns = logprobs[:0], columns.select(slice(0))
+    rollout_logprobs = columns.rollout_logprobs
+    logprobs = logprobs.where(~columns.is_stale, rollout_logprobs)
     kl, largest = importance.mismatch(logprobs, rollout_logprobs)
     return {
-        "engine_tokens": known.sum(),
+        "engine_tokens": (~columns.is_stale).float().sum(),
         "rollout_train_kl": kl.sum(),
         "largest_rollout_difference": largest,
     }
-
-
-def _sequences(pack: Pack) -> tuple[Tensor, int]:
-    """Each token's sequence, and a bound on their number that needs no look at a tensor."""
-    return pack.values["sequence"].long(), len(pack.parents)
 
 
 def _stopped(settings: PolicyOptimization, term: PolicyTerm) -> Tensor:

@@ -3,6 +3,7 @@ driver.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megavlm.algorithms.kl import adapted
@@ -148,7 +149,8 @@ class PolicyTrainer(BaseTrainer):
             )
             if self.train_state.mesh.is_last_stage:  # where losses are computed
                 for pack, pack_scores in zip(packs, scores, strict=True):
-                    pack.values[name] = pack_scores.logprobs
+                    assert pack.columns is not None
+                    pack.columns = replace(pack.columns, **{name: pack_scores.logprobs})
 
     def add_advantages(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
         mesh = self.train_state.mesh

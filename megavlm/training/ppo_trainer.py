@@ -3,6 +3,7 @@ with values before the advantages and the critic's loss in the update.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megavlm.checkpointing import Saving
@@ -67,8 +68,10 @@ class PPOTrainer(PolicyTrainer):
         )
         if self.train_state.mesh.is_last_stage:
             for pack, pack_scores in zip(rank_batch.packs, scores, strict=True):
-                pack.values["values"] = pack_scores.values
-                pack.values["old_logprobs"] = pack_scores.logprobs
+                assert pack.columns is not None
+                pack.columns = replace(
+                    pack.columns, values=pack_scores.values, old_logprobs=pack_scores.logprobs
+                )
 
     def add_old_logprobs(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
         if self.critic is not None:
@@ -96,11 +99,9 @@ class PPOTrainer(PolicyTrainer):
         gaps = []
         if train_state.mesh.is_last_stage:
             for pack in rank_batch.packs:
-                values = pack.values
-                gap = engine_gap(
-                    values["old_logprobs"], values["rollout_logprobs"], values.get("stale")
-                )
-                gaps.append(gap)
+                columns = pack.columns
+                assert columns is not None and columns.old_logprobs is not None
+                gaps.append(engine_gap(columns.old_logprobs, columns))
         return engine_metrics([reduce_measures(gaps, train_state.mesh)])
 
     def update_shared(self, rank_batch: RankBatch, features: VisionFeatures) -> dict[str, float]:

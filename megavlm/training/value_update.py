@@ -36,23 +36,22 @@ def with_value_loss(settings: PPO, policy: LossFunction, *, critic_alone: bool) 
 
 
 def weighted_value_loss(settings: PPO, pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
-    """With the policy's weights per token. A pack's values: weights, values (those that advantages
-    were made with) and returns. `signal`: tokens with a gradient.
+    """Return the value loss of a pack with the policy's loss weights, and its measures. `signal`
+    counts the tokens with a gradient.
     """
-    values = pack.values
-    loss, clipped = value_loss(
-        scores.values, values["values"], values["returns"], settings.value_clip
-    )
-    total = (loss * values["weights"]).sum()
-    counted = values["weights"] > 0
-    returns = values["returns"][counted]
-    errors = returns - values["values"][counted]
+    columns = pack.columns
+    assert columns is not None and columns.values is not None and columns.returns is not None
+    loss, clipped = value_loss(scores.values, columns.values, columns.returns, settings.value_clip)
+    total = (loss * columns.loss_weights).sum()
+    counted = columns.loss_weights > 0
+    returns = columns.returns[counted]
+    errors = returns - columns.values[counted]
     return total, {
         "signal": (counted & ~clipped).float().sum(),
         "value_tokens": counted.float().sum(),
         "value_loss": total.detach(),
         "value_clipped": (clipped & counted).float().sum(),
-        "values": values["values"][counted].sum(),
+        "values": columns.values[counted].sum(),
         "returns": returns.sum(),
         "returns_squared": returns.square().sum(),
         "errors": errors.sum(),

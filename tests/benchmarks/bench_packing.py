@@ -9,6 +9,7 @@ import torch
 
 from megavlm.data.packing import Segment, Tree, make_pack, pack_trees
 from megavlm.data.positions import text_positions
+from tests.columns import columns
 
 PROMPTS, RESPONSES, PACK_TOKENS = 128, 8, 18432
 IMAGE_TOKEN = 1
@@ -20,9 +21,8 @@ def tree(generator: torch.Generator) -> Tree:
     ids = torch.full((length,), IMAGE_TOKEN)
     segments = [Segment(ids, text_positions(length, 0), parent=-1, is_target=False)]
     for size in torch.randint(50, 800, (RESPONSES,), generator=generator).tolist():
-        values = {"advantages": torch.zeros(size)}
         ids, positions = torch.full((size,), 2), text_positions(size, length)
-        segments.append(Segment(ids, positions, parent=0, is_target=True, values=values))
+        segments.append(Segment(ids, positions, parent=0, is_target=True, columns=columns(size)))
     return Tree(tuple(segments), ())
 
 

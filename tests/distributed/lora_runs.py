@@ -78,7 +78,8 @@ class Run:
 
     def backward(self) -> None:
         def loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
-            return (scores.logprobs * pack.values["weight"]).sum() / self.copies, {}
+            assert pack.columns is not None
+            return (scores.logprobs * pack.columns.loss_weights).sum() / self.copies, {}
 
         forward_backward(self.wrapped, self.packs, self._features(), Scoring(), loss)
 

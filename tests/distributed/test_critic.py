@@ -3,6 +3,7 @@ comes back bit for bit.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megavlm.training.critic import Critic
 from megavlm.training.forward_backward import VisionFeatures
 from megavlm.training.train_state import TrainState
 from megavlm.training.value_update import critic_loss
+from tests.columns import columns
 from tests.conftest import row, write_rows
 from tests.distributed.fork import launch
 from tests.parity.inputs import Inputs
@@ -41,7 +43,10 @@ class Run:
         mesh, hf = self.train_state.mesh, self.train_state.hf_config
         mine = cases[mesh.data_rank :: mesh.data_size]
         tokens = (hf.image_token_id, hf.video_token_id)
-        trees = [prompt_tree(case.prompt, case.responses) for case in mine]
+        trees = [
+            prompt_tree(case.prompt, case.responses, [columns(len(r)) for r in case.responses])
+            for case in mine
+        ]
         self.pack = make_pack(trees, vision_token_ids=tokens, context_size=mesh.layout.context)
         self.pack = self.pack.part(mesh.context_rank)
         features = VisionFeatures(self.train_state.updater.chunks, distinct_images(cases))
@@ -50,12 +55,14 @@ class Run:
 
     def values(self) -> torch.Tensor:
         self.critic.add_values([self.pack], self.features)
-        return self.pack.values["values"].clone()
+        assert self.pack.columns is not None and self.pack.columns.values is not None
+        return self.pack.columns.values.clone()
 
     def update(self) -> float:
         """Towards 1 everywhere, from the values of now."""
         ones = torch.ones_like(self.values())
-        self.pack.values.update({"returns": ones, "weights": ones / 20})
+        assert self.pack.columns is not None
+        self.pack.columns = replace(self.pack.columns, returns=ones, loss_weights=ones / 20)
         measures = self.critic.update([self.pack], self.features, critic_loss(self.settings))
         return measures["value_loss"]
 

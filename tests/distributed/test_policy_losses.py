@@ -33,6 +33,7 @@ from megavlm.training.losses import Update, policy_loss
 from megavlm.training.optimizer import build_updater, wrap
 from megavlm.training.update import update
 from megavlm.training.value_update import with_value_loss
+from tests.columns import columns
 from tests.distributed.fork import launch
 from tests.parity.inputs import Inputs
 from tests.parity.models import make_model
@@ -88,14 +89,18 @@ def trees_of(cases: list[Sequences], settings: GRPO | PPO) -> list[Tree]:
             length = len(response)
             rewards = torch.zeros(length)
             rewards[-1] = torch.randint(0, 3, (), generator=generator) / 2
-            numbers = {"weights": next(weights), "sequence": sequence, "group": group}
-            numbers["counted"] = 1.0
-            sequence += 1
             values.append(
-                {name: torch.full((length,), float(number)) for name, number in numbers.items()}
-                | {"rewards": rewards, "turn": (torch.arange(length) > 1).float()}
-                | {"rollout_logprobs": torch.randn(length, generator=generator)}
+                columns(
+                    length,
+                    rewards=rewards,
+                    rollout_logprobs=torch.randn(length, generator=generator),
+                    loss_weights=torch.full((length,), next(weights)),
+                    sequence_ids=torch.full((length,), sequence),
+                    group_ids=torch.full((length,), group),
+                    turn_ids=(torch.arange(length) > 1).long(),
+                )
             )
+            sequence += 1
         trees.append(prompt_tree(case.prompt, case.responses, values))
     return trees
 
@@ -136,12 +141,16 @@ class Model:
         ]
         scores = compute_logprobs(self.chunks, packs, self.features(), Scoring())
         for pack, given in zip(packs, scores, strict=True):
-            drawn = pack.values["rollout_logprobs"]
+            assert pack.columns is not None
+            drawn = pack.columns.rollout_logprobs
             old = given.logprobs + 0.2 * (7 * drawn).sin()
-            pack.values["old_logprobs"] = old
-            pack.values["rollout_logprobs"] = old + 0.1 * (5 * drawn).cos()
-            pack.values["reference_logprobs"] = given.logprobs + 0.3 * (3 * drawn).sin()
-            pack.values["values"] = given.values + 0.6 * (2 * drawn).cos()
+            pack.columns = replace(
+                pack.columns,
+                old_logprobs=old,
+                rollout_logprobs=old + 0.1 * (5 * drawn).cos(),
+                reference_logprobs=given.logprobs + 0.3 * (3 * drawn).sin(),
+                values=given.values + 0.6 * (2 * drawn).cos(),
+            )
         in_reward = settings.kl_in == "reward"
         add_advantages(
             packs,
@@ -236,11 +245,13 @@ def idle(folder: Path, ranks: Ranks, advantage_on: int | None) -> list[Any]:
     updater = build_updater(run.model, Optimizer(lr=1e-2, weight_decay=0.1), num_steps=9)
     packs = run.packs(PLAIN, 4)
     for pack in packs:
-        pack.values["reference_logprobs"] = pack.values["old_logprobs"] = compute_logprobs(
-            run.chunks, [pack], run.features(), Scoring()
-        )[0].logprobs
-        if run.mesh.data_rank != advantage_on:
-            pack.values["advantages"].zero_()
+        (now,) = compute_logprobs(run.chunks, [pack], run.features(), Scoring())
+        assert pack.columns is not None
+        pack.columns = replace(
+            pack.columns, reference_logprobs=now.logprobs, old_logprobs=now.logprobs
+        )
+        if run.mesh.data_rank != advantage_on and pack.columns.advantages is not None:
+            pack.columns.advantages.zero_()
     before = [p.detach().clone() for p in run.model[0].parameters()]
     given = Update(kl_coefficient=0.1, has_moved=updater.has_moved)
     measures = update(

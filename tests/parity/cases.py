@@ -26,6 +26,7 @@ from megavlm.training.forward_backward import (
     logits,
 )
 from megavlm.training.optimizer import wrap
+from tests.columns import columns
 from tests.parity.reference import (
     Reference,
     Sequences,
@@ -144,13 +145,14 @@ def packs_of(groups: Sequence[Sequence[Sequences]], config: Any, ranks: Ranks) -
     for group in groups:
         trees = []
         for case in group:
-            weights = [{"weight": token_weights(len(r), i)} for i, r in enumerate(case.responses)]
-            trees.append(prompt_tree(case.prompt, case.responses, weights))
+            weights = [token_weights(len(r), i) for i, r in enumerate(case.responses)]
+            weighted = [columns(len(x), loss_weights=x) for x in weights]
+            trees.append(prompt_tree(case.prompt, case.responses, weighted))
         vision = (config.image_token_id, config.video_token_id)
         packs.append(make_pack(trees, vision_token_ids=vision, **shape))
     count = ranks.mesh.pipeline if ranks.mesh.virtual > 1 else 1
     missing = -len(packs) % count
-    return packs + [empty_pack(["weight"], **shape)] * missing
+    return packs + [empty_pack(columns(0), **shape)] * missing
 
 
 def _loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
@@ -158,7 +160,8 @@ def _loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
     values = scores.values if len(scores.values) else None
     # zero, and with a graph, where this rank scores nothing
     nothing = scores.logprobs.sum() + scores.values.sum()
-    loss = weighted_loss(logprobs, values, pack.values["weight"]) + 0 * nothing
+    assert pack.columns is not None
+    loss = weighted_loss(logprobs, values, pack.columns.loss_weights) + 0 * nothing
     return loss, {"tokens": loss.new_ones(())}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.processor import ProcessedImage, Prompt
+from tests.columns import columns
 from tests.parity.inputs import Inputs, image
 from tests.parity.reference import Reference, token_weights
 
@@ -84,7 +85,7 @@ class Conversation:
                     self._positions(index),
                     parent,
                     is_target=turn.is_response,
-                    values={"weight": weight} if turn.is_response else {},
+                    columns=columns(len(weight), loss_weights=weight) if turn.is_response else None,
                 )
             )
         images = [image.key for index in indices for image in self.turns[index].images]
@@ -147,7 +148,7 @@ def expect(folder: Any, conversations: Sequence[Conversation]) -> dict[str, Any]
             targets = torch.cat(
                 [torch.full(turn.token_ids.shape, turn.is_response) for turn in rest]
             )
-            weights = torch.cat([s.values["weight"] for s in tree.segments if s.is_target])
+            weights = torch.cat([s.columns.loss_weights for s in tree.segments if s.columns])
             (scores.logprobs(later.tolist())[targets] * weights).sum().backward()
             logits.append(scores.logits[targets])
     parameters = reference.model.named_parameters()

@@ -158,7 +158,8 @@ class Run:
 
 
 def weighted(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
-    return (scores.logprobs * pack.values["weight"]).sum(), {}
+    assert pack.columns is not None
+    return (scores.logprobs * pack.columns.loss_weights).sum(), {}
 
 
 def difference(ours: Tensor, theirs: Tensor, scale: Tensor | None = None) -> float:

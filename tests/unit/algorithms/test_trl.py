@@ -15,8 +15,10 @@ import torch
 
 from megavlm.algorithms.aggregation import token_weights
 from megavlm.config.schema import GRPO
+from megavlm.data.targets import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss
+from tests.columns import columns as target_columns
 
 PROGRAM = Path(__file__).with_name("trl_losses.py")
 LENGTHS, LONGEST = [5, 2, 7, 1, 4], 7
@@ -62,7 +64,7 @@ SAME: dict[str, tuple[dict[str, Any], GRPO]] = {
 class Targets:
     """What a loss reads of a pack."""
 
-    values: dict[str, torch.Tensor]
+    columns: TargetColumns
     num_targets: int
     parents: tuple[int, ...]
 
@@ -111,15 +113,16 @@ def test_equals_trl(columns: dict[str, torch.Tensor], theirs: dict[str, Any], na
     c = {key: rows[mask] for key, rows in columns.items()}
     weights = token_weights(LENGTHS, [True] * 5, settings.loss_aggregation, LONGEST)
     lengths = torch.tensor(LENGTHS)
-    values = {
-        "weights": torch.tensor(weights, dtype=torch.float64).repeat_interleave(lengths),
-        "sequence": torch.arange(5.0).repeat_interleave(lengths),
-        "advantages": c["advantages"],
-        "old_logprobs": c["old"],
-        "rollout_logprobs": c["rollout"],
-        "reference_logprobs": c["reference"],
-    }
-    pack: Any = Targets(values, int(mask.sum()), (-1, 0, 0, 0, 0, 0))
+    given = target_columns(
+        int(mask.sum()),
+        loss_weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(lengths),
+        sequence_ids=torch.arange(5).repeat_interleave(lengths),
+        advantages=c["advantages"],
+        old_logprobs=c["old"],
+        rollout_logprobs=c["rollout"],
+        reference_logprobs=c["reference"],
+    )
+    pack: Any = Targets(given, int(mask.sum()), (-1, 0, 0, 0, 0, 0))
     logprobs = c["logprobs"].clone().requires_grad_()
     scores = TokenScores(logprobs, c["entropy"], torch.empty(0))
     update = Update(kl_coefficient=settings.kl_coefficient)

@@ -19,6 +19,8 @@ from megavlm.data.packing import (
     pack_trees,
     prompt_tree,
 )
+from megavlm.data.targets import TargetColumns
+from tests.columns import columns
 
 IMAGE, VIDEO = 98, 99
 VISION = {IMAGE, VIDEO}
@@ -30,9 +32,10 @@ def trees(draw: st.DrawFn) -> Tree:
     for index in range(draw(st.integers(1, 6))):
         size = draw(st.integers(1, 4))
         is_target = index > 0 and draw(st.booleans())
-        values = {}
+        drawn = None
         if is_target:
-            values = {name: torch.tensor(draw(numbers(size))) for name in ("advantage", "logprob")}
+            names = ("advantages", "old_logprobs")
+            drawn = columns(size, **{name: torch.tensor(draw(numbers(size))) for name in names})
         segments.append(
             Segment(
                 token_ids=torch.tensor(
@@ -45,7 +48,7 @@ def trees(draw: st.DrawFn) -> Tree:
                 positions=torch.randint(0, 50, (3, size)),
                 parent=draw(st.integers(0, index - 1)) if index else -1,
                 is_target=is_target,
-                values=values,
+                columns=drawn,
             )
         )
     return Tree(tuple(segments), tuple(draw(st.lists(st.sampled_from("abc"), max_size=3))))
@@ -71,7 +74,7 @@ def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
     sources: list[int] = []
     targets: list[int] = []
     vision: list[int] = []
-    values: dict[str, list[float]] = {"advantage": [], "logprob": []}
+    values: dict[str, list[float]] = {"advantages": [], "old_logprobs": []}
     bounds = [0]
     for t, tree in enumerate(forest):
         for s, segment in enumerate(tree.segments):
@@ -82,7 +85,7 @@ def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
                     sources.append(last[t, segment.parent] if j == 0 else here - 1)
                     targets.append(token)
                     for name in values:
-                        values[name].append(float(segment.values[name][j]))
+                        values[name].append(float(getattr(segment.columns, name)[j]))
                 elif token in VISION:
                     vision.append(here)
                 tokens.append(token)
@@ -106,7 +109,9 @@ def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
     for row, parent in enumerate(pack.parents):  # a path's parent is its last member but one
         path = pack.ancestors[row].nonzero().flatten().tolist()
         assert path[-1] == row and parent == (path[-2] if len(path) > 1 else -1)
-    assert {name: x.tolist() for name, x in pack.values.items()} == (values if targets else {})
+    assert (pack.columns is not None) == bool(targets)
+    for name, expected in values.items() if targets else ():
+        assert getattr(pack.columns, name).tolist() == expected
 
     # The padding is one more tree that nobody attends to and that has no targets.
     assert len(pack.token_ids) % multiple == 0 and len(pack.token_ids) - size < multiple
@@ -141,8 +146,8 @@ def test_parts_are_the_pack(forest: list[Tree], multiple: int, context_size: int
     sources = [part.token_index[part.source_index] for part in parts]
     assert join_targets(parts, sources).equal(pack.source_index)
     assert join_targets(parts, [part.target_ids for part in parts]).equal(pack.target_ids)
-    for name, values in pack.values.items():
-        assert join_targets(parts, [part.values[name] for part in parts]).equal(values)
+    for name, values in pack.columns.present().items() if pack.columns else ():
+        assert join_targets(parts, [getattr(part.columns, name) for part in parts]).equal(values)
     placed = {
         row: int(part.token_index[index])
         for part in parts
@@ -164,11 +169,13 @@ def test_a_pack_for_one_context_rank_is_its_own_part() -> None:
 
 @pytest.mark.parametrize("context_size", [1, 2])
 def test_an_empty_pack_is_padding(context_size: int) -> None:
-    pack = empty_pack(("advantage",), multiple=2, context_size=context_size)
+    like = columns(3, advantages=torch.ones(3))
+    pack = empty_pack(like, multiple=2, context_size=context_size)
     assert pack.num_tokens == 2 * context_size and pack.num_targets == 0
     assert pack.images == () and len(pack.vision_index) == 0
     part = pack.part(context_size - 1)
-    assert len(part.token_ids) == 2 and part.values["advantage"].shape == (0,)
+    assert len(part.token_ids) == 2 and part.columns is not None
+    assert part.columns.present().keys() == like.present().keys() and len(part.columns.rewards) == 0
 
 
 def test_prompt_tree_is_the_prompt_once_and_a_child_per_response() -> None:
@@ -178,16 +185,16 @@ def test_prompt_tree_is_the_prompt_once_and_a_child_per_response() -> None:
         next_position=3,
         images=(SimpleNamespace(key="k"),),
     )
-    values = [{"advantage": torch.tensor([1.0])}, {"advantage": torch.tensor([2.0, 3.0])}]
-    tree = prompt_tree(prompt, [[11], [12, 13]], values)
+    rewards = torch.tensor([1.0]), torch.tensor([2.0, 3.0])
+    tree = prompt_tree(prompt, [[11], [12, 13]], [columns(len(x), rewards=x) for x in rewards])
     assert tree.num_tokens == 6 and tree.images == ("k",)
     pack = make_pack([tree], vision_token_ids=VISION)
     assert pack.token_ids.tolist() == [5, IMAGE, 6, 11, 12, 13]
     assert pack.positions[0].tolist() == [0, 1, 2, 3, 3, 4]
     assert pack.source_index.tolist() == [2, 2, 4]  # both responses follow the prompt's last token
-    assert pack.values["advantage"].tolist() == [1.0, 2.0, 3.0]
+    assert pack.columns is not None and pack.columns.rewards.tolist() == [1.0, 2.0, 3.0]
     plain = make_pack([prompt_tree(prompt, [[12, 13]])], vision_token_ids=VISION)
-    assert plain.target_ids.tolist() == [12, 13] and plain.values == {}
+    assert plain.target_ids.tolist() == [12, 13] and plain.columns is None
 
 
 def leaf(size: int) -> Tree:
@@ -235,16 +242,23 @@ def test_malformed_trees_are_bugs(parents: tuple[int, ...], targets: tuple[bool,
         )
 
 
-def test_values_must_have_the_same_names_everywhere() -> None:
+@pytest.mark.parametrize("other", [None, columns(1), columns(2, advantages=torch.ones(2))])
+def test_all_targets_have_the_same_columns(other: TargetColumns | None) -> None:
     one = torch.ones(1, dtype=torch.long)
     root = Segment(one, one.expand(3, -1), -1, False)
-    first = Segment(one, one.expand(3, -1), 0, True, {"advantage": torch.ones(1)})
-    second = Segment(one, one.expand(3, -1), 0, True)
-    with pytest.raises(AssertionError, match="same values"):
+    first = Segment(one, one.expand(3, -1), 0, True, columns(1, advantages=torch.ones(1)))
+    second = Segment(one, one.expand(3, -1), 0, True, other)
+    with pytest.raises(AssertionError, match=r"all targets have|one row per token"):
         make_pack([Tree((root, first, second), ())], vision_token_ids=VISION)
+
+
+def test_columns_have_one_length() -> None:
+    with pytest.raises(AssertionError, match="returns: one value per target"):
+        columns(2, returns=torch.ones(3))
 
 
 def test_to_moves_every_tensor() -> None:
     pack = make_pack([leaf(3)], vision_token_ids=VISION).to("meta")
     assert isinstance(pack, Pack) and pack.tree_bounds == (0, 3)
     assert all(x.device.type == "meta" for x in vars(pack).values() if isinstance(x, torch.Tensor))
+    assert all(x.device.type == "meta" for x in columns(2).to("meta").present().values())

@@ -21,6 +21,7 @@ from megavlm.rewards.manager import Part, RewardManager
 from megavlm.rollout import groups as grouping
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.trajectory import Episode, episode_tree
+from tests.columns import columns
 from tests.conftest import png
 
 ROW = Row(5, "<image>How many?", "3", (png(),), "counting", "rows:5")
@@ -170,8 +171,9 @@ def test_a_tree_has_each_turn_below_the_one_before(
         max_observation_tokens=64,
         options=options,
     )
-    values = [{"x": torch.arange(float(len(e.response.token_ids)))} for e in episodes]
-    tree = episode_tree(episodes[0].turns[0].prompt, episodes, values)
+    lengths = [len(episode.response.token_ids) for episode in episodes]
+    places = [columns(length, rewards=torch.arange(float(length))) for length in lengths]
+    tree = episode_tree(episodes[0].turns[0].prompt, episodes, places)
     assert [segment.parent for segment in tree.segments] == [-1, 0, 1, 2, 0, 4, 5]
     assert [segment.is_target for segment in tree.segments] == [
         False,
@@ -179,7 +181,8 @@ def test_a_tree_has_each_turn_below_the_one_before(
     ]
     assert len(tree.images) == 3
     pack = make_pack([tree], vision_token_ids=processor.vision_token_ids)
-    assert pack.values["x"].tolist() == [x for column in values for x in column["x"].tolist()]
+    assert pack.columns is not None
+    assert pack.columns.rewards.tolist() == [i for length in lengths for i in range(length)]
     assert len(pack.vision_index) == 3 * 4
     # Each path through the tree is the episode as one sequence.
     for last, episode in ((3, episodes[0]), (6, episodes[1])):
@@ -203,13 +206,13 @@ def test_rewards_come_at_the_ends_of_turns(processor: Processor, manager: Reward
     episodes = play(processor, manager, policy, "vqa_retry", max_turns=2)
     group = grouping.Group(episodes)
     (tree,) = grouping.policy_trees([group], settings, max_new_tokens=4)
-    first, second, only = [segment for segment in tree.segments if segment.is_target]
+    first, second, only = [segment.columns for segment in tree.segments if segment.columns]
     # The policy's second word is of the other episode.
-    assert [int(first.values["turn"][0]), int(second.values["turn"][0])] == [0, 1]
-    assert first.values["rewards"].sum() == 0 and second.values["rewards"][-1] == 0.5
-    assert only.values["rewards"].tolist() == [0.0] * (len(only.token_ids) - 1) + [1.0]
-    assert first.values["sequence"][0] == second.values["sequence"][0] == 0
-    assert only.values["sequence"][0] == 1
+    assert [int(first.turn_ids[0]), int(second.turn_ids[0])] == [0, 1]
+    assert first.rewards.sum() == 0 and second.rewards[-1] == 0.5
+    assert only.rewards.tolist() == [0.0] * (len(only.rewards) - 1) + [1.0]
+    assert first.sequence_ids[0] == second.sequence_ids[0] == 0
+    assert only.sequence_ids[0] == 1
     metrics = grouping.metrics([group])
     assert metrics["turns"] == 1.5 and metrics["reward"] == 0.75
     assert metrics["accuracy/counting"] == 1.0 and metrics["reward_failures"] == 0

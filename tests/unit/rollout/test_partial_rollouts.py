@@ -9,6 +9,7 @@ from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response, Span
 from megavlm.rollout.partial_rollouts import PartialRolloutBuffer, older, staleness
 from megavlm.training.losses import engine_gap
+from tests.columns import columns
 from tests.unit.inference.prompts import make_prompt
 
 
@@ -97,6 +98,8 @@ def test_tokens_of_older_weights() -> None:
 
 def test_the_gap_of_engines_is_told_by_tokens_of_the_present_weights() -> None:
     trainer, rollout = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-4.0, -2.0, -3.5])
-    gap = engine_gap(trainer, rollout, torch.tensor([1.0, 0.0, 0.0]))
+    stale = columns(3, rollout_logprobs=rollout, is_stale=torch.tensor([True, False, False]))
+    gap = engine_gap(trainer, stale)
     assert gap["engine_tokens"] == 2 and gap["largest_rollout_difference"] == 0.5
-    assert engine_gap(trainer, rollout)["largest_rollout_difference"] == 3.0
+    fresh = columns(3, rollout_logprobs=rollout)
+    assert engine_gap(trainer, fresh)["largest_rollout_difference"] == 3.0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megavlm.algorithms.segments import alone
 from megavlm.config.schema import GRPO, PPO
+from megavlm.data.targets import TargetColumns
 from megavlm.training.advantages import add_advantages
 
 
@@ -16,7 +17,7 @@ class Targets:
     """What advantages read of a pack, or of one context rank's part of it."""
 
     def __init__(self, values: dict[str, Tensor], index: Tensor, context_size: int) -> None:
-        self.values = {name: value[index] for name, value in values.items()}
+        self.columns: Any = TargetColumns(**values).select(index)
         self.target_index, self.context_size = index, context_size
         self.num_targets = len(index)
 
@@ -24,17 +25,19 @@ class Targets:
 def columns() -> dict[str, Tensor]:
     """Two groups, of two responses and of three; numbers of sequences go on from another pack."""
     lengths, groups, rewards = [3, 2, 1, 2, 4], [5, 5, 6, 6, 6], [1.0, 0.0, 0.5, 0.5, 0.2]
-    made: dict[str, list[float]] = {name: [] for name in ("rewards", "sequence", "group", "turn")}
+    names = ("rewards", "sequence_ids", "group_ids", "turn_ids")
+    made: dict[str, list[float]] = {name: [] for name in names}
     for number, (length, group, reward) in enumerate(zip(lengths, groups, rewards, strict=True)):
         made["rewards"] += [0.0] * (length - 1) + [reward]
-        made["sequence"] += [20.0 + number] * length
-        made["group"] += [float(group)] * length
-        made["turn"] += [float(place > 1) for place in range(length)]
+        made["sequence_ids"] += [20 + number] * length
+        made["group_ids"] += [group] * length
+        made["turn_ids"] += [int(place > 1) for place in range(length)]
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths)
     return {name: torch.tensor(values) for name, values in made.items()} | {
-        "weights": torch.full((total,), 1 / total),
-        "counted": torch.ones(total),
+        "loss_weights": torch.full((total,), 1 / total),
+        "has_reward": torch.ones(total, dtype=torch.bool),
+        "is_stale": torch.zeros(total, dtype=torch.bool),
         "values": torch.randn(total, generator=generator),
         "old_logprobs": torch.randn(total, generator=generator) - 2,
         "rollout_logprobs": torch.randn(total, generator=generator) - 2,
@@ -47,13 +50,12 @@ def whole(settings: Any, kl_coefficient: float = 0.0, **changed: Tensor) -> dict
     add_advantages(
         [pack], settings, kl_coefficient=kl_coefficient, over_context=alone, over_all=alone
     )
-    values: dict[str, Tensor] = pack.values
-    return values
+    return dict(pack.columns.present())
 
 
 def test_groups_and_sequences_are_numbered_anew() -> None:
     values = whole(GRPO(normalize_by_std=False))
-    assert values["sequence"].tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 4, 4, 4, 4]
+    assert values["sequence_ids"].tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 4, 4, 4, 4]
     expected = [0.5] * 3 + [-0.5] * 2 + [0.1] * 3 + [-0.2] * 4
     torch.testing.assert_close(values["advantages"], torch.tensor(expected))
 
@@ -74,7 +76,9 @@ def test_the_kl_in_the_reward_is_that_of_the_whole_response() -> None:
 def test_whitened_over_what_is_trained_on() -> None:
     weights = torch.full((12,), 1.0)
     weights[:3] = 0.0  # the first response is masked
-    made = whole(GRPO(advantage_estimator="reinforce_plus_plus"), weights=weights)["advantages"]
+    made = whole(GRPO(advantage_estimator="reinforce_plus_plus"), loss_weights=weights)[
+        "advantages"
+    ]
     assert made[3:].mean().item() == pytest.approx(0.0, abs=1e-6)
     assert made[3:].std().item() == pytest.approx(1.0, rel=1e-5)
 
@@ -121,15 +125,15 @@ def test_parts_of_a_pack_are_cut_from_the_whole(settings: GRPO | PPO) -> None:
             over_context=lambda _, answers=answers: next(answers),
             over_all=alone,
         )
-        names = ["sequence"] + (["returns"] if isinstance(settings, PPO) else ["sequence"])
+        names = ["sequence_ids"] + (["returns"] if isinstance(settings, PPO) else [])
         if not isinstance(settings, PPO) and not settings.advantage_estimator.startswith("rein"):
             names.append("advantages")
         for name in names:
-            torch.testing.assert_close(part.values[name], expected[name][index])
+            torch.testing.assert_close(getattr(part.columns, name), expected[name][index])
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_pack_without_targets(settings: GRPO | PPO) -> None:
     pack: Any = Targets(columns(), torch.arange(0), 1)
     add_advantages([pack], settings, kl_coefficient=0.1, over_context=alone, over_all=alone)
-    assert pack.values["advantages"].shape == (0,)
+    assert pack.columns.advantages.shape == (0,)

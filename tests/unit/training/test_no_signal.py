@@ -59,9 +59,10 @@ def columns(groups: Sequence[Group], settings: Any, max_new_tokens: int = 8) -> 
     """A token of each response: [S] of every value, with the advantages."""
     trees = grouping.policy_trees(groups, settings, max_new_tokens=max_new_tokens)
     pack = make_pack(trees, vision_token_ids=(-1, -2))
-    pack.values["values"] = torch.zeros(pack.num_targets)
+    assert pack.columns is not None
+    pack.columns = replace(pack.columns, values=torch.zeros(pack.num_targets))
     add_advantages([pack], settings, kl_coefficient=0.0, over_context=alone, over_all=alone)
-    return {name: values[1::2] for name, values in pack.values.items()}
+    return {name: values[1::2] for name, values in pack.columns.present().items()}
 
 
 def group(*rewards: float, skipped: Sequence[int] = (), cut: bool = False) -> Group:
@@ -76,8 +77,8 @@ def test_an_episode_that_is_skipped_is_as_if_it_were_not_there(settings: Any) ->
     others = [0, 2, 3, 4, 5]
     assert alone_["advantages"][:2].any()
     torch.testing.assert_close(found["advantages"][others], alone_["advantages"])
-    torch.testing.assert_close(found["weights"][others], alone_["weights"])
-    assert found["weights"][1] == 0
+    torch.testing.assert_close(found["loss_weights"][others], alone_["loss_weights"])
+    assert found["loss_weights"][1] == 0
 
 
 @pytest.mark.parametrize("settings", ESTIMATORS[:3])
@@ -99,7 +100,7 @@ def test_a_group_without_signal_has_advantage_zero(settings: Any, groups: list[G
     found = columns(groups, settings)
     assert all(values.isfinite().all() for values in found.values())
     # What nothing is subtracted from, REINFORCE++ and PPO whiten: over equal returns that is 0.
-    trained_on = found["weights"] > 0
+    trained_on = found["loss_weights"] > 0
     assert not found["advantages"][trained_on].any()
 
 
@@ -107,7 +108,7 @@ def test_a_group_without_signal_has_advantage_zero(settings: Any, groups: list[G
 def test_where_all_are_truncated_and_masked_nothing_is_trained_on(settings: Any) -> None:
     found = columns([group(0.4, 0.1, 0.2, cut=True)], replace(settings, mask_truncated=True))
     assert all(values.isfinite().all() for values in found.values())
-    assert not found["weights"].any()
+    assert not found["loss_weights"].any()
 
 
 def test_metrics_of_groups_without_signal_are_numbers() -> None:
@@ -139,12 +140,16 @@ def test_only_a_last_turn_that_was_long_is_punished() -> None:
     ]
     (tree,) = grouping.policy_trees([Group(episodes)], settings, max_new_tokens=8, max_turns=2)
     targets = [segment for segment in tree.segments if segment.is_target]
-    assert [target.values["rewards"][-1].item() for target in targets[1::2]] == [1.0, 0.5, 0.75]
+    assert [target.columns.rewards[-1].item() for target in targets[1::2] if target.columns] == [
+        1.0,
+        0.5,
+        0.75,
+    ]
 
 
 def test_the_constant_is_the_longest_episode_that_can_be() -> None:
     settings = GRPO(loss_aggregation="constant")
     groups = [Group([episode(0.0, 1.0), episode(1.0, 0.0)])]
     (tree,) = grouping.policy_trees(groups, settings, max_new_tokens=8, max_turns=3)
-    weights = [s.values["weights"] for s in tree.segments if s.is_target]
+    weights = [s.columns.loss_weights for s in tree.segments if s.columns]
     assert torch.cat(weights).tolist() == pytest.approx([1 / (2 * 8 * 3)] * 8)

@@ -82,7 +82,9 @@ def test_packs_of_padding_fill_up(shape: dict[str, Any], expected: list[list[int
         padding = minibatch.packs[len(real) :]
         assert real == minibatch.packs[: len(real)]
         for pack in padding:
-            assert pack.values.keys() == real[0].values.keys() == {"place"}, "losses read them"
+            assert pack.columns is not None and real[0].columns is not None
+            assert pack.columns.present().keys() == real[0].columns.present().keys()
+            assert len(pack.columns.rewards) == 0
             assert not pack.images and len(pack.token_ids) > 0
 
 
@@ -113,17 +115,17 @@ def test_context_ranks_have_parts_of_the_same_packs(context_size: int) -> None:
                 targets = torch.cat([part.target_index for part in held]).sort().values
                 assert torch.equal(targets, torch.arange(whole.num_targets))
                 for part in held:
-                    assert torch.equal(
-                        part.values["place"], whole.values["place"][part.target_index]
-                    )
+                    assert part.columns is not None and whole.columns is not None
+                    expected = whole.columns.rewards[part.target_index]
+                    assert torch.equal(part.columns.rewards, expected)
 
 
-def test_a_part_has_values_of_its_own() -> None:
-    """Scores that a pass adds to the parts are not in the plan."""
+def test_a_part_has_columns_of_its_own() -> None:
+    """Log-probs that a pass adds to the parts are not in the plan."""
     (work,) = plan(1)
     part = work.part(0, torch.device("cpu"))
-    part.minibatches[0].packs[0].values["old_logprobs"] = torch.zeros(1)
-    assert "old_logprobs" not in work.minibatches[0].packs[0].values
+    part.minibatches[0].packs[0].columns = None
+    assert work.minibatches[0].packs[0].columns is not None
 
 
 def test_images_go_to_the_first_stage_only() -> None:

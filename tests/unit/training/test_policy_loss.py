@@ -11,6 +11,7 @@ from torch import Tensor
 from megavlm.config.schema import GRPO
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss, supervised_loss
+from tests.columns import columns as target_columns
 
 N = 12
 
@@ -19,8 +20,8 @@ class Targets:
     """What a loss reads of a pack."""
 
     def __init__(self, values: dict[str, Tensor]) -> None:
-        self.values = values
         self.num_targets = len(next(iter(values.values())))
+        self.columns = target_columns(self.num_targets, **values)
         self.parents = (-1, 0, 0, 0)  # three responses
 
 
@@ -31,7 +32,7 @@ def columns(seed: int = 0) -> dict[str, Tensor]:
     return drawn | {
         "logprobs": drawn["logprobs"] - 2,
         "old": drawn["old"] - 2,
-        "sequence": torch.tensor([0.0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2]),
+        "sequence_ids": torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2]),
     }
 
 
@@ -41,8 +42,8 @@ def run(
     """Loss, measures and the gradient of log-probs over some of the targets."""
     c = {name: value[part] for name, value in columns().items()}
     given = {
-        "weights": torch.full_like(c["old"], 1 / N),
-        "sequence": c["sequence"],
+        "loss_weights": torch.full_like(c["old"], 1 / N),
+        "sequence_ids": c["sequence_ids"],
         "advantages": c["advantages"],
         "rollout_logprobs": c["old"] + c["rollout"],
         "reference_logprobs": c["old"] + c["reference"],
@@ -117,17 +118,17 @@ def test_the_first_update_is_never_clipped_and_has_the_plain_policy_gradient() -
 def test_the_first_update_leaves_its_log_probs_for_later_ones() -> None:
     c = columns()
     values = {
-        "weights": torch.ones(N),
-        "sequence": c["sequence"],
+        "loss_weights": torch.ones(N),
+        "sequence_ids": c["sequence_ids"],
         "advantages": c["advantages"],
         "rollout_logprobs": c["old"],
     }
     pack: Any = Targets(values)
     loss = policy_loss(GRPO(kl_coefficient=0), Update(kl_coefficient=0))
     loss(pack, TokenScores(c["logprobs"], c["entropy"], torch.empty(0)))
-    assert torch.equal(pack.values["old_logprobs"], c["logprobs"])
+    assert torch.equal(pack.columns.old_logprobs, c["logprobs"])
     loss(pack, TokenScores(c["logprobs"] + 1, c["entropy"], torch.empty(0)))
-    assert torch.equal(pack.values["old_logprobs"], c["logprobs"])
+    assert torch.equal(pack.columns.old_logprobs, c["logprobs"])
 
 
 @pytest.mark.parametrize("first_update", [False, True])
@@ -154,7 +155,7 @@ ZERO = torch.zeros(N)
     [
         (GRPO(kl_coefficient=0), {}, True),
         (GRPO(kl_coefficient=0), {"advantages": ZERO}, False),
-        (GRPO(kl_coefficient=0), {"weights": ZERO}, False),
+        (GRPO(kl_coefficient=0), {"loss_weights": ZERO}, False),
         # The policy is the reference: its KL is rounding. Once it has moved it is not.
         (GRPO(), {"advantages": ZERO, "has_moved": False}, False),
         (GRPO(), {"advantages": ZERO, "has_moved": True}, True),
@@ -185,7 +186,7 @@ def test_an_update_has_a_signal_or_has_none(
 
 def test_supervised_loss_is_the_mean_over_all_answers() -> None:
     logprobs = columns()["logprobs"]
-    pack: Any = Targets({"any": logprobs})
+    pack: Any = Targets({"rollout_logprobs": logprobs})
     loss, measures = supervised_loss(2 * N)(pack, TokenScores(logprobs, logprobs, torch.empty(0)))
     assert loss.item() == pytest.approx(-logprobs.sum().item() / (2 * N))
     assert measures["tokens"] == N

@@ -10,16 +10,18 @@ import torch
 from megavlm.config.schema import PPO
 from megavlm.training.metrics import value_metrics
 from megavlm.training.value_update import critic_loss, with_value_loss
+from tests.columns import columns
 
 
 def pack(weights: list[float]) -> Any:
     count = len(weights)
-    values = {
-        "weights": torch.tensor(weights),
-        "values": torch.zeros(count),
-        "returns": torch.arange(1.0, count + 1),
-    }
-    return SimpleNamespace(values=values)
+    given = columns(
+        count,
+        loss_weights=torch.tensor(weights),
+        values=torch.zeros(count),
+        returns=torch.arange(1.0, count + 1),
+    )
+    return SimpleNamespace(columns=given)
 
 
 def scores(*values: float) -> Any:

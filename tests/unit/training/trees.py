@@ -1,30 +1,30 @@
 """Trees and images of made-up sizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
+from megavlm.data.targets import TargetColumns
+from tests.columns import columns
 
 IMAGE = 9
 
 
-def segment(
-    length: int, start: int, parent: int, values: Mapping[str, Tensor] | None = None
-) -> Segment:
+def segment(length: int, start: int, parent: int, columns: TargetColumns | None = None) -> Segment:
     """A prompt of image tokens, or a response of token 1."""
     ids = torch.full((length,), 1 if parent >= 0 else IMAGE)
     positions = text_positions(length, start)
-    return Segment(ids, positions, parent, is_target=parent >= 0, values=values or {})
+    return Segment(ids, positions, parent, is_target=parent >= 0, columns=columns)
 
 
 def tree(prompt: int, responses: Sequence[int], image: str) -> Tree:
-    """Each target token has its own number in `values`: its place in its response."""
+    """Each target token has its own number in `rewards`: its place in its response."""
     children = [
-        segment(length, prompt, 0, {"place": torch.arange(float(length))}) for length in responses
+        segment(length, prompt, 0, columns(length, rewards=torch.arange(float(length))))
+        for length in responses
     ]
     return Tree((segment(prompt, 0, -1), *children), (image,))
 

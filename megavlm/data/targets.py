@@ -1,0 +1,77 @@
+"""Per-token data of the tokens that a policy is trained on: rewards, log-probs, advantages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TargetColumns:
+    """Columns of a table with one row per target token: every field is a tensor [N].
+
+    The rollout (rollout/groups.py) writes the fields without a default. The others are added on
+    the last pipeline stage, by `dataclasses.replace`, and are None until then and where the
+    algorithm does not use them.
+    """
+
+    rewards: Tensor
+    """float32. Reward at the last token of each turn, 0 elsewhere. Read by the advantages."""
+    rollout_logprobs: Tensor
+    """float32, nats. Log-probs by the rollout engine. Read by the importance weights and, where
+    they stand for the old ones, by the loss.
+    """
+    loss_weights: Tensor
+    """float32. Weight of the token in the loss, its denominator included; 0: not trained on."""
+    sequence_ids: Tensor
+    """int64. Number of the token's episode. The advantages renumber them from 0 in each pack, below
+    the pack's number of segments. Read by the losses per sequence.
+    """
+    group_ids: Tensor
+    """int64. Number of the token's group: episodes of one prompt. Read by the advantages."""
+    turn_ids: Tensor
+    """int64. Number of the token's turn in its episode, from 0. Read by GAE over turns."""
+    has_reward: Tensor
+    """bool. False where the reward of the episode failed and is skipped. Read by the advantages."""
+    is_stale: Tensor
+    """bool. True where older weights than the present ones sampled the token. Read by the metrics
+    that compare rollout engine and trainer.
+    """
+    old_logprobs: Tensor | None = None
+    """float32, nats. Log-probs by the trainer before the step's updates: from a pass of their own,
+    or from the first update. Read by the loss and by the KL in the reward.
+    """
+    reference_logprobs: Tensor | None = None
+    """float32, nats. Log-probs by the reference policy. Read by the KL in loss or reward."""
+    values: Tensor | None = None
+    """float32. The critic's values before the step's updates. Read by GAE and the value loss."""
+    advantages: Tensor | None = None
+    """float32. Written by training/advantages.py, read by the policy's loss."""
+    returns: Tensor | None = None
+    """float32. Targets of the critic: advantages plus values. Written with a critic only."""
+
+    def __post_init__(self) -> None:
+        for name, column in self.present().items():
+            assert column.shape == self.rewards.shape, f"{name}: one value per target token"
+
+    def present(self) -> dict[str, Tensor]:
+        """Return the fields that are not None, by name."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: column for name, column in columns.items() if column is not None}
+
+    def select(self, index: Tensor | slice) -> "TargetColumns":
+        """Return the rows of `index`: a slice, or int64 positions."""
+        return replace(self, **{name: column[index] for name, column in self.present().items()})
+
+    def to(self, device: torch.device | str) -> "TargetColumns":
+        """Return the same columns on `device`."""
+        return replace(self, **{name: column.to(device) for name, column in self.present().items()})
+
+
+def concatenate(parts: Sequence[TargetColumns]) -> TargetColumns:
+    """Return the rows of all parts, in their order. All parts must have the same fields."""
+    columns = [part.present() for part in parts]
+    names = columns[0].keys()
+    assert all(part.keys() == names for part in columns), "all targets have the same columns"
+    return TargetColumns(**{name: torch.cat([part[name] for part in columns]) for name in names})
