@@ -1,53 +1,42 @@
-"""Prompts in, responses out: many requests at once to the servers that may answer them."""
+"""Rollout client: responses to prompts, from all servers at once."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megavlm.inference.exchange import Exchange, Limits
-from megavlm.inference.generation import Rollout
-from megavlm.inference.protocol import Response, Sampling, is_complete
-from megavlm.inference.server_pool.routing import FixedServers, Routing
-from megavlm.observability.progress import Progress
+import httpx
+
+from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.generation import GenerationBatch
+from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.requests import RequestLimits
+from megavlm.inference.server_pool.routing import Routing
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
 
+DEFAULT_LIMITS = RequestLimits()
+
 
 class RolloutClient:
-    """Asynchronous inside, synchronous outside; its connections are kept until `close`.
+    """Context manager. Synchronous outside, asynchronous inside; it keeps its connections.
 
-    servers: a fleet, or addresses that nobody watches, with their `api_key` and `admin_key`.
-    timeout: seconds that one request may take in all; body_timeout: from the head of its answer on,
-    which comes when all tokens are sampled. concurrency: prompts in flight at each
-    server. retry_delay: longest first pause before a retry, seconds; it doubles, and each pause is
-    a random part of it.
-
-    A connection error, a time-out, a 5xx status or a malformed answer is retried, on another server
-    if there is one, a bounded number of times; generation changes nothing on a server, so no
+    A connection error, a time-out, a 5xx status or a malformed response is retried, at another
+    server if there is one, a bounded number of times; generation changes nothing on a server, so no
     response is lost or doubled. A 4xx status is our own mistake and is not retried.
     """
 
-    def __init__(
-        self,
-        servers: Routing | Sequence[str],
-        *,
-        api_key: str | None = None,
-        admin_key: str | None = None,
-        timeout: float = 300.0,
-        body_timeout: float = 60.0,
-        concurrency: int = 64,
-        retry_delay: float = 1.0,
-    ) -> None:
-        if isinstance(servers, Sequence):
-            servers = FixedServers(servers, api_key, admin_key)
-        self._routing: Routing = servers
-        self._concurrency = concurrency
-        self._limits = Limits(total=timeout, body=body_timeout, retry_delay=retry_delay)
+    def __init__(self, routing: Routing, limits: RequestLimits = DEFAULT_LIMITS) -> None:
+        self._routing, self._limits = routing, limits
         self._runner = asyncio.Runner()
-        self._exchange: Exchange | None = None
+        # trust_env: no proxy between a trainer and its servers. The number of connections has no
+        # limit of its own, because concurrency bounds the requests in flight.
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(limits.total, connect=limits.connect),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+        )
 
     def generate(
         self,
@@ -60,51 +49,42 @@ class RolloutClient:
         begun: Sequence[Sequence[Response]] | None = None,
         enough: int | None = None,
     ) -> list[list[Response]]:
-        """n responses to each prompt, in the order of the prompts.
+        """Return n responses to each prompt, in the order of the prompts.
 
-        weight_version: of the weights that must answer; None: of any. refit: called where no server
-        has them and one that answers could get them; what has been answered is kept.
-        begun: what earlier calls have of each prompt's group; its aborted responses are gone on
-        with. enough: complete groups after which the rest is aborted; then some groups hold
-        aborted responses, and some may be empty.
+        Args:
+            weight_version: of the weights that must answer; None: any.
+            refit: called when no server has these weights and one that answers could get them;
+                responses so far are kept.
+            begun: what earlier calls have of each prompt's group; aborted responses are continued.
+            enough: complete groups after which the rest is aborted; then some groups hold aborted
+                responses, and some may be empty.
 
-        Raises RolloutRequestError when a server refuses a request or counts other prompt tokens
-        than we do, RolloutServerError when no attempt came through or no server is left.
+        Raises RolloutRequestError if a server refuses a request or counts other prompt tokens than
+        the trainer, RolloutServerError if all attempts failed or too few servers are left.
         """
         version = None if weight_version is None else str(weight_version)
-        groups = [list(group) for group in begun] if begun is not None else [[] for _ in prompts]
-        wanted = len(prompts) if enough is None else min(enough, len(prompts))
-        attempts: Counter[int] = Counter()
-        with Progress() as progress:
-            while sum(map(is_complete, groups)) < wanted:
-                rollout = Rollout(
-                    prompts,
-                    groups,
-                    n=n,
-                    sampling=sampling,
-                    version=version,
-                    wanted=wanted,
-                    routing=self._routing,
-                    concurrency=self._concurrency,
-                    progress=progress,
-                    attempts=attempts,
+        batch = GenerationBatch(
+            prompts=prompts,
+            groups=[[] for _ in prompts] if begun is None else [list(group) for group in begun],
+            n=n,
+            sampling=sampling,
+            version=version,
+            wanted=len(prompts) if enough is None else min(enough, len(prompts)),
+            routing=self._routing,
+            http=self._http,
+            limits=self._limits,
+        )
+        while not self._runner.run(batch.run()):
+            if refit is None:
+                raise RolloutServerError(
+                    f"no rollout server has weight version {version}: one restarted, or another "
+                    "process changed its weights"
                 )
-                if self._runner.run(self._run(rollout)):
-                    break
-                if refit is None:
-                    raise rollout.unfit()
-                refit()
-        return groups
-
-    async def _run(self, rollout: Rollout) -> bool:
-        if self._exchange is None:
-            self._exchange = Exchange(self._limits)
-        return await rollout.run(self._exchange)
+            refit()
+        return batch.groups
 
     def close(self) -> None:
-        if self._exchange is not None:
-            self._runner.run(self._exchange.close())
-            self._exchange = None
+        self._runner.run(self._http.aclose())
         self._runner.close()
 
     def __enter__(self) -> "RolloutClient":

@@ -1,6 +1,4 @@
-"""The rollout servers of a run, as the driver sees them: started here, or started elsewhere and
-given by address.
-"""
+"""Connection of a run to its rollout servers: servers that it starts, or running ones by URL."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -8,16 +6,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, Rollout
 from megavlm.inference.client import RolloutClient
-from megavlm.inference.placement import keeps_weights, managed_servers
+from megavlm.inference.requests import RequestLimits
+from megavlm.inference.server import ManagedServer, server_ports
+from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.memory import ServerMemory
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.inference.server_pool.router import BehindRouter
-from megavlm.inference.server_pool.state import Policy
+from megavlm.inference.server_pool.state import RestartPolicy
 from megavlm.models.options import trains_tower
+from megavlm.parallel import platform
 
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
 # directory.
@@ -26,46 +27,50 @@ API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
 
 @dataclass(frozen=True)
 class Connection:
+    """memory: the servers' GPU memory; None unless they share GPUs with the trainer."""
+
     client: RolloutClient
     server_pool: ServerPool
-    memory: ServerMemory | None = None  # where they share the trainer's GPUs
+    memory: ServerMemory | None = None
 
 
 @contextmanager
 def connect(
     config: Config, model_folder: str | Path, *, needs_refit: bool = True
 ) -> Iterator[Connection]:
-    """Connects to `rollout.urls`, or runs servers of `model_folder` for as long as the context.
+    """Connect to `rollout.urls`, or run servers of `model_folder` as long as the context.
 
-    needs_refit: whether they get requests only after a push; else they serve what they started
-    with.
+    needs_refit: servers get requests only after a push; False: they serve what they started with.
     """
     rollout = config.rollout
-    policy = Policy(
+    policy = RestartPolicy(
         max_restarts=rollout.max_restarts,
-        give_up_after=rollout.start_timeout,
+        start_timeout=rollout.start_timeout,
+        min_servers=rollout.min_servers,
         needs_refit=needs_refit,
     )
-    server_pool = ServerPool(
-        handles(config, model_folder, needs_refit=needs_refit),
-        policy=policy,
-        min_servers=rollout.min_servers,
-        start_timeout=rollout.start_timeout,
-        say=lambda line: print(line, flush=True),
-    )
-    with server_pool, _client(config, server_pool) as client:
+    handles = server_handles(config, model_folder, needs_refit=needs_refit)
+    server_pool = ServerPool(handles, policy, log=lambda line: print(line, flush=True))
+    with server_pool, _client(rollout, server_pool) as client:
         if not rollout.colocate:
             yield Connection(client, server_pool)
             return
-        with ServerMemory(
-            server_pool, keeps_weights=keeps_weights(rollout), timeout=rollout.request_timeout
-        ) as memory:
+        with ServerMemory(server_pool, rollout) as memory:
             if needs_refit:  # a trainer is about to take the memory
                 memory.release(["kv_cache", "weights"])
             yield Connection(client, server_pool, memory)
 
 
-def handles(
+def _client(rollout: Rollout, server_pool: ServerPool) -> RolloutClient:
+    if rollout.router is None:
+        limits = RequestLimits(total=rollout.request_timeout, concurrency=rollout.concurrency)
+        return RolloutClient(server_pool, limits)
+    together = rollout.concurrency * len(rollout.urls)
+    limits = RequestLimits(total=rollout.request_timeout, concurrency=together)
+    return RolloutClient(BehindRouter(server_pool, rollout.router, os.environ.get(API_KEY)), limits)
+
+
+def server_handles(
     config: Config, model_folder: str | Path, *, needs_refit: bool = True
 ) -> Sequence[ServerHandle]:
     rollout = config.rollout
@@ -79,10 +84,51 @@ def handles(
     return [ServerHandle(url.rstrip("/"), *keys, required=required) for url in rollout.urls]
 
 
-def _client(config: Config, server_pool: ServerPool) -> RolloutClient:
-    rollout, timeout = config.rollout, config.rollout.request_timeout
-    if rollout.router is None:
-        return RolloutClient(server_pool, timeout=timeout, concurrency=rollout.concurrency)
-    routing = BehindRouter(server_pool, rollout.router, os.environ.get(API_KEY))
-    together = rollout.concurrency * len(rollout.urls)
-    return RolloutClient(routing, timeout=timeout, concurrency=together)
+def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedServer]:
+    """Return the run's servers, not launched yet, each with its GPUs, port and log.
+
+    Raises ValueError if this machine has too few GPUs.
+    """
+    rollout, count = config.rollout, config.rollout.servers
+    options = ServerOptions.from_config(config, model_folder, platform.device().type)
+    gpus = server_gpus(rollout, platform.num_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ports = (
+        server_ports(count) if rollout.port is None else range(rollout.port, rollout.port + count)
+    )
+    suffixes = [""] if count == 1 else [f"_{index}" for index in range(count)]
+    return [
+        ManagedServer(
+            options,
+            port=ports[index],
+            log_path=Path(config.run.dir) / f"rollout_server{suffixes[index]}.log",
+            first_gpu=gpus[index],
+            first_core=index * rollout.tensor_parallel,
+            start_timeout=rollout.start_timeout,
+        )
+        for index in range(count)
+    ]
+
+
+def server_gpus(rollout: Rollout, num_gpus: int, num_trainers: int) -> Sequence[int]:
+    """Return the first GPU of each server; 0 on a machine without GPUs.
+
+    num_trainers: ranks that train on this machine, on GPUs from 0 on. Raises ValueError if the GPUs
+    do not exist or are the trainer's.
+    """
+    size, needed = rollout.tensor_parallel, rollout.servers * rollout.tensor_parallel
+    if num_gpus == 0:
+        return [0] * rollout.servers
+    first = 0 if rollout.colocate else num_trainers
+    gpus = rollout.gpus or tuple(range(first, first + needed))
+    if max(gpus) >= num_gpus:
+        raise ValueError(
+            f"rollout.servers={rollout.servers} x rollout.tensor_parallel={size} would take GPUs "
+            f"{list(gpus)} of this machine, which has {num_gpus} and trains on {num_trainers}: "
+            "lower one, set rollout.gpus, or rollout.colocate=true to share the trainer's"
+        )
+    if not rollout.colocate and min(gpus) < num_trainers:
+        raise ValueError(
+            f"rollout.gpus={list(rollout.gpus)} names GPUs of the {num_trainers} trainer ranks: "
+            "set rollout.colocate=true to share them, or name others"
+        )
+    return gpus[::size]

@@ -1,4 +1,4 @@
-"""What goes wrong with rollout servers, for callers to tell apart."""
+"""Errors of rollout servers, which callers handle differently."""
 
 
 class RolloutServerError(RuntimeError):
@@ -6,12 +6,12 @@ class RolloutServerError(RuntimeError):
 
 
 class RolloutRequestError(RuntimeError):
-    """A request failed for good: refused, malformed, or out of retries."""
+    """A request failed for good: the server refused it, or its response cannot be used."""
 
 
 class WeightSyncError(RuntimeError):
-    """A weight push failed; the servers' version did not advance."""
+    """A weight push failed; the servers' weight version did not advance."""
 
 
 class TrainerFault(WeightSyncError):
-    """A push failed on the trainer's side: no server is to blame, and a new attempt is useless."""
+    """A push failed on the trainer's side: no server is at fault, and a retry is useless."""

@@ -1,109 +1,109 @@
-"""One rollout: requests in flight at the servers that may answer them, until enough is answered."""
+"""Generation of a batch: requests in flight at all servers until enough groups are complete."""
 
 import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megavlm.inference.balance import choose
+import httpx
+
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.exchange import ATTEMPTS, Exchange, Failed
-from megavlm.inference.protocol import Response, Sampling, is_complete
-from megavlm.inference.requests import Request, make_requests
-from megavlm.inference.server_pool.routing import Address, Outlook, Routing
+from megavlm.inference.protocol import Response, Sampling, bearer, is_complete
+from megavlm.inference.requests import (
+    ATTEMPTS,
+    Request,
+    RequestFailed,
+    RequestLimits,
+    make_requests,
+)
+from megavlm.inference.server_pool.routing import Address, Outlook, Routing, choose_server
 from megavlm.observability.progress import Progress
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
 
-LOOK_EVERY = 0.5  # seconds between looks at what no event tells
-ABORT_PATIENCE = 30.0  # seconds in which aborted requests must answer
+POLL_EVERY = 0.5  # seconds between checks of what no event reports
+ABORT_TIMEOUT = 30.0  # seconds in which aborted requests must be answered
 
-Answer = asyncio.Task[list[list[Response]]]
+ResponseTask = asyncio.Task[list[list[Response]]]
 
 
-class Rollout:
-    """Fills `groups`, in place: a group is complete, partly aborted, or empty.
+@dataclass(eq=False, kw_only=True)
+class GenerationBatch:
+    """Generation of n responses to each of `prompts`.
 
-    version: of the weights that must answer; None: of any. wanted: complete groups after which the
-    rest is aborted; equal to the number of prompts where nothing is. attempts: failed, by place,
-    those of earlier rollouts for the same groups among them.
+    groups: the responses of each prompt, filled in place; a group is complete, partly aborted, or
+    empty. version: of the weights that must answer; None: any. wanted: complete groups after which
+    the rest is aborted.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence["Prompt"],
-        groups: list[list[Response]],
-        *,
-        n: int,
-        sampling: Sampling,
-        version: str | None,
-        wanted: int,
-        routing: Routing,
-        concurrency: int,
-        progress: Progress,
-        attempts: Counter[int],
-    ) -> None:
-        self._prompts, self._groups, self._n = prompts, groups, n
-        self._sampling, self._version, self._wanted = sampling, version, wanted
-        self._routing, self._concurrency, self._progress = routing, concurrency, progress
-        self._waiting: deque[Request] = deque()
-        self._running: dict[Answer, tuple[Request, Address]] = {}
-        self._attempts = attempts
-        self._loads: Counter[str] = Counter()  # prompts in flight by server
-        self._tokens = 0
-        self._aborting = False
+    prompts: Sequence["Prompt"]
+    groups: list[list[Response]]
+    n: int
+    sampling: Sampling
+    version: str | None
+    wanted: int
+    routing: Routing
+    http: httpx.AsyncClient
+    limits: RequestLimits
+    _waiting: deque[Request] = field(init=False)
+    _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False)
+    _loads: Counter[str] = field(init=False)  # prompts in flight by server
+    _attempts: Counter[int] = field(init=False, default_factory=Counter)  # failed ones, by place
+    _num_tokens: int = field(init=False, default=0)
+    _aborting: bool = field(init=False, default=False)
 
-    async def run(self, exchange: Exchange) -> bool:
-        """True when enough groups are complete; False where only a refit can help."""
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        self._limits, self._started = exchange.limits, time.monotonic()
-        with self._routing.in_use(partial(loop.call_soon_threadsafe, changed.set)):
+    async def run(self) -> bool:
+        """Return True when enough groups are complete, False if only a refit can help.
+
+        After a refit it may run again, and keeps the responses that it has.
+        """
+        if self._num_complete >= self.wanted:
+            return True
+        self._running, self._loads, self._num_tokens = {}, Counter(), 0
+        loop, changed, started = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
+        wake = partial(loop.call_soon_threadsafe, changed.set)
+        with self.routing.in_use(wake), Progress() as progress:
             try:
-                self._waiting.extend(self._requests())
-                while self._num_complete < self._wanted:
+                self._waiting = deque(self._make_requests())
+                while self._num_complete < self.wanted:
                     changed.clear()
                     self._move_lost()
-                    self._send(exchange)
+                    self._send_waiting()
                     if not self._running and self._needs_refit():
                         return False
                     await self._wait(changed)
                     self._collect()
-                    self._progress.show(self._line())
+                    progress.show(self._line(time.monotonic() - started))
                 if self._running:
-                    await self._abort(exchange)
+                    await self._abort()
                 return True
             finally:
                 for task in self._running:
                     task.cancel()
                 await asyncio.gather(*self._running, return_exceptions=True)
 
-    def unfit(self) -> RolloutServerError:
-        return RolloutServerError(
-            f"no rollout server has weight version {self._version}; one was restarted or changed "
-            "behind the trainer's back"
-        )
-
-    def _requests(self) -> list[Request]:
+    def _make_requests(self) -> list[Request]:
         return make_requests(
-            self._prompts,
-            self._n,
-            self._sampling,
-            self._groups,
-            num_servers=max(len(self._routing.routable(self._version)), 1),
-            concurrency=self._concurrency,
-            single=self._wanted < len(self._prompts),
+            self.prompts,
+            self.n,
+            self.sampling,
+            self.groups,
+            num_servers=max(len(self.routing.routable(self.version)), 1),
+            concurrency=self.limits.concurrency,
+            single=self.wanted < len(self.prompts),
         )
 
     @property
     def _num_complete(self) -> int:
-        return sum(map(is_complete, self._groups))
+        return sum(map(is_complete, self.groups))
 
-    def _send(self, exchange: Exchange) -> None:
-        """As much of what waits as the servers may have in flight."""
-        addresses = {a.url: a for a in self._routing.routable(self._version)}
+    def _send_waiting(self) -> None:
+        """Send as many of the waiting requests as the servers may have in flight."""
+        addresses = {a.url: a for a in self.routing.routable(self.version)}
         now = asyncio.get_running_loop().time()
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
@@ -111,80 +111,82 @@ class Rollout:
             loads = {url: self._loads[url] for url in addresses if url in others}
             url = None
             if now >= request.not_before:
-                url = choose(request.key, loads, request.num_prompts, self._concurrency)
+                limit = self.limits.concurrency
+                url = choose_server(request.key, loads, request.num_prompts, limit)
             if url is None:
-                self._waiting.append(request)  # all keep their order: each is looked at once
+                self._waiting.append(request)  # each is looked at once, so all keep their order
                 continue
-            task = asyncio.create_task(exchange.generate(addresses[url], request, self._sampling))
-            self._running[task] = request, addresses[url]
+            response = request.send(self.http, addresses[url], self.sampling, self.limits)
+            self._running[asyncio.create_task(response)] = request, addresses[url]
             self._loads[url] += request.num_prompts
 
     def _needs_refit(self) -> bool:
-        """Nothing is in flight: whether waiting cannot help."""
-        if not self._waiting or self._routing.routable(self._version):
+        """Return True if waiting cannot help; no request is in flight."""
+        if not self._waiting or self.routing.routable(self.version):
             return False
-        return self._routing.outlook(self._version) is Outlook.REFIT
+        return self.routing.outlook(self.version) is Outlook.REFIT
 
     async def _wait(self, changed: asyncio.Event) -> None:
-        """Until an answer comes, a server's state changes or a pause is over."""
+        """Wait for a response, a change of a server's state, or the end of a pause."""
         now = asyncio.get_running_loop().time()
         pauses = [r.not_before - now for r in self._waiting if r.not_before > now]
         change = asyncio.create_task(changed.wait())
         try:
             await asyncio.wait(
                 {change, *self._running},
-                timeout=min([LOOK_EVERY, *pauses]),
+                timeout=min([POLL_EVERY, *pauses]),
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
             change.cancel()
 
     def _move_lost(self) -> None:
-        """What is in flight at a server that was given up is asked elsewhere."""
+        """Take requests back from servers that were given up."""
         for task, (_, address) in list(self._running.items()):
-            if not task.done() and self._routing.lost(address.url, self._version):
+            if not task.done() and self.routing.lost(address.url, self.version):
                 task.cancel()
-                self._again(self._take(task), address, "its server was lost")
+                self._retry(self._take(task), address, "its server was lost")
 
     def _collect(self) -> None:
+        """Take the responses of all requests that have ended; retry those that failed."""
         for task in [task for task in self._running if task.done()]:
             address = self._running[task][1]
             request = self._take(task)
             try:
                 answers = task.result()
-            except Failed as error:
-                self._routing.unanswered(address.url, str(error))
-                self._again(request, address, str(error))
+            except RequestFailed as error:
+                self.routing.request_failed(address.url, str(error))
+                self._retry(request, address, str(error))
                 continue
             if others := self._other_versions(answers, request):
                 reason = (
                     f"{address.url} answers with weight versions {others} instead of "
-                    f"{self._version}; it was restarted or changed behind the trainer's back"
+                    f"{self.version}; it restarted, or another process changed its weights"
                 )
-                self._routing.wrong_version(address.url, reason)
-                self._again(request, address, reason)
+                self.routing.wrong_version(address.url, reason)
+                self._retry(request, address, reason)
                 continue
-            self._routing.answered(address.url)
+            self.routing.answered(address.url)
             for place, responses in zip(request.places, answers, strict=True):
-                self._groups[place] = responses if _has_tokens(responses) else []
-                self._tokens += sum(len(response.token_ids) for response in responses)
-            self._go_on(request, address)
+                self.groups[place] = responses if _has_tokens(responses) else []
+                self._num_tokens += sum(len(response.token_ids) for response in responses)
+            self._continue_aborted(request, address)
 
-    def _go_on(self, request: Request, address: Address) -> None:
-        """What somebody else aborted is asked for again, from where it is."""
+    def _continue_aborted(self, request: Request, address: Address) -> None:
+        """Request the rest of responses that another client has aborted."""
         for place, prompt in zip(request.places, request.prompts, strict=True):
-            if not is_complete(self._groups[place]):
-                rest = Request([place], [prompt], self._n, tuple(self._groups[place]))
-                self._again(rest, address, "it was aborted")
+            if not is_complete(self.groups[place]):
+                rest = Request([place], [prompt], self.n, tuple(self.groups[place]))
+                self._retry(rest, address, "it was aborted")
 
-    def _take(self, task: Answer) -> Request:
+    def _take(self, task: ResponseTask) -> Request:
         request, address = self._running.pop(task)
         self._loads[address.url] -= request.num_prompts
         return request
 
-    def _again(self, request: Request, address: Address, problem: str) -> None:
+    def _retry(self, request: Request, address: Address, problem: str) -> None:
         if self._aborting:
-            return  # enough is answered; the next rollout asks for this
+            return  # enough groups are complete; a later batch continues this one
         self._attempts.update(request.places)
         attempts = max(self._attempts[place] for place in request.places)
         if attempts >= ATTEMPTS:
@@ -193,15 +195,15 @@ class Rollout:
                 f"{ATTEMPTS} attempts; the last problem: {problem}"
             )
         now = asyncio.get_running_loop().time()
-        request.not_before = now + self._limits.pause(attempts)
+        request.not_before = now + self.limits.pause(attempts)
         request.last_url = address.url
         self._waiting.append(request)
 
     def _other_versions(self, answers: list[list[Response]], request: Request) -> list[str]:
-        """The versions but the wanted one that new tokens come from."""
-        if self._version is None:
+        """Return the weight versions of new tokens that are not the required one."""
+        if self.version is None:
             return []
-        starts = [len(response.token_ids) for response in request.begun] or [0] * self._n
+        starts = [len(response.token_ids) for response in request.begun] or [0] * self.n
         found = {
             span.version
             for responses in answers
@@ -209,25 +211,35 @@ class Rollout:
             for span in response.spans
             if span.end > start
         }
-        return sorted(found - {self._version})
+        return sorted(found - {self.version})
 
-    async def _abort(self, exchange: Exchange) -> None:
-        """What still runs ends with the tokens that it has."""
+    async def _abort(self) -> None:
+        """Abort all requests in flight, and take the tokens that they have."""
         self._aborting = True
-        deadline = time.monotonic() + ABORT_PATIENCE
+        deadline = time.monotonic() + ABORT_TIMEOUT
         while self._running and time.monotonic() < deadline:
-            # Again and again: what a server has not begun yet does not hear it.
+            # Repeated, because a server does not abort a request that it has not begun.
             addresses = {address.url: address for _, address in self._running.values()}
-            await asyncio.gather(*map(exchange.abort_all, addresses.values()))
-            await asyncio.wait(self._running, timeout=LOOK_EVERY)
+            await asyncio.gather(*map(self._abort_server, addresses.values()))
+            await asyncio.wait(self._running, timeout=POLL_EVERY)
             self._collect()
 
-    def _line(self) -> str:
-        seconds = time.monotonic() - self._started
+    async def _abort_server(self, address: Address) -> None:
+        try:
+            await self.http.post(
+                address.url + "/abort_request",
+                json={"abort_all": True},
+                headers=bearer(address.admin_key),
+                timeout=self.limits.connect,
+            )
+        except httpx.HTTPError:
+            pass  # the requests' own limits end them
+
+    def _line(self, seconds: float) -> str:
         return (
-            f"rollout  {self._num_complete}/{self._wanted} prompts, "
+            f"rollout  {self._num_complete}/{self.wanted} prompts, "
             f"{sum(self._loads.values())} in flight, {len(self._loads)} servers, "
-            f"{self._tokens / seconds:,.0f} tok/s"
+            f"{self._num_tokens / seconds:,.0f} tok/s"
         )
 
 

@@ -1,8 +1,8 @@
-"""What is said to an SGLang server and what it answers: pure functions over JSON values.
+"""SGLang's HTTP protocol: request bodies and responses as pure functions over JSON values.
 
-Tokens in, tokens out: prompts go as token ids with one image token per image, which SGLang
-expands itself, and as images that need no further resizing. They go as bytes, never as an
-address: a server fetches nothing.
+Tokens in, tokens out: prompts are sent as token ids with one image token per image, which SGLang
+expands itself, and as images that need no further resizing. Images are sent as bytes, never as a
+URL, so that a server fetches nothing.
 """
 
 import base64
@@ -10,23 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 from megavlm.inference.errors import RolloutRequestError
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
 
 # Added to a suppressed token's logit: its probability is exactly 0 in every float type.
-SUPPRESSED = -1e9
+SUPPRESSED_BIAS = -1e9
 ABORT = "abort"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. Temperature 0 is greedy.
+    """Sampling parameters. Temperature 0 is greedy.
 
-    suppressed_ids are never drawn; the log-probs are those of the distribution without them.
-    end_id: the token that ends a response; None where no response is ever aborted. adapter: the
-    name of the one that answers, None for the weights alone.
+    suppressed_ids: tokens that are never sampled; log-probs are of the distribution without them.
+    end_id: the token that ends a response; None if no response is ever aborted. adapter: name of
+    the LoRA adapter that answers; None: the weights alone.
     """
 
     temperature: float
@@ -38,8 +40,8 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Tokens `start` to `end` of a response were sampled with the weights `version`."""
+class VersionSpan:
+    """Tokens `start` to `end` of a response, sampled with the weights `version`."""
 
     version: str
     start: int
@@ -48,33 +50,33 @@ class Span:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response, with its end-of-turn token if it has one.
+    """One sampled response of T tokens, with its end-of-turn token if it has one.
 
-    logprobs: of each token, natural log, at the sampling temperature (at 1 when greedy), before
-    top-p, under the weights that sampled it. finish: "stop", "length", or "abort" where it is to be
+    logprobs: of each token, natural log, at the sampling temperature (at 1 if greedy), before
+    top-p, under the weights that sampled it. finish: "stop", "length", or "abort" if it is to be
     continued. weight_version: of the weights that finished it. spans: of all tokens, in order.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: tuple[int, ...]  # [T]
+    logprobs: tuple[float, ...]  # [T]
     finish: str
     weight_version: str
-    spans: tuple[Span, ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
 
     @property
     def is_complete(self) -> bool:
         return self.finish != ABORT
 
     def then(self, rest: "Response") -> "Response":
-        """The whole of a response and its continuation."""
+        """Return the response joined with its continuation."""
         offset = len(self.token_ids)
         spans = list(self.spans)
         for span in rest.spans:
             start, end = span.start + offset, span.end + offset
             if spans and spans[-1].version == span.version:
-                spans[-1] = Span(span.version, spans[-1].start, end)
+                spans[-1] = VersionSpan(span.version, spans[-1].start, end)
             else:
-                spans.append(Span(span.version, start, end))
+                spans.append(VersionSpan(span.version, start, end))
         return Response(
             self.token_ids + rest.token_ids,
             self.logprobs + rest.logprobs,
@@ -85,12 +87,12 @@ class Response:
 
 
 def is_complete(responses: Sequence[Response]) -> bool:
-    """Whether a group has all its responses, none of them aborted."""
+    """Return True if a group has all its responses, none of them aborted."""
     return bool(responses) and all(response.is_complete for response in responses)
 
 
 def generate_body(prompts: Sequence["Prompt"], n: int, sampling: Sampling) -> dict[str, Any]:
-    """The body of one /generate request for n responses to each prompt."""
+    """Return the body of a /generate request for n responses to each prompt."""
     body: dict[str, Any] = {
         "input_ids": [list(prompt.request_ids) for prompt in prompts],
         "sampling_params": {"n": n, **_parameters(sampling, sampling.max_new_tokens)},
@@ -106,7 +108,7 @@ def generate_body(prompts: Sequence["Prompt"], n: int, sampling: Sampling) -> di
 def continue_body(
     prompt: "Prompt", begun: Sequence[Response], sampling: Sampling
 ) -> dict[str, Any]:
-    """The body of one /generate request that goes on with a prompt's aborted responses."""
+    """Return the body of a /generate request that continues a prompt's aborted responses."""
     body: dict[str, Any] = {
         "input_ids": [[*prompt.request_ids, *response.token_ids] for response in begun],
         "sampling_params": [
@@ -129,8 +131,23 @@ def _parameters(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
         "max_new_tokens": max_new_tokens,
     }
     if sampling.suppressed_ids:
-        parameters["logit_bias"] = {str(token): SUPPRESSED for token in sampling.suppressed_ids}
+        parameters["logit_bias"] = {
+            str(token): SUPPRESSED_BIAS for token in sampling.suppressed_ids
+        }
     return parameters
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """Return the header that authorizes a request by `key`."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def json_object(reply: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object in a reply. Raises ValueError if it holds anything else."""
+    answer = reply.json()
+    if not isinstance(answer, dict):
+        raise ValueError(f"{str(answer)[:100]!r} is no JSON object")
+    return answer
 
 
 def data_uri(png: bytes) -> str:
@@ -140,11 +157,11 @@ def data_uri(png: bytes) -> str:
 def parse_generate(
     answer: Any, prompts: Sequence["Prompt"], n: int, sampling: Sampling
 ) -> list[list[Response]]:
-    """The n responses of each prompt, in the order of the request.
+    """Return the n responses of each prompt, in the order of the request.
 
-    Raises KeyError, TypeError or ValueError when the answer is not of the form that SGLang gives,
-    and RolloutRequestError when the server counts other prompt tokens than we do: then its image
-    processing is not ours, and its log-probs would be of another prompt.
+    Raises KeyError, TypeError or ValueError if the answer is not of SGLang's form, and
+    RolloutRequestError if the server counts other prompt tokens than the trainer: then their image
+    processing differs, and its log-probs would be of another prompt.
     """
     items = _items(answer, len(prompts) * n)
     return [
@@ -159,7 +176,7 @@ def parse_generate(
 def parse_continue(
     answer: Any, prompt: "Prompt", begun: Sequence[Response], sampling: Sampling
 ) -> list[Response]:
-    """The responses of `begun` with what was sampled after them; raises as `parse_generate`."""
+    """Return the responses of `begun` with their continuations. Raises as `parse_generate`."""
     items = _items(answer, len(begun))
     return [
         response.then(_response(item["meta_info"], prompt, response.token_ids, sampling))
@@ -177,10 +194,9 @@ def _items(answer: Any, count: int) -> list[Any]:
 def _response(
     meta: Mapping[str, Any], prompt: "Prompt", before: Sequence[int], sampling: Sampling
 ) -> Response:
-    """What was sampled after the prompt and the tokens `before`."""
     tokens = tuple(int(token) for _, token, *_ in meta["output_token_logprobs"])
     finish = _finish(meta["finish_reason"], tokens, len(before), sampling)
-    if tokens:  # one that was aborted in the queue has no counts yet
+    if tokens:  # a response that was aborted in the queue has no counts yet
         counted, expected = meta["prompt_tokens"], len(prompt.token_ids) + len(before)
         if counted != expected:
             raise RolloutRequestError(
@@ -195,7 +211,7 @@ def _response(
         finish=finish,
         weight_version=version,
         spans=tuple(
-            Span(str(span["version"]), int(span["start"]), int(span["end"]))
+            VersionSpan(str(span["version"]), int(span["start"]), int(span["end"]))
             for span in spans
             if span["end"] > span["start"]
         ),
@@ -205,7 +221,7 @@ def _response(
 def _finish(
     reason: Mapping[str, Any], tokens: Sequence[int], num_before: int, sampling: Sampling
 ) -> str:
-    """An abort lets the step that runs end, whose token may be the last one anyway."""
+    # An abort lets the running step end, whose token may be the last one anyway.
     finish = str(reason["type"])
     if finish == ABORT and tokens:
         if tokens[-1] == sampling.end_id:

@@ -1,31 +1,64 @@
-"""One HTTP request's share of a rollout: which prompts, what is sent, what comes of the answer."""
+"""Request of responses from a server: its prompts, its body, and the limits on its time."""
 
+import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
+from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import (
     Response,
     Sampling,
+    bearer,
     continue_body,
     generate_body,
     parse_continue,
     parse_generate,
 )
+from megavlm.inference.server_pool.routing import Address
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
 
+ATTEMPTS = 4  # of a request, at any servers
 PROMPTS_PER_REQUEST = 16  # one request costs a server as much as a prompt of 25 tokens
 TOKENS_PER_REQUEST = 256  # a prompt; for longer responses a request's own cost is nothing
 
 
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of requests. Times in seconds.
+
+    total: of a request, from the first byte sent to the last byte read. body: from the head of the
+    response on, which comes when all tokens are sampled. connect: of a connection. retry_delay:
+    longest pause before the first retry. concurrency: prompts in flight at each server.
+    """
+
+    total: float = 300.0
+    body: float = 60.0
+    connect: float = 10.0
+    retry_delay: float = 1.0
+    concurrency: int = 64
+
+    def pause(self, attempts: int) -> float:
+        """Return the pause after so many failed attempts: exponential, with full jitter."""
+        longest = self.retry_delay * 2.0 ** (attempts - 1)
+        return longest * secrets.SystemRandom().random()
+
+
+class RequestFailed(Exception):
+    """An attempt that may be made again, at another server."""
+
+
 @dataclass(eq=False)
 class Request:
-    """n new responses to each of `prompts`, or the rest of one prompt's `begun` responses.
+    """Request for n new responses to each of `prompts`, or for the rest of one prompt's `begun`.
 
-    places: of the prompts in the rollout. not_before: in the event loop's time.
-    last_url: of the server that failed it last.
+    places: index of each prompt in the batch. not_before: time of the event loop. last_url: the
+    server that failed it last.
     """
 
     places: list[int]
@@ -45,25 +78,54 @@ class Request:
 
     @property
     def key(self) -> str:
-        """The same for prompts that show the same images: their features are cached."""
+        """Key of the first prompt's images: a server that has seen them has their features."""
         return "".join(image.key for image in self.prompts[0].images) or self.source
+
+    async def send(
+        self, http: httpx.AsyncClient, address: Address, sampling: Sampling, limits: RequestLimits
+    ) -> list[list[Response]]:
+        """Send the request and return the responses of each prompt.
+
+        Raises RequestFailed if another attempt may succeed, RolloutRequestError for a 4xx status
+        and as `parse_generate` does.
+        """
+        url, headers = address.url + "/generate", bearer(address.api_key)
+        try:
+            async with (
+                asyncio.timeout(limits.total),
+                http.stream("POST", url, json=self.body(sampling), headers=headers) as reply,
+                asyncio.timeout(limits.body),
+            ):
+                await reply.aread()
+            if reply.is_client_error:
+                raise RolloutRequestError(
+                    f"{url} returned HTTP {reply.status_code} for the request of {self.source}: "
+                    f"{reply.text[:500]}"
+                )
+            reply.raise_for_status()
+            return self.parse(reply.json(), sampling)
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise RequestFailed(repr(error)) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestFailed(f"malformed response: {error!r}") from error
 
     def body(self, sampling: Sampling) -> dict[str, Any]:
         if self.begun:
-            return continue_body(self.prompts[0], self._unfinished, sampling)
+            return continue_body(self.prompts[0], self._aborted, sampling)
         return generate_body(self.prompts, self.n, sampling)
 
     def parse(self, answer: Any, sampling: Sampling) -> list[list[Response]]:
-        """The responses of each prompt, those that were complete before among them. Raises as
-        `parse_generate`.
+        """Return the responses of each prompt, with those that were complete before.
+
+        Raises as `parse_generate` does.
         """
         if not self.begun:
             return parse_generate(answer, self.prompts, self.n, sampling)
-        rest = iter(parse_continue(answer, self.prompts[0], self._unfinished, sampling))
+        rest = iter(parse_continue(answer, self.prompts[0], self._aborted, sampling))
         return [[r if r.is_complete else next(rest) for r in self.begun]]
 
     @property
-    def _unfinished(self) -> list[Response]:
+    def _aborted(self) -> list[Response]:
         return [response for response in self.begun if not response.is_complete]
 
 
@@ -77,10 +139,12 @@ def make_requests(
     concurrency: int,
     single: bool,
 ) -> list[Request]:
-    """Requests for all prompts whose groups are not complete, those that were begun first.
+    """Return requests for all prompts whose groups are not complete, the begun ones first.
 
-    concurrency: prompts in flight at a server. single: a request for each prompt, so that an
-    answer waits for no other.
+    Args:
+        begun: what each prompt's group has so far.
+        concurrency: prompts in flight at each server.
+        single: one request per prompt, so that no response waits for another prompt's.
     """
     continued = [
         Request([place], [prompts[place]], n, responses)

@@ -1,13 +1,15 @@
-"""What SGLang servers are started with: arguments and environment."""
+"""SGLang's launch options: its command-line arguments and its environment."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megavlm.config.schema import Config
+from megavlm.models.options import trains_tower
 
-HERE = Path(__file__).resolve().parent
+CPU_SUPPORT = Path(__file__).resolve().parent / "cpu_support"
 # Set by megavlm itself, or unsafe: they run code that comes with a model or with a request.
 RESERVED = frozenset(
     "model_path host port device dtype tp_size tensor_parallel_size api_key admin_api_key config "
@@ -26,95 +28,124 @@ CPU_ARGS: ServerArgs = {
     "sleep_on_idle": True,
     "skip_server_warmup": True,
 }
-
-
-def recipe_args(config: Config, device: str) -> dict[str, Any]:
-    """SGLang's further arguments: what the recipe says over what serving adapters needs, and what
-    its way of pausing must have.
-    """
-    must = {"disable_radix_cache": True} if config.rollout.pause == "in_place" else {}
-    if config.rollout.lora == "merged":
-        return {**config.rollout.server_args, **must}
-    modules = [leaf for target in config.lora.targets for leaf in _ADAPTED_MODULES[target]]
-    needed: dict[str, Any] = {"enable_lora": True, "max_lora_rank": config.lora.rank}
-    if device == "cpu":
-        needed["lora_backend"] = "torch_native"
-    return {**needed, "lora_target_modules": modules, **config.rollout.server_args, **must}
-
-
-_ADAPTED_MODULES = {
+# The copy of the weights in host memory saves sending again what training does not change.
+SHARED_GPU_ARGS: ServerArgs = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+ADAPTED_MODULES = {
     "language.attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "language.mlp": ("gate_proj", "up_proj", "down_proj"),
 }
 
 
-def serving_args(
-    model_folder: str | Path,
-    dtype: str,
-    device: str,
-    tensor_parallel: int,
-    server_args: ServerArgs,
-) -> ServerArgs:
-    """Of a server anywhere; only addresses and GPUs are left out. ValueError for arguments that are
-    not allowed.
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of one SGLang server, wherever it runs.
+
+    dtype: "float32", "bfloat16", ... device: "cpu" or "cuda". tensor_parallel: number of ranks.
+    cache_images: keep image features across requests; False if training changes the vision tower,
+    because SGLang never drops them when weights change. server_args: further SGLang arguments, by
+    their names in Python; None drops a default of megavlm.
+
+    Raises ValueError for a server argument that is not allowed.
     """
-    for name in server_args:
-        if name.lstrip("-").replace("-", "_") in RESERVED:
-            raise ValueError(
-                f"rollout.server_args.{name} is not allowed: megavlm sets it itself or it lets "
-                "a model or a request run code; remove it."
-            )
-    return {
-        "model_path": str(model_folder),
-        "device": device,
-        "dtype": dtype,
-        "tp_size": tensor_parallel,
-        **(CPU_ARGS if device == "cpu" else {}),
-        "log_level": "warning",
-        **server_args,
-    }
+
+    model_folder: str | Path
+    dtype: str
+    device: str
+    tensor_parallel: int = 1
+    cache_images: bool = True
+    server_args: ServerArgs = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.server_args:
+            if name.lstrip("-").replace("-", "_") in RESERVED:
+                raise ValueError(
+                    f"rollout.server_args.{name} is not allowed: megavlm sets it itself or it "
+                    "lets a model or a request run code; remove it."
+                )
+
+    @staticmethod
+    def from_config(config: Config, model_folder: str | Path, device: str) -> "ServerOptions":
+        return ServerOptions(
+            model_folder,
+            config.model.dtype,
+            device,
+            config.rollout.tensor_parallel,
+            cache_images=not trains_tower(config),
+            server_args=_server_args(config, device),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return SGLang's arguments but for the address and the GPUs."""
+        return {
+            "model_path": str(self.model_folder),
+            "device": self.device,
+            "dtype": self.dtype,
+            "tp_size": self.tensor_parallel,
+            **(CPU_ARGS if self.device == "cpu" else {}),
+            "log_level": "warning",
+            **self.server_args,
+        }
+
+    def image_variables(self) -> dict[str, str]:
+        """Return the environment variables that turn the cache of image features off."""
+        return {} if self.cache_images else {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+
+    def environment(self, first_core: int = 0) -> dict[str, str]:
+        """Return this process's environment without torchrun's variables and with SGLang's.
+
+        first_core: on a CPU, several ranks are bound to cores from this one on, in turn.
+        """
+        torchrun = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC")
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if not any(word in name for word in torchrun)
+        }
+        variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        variables |= self.image_variables()
+        if self.device == "cpu":
+            paths = [str(CPU_SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            variables |= {
+                "PYTHONPATH": os.pathsep.join(paths),
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "OMP_NUM_THREADS": "1",
+                "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles C++ for 20 s
+                "CUDA_VISIBLE_DEVICES": "",
+            }
+            if self.tensor_parallel > 1:  # the core of each rank
+                cores = sorted(os.sched_getaffinity(0))
+                ranks = range(first_core, first_core + self.tensor_parallel)
+                bound = (str(cores[rank % len(cores)]) for rank in ranks)
+                variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+        return variables
 
 
-def arguments(values: ServerArgs) -> list[str]:
-    """SGLang's command line: a flag for True, nothing for False and None."""
+def _server_args(config: Config, device: str) -> dict[str, Any]:
+    """Return the recipe's server arguments with what sharing GPUs, adapters and pausing need."""
+    rollout = config.rollout
+    needed: dict[str, Any] = {}
+    if rollout.colocate and device == "cuda":  # on a CPU there is nothing to release
+        needed |= SHARED_GPU_ARGS
+    if rollout.lora == "adapter":
+        needed |= {
+            "enable_lora": True,
+            "max_lora_rank": config.lora.rank,
+            "lora_target_modules": [
+                module for target in config.lora.targets for module in ADAPTED_MODULES[target]
+            ],
+        }
+        if device == "cpu":
+            needed["lora_backend"] = "torch_native"
+    required = {"disable_radix_cache": True} if rollout.pause == "in_place" else {}
+    return {**needed, **rollout.server_args, **required}
+
+
+def command_line(arguments: ServerArgs) -> list[str]:
+    """Return SGLang's command line: a flag for True, nothing for False and None."""
     words: list[str] = []
-    for name, value in values.items():
+    for name, value in arguments.items():
         if value is not None and value is not False:
             words.append("--" + name.replace("_", "-"))
             listed = value if isinstance(value, list | tuple) else [value]
             words += [] if value is True else [str(item) for item in listed]
     return words
-
-
-def image_variables(cache_images: bool) -> dict[str, str]:
-    """SGLang never drops the features of images that it keeps when weights change."""
-    return {} if cache_images else {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
-
-
-def environment(
-    device: str, tensor_parallel: int, cache_images: bool, first_core: int = 0
-) -> dict[str, str]:
-    """This process's environment without what torchrun put there, and with SGLang's settings."""
-    torchrun = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC")
-    variables = {name: value for name, value in os.environ.items() if not _any_in(torchrun, name)}
-    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    variables |= image_variables(cache_images)
-    if device == "cpu":
-        paths = [str(HERE / "cpu_support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        cores = sorted(os.sched_getaffinity(0))
-        variables |= {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles C++ for 20 s
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        if tensor_parallel > 1:  # the cores of each rank
-            ranks = range(first_core, first_core + tensor_parallel)
-            bound = (str(cores[rank % len(cores)]) for rank in ranks)
-            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
-    return variables
-
-
-def _any_in(words: tuple[str, ...], name: str) -> bool:
-    return any(word in name for word in words)

@@ -1,11 +1,12 @@
-"""The server's first process: stock SGLang, with secrets off its command line and no orphans.
+"""Main module of a server's first process: stock SGLang, with no keys on its command line and no
+orphans.
 
     echo '{"api_key": ..., "admin_api_key": ...}' | python -P server_main.py PARENT_PID [ARGUMENTS]
 
 Standard library only until SGLang starts. The keys come over standard input, so they are in no
-argument list, environment or file, and are struck out of log records. When the parent dies, however
-it dies, the kernel kills this process, and a reaper forked before anything else kills what is left
-of the process group: SGLang's workers, at whatever point of their start they are.
+argument list, environment or file, and log records are redacted. When the parent dies, however it
+dies, the kernel kills this process, and a reaper forked before anything else kills the rest of the
+process group: SGLang's workers, at whatever point of their start they are.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with(parent: int, by: signal.Signals) -> None:
-    """Have the kernel send `by` to this process when its parent, process `parent`, dies."""
+    """Ask the kernel to send `by` to this process when its parent, process `parent`, dies."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(by)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died before the call
@@ -30,7 +31,7 @@ def die_with(parent: int, by: signal.Signals) -> None:
 
 
 def fork_reaper() -> None:
-    """Fork a child that ends what is left once this process is gone: TMPDIR and the whole group."""
+    """Fork a child that removes TMPDIR and kills the process group once this process is gone."""
     main = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if os.fork() == 0:
@@ -41,8 +42,8 @@ def fork_reaper() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def strike_out(secrets: list[str]) -> None:
-    """Keep `secrets` out of every log record of this process: SGLang logs all its arguments."""
+def redact(secrets: list[str]) -> None:
+    """Redact `secrets` in every log record of this process: SGLang logs all its arguments."""
     make = logging.getLogRecordFactory()
 
     def factory(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -61,8 +62,8 @@ def main() -> None:
     die_with(int(sys.argv[1]), by=signal.SIGKILL)
     fork_reaper()
     keys = json.loads(sys.stdin.readline())
-    strike_out(list(keys.values()))
-    # This list is not the process's argument list: nobody sees it from outside.
+    redact(list(keys.values()))
+    # This list is not the process's argument list: it is not visible from outside.
     sys.argv = ["sglang.launch_server", *sys.argv[2:]]
     sys.argv += ["--api-key", keys["api_key"], "--admin-api-key", keys["admin_api_key"]]
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megavlm.data.processor import Prompt
-from megavlm.inference.protocol import Response, Span, is_complete
+from megavlm.inference.protocol import Response, VersionSpan, is_complete
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,5 +102,5 @@ def _response(values: Mapping[str, Any]) -> Response:
         logprobs=tuple(values["logprobs"]),
         finish=values["finish"],
         weight_version=values["weight_version"],
-        spans=tuple(Span(**span) for span in values["spans"]),
+        spans=tuple(VersionSpan(**span) for span in values["spans"]),
     )

@@ -4,24 +4,20 @@ import shlex
 from collections.abc import Iterable
 
 from megavlm.config.schema import Config
-from megavlm.inference.server_args import arguments, image_variables, recipe_args, serving_args
-from megavlm.inference.server_pool.requirements import TOLD
-from megavlm.models.options import trains_tower
+from megavlm.inference.server_args import ServerOptions, command_line
+from megavlm.inference.server_pool.requirements import EXPOSE_ENVIRONMENT
 
 
 def server_plan(config: Config) -> str:
     """Assignments for bash: GPUs of a server, its environment, and SGLang's arguments but for the
     address and the GPUs.
     """
-    size = config.rollout.tensor_parallel
-    values = serving_args(
-        config.model.folder, config.model.dtype, "cuda", size, recipe_args(config, "cuda")
-    )
-    variables = image_variables(not trains_tower(config)) | {TOLD: "1"}
+    options = ServerOptions.from_config(config, config.model.folder, "cuda")
+    variables = options.image_variables() | {EXPOSE_ENVIRONMENT: "1"}
     lines = [
-        f"tensor_parallel={size}",
+        f"tensor_parallel={options.tensor_parallel}",
         _array("server_environment", (f"{name}={value}" for name, value in variables.items())),
-        _array("server_arguments", arguments(values)),
+        _array("server_arguments", command_line(options.arguments())),
     ]
     return "\n".join(lines)
 

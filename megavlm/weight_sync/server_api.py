@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import httpx
 
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.replies import json_object
+from megavlm.inference.protocol import json_object
 from megavlm.inference.server_pool.targets import Target
 
 PIECE = 2**18  # bytes

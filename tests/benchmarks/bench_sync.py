@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import LoRA, add_adapters
@@ -48,18 +49,20 @@ def bench_sync(tmp_path: Path) -> None:
     make_tiny_model(folder, [QUESTION] * 10, seed=0, family="qwen2_5_vl", **SIZES["0.3B"])
     for ranks in (1, 2):
         server = ManagedServer(
-            folder,
-            dtype="float32",
-            device="cpu",
-            tensor_parallel=ranks,
+            ServerOptions(
+                folder,
+                dtype="float32",
+                device="cpu",
+                tensor_parallel=ranks,
+                server_args={
+                    "enable_lora": True,
+                    "max_lora_rank": SETTINGS.rank,
+                    "lora_target_modules": MODULES,
+                    "lora_backend": "torch_native",
+                },
+            ),
             log_path=tmp_path / f"server-{ranks}.log",
             start_timeout=900.0,
-            server_args={
-                "enable_lora": True,
-                "max_lora_rank": SETTINGS.rank,
-                "lora_target_modules": MODULES,
-                "lora_backend": "torch_native",
-            },
         )
         with server:
             keys = {"api_key": server.api_key, "admin_key": server.admin_key}

@@ -17,6 +17,7 @@ from megavlm.demo.shapes import write_dataset
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.connect import ADMIN_KEY, API_KEY
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ def running(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("server")
     (folder / "model").symlink_to(world.root / "model")
     log = folder / "server.log"
-    with ManagedServer(folder / "model", dtype="float32", device="cpu", log_path=log) as server:
+    with ManagedServer(
+        ServerOptions(folder / "model", dtype="float32", device="cpu"), log_path=log
+    ) as server:
         yield Running(
             {"mode": "external", "urls": [server.url]},
             {API_KEY: server.api_key, ADMIN_KEY: server.admin_key},

@@ -12,6 +12,7 @@ import pytest
 
 from megavlm.inference.connect import ADMIN_KEY, API_KEY
 from megavlm.inference.server import ManagedServer, free_port
+from megavlm.inference.server_args import ServerOptions
 from tests.e2e.conftest import World
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -36,12 +37,14 @@ def servers(world: World, folder: Path) -> Iterator[list[ManagedServer]]:
         both = []
         for index in range(2):
             server = ManagedServer(
-                folder / "model",
-                dtype="float32",
-                device="cpu",
+                ServerOptions(
+                    folder / "model",
+                    dtype="float32",
+                    device="cpu",
+                    server_args={"log_level": "info"},
+                ),
                 log_path=folder / f"server_{index}.log",
                 start_timeout=START,
-                server_args={"log_level": "info"},
             )
             server.api_key, server.admin_key = KEYS.values()
             server.launch()

@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = fake.script.popleft() if fake.script and scripted else None
         call = sum(p == self.path for p, *_ in fake.requests)
         if call in fake.refused.get(self.path, ()):
-            self._reply(400, b'{"success": false, "message": "refused as told"}')
+            self._reply(400, b'{"success": false, "message": "refused as scripted"}')
             return
         fault = fake.faults.get((self.path, call), fault)
         if fault == "hang":
@@ -200,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if fault in ("500", "400"):
-            self._reply(int(fault), b'{"error": {"message": "as told"}}')
+            self._reply(int(fault), b'{"error": {"message": "as scripted"}}')
         elif fault == "reset":
             linger = struct.pack("ii", 1, 0)  # closing then sends RST
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)

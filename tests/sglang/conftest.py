@@ -14,8 +14,10 @@ from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.targets import Target
 from megavlm.weight_sync.server_api import Servers, control_client
+from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.questions import QUESTION
 
 PLAIN = "qwen2_5_vl"
@@ -32,7 +34,7 @@ class Served:
 
     @property
     def client(self) -> RolloutClient:
-        return RolloutClient([self.server.url], api_key=self.server.api_key)
+        return RolloutClient(FixedServers(self.server.url, api_key=self.server.api_key))
 
     @property
     def target(self) -> Target:
@@ -80,7 +82,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             folder, log = root / family, root / f"{family}.log"
             if not folder.exists():
                 make_model(folder, family)
-            server = ManagedServer(folder, dtype="float32", device="cpu", log_path=log)
+            server = ManagedServer(
+                ServerOptions(folder, dtype="float32", device="cpu"), log_path=log
+            )
             (plain if family == PLAIN else others).enter_context(server)
             processor = Processor(folder, min_pixels=None, max_pixels=None)
             running[family] = Served(folder, processor, server)

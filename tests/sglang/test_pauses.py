@@ -14,6 +14,7 @@ import pytest
 
 from megavlm.data.processor import Processor
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.requirements import Requirements
 from tests.distributed.fork import launch
 from tests.parity.reference import Reference
@@ -102,13 +103,15 @@ def test_in_place_goes_on_without_a_cache_of_prefixes(
     monkeypatch.setenv("SGLANG_EXPOSE_OWN_ENV_VARS", "1")
     folder = servers(PLAIN).folder
     with ManagedServer(
-        folder,
-        dtype="float32",
-        device="cpu",
+        ServerOptions(
+            folder,
+            dtype="float32",
+            device="cpu",
+            cache_images=False,
+            server_args={"disable_radix_cache": True, "weight_version": "start"},
+        ),
         log_path=tmp_path / "server.log",
         start_timeout=START,
-        cache_images=False,
-        server_args={"disable_radix_cache": True, "weight_version": "start"},
     ) as server:
         processor = Processor(folder, min_pixels=None, max_pixels=None)
         served = Served(folder, processor, server)

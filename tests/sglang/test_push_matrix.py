@@ -18,6 +18,7 @@ from megavlm.data.processor import Processor
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 from tests.distributed.fork import launch
 from tests.distributed.lora_reference import RANK
 from tests.sglang.conftest import Served, make_model
@@ -100,14 +101,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
                 if not folder.exists():
                     make_model(folder, family)
                 server = ManagedServer(
-                    folder,
-                    dtype="float32",
-                    device="cpu",
-                    tensor_parallel=ranks,
+                    ServerOptions(
+                        folder,
+                        dtype="float32",
+                        device="cpu",
+                        tensor_parallel=ranks,
+                        cache_images=False,
+                        server_args=WITH_ADAPTERS if family in DENSE else {},
+                    ),
                     log_path=root / f"{family}-{ranks}.log",
                     start_timeout=START,
-                    cache_images=False,
-                    server_args=WITH_ADAPTERS if family in DENSE else {},
                 )
                 stack.enter_context(server)
                 processor = Processor(folder, min_pixels=None, max_pixels=None)

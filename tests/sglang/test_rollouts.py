@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from megavlm.config.schema import Rollout
 from megavlm.inference.client import RolloutClient
-from megavlm.inference.protocol import ABORT, Response, Sampling, Span
+from megavlm.inference.protocol import ABORT, Response, Sampling, VersionSpan
+from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.memory import ServerMemory
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.state import Policy, State
+from megavlm.inference.server_pool.state import RestartPolicy, State
+from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
 
@@ -27,7 +30,7 @@ def cut(response: Response, length: int) -> Response:
         token_ids=response.token_ids[:length],
         logprobs=response.logprobs[:length],
         finish=ABORT,
-        spans=(Span(response.weight_version, 0, length),),
+        spans=(VersionSpan(response.weight_version, 0, length),),
     )
 
 
@@ -37,9 +40,8 @@ def test_aborted_responses_are_gone_on_with_as_if_nothing_had_happened(served: S
     """
     server, how = served.server, greedy(served)
     asked = list(prompts(served.processor).values())
-    with RolloutClient(
-        [server.url], api_key=server.api_key, admin_key=server.admin_key, timeout=120
-    ) as client:
+    routing = FixedServers(server.url, api_key=server.api_key, admin_key=server.admin_key)
+    with RolloutClient(routing, RequestLimits(total=120)) as client:
         whole = client.generate(asked, n=2, sampling=how)
         begun = [[cut(response, 48) for response in whole[0]], [], [], []]
         for _ in range(10):
@@ -55,7 +57,7 @@ def test_aborted_responses_are_gone_on_with_as_if_nothing_had_happened(served: S
         for response, other in zip(group, expected, strict=True):
             assert response.token_ids == other.token_ids and response.finish == "length"
             assert response.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-            assert response.spans == (Span("start", 0, 96),)
+            assert response.spans == (VersionSpan("start", 0, 96),)
 
 
 def test_memory_released_and_taken_back(served: Served) -> None:
@@ -63,10 +65,10 @@ def test_memory_released_and_taken_back(served: Served) -> None:
     server, how = served.server, greedy(served)
     handle = ServerHandle(server.url, server.api_key, server.admin_key)
     asked = list(prompts(served.processor).values())
-    with ServerPool([handle], policy=Policy(needs_refit=False), say=print) as pool:
+    with ServerPool([handle], policy=RestartPolicy(needs_refit=False)) as pool:
         with RolloutClient(pool) as client:
             before = client.generate(asked, n=1, sampling=how)
-            with ServerMemory(pool, keeps_weights=True, timeout=60) as memory:
+            with ServerMemory(pool, Rollout(request_timeout=60)) as memory:
                 for _ in range(2):
                     memory.release(["kv_cache", "weights"])
                     memory.resume(["weights"], starts=False)

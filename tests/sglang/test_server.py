@@ -13,6 +13,7 @@ import pytest
 
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.targets import Target
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.sglang.conftest import Served
@@ -24,7 +25,9 @@ PARENT = """
 import sys
 from megavlm.inference.server_pool.targets import Target
 from megavlm.inference.server import ManagedServer
-with ManagedServer(sys.argv[1], dtype="float32", device="cpu", log_path=sys.argv[2]):
+from megavlm.inference.server_args import ServerOptions
+options = ServerOptions(sys.argv[1], dtype="float32", device="cpu")
+with ManagedServer(options, log_path=sys.argv[2]):
     pass
 """
 
@@ -63,7 +66,9 @@ def test_folder_that_sglang_cannot_serve(folder: Path, tmp_path: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
     config["text_config"]["num_hidden_layers"] = "many"
     (broken / "config.json").write_text(json.dumps(config))
-    server = ManagedServer(broken, dtype="float32", device="cpu", log_path=tmp_path / "server.log")
+    server = ManagedServer(
+        ServerOptions(broken, dtype="float32", device="cpu"), log_path=tmp_path / "server.log"
+    )
     with pytest.raises(RolloutServerError, match=r"ended with exit code(.|\n)*num_hidden_layers"):
         server.__enter__()
 

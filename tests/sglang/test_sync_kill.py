@@ -15,9 +15,10 @@ from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.state import Policy, State
+from megavlm.inference.server_pool.state import RestartPolicy, State
 from megavlm.weight_sync.transports.base import Load
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.distributed.fork import launch
@@ -46,10 +47,12 @@ class Killing(TensorTransport):
 
 def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) -> dict[str, Any]:
     """What the push said, and responses after the one that healed."""
-    server = ManagedServer(folder, dtype="float32", device="cpu", log_path=log, start_timeout=START)
-    policy = Policy(max_restarts=2, give_up_after=START, needs_refit=True)
+    server = ManagedServer(
+        ServerOptions(folder, dtype="float32", device="cpu"), log_path=log, start_timeout=START
+    )
+    policy = RestartPolicy(max_restarts=2, start_timeout=START, needs_refit=True)
     mesh, entries, chunks = trainer.start()
-    with ServerPool([ServerHandle.managed(server)], policy=policy, start_timeout=START) as pool:
+    with ServerPool([ServerHandle.managed(server)], policy=policy) as pool:
         sync = make_sync(trainer, mesh, entries, chunks, pool, Killing(server))
         with pytest.raises(WeightSyncError, match="weight version 1 was not pushed") as raised:
             sync.update_weights(1)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 from megavlm.weight_sync.checksums import check_checksums, checksums
 from megavlm.weight_sync.server_api import Servers, control_client
 from megavlm.weight_sync.sglang_layout import Engine
@@ -172,12 +173,8 @@ def test_kept_images_go_stale(served: Served, tmp_path: Path) -> None:
 def test_trained_tower_and_two_server_ranks(folder: Path, started: Served, tmp_path: Path) -> None:
     """With `cache_images=False` an image seen before is right after the tower changed."""
     with ManagedServer(
-        folder,
-        dtype="float32",
-        device="cpu",
-        tensor_parallel=2,
+        ServerOptions(folder, dtype="float32", device="cpu", tensor_parallel=2, cache_images=False),
         log_path=tmp_path / "server.log",
-        cache_images=False,
     ) as server:
         served = Served(folder, started.processor, server, tensor_parallel=2)
         before = differences(served, Reference(folder), "default", seed=0)

@@ -1,13 +1,13 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
 Python imports `sitecustomize` in every process whose PYTHONPATH holds this directory: in the server
-and in the workers that it spawns. Stock SGLang then needs three things, and gets no more:
+and in the workers that it spawns. Stock SGLang needs exactly three things:
 
 1. torchvision must be importable beside a CPU build of torch: its two missing operators are
    defined right before the first `import torchvision`, never earlier, so that a process that does
    not use torchvision does not import torch for it.
 2. `sgl_kernel` must be importable: the directory beside this file holds an import-only stand-in.
-3. Its adapters ask for pinned memory, which only a GPU build of torch can give: they get plain.
+3. Its adapters ask for pinned memory, which needs a GPU build of torch: they get pageable memory.
 """
 
 import importlib.abc
@@ -24,13 +24,13 @@ _OPERATORS = Path(__file__).resolve().parents[2] / "parallel" / "torchvision_ops
 
 
 class TorchvisionHook(importlib.abc.MetaPathFinder):
-    """Defines torchvision's operators when it is first looked for; finds nothing itself."""
+    """Import hook that defines torchvision's operators before its first import; finds nothing."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == "torchvision":
-            sys.meta_path.remove(self)  # first: what follows looks for torchvision too
+            sys.meta_path.remove(self)  # first: the operators import torchvision too
             spec = importlib.util.spec_from_file_location("_torchvision_ops", _OPERATORS)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
@@ -41,7 +41,7 @@ class TorchvisionHook(importlib.abc.MetaPathFinder):
 
 
 class PinnedMemoryHook(importlib.abc.MetaPathFinder):
-    """Has torch's factories ignore `pin_memory` from the first import of SGLang's adapters on."""
+    """Import hook: torch's factories ignore `pin_memory` from SGLang's first adapter import on."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""One server of the fleet: where it is, what opens it, and the process if it is ours."""
+"""Handle of one server of the pool: its address, its keys, and its process if it is managed."""
 
 from dataclasses import dataclass, field
 
@@ -8,14 +8,14 @@ from megavlm.inference.server_pool.requirements import Requirements
 
 @dataclass
 class ServerHandle:
-    """tensor_parallel and device of an external server are known once it has answered; `required`:
-    of an external one.
+    """One server. server: its process, None for an external server. tensor_parallel, device: of an
+    external server known once it has answered. required: what an external server must fulfil.
     """
 
     url: str
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
-    server: ManagedServer | None = None  # None: external
+    server: ManagedServer | None = None
     tensor_parallel: int = 1
     device: str = "cpu"
     required: Requirements = field(default_factory=Requirements)

@@ -1,7 +1,8 @@
 """Requests through an sglang-router, which chooses the server; weights go to the servers directly.
 
-The router may send a request to any server that answers, so none may be behind: requests wait for
-a refit where one is stale. It also hides which server answered: what goes wrong is asked of all.
+The router may send a request to any server that answers, so all of them must have the weights:
+requests wait for a refit while one is stale. The router also hides which server answered: a failure
+is reported for all of them.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from megavlm.inference.server_pool.state import ANSWERING, State
 
 
 class BehindRouter:
-    """A fleet's Routing with one address."""
+    """Routing of a server pool behind one address."""
 
     def __init__(self, server_pool: ServerPool, url: str, api_key: str | None) -> None:
         self._server_pool = server_pool
@@ -21,27 +22,27 @@ class BehindRouter:
 
     def routable(self, version: str | None) -> list[Address]:
         current = {address.url for address in self._server_pool.routable(version)}
-        handles = self._server_pool.handles
-        answering = {url for url in handles if self._server_pool.record(url).state in ANSWERING}
+        urls = self._server_pool.handles
+        answering = {url for url in urls if self._server_pool.record(url).state in ANSWERING}
         return [self._address] if current and current == answering else []
 
     def outlook(self, version: str | None) -> Outlook:
         return self._server_pool.outlook(version)
 
     def lost(self, url: str, version: str | None) -> bool:
-        return all(self._server_pool.lost(handle, version) for handle in self._server_pool.handles)
+        return all(self._server_pool.lost(server, version) for server in self._server_pool.handles)
 
     def answered(self, url: str) -> None:
         pass
 
-    def unanswered(self, url: str, reason: str) -> None:
-        for handle in self._server_pool.handles:
-            self._server_pool.unanswered(handle, reason)
+    def request_failed(self, url: str, reason: str) -> None:
+        for server in self._server_pool.handles:
+            self._server_pool.request_failed(server, reason)
 
     def wrong_version(self, url: str, reason: str) -> None:
-        for handle in self._server_pool.handles:
-            if self._server_pool.record(handle).state is State.HEALTHY:
-                self._server_pool.wrong_version(handle, reason)
+        for server in self._server_pool.handles:
+            if self._server_pool.record(server).state is State.HEALTHY:
+                self._server_pool.wrong_version(server, reason)
 
     def in_use(self, on_change: Callable[[], object]) -> AbstractContextManager[None]:
         return self._server_pool.in_use(on_change)

@@ -1,17 +1,18 @@
-"""What the client asks of the servers it may use; the fleet answers, or a fixed list does."""
+"""Interface between the rollout client and the servers, and the choice of a server by load."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from megavlm.inference.errors import RolloutServerError
+SLACK = 1.25  # load that a server may have, in mean loads, before requests go to others
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where requests go, and what opens it."""
+    """URL that requests go to, and its keys."""
 
     url: str
     api_key: str | None = field(default=None, repr=False)
@@ -19,64 +20,56 @@ class Address:
 
 
 class Outlook(Enum):
-    """What is to be done when no server is routable."""
+    """What can make a server routable when none is."""
 
     WAIT = "wait"  # one may become routable by itself, or come back stale
     REFIT = "refit"  # one answers and lacks the weights
 
 
 class Routing(Protocol):
-    """Used from any thread. `routable` and `outlook` raise RolloutServerError when there can never
-    be enough servers again.
+    """The servers, as the rollout client sees them. Used from any thread.
+
+    `routable` and `outlook` raise RolloutServerError when too few servers can ever be left.
     """
 
     def routable(self, version: str | None) -> list[Address]:
-        """Servers that may get new requests for weights of `version`; None: of any."""
+        """Return the servers that may get new requests for weights `version`; None: any."""
 
     def outlook(self, version: str | None) -> Outlook: ...
 
     def lost(self, url: str, version: str | None) -> bool:
-        """Whether requests in flight there will not be answered by the wanted weights."""
+        """Return True if weights `version` will not answer the requests in flight at a server."""
 
     def answered(self, url: str) -> None: ...
 
-    def unanswered(self, url: str, reason: str) -> None:
-        """A request failed there by a lost connection, a time-out, a 5xx or garbage."""
+    def request_failed(self, url: str, reason: str) -> None:
+        """Report a lost connection, a time-out, a 5xx status or a malformed response."""
 
     def wrong_version(self, url: str, reason: str) -> None:
-        """A response there came from other weights than were wanted."""
+        """Report a response that was sampled with other weights than requested."""
 
     def in_use(self, on_change: Callable[[], object]) -> AbstractContextManager[None]:
-        """While requests are made; `on_change` is called from any thread when a server's state
-        changes.
+        """Return the context in which requests are made. `on_change` is called, from any thread,
+        when a server's state changes.
         """
 
 
-class FixedServers:
-    """Addresses that nobody watches: each may always be asked."""
+def choose_server(key: str, loads: Mapping[str, int], size: int, limit: int) -> str | None:
+    """Return the server for a request of `size` prompts; None if each has `limit` in flight.
 
-    def __init__(self, urls: Sequence[str], api_key: str | None, admin_key: str | None) -> None:
-        if not urls:
-            raise ValueError("rollout.urls is empty; give the address of at least one server.")
-        self._addresses = [Address(url.rstrip("/"), api_key, admin_key) for url in urls]
+    Equal keys give the same server, and most keys keep theirs when a server comes or goes:
+    rendezvous hashing (Thaler and Ravishankar, 1998) with bounded loads (Mirrokni et al., 2018).
 
-    def routable(self, version: str | None) -> list[Address]:
-        return list(self._addresses)
-
-    def outlook(self, version: str | None) -> Outlook:
-        raise AssertionError("they are always routable")
-
-    def lost(self, url: str, version: str | None) -> bool:
-        return False
-
-    def answered(self, url: str) -> None:
-        pass
-
-    def unanswered(self, url: str, reason: str) -> None:
-        pass
-
-    def wrong_version(self, url: str, reason: str) -> None:
-        raise RolloutServerError(reason)
-
-    def in_use(self, on_change: Callable[[], object]) -> AbstractContextManager[None]:
-        return nullcontext()
+    Args:
+        key: equal for prompts that show the same images.
+        loads: prompts in flight by server.
+    """
+    bound = SLACK * (sum(loads.values()) + size) / max(len(loads), 1)
+    free = {url: load for url, load in loads.items() if load == 0 or load + size <= limit}
+    if not free:
+        return None
+    fair = [url for url, load in free.items() if load + size <= bound]
+    if not fair:
+        least = min(free.values())
+        fair = [url for url, load in free.items() if load == least]
+    return max(fair, key=lambda url: hashlib.sha256(f"{url} {key}".encode()).digest())

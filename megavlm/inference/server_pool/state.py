@@ -1,12 +1,12 @@
-"""What happens to a server of the fleet: a pure function from a record and an event to the next
-record and what is to be done.
+"""State machine of a rollout server: a pure function from a record and an event to the next record
+and the action that follows.
 
     starting   launched, or looked for: it has not answered yet
     stale      it answers, and its weights are not known to be the current ones: no requests
     healthy    it answers and was refitted with `version`
-    suspect    something went wrong; no new requests until a probe says whether it lives
-    dead       gone: a managed server is started again at `retry_at`, an external one looked for
-    retired    given up for good
+    suspect    something failed; no new requests until a probe has settled whether it lives
+    dead       gone: a managed server restarts at `retry_at`, an external one is probed
+    retired    given up for the rest of the run
 
 No clock, no process and no network here.
 """
@@ -30,7 +30,7 @@ class Action(Enum):
     STOP = "stop"  # end what is left of its processes
 
 
-class Kind(Enum):
+class EventKind(Enum):
     ANSWERED = "answered"  # a probe, or a request
     REQUEST_FAILED = "a request failed"
     PROBE_FAILED = "a probe failed"
@@ -45,44 +45,52 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """version: of REFITTED. reason: for the user, of what failed."""
+    """Event of one server. version: the weight version of REFITTED. reason: of a failure, for the
+    user.
+    """
 
-    kind: Kind
+    kind: EventKind
     version: str = ""
     reason: str = ""
 
 
 @dataclass(frozen=True)
-class Policy:
-    """max_restarts: of a managed server, counted until it was healthy for `forget_after`.
-    back_off: before the first restart; it doubles with each. max_failures: probes in a row that a
-    suspect may fail. give_up_after: how long an external server may be away. max_missed: pushes in
-    a row that fail at a server before it is given up; max_mismatches: those after which its
-    checksums differ. needs_refit: whether a server that has started needs weights before it gets
-    requests. Times in seconds.
+class RestartPolicy:
+    """When servers restart and when they are given up. Times in seconds.
+
+    max_restarts: of a managed server; the counter resets after `reset_after` healthy seconds.
+    back_off: pause before the first restart, doubled with each. max_failures: probes in a row that
+    a suspect server may fail. start_timeout: to become healthy, and the longest absence of an
+    external server. max_missed: failed pushes in a row after which a server is given up.
+    max_mismatches: the same of pushes after which its checksums differ. min_servers: the fewest
+    servers that a run continues with. needs_refit: a started server gets requests only after a
+    push.
     """
 
     max_restarts: int = 3
     back_off: float = 2.0
     max_failures: int = 3
-    forget_after: float = 600.0
-    give_up_after: float = 300.0
+    reset_after: float = 600.0
+    start_timeout: float = 300.0
     max_missed: int = 3
     max_mismatches: int = 2
+    min_servers: int = 1
     needs_refit: bool = True
 
-    def wait(self, restarts: int) -> float:
-        """Before restart number `restarts` + 1."""
+    def pause(self, restarts: int) -> float:
+        """Return the seconds to wait before restart number `restarts` + 1."""
         return self.back_off * 2.0**restarts
 
 
 @dataclass(frozen=True)
-class Record:
-    """version: of the weights it was refitted with and still has, as far as we know; None where it
-    must be refitted. failures: probes in a row. missed, mismatches: pushes since the last that came
-    through, and those of them after which checksums differed. restarts: made and not forgotten.
-    since: when it came into its state; healthy_since: when it last became fit for requests. reason:
-    of its last trouble.
+class ServerRecord:
+    """State of one server. Times in seconds of the pool's clock.
+
+    version: of the weights that it was refitted with and still has; None if it must be refitted.
+    failures: failed probes in a row. missed, mismatches: failed pushes in a row, and those of them
+    with other checksums. restarts: the restart counter. since: start of the current state.
+    healthy_since: when it last became fit for requests. retry_at: time of the next restart. reason:
+    of its last failure.
     """
 
     managed: bool
@@ -98,7 +106,7 @@ class Record:
     reason: str = ""
 
     def routable(self, version: str | None) -> bool:
-        """Whether requests that want this version (None: any) may go to it."""
+        """Return True if requests for weights of `version` (None: any) may go to the server."""
         return self.state is State.HEALTHY and version in (None, self.version)
 
 
@@ -106,40 +114,41 @@ ANSWERING = (State.STALE, State.HEALTHY, State.SUSPECT)
 UNVERIFIED = ""  # the version of a server that needs no refit
 
 
-def transition(record: Record, event: Event, now: float, policy: Policy) -> tuple[Record, Action]:
-    """The record after an event at time `now`, and what its keeper must do."""
+def transition(
+    record: ServerRecord, event: Event, now: float, policy: RestartPolicy
+) -> tuple[ServerRecord, Action]:
+    """Return the record after an event at time `now`, and the action that its owner must take."""
     if record.state is State.RETIRED:
         return record, Action.NOTHING
     match event.kind:
-        case Kind.ANSWERED:
+        case EventKind.ANSWERED:
             return _answered(record, now, policy), Action.NOTHING
-        case Kind.REFITTED:
+        case EventKind.REFITTED:
             return _refitted(record, event.version, now), Action.NOTHING
-        case Kind.WRONG_VERSION:
+        case EventKind.WRONG_VERSION:
             return _outdated(record, event.reason, now), Action.NOTHING
-        case Kind.SYNC_FAILED | Kind.MISMATCH:
-            mismatch = event.kind is Kind.MISMATCH
-            return _missed(record, event.reason, now, policy, mismatch), Action.NOTHING
-        case Kind.REQUEST_FAILED:
+        case EventKind.SYNC_FAILED | EventKind.MISMATCH:
+            return _missed_push(record, event, now, policy), Action.NOTHING
+        case EventKind.REQUEST_FAILED:
             if record.state is State.HEALTHY:
                 record = _to(record, State.SUSPECT, now, reason=event.reason)
             return record, Action.NOTHING
-        case Kind.PROBE_FAILED:
+        case EventKind.PROBE_FAILED:
             return _probe_failed(record, event.reason, now, policy)
-        case Kind.EXITED | Kind.START_FAILED:
+        case EventKind.EXITED | EventKind.START_FAILED:
             return _died(record, event.reason, now, policy)
-        case Kind.TICK:
+        case EventKind.TICK:
             return _tick(record, now, policy)
 
 
-def _to(record: Record, state: State, now: float, **changes: object) -> Record:
+def _to(record: ServerRecord, state: State, now: float, **changes: object) -> ServerRecord:
     since = record.since if state is record.state else now
     return replace(record, state=state, since=since, **changes)  # type: ignore[arg-type]
 
 
-def _answered(record: Record, now: float, policy: Policy) -> Record:
+def _answered(record: ServerRecord, now: float, policy: RestartPolicy) -> ServerRecord:
     if record.state is State.DEAD and record.managed:
-        return record  # a late answer of the process that is gone
+        return record  # a late answer of a process that has ended
     if record.state in (State.STARTING, State.DEAD):
         version = None if policy.needs_refit else UNVERIFIED
         record = replace(record, version=version)
@@ -148,43 +157,49 @@ def _answered(record: Record, now: float, policy: Policy) -> Record:
     return _healthy(record, now)
 
 
-def _healthy(record: Record, now: float) -> Record:
-    fit = record.state in (State.HEALTHY, State.SUSPECT)  # a suspicion that passes is no illness
+def _healthy(record: ServerRecord, now: float) -> ServerRecord:
+    # A suspicion that passes does not reset the clock of healthy time.
+    fit = record.state in (State.HEALTHY, State.SUSPECT)
     healthy_since = record.healthy_since if fit else now
     return _to(record, State.HEALTHY, now, failures=0, healthy_since=healthy_since)
 
 
-def _refitted(record: Record, version: str, now: float) -> Record:
-    """A process that has gone meanwhile has taken its weights with it."""
+def _refitted(record: ServerRecord, version: str, now: float) -> ServerRecord:
     if record.state not in ANSWERING:
-        return record
+        return record  # the process has ended meanwhile, and its weights are gone
     return _healthy(replace(record, version=version, missed=0, mismatches=0), now)
 
 
-def _outdated(record: Record, reason: str, now: float) -> Record:
+def _outdated(record: ServerRecord, reason: str, now: float) -> ServerRecord:
     if record.state is State.HEALTHY:
         return _to(record, State.STALE, now, version=None, failures=0, reason=reason)
     return replace(record, version=None, reason=reason)
 
 
-def _missed(record: Record, reason: str, now: float, policy: Policy, mismatch: bool) -> Record:
-    """A push failed there: whether it lives is a probe's to say, at once."""
-    missed, mismatches = record.missed + 1, record.mismatches + mismatch
-    record = replace(record, version=None, missed=missed, mismatches=mismatches, reason=reason)
+def _missed_push(
+    record: ServerRecord, event: Event, now: float, policy: RestartPolicy
+) -> ServerRecord:
+    mismatches = record.mismatches + (event.kind is EventKind.MISMATCH)
+    missed = record.missed + 1
+    record = replace(
+        record, version=None, missed=missed, mismatches=mismatches, reason=event.reason
+    )
     if mismatches >= policy.max_mismatches:
         return _retired(record, f"given up after {mismatches} pushes with other checksums", now)
     if missed >= policy.max_missed:
         return _retired(record, f"given up after {missed} failed pushes", now)
-    if record.state in ANSWERING:
+    if record.state in ANSWERING:  # a probe settles at once whether it lives
         return _to(record, State.SUSPECT, now, failures=0)
     return record
 
 
-def _retired(record: Record, why: str, now: float) -> Record:
+def _retired(record: ServerRecord, why: str, now: float) -> ServerRecord:
     return _to(record, State.RETIRED, now, version=None, reason=f"{why}: {record.reason}")
 
 
-def _probe_failed(record: Record, reason: str, now: float, policy: Policy) -> tuple[Record, Action]:
+def _probe_failed(
+    record: ServerRecord, reason: str, now: float, policy: RestartPolicy
+) -> tuple[ServerRecord, Action]:
     if record.state not in ANSWERING:
         return record, Action.NOTHING
     failures = record.failures + 1
@@ -193,35 +208,36 @@ def _probe_failed(record: Record, reason: str, now: float, policy: Policy) -> tu
     return _to(record, State.SUSPECT, now, failures=failures, reason=reason), Action.NOTHING
 
 
-def _died(record: Record, reason: str, now: float, policy: Policy) -> tuple[Record, Action]:
+def _died(
+    record: ServerRecord, reason: str, now: float, policy: RestartPolicy
+) -> tuple[ServerRecord, Action]:
     if record.state is State.DEAD:
         return record, Action.NOTHING
-    record = _forget(record, now, policy)
+    record = _reset_counter(record, now, policy)
     gone = replace(record, version=None, failures=0, reason=reason)
     if not record.managed:
         return _to(gone, State.DEAD, now), Action.NOTHING
     if record.restarts >= policy.max_restarts:
         why = f"given up after {record.restarts} restarts (rollout.max_restarts)"
         return _retired(gone, why, now), Action.STOP
-    retry_at = now + policy.wait(record.restarts)
+    retry_at = now + policy.pause(record.restarts)
     return _to(gone, State.DEAD, now, retry_at=retry_at), Action.STOP
 
 
-def _tick(record: Record, now: float, policy: Policy) -> tuple[Record, Action]:
+def _tick(record: ServerRecord, now: float, policy: RestartPolicy) -> tuple[ServerRecord, Action]:
     if not record.managed:
-        if record.state is State.DEAD and now - record.since >= policy.give_up_after:
-            why = f"given up after {policy.give_up_after:g} s away (rollout.start_timeout)"
+        if record.state is State.DEAD and now - record.since >= policy.start_timeout:
+            why = f"given up after {policy.start_timeout:g} s away (rollout.start_timeout)"
             return _retired(record, why, now), Action.NOTHING
         return record, Action.NOTHING
     if record.state is State.DEAD and now >= record.retry_at:
         restarts = record.restarts + 1
         return _to(record, State.STARTING, now, restarts=restarts), Action.START
-    return _forget(record, now, policy), Action.NOTHING
+    return _reset_counter(record, now, policy), Action.NOTHING
 
 
-def _forget(record: Record, now: float, policy: Policy) -> Record:
-    """Without its restarts, when it has been well for long enough."""
+def _reset_counter(record: ServerRecord, now: float, policy: RestartPolicy) -> ServerRecord:
     fit = record.state in (State.HEALTHY, State.SUSPECT)
-    if fit and now - record.healthy_since >= policy.forget_after:
+    if fit and now - record.healthy_since >= policy.reset_after:
         return replace(record, restarts=0)
     return record

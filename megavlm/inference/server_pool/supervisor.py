@@ -1,41 +1,37 @@
-"""The thread that starts, probes and restarts the servers of a fleet, and owns their processes.
+"""Supervisor of the servers of a pool: one thread that starts, probes, restarts and ends them.
 
-For the kernel a server's parent is the thread that launched it (see server_main.py): this one
-lives until
-the fleet is left, and ends them.
+For the kernel, the parent of a server is the thread that launched it (see server_main.py): this
+thread lives until the pool is left, and ends the servers.
 """
 
 import asyncio
 import threading
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import ProbeError, Probes, Refused
-from megavlm.inference.server_pool.state import Action, Event, Kind, State
-
-if TYPE_CHECKING:
-    from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.records import ServerRecords
+from megavlm.inference.server_pool.state import Action, Event, EventKind, State
 
 TICK = 0.2  # seconds between looks at a process
-PROBE_EVERY = 15.0  # seconds without an answer after which an idle server is asked
-ANSWERED = Event(Kind.ANSWERED)
+PROBE_EVERY = 15.0  # seconds without an answer after which a server is probed
 
 
 class Supervisor:
     """One task per server, all on one thread's event loop."""
 
-    def __init__(self, server_pool: "ServerPool") -> None:
-        self._server_pool = server_pool
-        self._thread = threading.Thread(target=self._main, name="rollout-fleet", daemon=True)
+    def __init__(self, records: ServerRecords) -> None:
+        self._records = records
+        self._thread = threading.Thread(target=self._main, name="server-pool", daemon=True)
         self._closing = threading.Event()
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Returns when every process of the fleet has ended."""
+        """Block until every process of the pool has ended."""
         self._closing.set()
         self._thread.join()
 
@@ -43,12 +39,12 @@ class Supervisor:
         try:
             asyncio.run(self._watch_all())
         except BaseException as error:
-            self._server_pool.broke(error)
+            self._records.supervisor_failed(error)
             raise
 
     async def _watch_all(self) -> None:
         self._probes = Probes()
-        handles = list(self._server_pool.handles.values())
+        handles = list(self._records.handles.values())
         try:
             async with asyncio.TaskGroup() as tasks:
                 for handle in handles:
@@ -62,48 +58,50 @@ class Supervisor:
         if handle.server is not None:
             await self._launch(handle)
         while not self._closing.is_set():
-            await self._look(handle)
+            await self._check(handle)
             await asyncio.sleep(TICK)
 
-    async def _look(self, handle: ServerHandle) -> None:
-        """One look at a server: its process, what time has changed, and a probe if one is due."""
-        url, server_pool = handle.url, self._server_pool
-        state = server_pool.record(url).state
+    async def _check(self, handle: ServerHandle) -> None:
+        """Check a server once: its process, what time has changed, and a probe if one is due."""
+        url, records = handle.url, self._records
+        state = records.record(url).state
         if state is State.RETIRED:
             if handle.server is not None and handle.server.running:
                 await asyncio.to_thread(handle.server.stop)
             return
-        if server_pool.resting and state is State.DEAD:
+        if records.resting and state is State.DEAD:
             return  # its memory is in use
-        action = server_pool.tell(url, Event(Kind.TICK))
+        action = records.apply(url, Event(EventKind.TICK))
         if action is Action.START:
             await self._launch(handle)
         elif reason := self._death(handle):
-            await self._stop(handle, Event(Kind.EXITED, reason=reason))
-        elif probe := self._due(handle):
+            await self._apply(handle, Event(EventKind.EXITED, reason=reason))
+        elif probe := self._due_probe(handle):
             await self._run(probe, handle)
 
-    def _due(self, handle: ServerHandle) -> Coroutine[Any, Any, None] | None:
-        url, server_pool = handle.url, self._server_pool
-        if not server_pool.may_probe(url):
+    def _due_probe(self, handle: ServerHandle) -> Coroutine[Any, Any, None] | None:
+        url, records = handle.url, self._records
+        if not records.may_probe(url):
             return None
-        match server_pool.record(url).state:
+        match records.record(url).state:
             case State.STARTING:
-                return self._first(handle)
+                return self._probe_start(handle)
             case State.DEAD if handle.server is None:
-                return self._first(handle)
+                return self._probe_start(handle)
+            case State.SUSPECT if records.resting:
+                return self._probe_version(handle)
             case State.SUSPECT:
-                return self._version(handle) if server_pool.resting else self._generate(handle)
+                return self._probe_generation(handle)
             case State.STALE | State.HEALTHY if (
-                not server_pool.resting and server_pool.silent_for(url) > PROBE_EVERY
+                not records.resting and records.seconds_since_answer(url) > PROBE_EVERY
             ):
-                return (
-                    self._generate(handle) if server_pool.is_generating else self._version(handle)
-                )
+                if records.is_generating:
+                    return self._probe_generation(handle)
+                return self._probe_version(handle)
         return None
 
     async def _run(self, probe: Coroutine[Any, Any, None], handle: ServerHandle) -> None:
-        """The probe to its end, or until the process or the fleet ends first."""
+        """Run a probe to its end, or until the process or the pool ends."""
         task = asyncio.create_task(probe)
         while not task.done():
             await asyncio.wait({task}, timeout=TICK)
@@ -113,54 +111,52 @@ class Supervisor:
                 return
         task.result()
 
-    async def _first(self, handle: ServerHandle) -> None:
-        """Whether it is up by now."""
-        server_pool, record = self._server_pool, self._server_pool.record(handle.url)
+    async def _probe_start(self, handle: ServerHandle) -> None:
+        policy, state = self._records.policy, self._records.record(handle.url).state
         try:
-            # Without pushes from here, a pause is another run's.
-            up = await self._probes.is_up(handle, wake=server_pool.policy.needs_refit)
-            handle.tensor_parallel, handle.device = up
+            # A run that makes no pushes must not resume a server that another run has paused.
+            found = await self._probes.check_started(handle, resume=policy.needs_refit)
+            handle.tensor_parallel, handle.device = found
         except Refused as refusal:
-            await self._stop(handle, Event(Kind.START_FAILED, reason=str(refusal)))
+            await self._apply(handle, Event(EventKind.START_FAILED, reason=str(refusal)))
             return
         except ProbeError as error:
-            if record.state is State.DEAD or server_pool.seconds_in_state(handle.url) < (
-                server_pool.start_timeout
-            ):
+            seconds = self._records.seconds_in_state(handle.url)
+            if state is State.DEAD or seconds < policy.start_timeout:
                 return
             server = handle.server
             reason = (
-                f"{handle.url} did not answer within {server_pool.start_timeout:g} s "
+                f"{handle.url} did not answer within {policy.start_timeout:g} s "
                 f"(rollout.start_timeout): {error}"
                 if server is None
                 else server.with_log(server.too_late)
             )
-            await self._stop(handle, Event(Kind.START_FAILED, reason=reason))
+            await self._apply(handle, Event(EventKind.START_FAILED, reason=reason))
             return
-        server_pool.tell(handle.url, ANSWERED)
+        self._records.apply(handle.url, Event(EventKind.ANSWERED))
 
-    async def _generate(self, handle: ServerHandle) -> None:
-        await self._probe(handle, self._probes.generates(handle))
+    async def _probe_generation(self, handle: ServerHandle) -> None:
+        await self._probe(handle, self._probes.check_generation(handle))
 
-    async def _version(self, handle: ServerHandle) -> None:
-        """Tells a server that was replaced behind our back, too."""
-        server_pool, expected = self._server_pool, self._server_pool.record(handle.url).version
+    async def _probe_version(self, handle: ServerHandle) -> None:
+        """Probe the weight version, which also shows a server that another process replaced."""
+        expected = self._records.record(handle.url).version
         version = await self._probe(handle, self._probes.weight_version(handle))
         if version is not None and expected and version != expected:
             reason = f"its weights are version {version!r} instead of {expected!r}"
-            server_pool.wrong_version(handle.url, reason)
+            self._records.apply(handle.url, Event(EventKind.WRONG_VERSION, reason=reason))
 
-    async def _probe(self, handle: ServerHandle, question: Coroutine[Any, Any, Any]) -> Any:
+    async def _probe(self, handle: ServerHandle, probe: Coroutine[Any, Any, Any]) -> Any:
         try:
-            answer = await question
+            result = await probe
         except ProbeError as error:
             reason = str(error)
             if handle.server is not None:
                 reason = handle.server.with_log(f"{handle.url}{reason}")
-            await self._stop(handle, Event(Kind.PROBE_FAILED, reason=reason))
+            await self._apply(handle, Event(EventKind.PROBE_FAILED, reason=reason))
             return None
-        self._server_pool.tell(handle.url, ANSWERED)
-        return answer
+        self._records.apply(handle.url, Event(EventKind.ANSWERED))
+        return result
 
     def _death(self, handle: ServerHandle) -> str | None:
         server = handle.server
@@ -171,9 +167,10 @@ class Supervisor:
         try:
             handle.server.launch()  # on this thread, which lives as long as the server
         except RolloutServerError as error:
-            await self._stop(handle, Event(Kind.START_FAILED, reason=str(error)))
+            await self._apply(handle, Event(EventKind.START_FAILED, reason=str(error)))
 
-    async def _stop(self, handle: ServerHandle, event: Event) -> None:
-        """Tells the event, and ends the processes where that is its consequence."""
-        if self._server_pool.tell(handle.url, event) is Action.STOP and handle.server is not None:
+    async def _apply(self, handle: ServerHandle, event: Event) -> None:
+        """Apply the event, and end the server's processes if that is its consequence."""
+        action = self._records.apply(handle.url, event)
+        if action is Action.STOP and handle.server is not None:
             await asyncio.to_thread(handle.server.stop)

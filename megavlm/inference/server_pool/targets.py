@@ -1,4 +1,4 @@
-"""What a weight push needs to know of the servers: the seam between the fleet and the sync."""
+"""Interface between the server pool and the weight sync: the servers that a push goes to."""
 
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from typing import Protocol
 class Target:
     """A server that can take weights now.
 
-    device: "cpu" or "cuda". needs_all: it was (re)started or failed a push; it needs every tensor,
-    not only what training changes. The keys open its read and its admin endpoints; they are left
-    out of the representation, so that no log shows them.
+    tensor_parallel: number of its ranks. device: "cpu" or "cuda". needs_all: it (re)started or
+    failed a push, and needs every tensor, not only those that training changes. api_key, admin_key:
+    for its read and its admin endpoints; left out of the representation, so that no log has them.
     """
 
     url: str
@@ -23,20 +23,20 @@ class Target:
 
 
 class Targets(Protocol):
-    """The fleet, as a push sees it. Used on the driver alone, from any thread.
+    """The server pool, as a push sees it. Used on the driver alone, from any thread.
 
-    All but `refitted` raise RolloutServerError when fewer servers than rollout.min_servers can ever
-    be left.
+    All methods but `refitted` raise RolloutServerError when fewer than rollout.min_servers servers
+    can be left.
     """
 
     def targets(self, without: Container[str] = ()) -> list[Target]:
-        """Healthy and stale servers, never dead or starting ones, nor those `without`."""
+        """Return the healthy and stale servers but those whose URL is in `without`."""
 
     def refitted(self, url: str, version: str) -> None:
-        """Verified: the server has exactly the weights `version`; requests may go to it."""
+        """Mark a server as holding exactly the weights `version`, verified; it gets requests."""
 
     def failed(self, url: str, reason: str) -> None:
-        """A push failed at it: without requests until it is refitted."""
+        """Report that a push failed at a server; it gets no requests until it is refitted."""
 
     def mismatched(self, url: str, reason: str) -> None:
-        """The same, as it holds other tensors than it was sent."""
+        """Report a failed push after which the server holds other tensors than it was sent."""

@@ -8,14 +8,15 @@ import pytest
 
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
-from megavlm.inference.exchange import ATTEMPTS
-from megavlm.inference.protocol import Response, Sampling, Span
-from megavlm.inference.requests import PROMPTS_PER_REQUEST
+from megavlm.inference.protocol import Response, Sampling, VersionSpan
+from megavlm.inference.requests import ATTEMPTS, PROMPTS_PER_REQUEST, RequestLimits
 from megavlm.inference.server import free_port
+from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer, Fault
 from tests.unit.inference.prompts import make_prompt
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
+NO_DELAY: dict[str, Any] = {"retry_delay": 0.0}
 OPEN = ExitStack()
 
 
@@ -25,10 +26,10 @@ def close() -> Iterator[None]:
         yield
 
 
-def client(*servers: FakeServer | str, **options: Any) -> RolloutClient:
+def client(*servers: FakeServer | str, **limits: float) -> RolloutClient:
     urls = [server if isinstance(server, str) else server.url for server in servers]
-    options = {"retry_delay": 0.0, "api_key": "secret"} | options
-    return OPEN.enter_context(RolloutClient(urls, **options))
+    routing = FixedServers(*urls, api_key="secret")
+    return OPEN.enter_context(RolloutClient(routing, RequestLimits(**NO_DELAY | limits)))
 
 
 def test_order_over_requests_and_samples() -> None:
@@ -44,7 +45,7 @@ def test_order_over_requests_and_samples() -> None:
     ]
     assert groups[0][0].logprobs == (-0.5, -1.5)
     assert groups[0][0].finish == "stop" and groups[0][0].weight_version == "1"
-    assert groups[0][0].spans == (Span("1", 0, 2),)
+    assert groups[0][0].spans == (VersionSpan("1", 0, 2),)
 
 
 def test_one_prompt_and_none() -> None:
@@ -66,7 +67,7 @@ def test_connections_are_kept_between_rollouts() -> None:
 @pytest.mark.parametrize("fault", ["500", "reset", "garbage", "wrong form", "hang", "slow body"])
 def test_fault_is_retried(fault: Fault) -> None:
     with FakeServer(fault, fault) as fake:
-        ((response,),) = client(fake, timeout=1.5).generate([make_prompt()], n=1, sampling=GREEDY)
+        ((response,),) = client(fake, total=1.5).generate([make_prompt()], n=1, sampling=GREEDY)
         assert response.token_ids == (7, 0)
         assert len(fake.requests) == 3
 
@@ -75,13 +76,13 @@ def test_fault_is_retried(fault: Fault) -> None:
 def test_retries_are_bounded(fault: Fault) -> None:
     with FakeServer(*[fault] * 20) as fake:
         with pytest.raises(RolloutServerError, match=rf"rows.parquet:7 in {ATTEMPTS} attempts"):
-            client(fake, timeout=0.2).generate([make_prompt()], n=1, sampling=GREEDY)
+            client(fake, total=0.2).generate([make_prompt()], n=1, sampling=GREEDY)
         assert len(fake.requests) == ATTEMPTS
 
 
 def test_refusal_is_not_retried() -> None:
     with FakeServer("400") as fake:
-        with pytest.raises(RolloutRequestError, match=r"rows.parquet:7 \(400\).*as told"):
+        with pytest.raises(RolloutRequestError, match=r"HTTP 400 .* rows.parquet:7: .*scripted"):
             client(fake).generate([make_prompt()], n=1, sampling=GREEDY)
         assert len(fake.requests) == 1
 
@@ -89,7 +90,7 @@ def test_refusal_is_not_retried() -> None:
 def test_a_server_that_hangs_after_its_head_is_left_for_the_other() -> None:
     prompts = [make_prompt(first_id=i) for i in range(6)]
     with FakeServer(*["head only"] * 20) as slow, FakeServer() as other:
-        asking = client(slow, other, body_timeout=1.5)
+        asking = client(slow, other, body=1.5)
         groups = asking.generate(prompts, n=2, sampling=GREEDY)
         assert slow.requests, "it was asked"
     assert [group[0].token_ids[0] for group in groups] == list(range(6))
@@ -139,7 +140,9 @@ def test_a_rollout_stops_when_enough_groups_are_complete() -> None:
             ["stop"] * 2,
             ["abort"] * 2,
         ]
-        assert first[1][0] == Response((50, 51), (-0.5, -1.5), "abort", "3", (Span("3", 0, 2),))
+        assert first[1][0] == Response(
+            (50, 51), (-0.5, -1.5), "abort", "3", (VersionSpan("3", 0, 2),)
+        )
         assert all(len(body["input_ids"]) == 1 for body in fake.bodies("/generate"))
 
         fake.held, fake.weight_version = set(), "4"
@@ -152,7 +155,7 @@ def test_a_rollout_stops_when_enough_groups_are_complete() -> None:
         [(9, 0), (9, 1)],
         [(50, 51, 4, 2)] * 2,
     ]
-    assert second[0][0].spans == (Span("3", 0, 2), Span("4", 2, 4))
+    assert second[0][0].spans == (VersionSpan("3", 0, 2), VersionSpan("4", 2, 4))
     assert second[0][0].logprobs == (-0.5, -1.5, -0.5, -1.5)
     assert second[0][0].finish == "stop" and second[0][0].weight_version == "4"
     assert continued["input_ids"] == [[1, 1, 2, 50, 51]] * 2
@@ -208,8 +211,3 @@ def test_body() -> None:
         },
         "return_logprob": True,
     }
-
-
-def test_no_servers() -> None:
-    with pytest.raises(ValueError, match=r"rollout\.urls is empty"):
-        client()

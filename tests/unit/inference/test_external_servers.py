@@ -10,9 +10,9 @@ from megavlm.inference.server_pool import supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.requirements import Requirements
-from megavlm.inference.server_pool.state import Policy, State
+from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.fakes.server import FakeServer
-from tests.unit.inference.fleets import POLICY, external, push, state, wait_for
+from tests.unit.inference.server_pools import POLICY, external, push, state, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +21,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_external_servers_must_answer_in_time() -> None:
-    policy = Policy(give_up_after=0.3)  # as a run has it
-    pool = ServerPool(
-        [ServerHandle("http://127.0.0.1:9")], policy=policy, start_timeout=0.3, say=print
-    )
+    policy = RestartPolicy(start_timeout=0.3)  # as a run has it
+    pool = ServerPool([ServerHandle("http://127.0.0.1:9")], policy)
     reason = (
         r"127\.0\.0\.1:9 did not answer within 0\.3 s \(rollout\.start_timeout\): /health: Conn"
     )
@@ -41,7 +39,7 @@ ENVIRONMENT = "internal_states"
     [
         ({"version": "0.5.4"}, Requirements(), r"runs SGLang 0\.5\.4, and 0\.5\.23 or newer"),
         ({"version": None}, Requirements(), "runs SGLang None"),
-        ({"tp_size": "x"}, Requirements(), "does not say its tp_size"),
+        ({"tp_size": "x"}, Requirements(), "does not report its tp_size"),
         ({}, FRESH, "start it with SGLANG_VLM_CACHE_SIZE_MB=0"),
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "100"}}]}, FRESH, "start it"),
         ({}, Requirements(fresh_prefixes=True), "start it with --disable-radix-cache"),
@@ -55,7 +53,7 @@ def test_an_external_server_must_be_as_the_run_needs_it(
 ) -> None:
     with FakeServer() as fake:
         fake.info = info
-        pool = ServerPool([ServerHandle(fake.url, required=required)], policy=POLICY, say=print)
+        pool = ServerPool([ServerHandle(fake.url, required=required)], policy=POLICY)
         if reason is None:
             with pool:
                 assert pool.targets()
@@ -71,14 +69,14 @@ def test_an_answer_in_another_form_is_no_sign_of_life(fault: Any) -> None:
         with external(fake) as pool:
             push(pool, 1)
             pool.resting = True  # so that the version is asked for
-            pool.unanswered(fake.url, "timed out")
+            pool.request_failed(fake.url, "timed out")
             wait_for(lambda: state(pool, fake.url) is State.HEALTHY)
             assert fake.paths().count("/model_info") == 2
 
 
 def test_a_wrong_key_is_told_at_once() -> None:
     with FakeServer(keys=("reads", "writes")) as fake:
-        pool = ServerPool([ServerHandle(fake.url, "other")], policy=POLICY, say=print)
+        pool = ServerPool([ServerHandle(fake.url, "other")], policy=POLICY)
         with pytest.raises(RolloutServerError, match=r"refused our key .* MEGAVLM_ROLLOUT_API_KEY"):
             pool.__enter__()
 
@@ -88,10 +86,10 @@ def test_a_server_that_a_dead_trainer_left_paused_is_told_to_go_on() -> None:
     with FakeServer(keys=("reads", "writes")) as fake:
         fake.is_paused = True
         handle = ServerHandle(fake.url, "reads", "writes")
-        with ServerPool([handle], policy=POLICY, start_timeout=5, say=print) as pool:
+        with ServerPool([handle], policy=POLICY) as pool:
             assert state(pool, fake.url) is State.STALE
             fake.is_paused = True
-            pool.unanswered(fake.url, "timed out")
+            pool.request_failed(fake.url, "timed out")
             pool.failed(fake.url, "its continue was lost")
             wait_for(lambda: state(pool, fake.url) is State.DEAD)
             wait_for(lambda: state(pool, fake.url) is State.STALE)
@@ -108,7 +106,5 @@ def test_servers_that_no_push_goes_to_are_changed_in_nothing() -> None:
 
 def test_a_wrong_admin_key_does_not_hide_that_a_server_answers() -> None:
     with FakeServer(keys=("reads", "writes")) as fake:
-        with ServerPool(
-            [ServerHandle(fake.url, "reads", "other")], policy=POLICY, say=print
-        ) as pool:
+        with ServerPool([ServerHandle(fake.url, "reads", "other")], policy=POLICY) as pool:
             assert state(pool, fake.url) is State.STALE

@@ -1,15 +1,17 @@
-"""Which memory a server is told to release and to take back, and when it is left alone."""
+"""Memory that servers release and take back, and when they are left alone."""
 
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from megavlm.config.schema import Rollout
 from megavlm.inference.server_pool import supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.memory import ServerMemory
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.state import Policy, State
+from megavlm.inference.server_pool.state import RestartPolicy, State
+from megavlm.parallel import platform
 from tests.fakes.server import FakeServer
 
 FLUSH = "/flush_cache?timeout=20"
@@ -24,9 +26,7 @@ def fake() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def pool(fake: FakeServer) -> Iterator[ServerPool]:
-    with ServerPool(
-        [ServerHandle(fake.url, "reads", "writes")], policy=Policy(), say=print
-    ) as pool:
+    with ServerPool([ServerHandle(fake.url, "reads", "writes")], policy=RestartPolicy()) as pool:
         push(pool)
         yield pool
 
@@ -38,10 +38,11 @@ def push(pool: ServerPool) -> bool:
 
 
 def memory(pool: ServerPool, keeps_weights: bool = True) -> ServerMemory:
-    return ServerMemory(pool, keeps_weights=keeps_weights, timeout=10)
+    backup = {"enable_weights_cpu_backup": keeps_weights}
+    return ServerMemory(pool, Rollout(request_timeout=10, server_args=backup))
 
 
-def told(fake: FakeServer) -> list[tuple[str, str]]:
+def requested(fake: FakeServer) -> list[tuple[str, str]]:
     paths = {RELEASE: "release", RESUME: "resume"}
     return [(paths[p], body["tags"][0]) for p, body, _ in fake.requests if p in paths]
 
@@ -55,14 +56,14 @@ def test_the_order_of_a_step(fake: FakeServer, pool: ServerPool) -> None:
         assert not push(pool), "the copy on the host has what training does not change"
         servers.resume(["kv_cache"], starts=True)
         assert not pool.resting
-    assert told(fake) == [
+    assert requested(fake) == [
         ("release", "kv_cache"),
         ("release", "weights"),
         ("resume", "weights"),
         ("resume", "kv_cache"),
     ]
-    told_of_requests = [path for path in fake.paths() if "gener" in path or "flush" in path]
-    assert told_of_requests[-3:] == ["/pause_generation", "/continue_generation", FLUSH]
+    paths = [path for path in fake.paths() if "gener" in path or "flush" in path]
+    assert paths[-3:] == ["/pause_generation", "/continue_generation", FLUSH]
     assert fake.paths().index(FLUSH) < fake.paths().index(RELEASE), "it is idle first"
 
 
@@ -72,14 +73,14 @@ def test_a_server_that_is_not_idle_releases_nothing(fake: FakeServer, pool: Serv
     with memory(pool) as servers:
         servers.release(["kv_cache", "weights"])
         pool.wait_while(State.SUSPECT)
-        assert told(fake) == [] and pool.record(fake.url).state is State.STALE
+        assert requested(fake) == [] and pool.record(fake.url).state is State.STALE
 
 
 def test_what_is_released_is_not_flushed(fake: FakeServer, pool: ServerPool) -> None:
     with memory(pool) as servers:
         servers.release(["kv_cache"])
         servers.release(["weights"])
-    assert fake.paths().count(FLUSH) == 1 and len(told(fake)) == 2
+    assert fake.paths().count(FLUSH) == 1 and len(requested(fake)) == 2
 
 
 def test_what_is_not_released_is_not_taken_back(fake: FakeServer, pool: ServerPool) -> None:
@@ -89,10 +90,13 @@ def test_what_is_not_released_is_not_taken_back(fake: FakeServer, pool: ServerPo
         servers.release(["kv_cache", "weights"])
         servers.resume(["weights", "kv_cache"], starts=True)
         servers.resume(["weights", "kv_cache"], starts=True)
-    assert len(told(fake)) == 4
+    assert len(requested(fake)) == 4
 
 
-def test_weights_without_a_copy_are_all_sent_again(fake: FakeServer, pool: ServerPool) -> None:
+def test_weights_without_a_copy_are_all_sent_again(
+    fake: FakeServer, pool: ServerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
     with memory(pool, keeps_weights=False) as servers:
         servers.release(["kv_cache", "weights"])
         servers.resume(["weights"], starts=False)

@@ -8,10 +8,11 @@ import pytest
 
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import Sampling
+from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool import supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.state import Policy
+from megavlm.inference.server_pool.state import RestartPolicy
 from tests.fakes.server import FakeServer, Fault
 from tests.unit.inference.prompts import make_prompt
 
@@ -47,9 +48,9 @@ def test_the_ledger_has_no_gap_and_no_double(seed: int, monkeypatch: pytest.Monk
     ledger: Counter[tuple[int, int]] = Counter()
     with FakeServer(only_generate=True) as a, FakeServer(only_generate=True) as b:
         fakes = {fake.url: fake for fake in (a, b)}
-        with ServerPool([ServerHandle(url) for url in fakes], policy=Policy(), say=print) as pool:
-            options = {"timeout": 1.0, "body_timeout": 0.5, "retry_delay": 0.0}
-            with RolloutClient(pool, **options) as client:
+        with ServerPool([ServerHandle(url) for url in fakes], policy=RestartPolicy()) as pool:
+            limits = RequestLimits(total=1.0, body=0.5, retry_delay=0.0)
+            with RolloutClient(pool, limits) as client:
                 for step in range(STEPS):
                     push(pool, step, fakes)
                     for kind in faults.get(step, ()):

@@ -6,13 +6,15 @@ import pytest
 
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import Sampling
+from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.router import BehindRouter
-from megavlm.inference.server_pool.state import Policy, State
+from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.fakes.server import FakeServer
 from tests.unit.inference.prompts import make_prompt
 
+NO_DELAY = RequestLimits(retry_delay=0.0)
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
 
 
@@ -31,9 +33,9 @@ def ask(client: RolloutClient, version: str, **options: Any) -> list[Any]:
 def test_requests_go_to_the_router_and_weights_to_the_servers() -> None:
     with FakeServer() as a, FakeServer() as b, FakeServer() as front:
         handles = [ServerHandle(a.url), ServerHandle(b.url)]
-        with ServerPool(handles, policy=Policy(), say=print) as pool:
+        with ServerPool(handles, policy=RestartPolicy()) as pool:
             routing = BehindRouter(pool, front.url, "reads")
-            with RolloutClient(routing, retry_delay=0.0) as client:
+            with RolloutClient(routing, NO_DELAY) as client:
                 assert routing.routable("1") == []
                 push(pool, "1", a, b)
                 groups = ask(client, "1")
@@ -47,9 +49,9 @@ def test_requests_go_to_the_router_and_weights_to_the_servers() -> None:
 def test_none_of_the_servers_may_be_behind(trouble: str) -> None:
     with FakeServer() as a, FakeServer() as b, FakeServer() as front:
         handles = [ServerHandle(a.url), ServerHandle(b.url)]
-        with ServerPool(handles, policy=Policy(), say=print) as pool:
+        with ServerPool(handles, policy=RestartPolicy()) as pool:
             routing = BehindRouter(pool, front.url, None)
-            with RolloutClient(routing, retry_delay=0.0) as client:
+            with RolloutClient(routing, NO_DELAY) as client:
                 push(pool, "2", a, b)
                 if trouble == "one is behind":
                     pool.failed(a.url, "refused")

@@ -16,7 +16,7 @@ import pytest
 from megavlm.inference import server as server_module
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import ManagedServer, free_port
-from megavlm.inference.server_args import arguments, environment
+from megavlm.inference.server_args import ServerOptions, command_line
 
 ROOT = Path(__file__).resolve().parents[3]
 STUB = ROOT / "tests" / "fakes" / "stub_sglang"
@@ -30,7 +30,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def managed(tmp_path: Path, **options: Any) -> ManagedServer:
     log = tmp_path / "logs" / "server.log"
-    return ManagedServer("model", dtype="float32", device="cpu", log_path=log, **options)
+    return ManagedServer(
+        ServerOptions("model", dtype="float32", device="cpu"), log_path=log, **options
+    )
 
 
 def worker(log: str) -> psutil.Process | None:
@@ -123,10 +125,10 @@ def test_ports_of_ours_are_none_that_the_kernel_gives_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server listens 20 s after it was launched, and may be started anew in days."""
-    first = int(server_module.KERNELS_PORTS.read_text().split()[0])
+    first = int(server_module.KERNEL_PORT_RANGE.read_text().split()[0])
     assert first <= free_port()
     (tmp_path / "range").write_text("20400\t60999\n")
-    monkeypatch.setattr(server_module, "KERNELS_PORTS", tmp_path / "range")
+    monkeypatch.setattr(server_module, "KERNEL_PORT_RANGE", tmp_path / "range")
     ports = server_module.server_ports(300)
     assert len(set(ports)) == 300 and max(ports) < 20400
     assert managed(tmp_path).port < 20400
@@ -144,7 +146,7 @@ def test_a_port_of_ours_that_another_program_has_taken(tmp_path: Path) -> None:
 
 
 def test_where_no_port_is_below_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "PORTS", range(0))
+    monkeypatch.setattr(server_module, "SERVER_PORTS", range(0))
     assert all(port > 0 for port in server_module.server_ports(2))
 
 
@@ -162,8 +164,10 @@ PARENT = """
 import signal, sys
 from pathlib import Path
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 signal.signal(signal.SIGINT, signal.default_int_handler)
-with ManagedServer("model", dtype="float32", device="cpu", log_path=Path(sys.argv[1])):
+options = ServerOptions("model", dtype="float32", device="cpu")
+with ManagedServer(options, log_path=Path(sys.argv[1])):
     print("up", flush=True)
     sys.stdin.read()
 """
@@ -197,29 +201,29 @@ def test_parent_dies(by: signal.Signals, tmp_path: Path, parent: subprocess.Pope
     assert not alive and not temporary.exists()
 
 
-def test_arguments() -> None:
-    words = arguments(
+def test_command_line() -> None:
+    words = command_line(
         {"tp_size": 2, "sleep_on_idle": True, "disable_radix_cache": False, "x": None}
     )
     assert words == ["--tp-size", "2", "--sleep-on-idle"]
 
 
 @pytest.mark.parametrize("name", ["trust_remote_code", "api-key", "--port"])
-def test_reserved_argument(name: str, tmp_path: Path) -> None:
+def test_reserved_argument(name: str) -> None:
     with pytest.raises(ValueError, match=rf"rollout.server_args.{name} is not allowed"):
-        managed(tmp_path, server_args={name: True})
+        ServerOptions("model", "float32", "cpu", server_args={name: True})
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("KEPT", "1")
-    cpu = environment("cpu", 2, True)
+    cpu = ServerOptions("model", "float32", "cpu", tensor_parallel=2).environment()
     assert "RANK" not in cpu and "LOCAL_RANK" not in cpu and "TORCHELASTIC_RUN_ID" not in cpu
     assert cpu["KEPT"] == "1" and cpu["SGLANG_USE_CPU_ENGINE"] == "1"
     assert len(cpu["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
     assert cpu["PYTHONPATH"].split(os.pathsep)[0].endswith("cpu_support")
     assert "SGLANG_VLM_CACHE_SIZE_MB" not in cpu
-    cuda = environment("cuda", 1, False)
+    cuda = ServerOptions("model", "bfloat16", "cuda", cache_images=False).environment()
     assert "SGLANG_USE_CPU_ENGINE" not in cuda and "cpu_support" not in cuda["PYTHONPATH"]
     assert cuda["SGLANG_VLM_CACHE_SIZE_MB"] == "0"

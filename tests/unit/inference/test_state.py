@@ -10,95 +10,102 @@ from megavlm.inference.server_pool.state import (
     UNVERIFIED,
     Action,
     Event,
-    Kind,
-    Policy,
-    Record,
+    EventKind,
+    RestartPolicy,
+    ServerRecord,
     State,
     transition,
 )
 
-POLICY = Policy(max_restarts=2, back_off=1.0, max_failures=3, forget_after=100, give_up_after=50)
+POLICY = RestartPolicy(
+    max_restarts=2, back_off=1.0, max_failures=3, reset_after=100, start_timeout=50
+)
 
 
-def run(record: Record, *events: tuple[Kind, float] | tuple[Kind, float, str]) -> Record:
+def run(
+    record: ServerRecord, *events: tuple[EventKind, float] | tuple[EventKind, float, str]
+) -> ServerRecord:
     for kind, now, *version in events:
         record, _ = transition(record, Event(kind, *version), now, POLICY)
     return record
 
 
-def healthy(managed: bool = True) -> Record:
-    record = run(Record(managed), (Kind.ANSWERED, 1.0), (Kind.REFITTED, 2.0, "7"))
+def healthy(managed: bool = True) -> ServerRecord:
+    record = run(ServerRecord(managed), (EventKind.ANSWERED, 1.0), (EventKind.REFITTED, 2.0, "7"))
     assert record.state is State.HEALTHY
     return record
 
 
 def test_a_started_server_is_stale_until_it_is_refitted() -> None:
-    record = run(Record(managed=True), (Kind.ANSWERED, 1.0))
+    record = run(ServerRecord(managed=True), (EventKind.ANSWERED, 1.0))
     assert record.state is State.STALE and not record.routable("7") and not record.routable(None)
-    record = run(record, (Kind.REFITTED, 2.0, "7"))
+    record = run(record, (EventKind.REFITTED, 2.0, "7"))
     assert record.routable("7") and record.routable(None) and not record.routable("8")
 
 
 def test_a_server_that_needs_no_refit_serves_what_it_started_with() -> None:
     policy = replace(POLICY, needs_refit=False)
-    record, _ = transition(Record(managed=True), Event(Kind.ANSWERED), 1.0, policy)
+    record, _ = transition(ServerRecord(managed=True), Event(EventKind.ANSWERED), 1.0, policy)
     assert record.routable(None) and record.version == UNVERIFIED
 
 
 def test_a_failed_request_is_a_suspicion_that_a_probe_settles() -> None:
-    suspect = run(healthy(), (Kind.REQUEST_FAILED, 3.0))
+    suspect = run(healthy(), (EventKind.REQUEST_FAILED, 3.0))
     assert suspect.state is State.SUSPECT and not suspect.routable("7")
-    assert run(suspect, (Kind.ANSWERED, 4.0)).routable("7")
-    assert run(suspect, *[(Kind.PROBE_FAILED, 4.0)] * 2).state is State.SUSPECT
-    assert run(suspect, *[(Kind.PROBE_FAILED, 4.0)] * 3).state is State.DEAD
+    assert run(suspect, (EventKind.ANSWERED, 4.0)).routable("7")
+    assert run(suspect, *[(EventKind.PROBE_FAILED, 4.0)] * 2).state is State.SUSPECT
+    assert run(suspect, *[(EventKind.PROBE_FAILED, 4.0)] * 3).state is State.DEAD
 
 
 def test_failures_count_in_a_row() -> None:
     record = healthy()
     for now in range(3, 30, 3):
-        record = run(record, (Kind.PROBE_FAILED, now), (Kind.PROBE_FAILED, now))
-        record = run(record, (Kind.ANSWERED, now))
+        record = run(record, (EventKind.PROBE_FAILED, now), (EventKind.PROBE_FAILED, now))
+        record = run(record, (EventKind.ANSWERED, now))
     assert record.state is State.HEALTHY
 
 
 def test_a_failed_push_is_a_suspicion_that_leaves_it_stale() -> None:
-    suspect = run(healthy(), (Kind.SYNC_FAILED, 3.0))
+    suspect = run(healthy(), (EventKind.SYNC_FAILED, 3.0))
     assert suspect.state is State.SUSPECT
-    assert run(suspect, (Kind.ANSWERED, 4.0)).state is State.STALE
-    assert run(suspect, *[(Kind.PROBE_FAILED, 4.0)] * 3).state is State.DEAD
-    assert run(Record(True), (Kind.ANSWERED, 1.0), (Kind.SYNC_FAILED, 2.0)).state is State.SUSPECT
+    assert run(suspect, (EventKind.ANSWERED, 4.0)).state is State.STALE
+    assert run(suspect, *[(EventKind.PROBE_FAILED, 4.0)] * 3).state is State.DEAD
+    assert (
+        run(ServerRecord(True), (EventKind.ANSWERED, 1.0), (EventKind.SYNC_FAILED, 2.0)).state
+        is State.SUSPECT
+    )
 
 
-@pytest.mark.parametrize(("kind", "most"), [(Kind.SYNC_FAILED, 3), (Kind.MISMATCH, 2)])
-def test_pushes_that_fail_in_a_row_give_a_server_up(kind: Kind, most: int) -> None:
+@pytest.mark.parametrize(("kind", "most"), [(EventKind.SYNC_FAILED, 3), (EventKind.MISMATCH, 2)])
+def test_pushes_that_fail_in_a_row_give_a_server_up(kind: EventKind, most: int) -> None:
     record = healthy()
     for now in range(10, 50, 10):  # one that comes through forgets those before
-        missed = [(kind, now), (Kind.ANSWERED, now + 1)] * (most - 1)
-        record = run(record, *missed, (Kind.REFITTED, now + 2, "8"))
+        missed = [(kind, now), (EventKind.ANSWERED, now + 1)] * (most - 1)
+        record = run(record, *missed, (EventKind.REFITTED, now + 2, "8"))
         assert record.state is State.HEALTHY
-    record = run(record, *[(kind, 60.0), (Kind.ANSWERED, 61.0)] * most)
+    record = run(record, *[(kind, 60.0), (EventKind.ANSWERED, 61.0)] * most)
     assert record.state is State.RETIRED and f"after {most}" in record.reason
 
 
-@pytest.mark.parametrize("kind", [Kind.SYNC_FAILED, Kind.WRONG_VERSION])
-def test_a_server_whose_weights_are_in_doubt_is_stale(kind: Kind) -> None:
-    assert run(healthy(), (Kind.WRONG_VERSION, 3.0)).state is State.STALE
-    suspect = run(healthy(), (Kind.REQUEST_FAILED, 3.0), (kind, 4.0))
+@pytest.mark.parametrize("kind", [EventKind.SYNC_FAILED, EventKind.WRONG_VERSION])
+def test_a_server_whose_weights_are_in_doubt_is_stale(kind: EventKind) -> None:
+    assert run(healthy(), (EventKind.WRONG_VERSION, 3.0)).state is State.STALE
+    suspect = run(healthy(), (EventKind.REQUEST_FAILED, 3.0), (kind, 4.0))
     assert suspect.state is State.SUSPECT
-    assert run(suspect, (Kind.ANSWERED, 5.0)).state is State.STALE
+    assert run(suspect, (EventKind.ANSWERED, 5.0)).state is State.STALE
 
 
 def test_restarts_back_off_and_end() -> None:
     record, waits = healthy(), []
     for died in (10.0, 20.0, 30.0):
-        record, action = transition(record, Event(Kind.EXITED, reason="killed"), died, POLICY)
+        record, action = transition(record, Event(EventKind.EXITED, reason="killed"), died, POLICY)
         assert action is Action.STOP
         if record.state is State.RETIRED:
             break
         waits.append(record.retry_at - died)
-        early, action = transition(record, Event(Kind.TICK), record.retry_at - 0.1, POLICY)
+        early, action = transition(record, Event(EventKind.TICK), record.retry_at - 0.1, POLICY)
         assert early.state is State.DEAD and action is Action.NOTHING
-        record, action = transition(record, Event(Kind.TICK), record.retry_at, POLICY)
+        record, action = transition(record, Event(EventKind.TICK), record.retry_at, POLICY)
         assert record.state is State.STARTING and action is Action.START
     assert waits == [1.0, 2.0]
     assert record.state is State.RETIRED
@@ -107,26 +114,35 @@ def test_restarts_back_off_and_end() -> None:
 
 def test_long_health_forgets_restarts() -> None:
     record = replace(healthy(), restarts=2)
-    assert run(record, (Kind.TICK, 101.9)).restarts == 2
-    assert run(record, (Kind.TICK, 102.0)).restarts == 0
+    assert run(record, (EventKind.TICK, 101.9)).restarts == 2
+    assert run(record, (EventKind.TICK, 102.0)).restarts == 0
     # A suspicion that passes does not set the clock back; a death does.
-    wobbly = run(record, (Kind.REQUEST_FAILED, 50.0), (Kind.ANSWERED, 51.0), (Kind.TICK, 102.0))
+    wobbly = run(
+        record,
+        (EventKind.REQUEST_FAILED, 50.0),
+        (EventKind.ANSWERED, 51.0),
+        (EventKind.TICK, 102.0),
+    )
     assert wobbly.restarts == 0
-    assert run(record, (Kind.EXITED, 102.0)).state is State.DEAD, "not given up at the moment"
+    assert run(record, (EventKind.EXITED, 102.0)).state is State.DEAD, "not given up at the moment"
 
 
 def test_an_external_server_may_come_back_stale_and_is_given_up_in_the_end() -> None:
-    away = run(healthy(managed=False), (Kind.REQUEST_FAILED, 3.0), *[(Kind.PROBE_FAILED, 4.0)] * 3)
+    away = run(
+        healthy(managed=False),
+        (EventKind.REQUEST_FAILED, 3.0),
+        *[(EventKind.PROBE_FAILED, 4.0)] * 3,
+    )
     assert away.state is State.DEAD
-    assert run(away, (Kind.TICK, 53.9), (Kind.ANSWERED, 53.9)).state is State.STALE
-    assert run(away, (Kind.TICK, 54.0)).state is State.RETIRED
+    assert run(away, (EventKind.TICK, 53.9), (EventKind.ANSWERED, 53.9)).state is State.STALE
+    assert run(away, (EventKind.TICK, 54.0)).state is State.RETIRED
 
 
 EVENTS = st.lists(
     st.tuples(
         st.builds(
             Event,
-            st.sampled_from(Kind),
+            st.sampled_from(EventKind),
             version=st.sampled_from(["1", "2"]),
             reason=st.just("why"),
         ),
@@ -134,22 +150,22 @@ EVENTS = st.lists(
     ),
     max_size=60,
 )
-GONE = (Kind.EXITED, Kind.START_FAILED)
+GONE = (EventKind.EXITED, EventKind.START_FAILED)
 
 
 @given(EVENTS, st.booleans())
 def test_no_request_goes_to_weights_that_were_not_verified_since_the_last_start(
     events: list[tuple[Event, float]], managed: bool
 ) -> None:
-    record, now = Record(managed), 0.0
+    record, now = ServerRecord(managed), 0.0
     verified: str | None = None  # by a plain account of what was told
     for event, pause in events:
         now += pause
         before = record
         record, action = transition(record, event, now, POLICY)
-        if event.kind is Kind.REFITTED:
+        if event.kind is EventKind.REFITTED:
             verified = event.version
-        doubts = (Kind.SYNC_FAILED, Kind.MISMATCH, Kind.WRONG_VERSION)
+        doubts = (EventKind.SYNC_FAILED, EventKind.MISMATCH, EventKind.WRONG_VERSION)
         if event.kind in (*GONE, *doubts) or action is Action.START:
             verified = None
         for version in ("1", "2"):
@@ -163,7 +179,7 @@ def test_no_request_goes_to_weights_that_were_not_verified_since_the_last_start(
 
 @given(EVENTS, st.booleans())
 def test_restarts_never_exceed_the_bound(events: list[tuple[Event, float]], managed: bool) -> None:
-    record, now, starts, forgotten = Record(managed), 0.0, 0, 0
+    record, now, starts, forgotten = ServerRecord(managed), 0.0, 0, 0
     for event, pause in events:
         now += pause
         before = record

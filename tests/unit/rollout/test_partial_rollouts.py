@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megavlm.data.processor import Prompt
-from megavlm.inference.protocol import Response, Span
+from megavlm.inference.protocol import Response, VersionSpan
 from megavlm.rollout.partial_rollouts import PartialRolloutBuffer, older, staleness
 from megavlm.training.losses import engine_gap
 from tests.columns import columns
@@ -16,7 +16,7 @@ from tests.unit.inference.prompts import make_prompt
 def response(finish: str, *spans: tuple[str, int]) -> Response:
     bounds, start = [], 0
     for version, length in spans:
-        bounds.append(Span(version, start, start + length))
+        bounds.append(VersionSpan(version, start, start + length))
         start += length
     return Response((5,) * start, (-1.0,) * start, finish, spans[-1][0], tuple(bounds))
 

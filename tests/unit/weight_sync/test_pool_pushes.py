@@ -16,7 +16,7 @@ from megavlm.inference.errors import RolloutServerError, WeightSyncError
 from megavlm.inference.server_pool import supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.state import Policy, State
+from megavlm.inference.server_pool.state import RestartPolicy, State
 from megavlm.parallel.mesh import Layout
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.weight_sync.plan import Plan, TrainerRanks
@@ -30,10 +30,10 @@ from tests.unit.weight_sync.test_sync_faults import ENTRIES, TRAINED, UPDATE, Mo
 
 
 @contextmanager
-def pool_of(said: list[str], *urls: str, give_up_after: float = 60.0) -> Iterator[ServerPool]:
-    policy = Policy(max_failures=2, give_up_after=give_up_after)
+def pool_of(lines: list[str], *urls: str, start_timeout: float = 60.0) -> Iterator[ServerPool]:
+    policy = RestartPolicy(max_failures=2, start_timeout=start_timeout)
     supervisor.TICK = 0.02  # type: ignore[misc]
-    with ServerPool([ServerHandle(url) for url in urls], policy=policy, say=said.append) as pool:
+    with ServerPool([ServerHandle(url) for url in urls], policy=policy, log=lines.append) as pool:
         yield pool
 
 
@@ -56,9 +56,9 @@ def trainer_of(pool: ServerPool, folder: Any = None) -> Any:
 
 def pushed(urls: list[str], folder: Any = None) -> dict[str, Any]:
     """What a run's trainer comes to that pushes twice; on a rank."""
-    said: list[str] = []
+    lines: list[str] = []
     outcomes: list[Any] = []
-    with pool_of(said, *urls) as pool:
+    with pool_of(lines, *urls) as pool:
         trainer = trainer_of(pool, folder)
         for _ in range(4):
             try:
@@ -69,7 +69,7 @@ def pushed(urls: list[str], folder: Any = None) -> dict[str, Any]:
                 outcomes.append(f"{type(error).__name__}: {error}")
                 break
         states = [pool.record(url).state for url in urls]
-    return {"said": said, "outcomes": outcomes, "states": states}
+    return {"lines": lines, "outcomes": outcomes, "states": states}
 
 
 @pytest.mark.parametrize("fault", ["500", "reset", "garbage"])
@@ -78,7 +78,7 @@ def test_the_only_server_fails_once_and_gets_everything(fault: Any) -> None:
         engine.faults[UPDATE, 2] = fault
         (result,) = launch(1, pushed, [engine.url])
         assert result["outcomes"] == [1] * 4 and engine.weight_version == "4"
-        (line,) = result["said"]
+        (line,) = result["lines"]
         assert line.startswith(f"rollout server {engine.url} missed a push: ") and UPDATE in line
 
 
@@ -88,7 +88,7 @@ def test_a_session_that_a_dead_trainer_left_open_is_no_failure() -> None:
         for engine in (one, other):
             engine.is_paused = engine.in_session = True
         (result,) = launch(1, pushed, [one.url, other.url])
-        assert (result["outcomes"], result["said"]) == ([2] * 4, [])
+        assert (result["outcomes"], result["lines"]) == ([2] * 4, [])
         assert not one.in_session and not other.is_paused
 
 
@@ -117,8 +117,8 @@ def test_of_two_servers_the_one_that_holds_other_tensors_is_given_up_aloud() -> 
         (result,) = launch(1, pushed, [good.url, bad.url])
         assert result["outcomes"] == [1] * 4
         assert result["states"] == [State.HEALTHY, State.RETIRED]
-        assert sum(f"holds {TRAINED[2]} with" in line for line in result["said"]) == 3
-        assert "is given up after 2 pushes" in result["said"][-1]
+        assert sum(f"holds {TRAINED[2]} with" in line for line in result["lines"]) == 3
+        assert "is given up after 2 pushes" in result["lines"][-1]
         assert bad.paths().count("/begin_weight_update") == 2
 
 
@@ -151,16 +151,16 @@ def test_a_disk_that_fills_up_in_a_push_is_no_servers_fault(tmp_path: Any) -> No
         (result,) = launch(1, fills_up, [one.url, other.url], folder)
         (error,) = result["outcomes"]
         assert error.startswith("WeightSyncError") and f"{folder} cannot be written" in error
-        assert "No space left" in error and result["said"] == []
+        assert "No space left" in error and result["lines"] == []
         for engine in (one, other):
             assert engine.paths().count("/pause_generation") == 1 and not engine.is_paused
         assert not list(folder.iterdir()), "what was written of it makes room"
 
 
 def comes_back(port: int, dies: Callable[[], Any], again: Callable[[], Any]) -> dict[str, Any]:
-    said: list[str] = []
+    lines: list[str] = []
     url = f"http://127.0.0.1:{port}"
-    with pool_of(said, url) as pool:
+    with pool_of(lines, url) as pool:
         trainer = trainer_of(pool)
         send = trainer.sync._transport.send
 
@@ -173,7 +173,7 @@ def comes_back(port: int, dies: Callable[[], Any], again: Callable[[], Any]) -> 
         trainer.sync._transport.send = killing
         started = time.monotonic()
         trainer.push()
-        return {"said": said, "seconds": time.monotonic() - started}
+        return {"lines": lines, "seconds": time.monotonic() - started}
 
 
 def external_dies_in_a_push() -> dict[str, Any]:
@@ -194,15 +194,15 @@ def test_an_external_server_that_dies_in_a_push_is_waited_for() -> None:
     """It is looked at at once, not after it has been silent for long."""
     (result,) = launch(1, external_dies_in_a_push)
     assert result["version"] == "4" and result["held"] == 5, "with everything"
-    missed, away, back = result["said"]
+    missed, away, back = result["lines"]
     assert "missed a push" in missed and "is away" in away and "waits for weights" in back
 
 
 def gone_for_good() -> str:
     engine = FakeEngine()
     engine.__enter__()
-    said: list[str] = []
-    with pool_of(said, engine.url, give_up_after=0.5) as pool:
+    lines: list[str] = []
+    with pool_of(lines, engine.url, start_timeout=0.5) as pool:
         trainer = trainer_of(pool)
         engine.__exit__()
         with pytest.raises(RolloutServerError) as raised:

@@ -6,15 +6,15 @@ from typing import Any
 
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.state import Policy, State
+from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.fakes.server import FakeServer
 
-POLICY = Policy(max_restarts=2, back_off=0.1, max_failures=2, give_up_after=60)
+POLICY = RestartPolicy(max_restarts=2, back_off=0.1, max_failures=2, start_timeout=60)
 
 
 def external(*fakes: FakeServer, **options: Any) -> ServerPool:
     handles = [ServerHandle(fake.url) for fake in fakes]
-    return ServerPool(handles, **({"policy": POLICY, "say": lambda line: None} | options))
+    return ServerPool(handles, **({"policy": POLICY, "log": lambda line: None} | options))
 
 
 def push(pool: ServerPool, version: int, fakes: tuple[FakeServer, ...] = ()) -> list[str]:

@@ -1,18 +1,16 @@
-"""Where rollout servers go, and what they are started with."""
+"""GPUs, ports and launch options of a run's servers."""
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megavlm.config.load import load
-from megavlm.inference import placement
-from megavlm.inference.connect import handles
-from megavlm.inference.placement import managed_servers, server_gpus
-from megavlm.inference.server_args import recipe_args
-from megavlm.parallel import platform
+from megavlm.inference.connect import managed_servers, server_gpus, server_handles
+from megavlm.inference.server_args import ServerOptions
 from megavlm.run.server_plan import server_plan
 
 
@@ -29,15 +27,11 @@ from megavlm.run.server_plan import server_plan
     ],
 )
 def test_features_of_images_are_kept_while_the_tower_does_not_change(
-    write_recipe: Any, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], cached: bool
+    write_recipe: Any, sections: dict[str, Any], cached: bool
 ) -> None:
     """SGLang never drops them when weights change."""
-    given: list[bool] = []
-    monkeypatch.setattr(
-        placement, "ManagedServer", lambda *_, cache_images, **__: given.append(cache_images)
-    )
-    managed_servers(load(write_recipe(**sections)), "model")
-    assert given == [cached]
+    (server,) = managed_servers(load(write_recipe(**sections)), "model")
+    assert ("SGLANG_VLM_CACHE_SIZE_MB" not in server._environment) == cached
 
 
 def test_ports_logs_and_cores_differ(write_recipe: Any, tmp_path: Path) -> None:
@@ -86,8 +80,12 @@ def test_gpus_that_are_not_there_or_taken(
 
 def test_no_prefix_outlives_a_push_that_does_not_flush(write_recipe: Any) -> None:
     given = {"pause": "in_place", "server_args": {"disable_radix_cache": False}}
-    assert recipe_args(load(write_recipe(rollout=given)), "cpu") == {"disable_radix_cache": True}
-    assert recipe_args(load(write_recipe(rollout={"pause": "retract"})), "cpu") == {}
+    assert server_args(write_recipe(rollout=given), "cpu") == {"disable_radix_cache": True}
+    assert server_args(write_recipe(rollout={"pause": "retract"}), "cpu") == {}
+
+
+def server_args(recipe: Path, device: str) -> Mapping[str, Any]:
+    return ServerOptions.from_config(load(recipe), "model", device).server_args
 
 
 @pytest.mark.parametrize("needs_refit", [True, False])
@@ -98,27 +96,23 @@ def test_what_external_servers_must_be(
 ) -> None:
     rollout = {"mode": "external", "urls": ["http://a:1", "http://b:1/"], "pause": pause}
     config = load(write_recipe(rollout=rollout, model={"freeze_tower": freeze}))
-    one, other = handles(config, "model", needs_refit=needs_refit)
+    one, other = server_handles(config, "model", needs_refit=needs_refit)
     assert one.required == other.required and other.url == "http://b:1"
     assert one.required.fresh_images == (needs_refit and not freeze)
     assert one.required.fresh_prefixes == (needs_refit and pause == "in_place")
 
 
-def test_sharing_keeps_a_copy_of_the_weights_on_the_host(
-    write_recipe: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rollout = load(write_recipe(rollout={"colocate": True})).rollout
-    assert placement.sharing_args(rollout) == {} and placement.keeps_weights(rollout)
-    monkeypatch.setattr(platform, "has_gpu", lambda: True)
-    assert placement.sharing_args(rollout) == {
-        "enable_memory_saver": True,
-        "enable_weights_cpu_backup": True,
-    }
+def test_sharing_keeps_a_copy_of_the_weights_on_the_host(write_recipe: Any) -> None:
+    recipe = write_recipe(rollout={"colocate": True})
+    assert server_args(recipe, "cpu") == {}
+    shared = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    assert server_args(recipe, "cuda") == shared
     without = {"colocate": True, "server_args": {"enable_weights_cpu_backup": False}}
-    assert not placement.keeps_weights(load(write_recipe(rollout=without)).rollout)
+    recipe = write_recipe(rollout=without)
+    assert server_args(recipe, "cuda") == shared | without["server_args"]
 
 
-def test_what_a_launch_script_is_told(write_recipe: Any) -> None:
+def test_launch_script_arguments(write_recipe: Any) -> None:
     """The same arguments as servers of ours have, in words that bash takes as they are."""
     sections: dict[str, Any] = {
         "model": {"folder": "models/a b", "dtype": "bfloat16", "freeze_tower": False},

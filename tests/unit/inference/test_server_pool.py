@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,20 @@ import pytest
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Sampling
+from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool import supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.routing import Outlook
 from megavlm.inference.server_pool.state import State
 from tests.fakes.server import FakeServer
-from tests.unit.inference.fleets import POLICY, external, push, state, wait_for
 from tests.unit.inference.prompts import make_prompt
+from tests.unit.inference.server_pools import POLICY, external, push, state, wait_for
 
 STUB = Path(__file__).resolve().parents[2] / "fakes" / "stub_sglang"
+NO_DELAY = RequestLimits(retry_delay=0.0)
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
 
 
@@ -35,17 +39,19 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def lines() -> list[str]:
     return []
 
 
-def managed(tmp_path: Path, count: int, said: list[str], **options: Any) -> ServerPool:
+def managed(tmp_path: Path, count: int, lines: list[str], **options: Any) -> ServerPool:
     servers = [
-        ManagedServer("m", dtype="float32", device="cpu", log_path=tmp_path / f"{index}.log")
+        ManagedServer(
+            ServerOptions("m", dtype="float32", device="cpu"), log_path=tmp_path / f"{index}.log"
+        )
         for index in range(count)
     ]
     handles = [ServerHandle.managed(server) for server in servers]
-    return ServerPool(handles, **({"policy": POLICY, "say": said.append} | options))
+    return ServerPool(handles, **({"policy": POLICY, "log": lines.append} | options))
 
 
 def kill(pool: ServerPool, url: str) -> None:
@@ -54,9 +60,9 @@ def kill(pool: ServerPool, url: str) -> None:
     os.kill(server._process.pid, signal.SIGKILL)
 
 
-def test_servers_start_together_and_nothing_is_left(tmp_path: Path, said: list[str]) -> None:
+def test_servers_start_together_and_nothing_is_left(tmp_path: Path, lines: list[str]) -> None:
     before = set(psutil.Process().children(recursive=True))
-    with managed(tmp_path, 2, said) as pool:
+    with managed(tmp_path, 2, lines) as pool:
         one, other = pool.handles
         assert [state(pool, url) for url in pool.handles] == [State.STALE] * 2
         assert pool.routable("0") == [] and pool.outlook("0") is Outlook.REFIT
@@ -67,11 +73,11 @@ def test_servers_start_together_and_nothing_is_left(tmp_path: Path, said: list[s
         started = set(psutil.Process().children(recursive=True)) - before
         assert len(started) == 6  # each the server, its reaper, its worker
     _, alive = psutil.wait_procs(started, timeout=10)
-    assert not alive and said == []
+    assert not alive and lines == []
 
 
-def test_keys_are_in_no_representation(tmp_path: Path, said: list[str]) -> None:
-    with managed(tmp_path, 1, said) as pool:
+def test_keys_are_in_no_representation(tmp_path: Path, lines: list[str]) -> None:
+    with managed(tmp_path, 1, lines) as pool:
         push(pool, 0)
         (target,), (address,), (handle,) = (
             pool.targets(),
@@ -85,19 +91,20 @@ def test_keys_are_in_no_representation(tmp_path: Path, said: list[str]) -> None:
 
 @pytest.mark.parametrize("mode", ["crash", "silent"])
 def test_a_server_that_does_not_start_at_first_ends_the_run(
-    mode: str, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    mode: str, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB", mode)
     reason = "no such model" if mode == "crash" else r"rollout\.start_timeout"
     with pytest.raises(RolloutServerError, match=reason):
-        managed(tmp_path, 2, said, start_timeout=1.0 if mode == "silent" else 60).__enter__()
+        policy = replace(POLICY, start_timeout=1.0) if mode == "silent" else POLICY
+        managed(tmp_path, 2, lines, policy=policy).__enter__()
     assert not [p for p in psutil.Process().children() if "server_main.py" in " ".join(p.cmdline())]
 
 
 def test_a_killed_server_starts_again_and_gets_nothing_before_it_is_refitted(
-    tmp_path: Path, said: list[str]
+    tmp_path: Path, lines: list[str]
 ) -> None:
-    with managed(tmp_path, 1, said) as pool:
+    with managed(tmp_path, 1, lines) as pool:
         (url,) = pool.handles
         push(pool, 3)
         kill(pool, url)
@@ -107,15 +114,15 @@ def test_a_killed_server_starts_again_and_gets_nothing_before_it_is_refitted(
         assert [target.needs_all for target in pool.targets()] == [True]
         push(pool, 3)
         assert [address.url for address in pool.routable("3")] == [url]
-    assert "died" in said[0] and "exit code -9" in said[0] and "waits for weights" in said[1]
+    assert "died" in lines[0] and "exit code -9" in lines[0] and "waits for weights" in lines[1]
 
 
 def test_restarts_exhausted_tell_the_log(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB", "mortal")
     monkeypatch.setenv("STUB_LAUNCHES", str(tmp_path / "launches"))
-    with managed(tmp_path, 2, said, min_servers=2) as pool:
+    with managed(tmp_path, 2, lines, policy=replace(POLICY, min_servers=2)) as pool:
         push(pool, 1)
         url = next(iter(pool.handles))
         kill(pool, url)
@@ -133,11 +140,11 @@ def test_restarts_exhausted_tell_the_log(
 
 
 def test_above_the_floor_the_rest_goes_on(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB", "mortal")
     monkeypatch.setenv("STUB_LAUNCHES", str(tmp_path / "launches"))
-    with managed(tmp_path, 2, said) as pool, RolloutClient(pool) as client:
+    with managed(tmp_path, 2, lines) as pool, RolloutClient(pool) as client:
         push(pool, 1)
         gone, left = pool.handles
         kill(pool, gone)
@@ -152,7 +159,7 @@ def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
     """What it had in flight is asked of the other; nothing that was answered is asked again."""
     prompts = [make_prompt(first_id=i) for i in range(12)]
     with FakeServer() as a, FakeServer() as b:
-        with external(a, b) as pool, RolloutClient(pool, retry_delay=0.0) as client:
+        with external(a, b) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 1)
             a.held = set(range(12))  # it answers nothing until it dies
 
@@ -173,13 +180,13 @@ def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
         b.held.clear()
 
 
-def test_when_all_are_gone_a_refit_lets_the_rest_go_on(tmp_path: Path, said: list[str]) -> None:
+def test_when_all_are_gone_a_refit_lets_the_rest_go_on(tmp_path: Path, lines: list[str]) -> None:
     """Finished groups stay; the refit is asked for once the server is back."""
     prompts = [make_prompt(first_id=i) for i in range(3)]
     refits = []
     with (
-        managed(tmp_path, 1, said) as pool,
-        RolloutClient(pool, retry_delay=0.0) as client,
+        managed(tmp_path, 1, lines) as pool,
+        RolloutClient(pool, NO_DELAY) as client,
     ):
         (url,) = pool.handles
         push(pool, 0)
@@ -202,7 +209,7 @@ def test_when_all_are_gone_a_refit_lets_the_rest_go_on(tmp_path: Path, said: lis
 def test_another_weight_version_makes_the_server_stale_and_is_asked_elsewhere() -> None:
     prompts = [make_prompt(first_id=i) for i in range(40)]
     with FakeServer() as a, FakeServer() as b:
-        with external(a, b) as pool, RolloutClient(pool, retry_delay=0.0) as client:
+        with external(a, b) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 5, (a, b))
             a.weight_version = "default"  # somebody started it anew
             groups = client.generate(prompts, n=1, sampling=SAMPLING, weight_version=5)
@@ -216,7 +223,7 @@ def test_another_weight_version_makes_the_server_stale_and_is_asked_elsewhere() 
 
 def test_a_server_that_will_not_hold_the_weights_ends_the_rollout() -> None:
     with FakeServer(weight_version="9") as fake:
-        with external(fake) as pool, RolloutClient(pool, retry_delay=0.0) as client:
+        with external(fake) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 5)
             with pytest.raises(RolloutServerError, match=r"versions \['9'\] instead of 5"):
                 client.generate(
@@ -231,7 +238,7 @@ def test_a_server_that_will_not_hold_the_weights_ends_the_rollout() -> None:
 def test_a_failed_request_waits_for_a_real_answer() -> None:
     """One 5xx makes a suspect; /health_generate clears it, and the request comes again."""
     with FakeServer("500", only_generate=True) as fake:
-        with external(fake) as pool, RolloutClient(pool, retry_delay=0.0) as client:
+        with external(fake) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 1)
             client.generate([make_prompt()], n=1, sampling=SAMPLING, weight_version=1)
             assert fake.paths().count("/health_generate") == 1
@@ -243,7 +250,7 @@ def test_a_server_that_hangs_is_noticed_by_probes_and_its_requests_move(
 ) -> None:
     monkeypatch.setattr(supervisor, "PROBE_EVERY", 0.1)
     with FakeServer() as a, FakeServer() as b:
-        with external(a, b) as pool, RolloutClient(pool, retry_delay=0.0) as client:
+        with external(a, b) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 1)
             a.held = set(range(8))
             a.ill.set()
@@ -301,7 +308,7 @@ def test_a_suspect_that_missed_a_push_is_stale_when_it_comes_back() -> None:
     with FakeServer() as a, FakeServer() as b, external(a, b) as pool:
         push(pool, 1)
         a.ill.set()
-        pool.unanswered(a.url, "timed out")
+        pool.request_failed(a.url, "timed out")
         assert state(pool, a.url) is State.SUSPECT
         assert push(pool, 2) == [b.url]
         a.ill.clear()

@@ -1,0 +1,155 @@
+"""Records of the servers of a pool: their states under one lock, changed by events.
+
+Events come from three callers: the rollout client, a weight push, and the supervisor, which owns
+the servers' processes.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.state import (
+    Action,
+    Event,
+    EventKind,
+    RestartPolicy,
+    ServerRecord,
+    State,
+    transition,
+)
+
+
+class ServerRecords:
+    """States of the servers. log: called with a line when a server fails, restarts or returns.
+
+    Every method may be called from any thread.
+    """
+
+    def __init__(
+        self, handles: Sequence[ServerHandle], policy: RestartPolicy, log: Callable[[str], None]
+    ) -> None:
+        self.handles = {handle.url: handle for handle in handles}
+        self.policy = policy
+        self.resting = False  # GPU memory is released: no generating probe, no restart
+        now = time.monotonic()
+        self._records = {
+            handle.url: ServerRecord(managed=handle.server is not None, since=now)
+            for handle in handles
+        }
+        self._last_answer = dict.fromkeys(self.handles, now)
+        self._log, self._lock = log, threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._listeners: list[Callable[[], object]] = []
+        self._pushing: set[str] = set()  # servers that weights are on their way to
+        self._num_users = 0  # that generate now
+        self._num_failures = 0  # deaths of servers and failed pushes
+        self._is_starting = True
+        self._supervisor_error: BaseException | None = None
+
+    def record(self, url: str) -> ServerRecord:
+        with self._lock:
+            return self._records[url]
+
+    def apply(self, url: str, event: Event) -> Action:
+        """Apply an event to a server's record, and return what its supervisor must do."""
+        with self._lock:
+            now = time.monotonic()
+            before = self._records[url]
+            after, action = transition(before, event, now, self.policy)
+            self._records[url] = after
+            if event.kind is EventKind.ANSWERED:
+                self._last_answer[url] = now
+            if after.state is not before.state:
+                self._num_failures += after.state in (State.DEAD, State.RETIRED)
+                self._log_change(url, before, after)
+                self._wake()
+            return action
+
+    def seconds_in_state(self, url: str) -> float:
+        with self._lock:
+            return time.monotonic() - self._records[url].since
+
+    def seconds_since_answer(self, url: str) -> float:
+        with self._lock:
+            return time.monotonic() - self._last_answer[url]
+
+    def may_probe(self, url: str) -> bool:
+        """Return False while weights are on their way to the server."""
+        with self._lock:
+            return url not in self._pushing
+
+    @property
+    def is_generating(self) -> bool:
+        with self._lock:
+            return self._num_users > 0
+
+    def wait_while(self, *states: State) -> None:
+        """Block until no server is in one of the states. STARTING and SUSPECT end by themselves."""
+        with self._changed:
+            while any(record.state in states for record in self._records.values()):
+                self._check()
+                self._changed.wait(1.0)
+
+    def wait_for_starts(self) -> None:
+        """Block until every server has answered once.
+
+        Raises RolloutServerError if one does not start: that is the recipe's fault, and a restart
+        would not help.
+        """
+        with self._changed:
+            while any(record.state is State.STARTING for record in self._checked_starts()):
+                self._changed.wait(1.0)
+            self._is_starting = False
+
+    def supervisor_failed(self, error: BaseException) -> None:
+        """Raise `error` in all callers from now on: nobody watches the servers any more."""
+        with self._lock:
+            self._supervisor_error = error
+            self._wake()
+
+    def _checked_starts(self) -> list[ServerRecord]:
+        if self._supervisor_error is not None:
+            raise self._supervisor_error
+        records = list(self._records.values())
+        for record in records:
+            if record.state in (State.DEAD, State.RETIRED):
+                raise RolloutServerError(record.reason)
+        return records
+
+    def _check(self) -> None:
+        if self._supervisor_error is not None:
+            raise self._supervisor_error
+        retired = [
+            f"{url} was {record.reason}"
+            for url, record in self._records.items()
+            if record.state is State.RETIRED
+        ]
+        left = len(self._records) - len(retired)
+        if left < self.policy.min_servers:
+            raise RolloutServerError(
+                f"{left} rollout servers are left and rollout.min_servers="
+                f"{self.policy.min_servers}; the run can resume from its last checkpoint; "
+                f"{', '.join(retired)}"
+            )
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+    def _log_change(self, url: str, before: ServerRecord, after: ServerRecord) -> None:
+        if self._is_starting:
+            return
+        why = after.reason.split("; the end of")[0]
+        match after.state:
+            case State.DEAD if after.managed:
+                seconds = after.retry_at - time.monotonic()
+                self._log(f"rollout server {url} died ({why}); it restarts in {seconds:.0f} s")
+            case State.DEAD:
+                self._log(f"rollout server {url} is away ({why})")
+            case State.RETIRED:
+                self._log(f"rollout server {url} is {why}")
+            case State.STALE if before.state is not State.SUSPECT:
+                self._log(f"rollout server {url} answers and waits for weights")
