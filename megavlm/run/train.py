@@ -30,7 +30,7 @@ def train(config: Config) -> None:
             write(config, config.run.dir)
             if generates(config):
                 connection = stack.enter_context(connect(config, config.model.folder))
-        train_state = TrainState(config, mesh)
+        train_state = TrainState.build(config, mesh)
         driver = None
         if mesh.is_driver:
             driver = Driver(config, train_state.hf_config, mesh, connection)
@@ -45,7 +45,9 @@ def train(config: Config) -> None:
                 None if connection is None else connection.server_pool,
             )
             stack.callback(sync.close)
-        complete = _trainer(train_state, driver, sync).run()
+        trainer = _trainer(train_state, driver, sync)
+        trainer.setup()
+        complete = trainer.run()
         finish(train_state, driver, complete)
     shutdown()
 

@@ -2,7 +2,7 @@
 the records.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +11,6 @@ from megavlm.data.packing import Tree
 from megavlm.data.processor import Prompt
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import Connection
-from megavlm.inference.server_pool.memory import ServerMemory
-from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.models.cost import ModelCost
 from megavlm.models.registry import family
 from megavlm.observability.console import step_line
@@ -34,7 +32,7 @@ class Driver:
         self, config: Config, hf_config: Any, mesh: Mesh, connection: Connection | None
     ) -> None:
         """`connection`: to the rollout servers; None where the run generates nothing."""
-        self.config, self.mesh, self._connection = config, mesh, connection
+        self.config, self.mesh, self.connection = config, mesh, connection
         self._cost = ModelCost.of(family(hf_config.model_type).mapping(hf_config), hf_config)
         self.processor = make_processor(config)
         self.rows = read(config, config.data.train_files)
@@ -51,7 +49,7 @@ class Driver:
             else EpisodeRunner(config, self.processor, reward_manager)
         )
 
-    def start(self, step: int, state: dict[str, Any] | None) -> None:
+    def start(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Opens the records at `step`; `state` is what `state_dict` gave when it was saved."""
         if state is not None:
             self.stream.load_state_dict(state)
@@ -111,20 +109,8 @@ class Driver:
 
     @property
     def client(self) -> RolloutClient:
-        return self._connected.client
-
-    @property
-    def server_pool(self) -> ServerPool:
-        return self._connected.server_pool
-
-    @property
-    def server_memory(self) -> ServerMemory | None:
-        return self._connected.memory
-
-    @property
-    def _connected(self) -> Connection:
-        assert self._connection is not None, "this run has no rollout servers"
-        return self._connection
+        assert self.connection is not None, "this run has no rollout servers"
+        return self.connection.client
 
     @property
     def episode_runner(self) -> EpisodeRunner:

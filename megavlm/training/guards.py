@@ -1,4 +1,4 @@
-"""What stops or skips an update: numbers that are not finite, and a request to stop."""
+"""Guards of a run: updates skipped for gradients that are not finite, and requests to stop."""
 
 import signal
 from types import FrameType, TracebackType
@@ -10,12 +10,13 @@ MAX_SKIPPED = 5
 
 
 class SkipCounter:
-    """Counts updates in a row that were skipped for a gradient that is not finite."""
+    """Number of updates in a row that were skipped because a gradient was not finite."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def record(self, skipped: bool, step: int) -> None:
+        """Count an update. Raises RuntimeError after more than MAX_SKIPPED in a row."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self.in_a_row > MAX_SKIPPED:
             raise RuntimeError(
@@ -25,8 +26,8 @@ class SkipCounter:
 
 
 class StopRequest:
-    """SIGUSR1 (Slurm's warning before the time limit) or SIGTERM (a preemption) on any rank: all
-    ranks finish the step, save and stop. Within the context; main thread only, as any handler.
+    """Requests to stop by SIGUSR1 (Slurm's warning before the time limit) or SIGTERM (preemption),
+    within the context. Main thread only, as for any signal handler.
     """
 
     def __init__(self) -> None:
@@ -51,5 +52,5 @@ class StopRequest:
         self._requested = True
 
     def agreed(self) -> bool:
-        """Collective: one answer for all ranks."""
+        """Return True on every rank if any rank was asked to stop. Collective."""
         return any_rank(self._requested)

@@ -1,7 +1,9 @@
-"""Gradient buffers, distributed optimizer and learning-rate schedule, all megatron-core's."""
+"""Updates of a model: gradient buffers, distributed optimizer and learning-rate schedule, all of
+them megatron-core's.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,13 +23,19 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from megavlm.config.schema import Optimizer
+from megavlm.data.packing import Pack
+from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.parallel.collectives import any_rank
+from megavlm.parallel.collectives import any_rank, reduce_measures
+from megavlm.parallel.mesh import Mesh
+from megavlm.training.forward_backward import LossFunction, VisionFeatures, forward_backward
+from megavlm.training.guards import SkipCounter
 
 
 @dataclass(frozen=True)
 class Updater:
-    """What an update needs: this rank's chunks with their gradient buffers, the optimizer, the
+    """Updates a model: this rank's chunks with their gradient buffers, the optimizer and the
     schedule.
     """
 
@@ -35,6 +43,44 @@ class Updater:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     start: int  # the schedule's count before the first update
+    mesh: Mesh
+    skips: SkipCounter = field(default_factory=SkipCounter)
+
+    def update(
+        self,
+        packs: Sequence[Pack],
+        features: VisionFeatures,
+        loss_function: LossFunction,
+        *,
+        step: int,
+        scoring: Scoring | None = None,
+        value_head_alone: bool = False,
+    ) -> dict[str, float]:
+        """Accumulate gradients over `packs` and make one optimizer step, or none. Returns measures
+        summed over all ranks. Collective.
+
+        There is no optimizer step where a gradient is not finite (`skipped_updates`; RuntimeError
+        after too many in a row, which names `step`), or where the loss reports `signal` and no
+        token has any (`updates_without_signal`): Adam divides by the gradient's size, and would
+        make a full step of rounding errors, or of earlier gradients in its moments. The schedule
+        does not advance then.
+
+        value_head_alone: update the value head only.
+        """
+        self.zero_gradients()
+        reports = forward_backward(
+            self.chunks, packs, features, scoring or Scoring(), loss_function
+        )
+        measures = reduce_measures(reports, self.mesh)
+        skipped = not self.gradients_are_finite()
+        self.skips.record(skipped, step)
+        without_signal = not skipped and measures.get("signal", 1.0) == 0
+        measures["skipped_updates"] = float(skipped)
+        measures["updates_without_signal"] = float(without_signal)
+        measures["learning_rate"] = self.learning_rate
+        if skipped or without_signal:
+            return measures | {"gradient_norm": float("nan") if skipped else 0.0}
+        return measures | {"gradient_norm": self.step(value_head_alone=value_head_alone)}
 
     @property
     def has_moved(self) -> bool:
@@ -47,7 +93,7 @@ class Updater:
         self.optimizer.zero_grad()
 
     def gradients_are_finite(self) -> bool:
-        """One answer for all ranks."""
+        """Return True if gradients are finite on every rank. Collective."""
         buffers = [
             buffer
             for chunk in self.chunks
@@ -56,10 +102,11 @@ class Updater:
         return not any_rank(any(not buffer.grad_data.isfinite().all() for buffer in buffers))
 
     def step(self, *, value_head_alone: bool = False) -> float:
-        """Clips, updates, moves the schedule on. Returns the gradient's norm before clipping.
-        `value_head_alone`: everything else stays as it is, bit for bit, the schedule too; the head
-        learns at its full rate. The first update of everything else is as if there had been none
-        before.
+        """Clip gradients, update the parameters and advance the schedule. Returns the gradient norm
+        before clipping. Collective.
+
+        value_head_alone: update the value head at its full rate; everything else, the schedule too,
+        stays bit for bit. The first update of everything else is as if there were none before.
         """
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -80,20 +127,25 @@ class Updater:
 
     @property
     def learning_rate(self) -> float:
-        """Of what has none of its own."""
+        """Learning rate of all parameters without a rate of their own."""
         return next(g["lr"] for g in self.optimizer.param_groups if not g["is_decoupled_lr"])
 
 
 def build_updater(
     chunks: Sequence[VisionLanguageModel],
-    settings: Any,
+    settings: Optimizer,
+    mesh: Mesh,
     *,
     num_steps: int,
     updates_per_step: int = 1,
     value_head_lr: float | None = None,
 ) -> Updater:
-    """`settings`: the `optimizer` section. Its schedule counts training steps, of which the run has
-    `num_steps`. `value_head_lr`: the rate of a value head beside a policy, which starts at nothing.
+    """Build gradient buffers, optimizer and schedule of a model. Collective.
+
+    The schedule counts training steps, of which the run has `num_steps`. value_head_lr: learning
+    rate of a value head beside a policy, which starts at zero.
+
+    Raises ValueError if nothing is trained on one of the pipeline stages.
     """
     if any_rank(not any(p.requires_grad for chunk in chunks for p in chunk.parameters())):
         raise ValueError(
@@ -146,19 +198,19 @@ def build_updater(
         scheduler.step(
             increment=1
         )  # megatron's schedule starts at 0: the first update would change nothing
-    return Updater(wrapped, optimizer, scheduler, start=scheduler.num_steps)
+    return Updater(wrapped, optimizer, scheduler, scheduler.num_steps, mesh)
 
 
 def _make_moments(optimizer: MegatronOptimizer) -> None:
-    """Adam's, zero: a run whose first update is skipped has them to save too."""
+    """Create Adam's moments as zeros, so that a run whose first update is skipped can be saved."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:  # without parameters there is none
             part.init_state_fn(part.optimizer, part.config)
 
 
 def _forget_moments(optimizer: MegatronOptimizer) -> None:
-    """Adam's, and their count, which corrects their bias: a checkpoint has one for all, so that the
-    updates of a value head alone must not go on in it.
+    """Zero Adam's moments and their step count. A checkpoint has one count for all parameters, so
+    that it must not include updates of the value head alone.
     """
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:
@@ -174,11 +226,10 @@ def _forget_moments(optimizer: MegatronOptimizer) -> None:
 def wrap(
     chunks: Sequence[VisionLanguageModel], *, shard_optimizer: bool = True
 ) -> list[DistributedDataParallel]:
-    """Contiguous fp32 gradient buffers, reduced over the data and context axes after the last
-    microbatch.
+    """Give each chunk contiguous fp32 gradient buffers, reduced over the data and context axes
+    after the last microbatch.
 
-    With `shard_optimizer` a data rank ends with its share of the reduced gradient, without it with
-    all of it.
+    shard_optimizer: a data rank gets its shard of the reduced gradient; else all of it.
     """
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=shard_optimizer, grad_reduce_in_fp32=True
@@ -195,17 +246,17 @@ def wrap(
 def finalize_gradients(
     chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **_: Any
 ) -> None:
-    """Sums gradients over the data and context axes, and what the tensor axis holds in parts.
+    """Sum gradients over the data and context axes, and the tower's over the tensor axis.
 
-    Losses come divided by their global number of tokens, so megatron's own count is left aside.
+    Losses are already divided by their global number of tokens: megatron's count is not used.
     """
     finalize_model_grads(chunks, None)
     sum_tower_gradients(chunks[0].module)
 
 
 def sum_tower_gradients(model: VisionLanguageModel) -> None:
-    """Each rank of the tensor axis encoded a share of the images, so it holds a part of the
-    tower's gradient.
+    """Sum the tower's gradients over the tensor axis, each of whose ranks encoded a share of the
+    images.
     """
     if model.visual is None:
         return

@@ -8,6 +8,7 @@ from typing import Any
 
 from megavlm.algorithms.kl import adapted
 from megavlm.config.schema import GRPO, PPO
+from megavlm.data.packing import Pack
 from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response, Sampling
 from megavlm.models.common.logprobs import Scoring
@@ -30,10 +31,15 @@ from megavlm.weight_sync.sync import WeightSync
 
 class PolicyTrainer(BaseTrainer):
     def __init__(self, train_state: TrainState, driver: Driver | None, sync: WeightSync) -> None:
+        super().__init__(train_state, driver, sync)
         assert isinstance(train_state.config.algorithm, GRPO | PPO)
         self.settings = train_state.config.algorithm
+
+    def setup(self) -> None:
+        train_state, driver = self.train_state, self.driver
+        # The reference is the weights that a run starts from, not those that it resumes from.
         self.reference = reference(train_state.model) if self.settings.kl_coefficient else None
-        super().__init__(train_state, driver, sync)
+        super().setup()
         self.state = train_state.algorithm_state
         if self.settings.kl_target is None or "kl_coefficient" not in self.state:
             self.state["kl_coefficient"] = self.settings.kl_coefficient
@@ -45,7 +51,7 @@ class PolicyTrainer(BaseTrainer):
 
     def train_step(self) -> None:
         train_state, phases = self.train_state, self.train_state.phases
-        sampled = self.run_on_driver(self.sample)
+        sampled = self.weights.run_on_driver(self.sample)
         with phases("plan"):
             rank_batch = scatter(self.plan(sampled), train_state.mesh)
             rank_batch = rank_batch.part(train_state.mesh.context_rank, platform.device())
@@ -61,7 +67,7 @@ class PolicyTrainer(BaseTrainer):
             metrics = self.update(rank_batch, features)
         train_state.step += 1
         with phases("sync"):
-            self.publish()
+            self.weights.push()
         if sampled is not None:
             self.record(
                 grouping.metrics(sampled.everything) | metrics,
@@ -104,7 +110,7 @@ class PolicyTrainer(BaseTrainer):
         version = self.train_state.step
         how = asking(self.train_state.config, self.sampling, version)
         return self.driver.client.generate(
-            prompts, n=n, sampling=how, weight_version=version, refit=self.refit, **partly
+            prompts, n=n, sampling=how, weight_version=version, refit=self.weights.refit, **partly
         )
 
     def plan(self, sampled: Sampled | None) -> list[RankBatch] | None:
@@ -172,10 +178,28 @@ class PolicyTrainer(BaseTrainer):
         reports: list[dict[str, float]] = []
         for minibatch in rank_batch.minibatches * self.settings.epochs:
             loss = self.loss(is_first=not reports)
-            reports.append(self.train_state.update(minibatch.packs, features, self.scoring, loss))
+            reports.append(self.update_minibatch(minibatch.packs, features, loss))
         metrics = policy_metrics(reports)
         self.adapt_kl(metrics)
         return metrics
+
+    def update_minibatch(
+        self,
+        packs: Sequence[Pack],
+        features: VisionFeatures,
+        loss: LossFunction,
+        *,
+        value_head_alone: bool = False,
+    ) -> dict[str, float]:
+        """Update the policy; see Updater.update. Collective."""
+        return self.train_state.updater.update(
+            packs,
+            features,
+            loss,
+            step=self.train_state.step + 1,
+            scoring=self.scoring,
+            value_head_alone=value_head_alone,
+        )
 
     def loss(self, *, is_first: bool) -> LossFunction:
         update = Update(

@@ -2,7 +2,7 @@
 with values before the advantages and the critic's loss in the update.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from megavlm.checkpointing import Saving
 from megavlm.config.schema import PPO
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.training.batch import RankBatch
+from megavlm.training.colocate import Offloadable, trainer_memory
 from megavlm.training.critic import Critic
 from megavlm.training.driver import Driver
 from megavlm.training.forward_backward import VisionFeatures, compute_logprobs
@@ -20,7 +21,6 @@ from megavlm.training.metrics import (
     policy_metrics,
     value_metrics,
 )
-from megavlm.training.offload import Part, trainer_parts
 from megavlm.training.policy_trainer import PolicyTrainer
 from megavlm.training.train_state import TrainState
 from megavlm.training.value_update import critic_loss, with_value_loss
@@ -31,21 +31,24 @@ class PPOTrainer(PolicyTrainer):
     """The critic is a model of its own, or a value head on the policy."""
 
     def __init__(self, train_state: TrainState, driver: Driver | None, sync: WeightSync) -> None:
+        super().__init__(train_state, driver, sync)
         assert isinstance(train_state.config.algorithm, PPO)
         self.ppo = train_state.config.algorithm
-        self.critic = Critic(train_state, self.ppo) if self.ppo.critic == "separate" else None
-        super().__init__(train_state, driver, sync)
 
-    def resume(self) -> dict[str, Any] | None:
+    def setup(self) -> None:
+        self.critic = Critic(self.train_state, self.ppo) if self.ppo.critic == "separate" else None
+        super().setup()
+
+    def resume(self) -> Mapping[str, Any] | None:
         state = super().resume()
         if self.critic is not None:
             self.critic.resume()
         return state
 
-    def parts(self) -> dict[str, Part]:
+    def offloadable(self) -> dict[str, Offloadable]:
         if self.critic is None:
-            return super().parts()
-        return super().parts() | trainer_parts(self.critic.updater, "critic_")
+            return super().offloadable()
+        return super().offloadable() | trainer_memory(self.critic.updater, "critic_")
 
     @property
     def critic_alone(self) -> bool:
@@ -84,7 +87,9 @@ class PPOTrainer(PolicyTrainer):
         loss = critic_loss(self.ppo)
         metrics = critic_metrics(
             [
-                self.critic.update(minibatch.packs, theirs, loss)
+                self.critic.updater.update(
+                    minibatch.packs, theirs, loss, step=self.train_state.step + 1
+                )
                 for minibatch in rank_batch.minibatches * self.ppo.epochs
             ]
         )
@@ -114,9 +119,7 @@ class PPOTrainer(PolicyTrainer):
             policy = self.loss(is_first=not reports)
             loss = with_value_loss(self.ppo, policy, critic_alone=alone)
             reports.append(
-                self.train_state.update(
-                    minibatch.packs, features, self.scoring, loss, value_head_alone=alone
-                )
+                self.update_minibatch(minibatch.packs, features, loss, value_head_alone=alone)
             )
         metrics = policy_metrics(reports) | value_metrics(reports)
         self.adapt_kl(metrics)

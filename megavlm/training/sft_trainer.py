@@ -4,7 +4,6 @@ GRPO.
 
 from megavlm.config.schema import SFT
 from megavlm.data.packing import prompt_tree
-from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import scatter
 from megavlm.training.base_trainer import BaseTrainer
@@ -26,8 +25,11 @@ class SupervisedTrainer(BaseTrainer):
             features = VisionFeatures(train_state.updater.chunks, rank_batch.images)
         (batch,) = rank_batch.minibatches
         with phases("update"):
-            report = train_state.update(
-                batch.packs, features, Scoring(), supervised_loss(batch.num_targets)
+            report = train_state.updater.update(
+                batch.packs,
+                features,
+                supervised_loss(batch.num_targets),
+                step=train_state.step + 1,
             )
         train_state.step += 1
         self.record(supervised_metrics(report), num_tokens=rank_batch.num_tokens_everywhere)

@@ -1,61 +1,71 @@
-"""What every rank of a training run holds: mesh, model, updater, and the step it is at."""
+"""State of a training run on one rank: mesh, model, updater, and the number of finished steps."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from transformers import AutoConfig
 
 from megavlm import checkpointing
 from megavlm.checkpointing import Saving
 from megavlm.config.schema import PPO, Config
-from megavlm.data.packing import Pack
-from megavlm.models.common.logprobs import Scoring
+from megavlm.models.common.mapping import Entry
+from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family
 from megavlm.observability.phases import Phases
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
-from megavlm.training.forward_backward import LossFunction, VisionFeatures
-from megavlm.training.guards import SkipCounter
 from megavlm.training.initial_model import adapter_settings, start_model, starting_step
-from megavlm.training.optimizer import build_updater
-from megavlm.training.update import update
+from megavlm.training.optimizer import Updater, build_updater
 
-CHECKPOINTS = "checkpoints"
+POLICY_CHECKPOINTS = "checkpoints"  # folder in the run directory
 
 
+@dataclass(kw_only=True, eq=False)
 class TrainState:
-    """`step` counts finished training steps."""
+    """`step` counts finished training steps. `initial_step`: the checkpoint step that the weights
+    start from, None for an HF folder. `algorithm_state`: the trainer's own values in a checkpoint,
+    equal on all ranks.
+    """
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        """Builds this rank's part of the model with the weights that the run starts from."""
-        self.config, self.mesh = config, mesh
-        self.step = 0
-        self.phases = Phases(platform.synchronize)
-        self.algorithm_state: dict[str, float] = {}  # of its own, the same on all ranks
-        self.seconds_between_steps: dict[str, float] = {}
-        self.folder = Path(config.run.dir) / CHECKPOINTS
-        self.hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
-        self.entries = family(self.hf_config.model_type).mapping(self.hf_config)
+    config: Config
+    mesh: Mesh
+    hf_config: Any
+    entries: Sequence[Entry]
+    initial_step: Path | None
+    model: list[VisionLanguageModel]
+    updater: Updater
+    saver: checkpointing.Saver
+    step: int = 0
+    algorithm_state: dict[str, float] = field(default_factory=dict)
+    phases: Phases = field(default_factory=lambda: Phases(platform.synchronize))
+    seconds_between_steps: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, config: Config, mesh: Mesh) -> Self:
+        """Build this rank's part of the model with its initial weights. Collective."""
+        hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+        entries = family(hf_config.model_type).mapping(hf_config)
         algorithm = config.algorithm
-        is_shared = isinstance(algorithm, PPO) and algorithm.critic == "shared"
-        head: Literal["tokens", "both"] = "both" if is_shared else "tokens"
-        self.start = starting_step(config)
-        self.model = start_model(config, self.start, self.hf_config, self.entries, mesh, head)
-        self.updater = build_updater(
-            self.model,
+        has_shared_critic = isinstance(algorithm, PPO) and algorithm.critic == "shared"
+        head: Literal["tokens", "both"] = "both" if has_shared_critic else "tokens"
+        initial_step = starting_step(config)
+        model = start_model(config, initial_step, hf_config, entries, mesh, head)
+        updater = build_updater(
+            model,
             config.optimizer,
+            mesh,
             num_steps=algorithm.policy_steps,
             updates_per_step=algorithm.updates_per_step,
             value_head_lr=algorithm.critic_lr if isinstance(algorithm, PPO) else None,
         )
-        self._skips = SkipCounter()
         kept = config.checkpoint
-        self.saver = checkpointing.Saver(
-            self.folder,
+        saver = checkpointing.Saver(
+            Path(config.run.dir) / POLICY_CHECKPOINTS,
             hf_folder=Path(config.model.folder),
-            adapters=adapter_settings(config, self.start),
+            adapters=adapter_settings(config, initial_step),
             retention=checkpointing.Retention(
                 last=kept.keep_last,
                 every=kept.keep_every,
@@ -64,15 +74,30 @@ class TrainState:
             ),
             background=kept.async_save,
         )
+        return cls(
+            config=config,
+            mesh=mesh,
+            hf_config=hf_config,
+            entries=entries,
+            initial_step=initial_step,
+            model=model,
+            updater=updater,
+            saver=saver,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The policy's checkpoint folder."""
+        return Path(self.config.run.dir) / POLICY_CHECKPOINTS
 
     def resume(self) -> dict[str, Any] | None:
-        """Goes on from the step that the configuration names, or from the run's latest checkpoint;
-        None if there is none, else the driver's state in it.
+        """Load the checkpoint step that the configuration names, or the run's latest one. Returns
+        the driver's state in it, None if there is none. Collective.
         """
         if self.config.run.resume == "never":
             return None
         step = self.config.checkpoint.step
-        if step is None:  # one rank looks, and one warns if it has to
+        if step is None:  # only one rank searches, so that only one warns
             found = checkpointing.latest(self.folder) if self.mesh.is_driver else None
             step = broadcast_object(found, self.mesh)
         if step is None:
@@ -94,8 +119,10 @@ class TrainState:
         scores: dict[str, float],
         companion: Callable[[bool], Saving] | None = None,
     ) -> None:
-        """Collective. `driver_state`: what the driver needs to go on, and `scores`, what the run's
-        checkpoints are compared by, as the driver has them. `companion`: see Saver.save.
+        """Save a checkpoint of the current step. Collective.
+
+        `driver_state` and `scores`, by which checkpoints are compared, as the driver has them.
+        `companion`: see Saver.save.
         """
         with self.phases("checkpoint"):
             self.saver.save(
@@ -112,34 +139,16 @@ class TrainState:
                 companion=companion,
             )
 
+    def is_due(self, every: int) -> bool:
+        """Return True if the current step is a multiple of `every`; 0 is never."""
+        return every > 0 and self.step % every == 0
+
     def start_step_clock(self) -> None:
-        """What has been timed since the last step belongs to none."""
+        """Start the clock of a step; what was timed since the last one goes to
+        `seconds_between_steps`.
+        """
         for name, seconds in self.phases.take().items():
             phase = name.removeprefix("seconds/")
             if phase != "total":
                 before = self.seconds_between_steps.get(phase, 0.0)
                 self.seconds_between_steps[phase] = before + seconds
-
-    def update(
-        self,
-        packs: Sequence[Pack],
-        features: VisionFeatures,
-        scoring: Scoring,
-        loss_function: LossFunction,
-        *,
-        value_head_alone: bool = False,
-    ) -> dict[str, float]:
-        """One optimizer step, or none if a gradient is not finite, or is rounding alone. Returns
-        measures summed over all ranks.
-        """
-        return update(
-            self.updater,
-            packs,
-            features,
-            scoring,
-            loss_function,
-            self.mesh,
-            self._skips,
-            self.step,
-            value_head_alone=value_head_alone,
-        )

@@ -35,7 +35,7 @@ class Run:
         config = load(recipe)
         assert isinstance(config.algorithm, PPO)
         self.settings = config.algorithm
-        self.train_state = TrainState(config, build_mesh(layout(config), seed=0))
+        self.train_state = TrainState.build(config, build_mesh(layout(config), seed=0))
         self.critic = Critic(self.train_state, self.settings)
         self.train_state.resume()
         self.critic.resume()
@@ -63,7 +63,8 @@ class Run:
         ones = torch.ones_like(self.values())
         assert self.pack.columns is not None
         self.pack.columns = replace(self.pack.columns, returns=ones, loss_weights=ones / 20)
-        measures = self.critic.update([self.pack], self.features, critic_loss(self.settings))
+        loss = critic_loss(self.settings)
+        measures = self.critic.updater.update([self.pack], self.features, loss, step=1)
         return measures["value_loss"]
 
     def save(self) -> None:

@@ -35,7 +35,7 @@ def train(folder: Path, warmup: int) -> tuple[Found, list[float], bool]:
         for parameter in chunk.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
     settings = Optimizer(lr=1e-3, warmup_steps=4, clip_grad=0.0)
-    updater = build_updater(model, settings, num_steps=20, value_head_lr=1e-2)
+    updater = build_updater(model, settings, mesh, num_steps=20, value_head_lr=1e-2)
     named = [(n, p) for chunk in model for n, p in chunk.named_parameters() if p.requires_grad]
     found: Found = {"policy": [], "head": []}
 

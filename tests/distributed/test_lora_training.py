@@ -121,7 +121,7 @@ def train(folder: Path, ranks: Ranks, targets: tuple[str, ...]) -> Training:
     run = start(folder, ranks)
     run.add(LoRA(RANK, ALPHA, targets=targets))
     set_pairs(run)
-    updater = build_updater(run.chunks, Optimizer(lr=1e-2, clip_grad=0.5), num_steps=3)
+    updater = build_updater(run.chunks, Optimizer(lr=1e-2, clip_grad=0.5), run.mesh, num_steps=3)
     run.wrapped = updater.chunks
     return Training(run, updater)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megavlm.training.offload import Part, distinct, trainer_parts
+from megavlm.training.colocate import Offloadable, distinct_storages, trainer_memory
 from tests.distributed.fork import launch
 from tests.distributed.test_updates import start
 from tests.parity.models import make_model
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, ranks: Ranks, away: bool) -> Any:
     """Two updates; parameters and gradient norms."""
     run = start(folder, ranks, frozen=True)
-    parts = trainer_parts(run.updater)
+    parts = trainer_memory(run.updater)
     norms = []
     for _ in range(2):
         if away:
@@ -64,8 +64,8 @@ def test_nothing_changes_bit_by_bit(folder: Path, layout: str) -> None:
 def test_views_share_a_storage_that_leaves_once() -> None:
     whole = torch.arange(6.0)
     views = [whole[:2], whole[2:].view(2, 2)]
-    assert len(distinct([whole, *views, torch.empty(0)])) == 1
-    part = Part(lambda: [*views, whole])
+    assert len(distinct_storages([whole, *views, torch.empty(0)])) == 1
+    part = Offloadable(lambda: [*views, whole])
     part.to_host()
     assert whole.untyped_storage().nbytes() == 0
     part.to_device()
@@ -76,7 +76,7 @@ def test_views_share_a_storage_that_leaves_once() -> None:
 
 def test_what_is_not_kept_comes_back_as_room_alone() -> None:
     gradient = torch.ones(4)
-    part = Part(lambda: [gradient], keep=False)
+    part = Offloadable(lambda: [gradient], keep=False)
     part.to_host()
     part.to_device()
     gradient.zero_()
@@ -87,7 +87,7 @@ def test_what_numpy_has_seen_stays_where_it_is() -> None:
     """A push by value and a checkpoint look at parameters on a CPU through numpy."""
     seen = torch.arange(4.0)
     seen.numpy()
-    part = Part(lambda: [seen])
+    part = Offloadable(lambda: [seen])
     part.to_host()
     part.to_device()
     assert seen.tolist() == [0.0, 1.0, 2.0, 3.0]

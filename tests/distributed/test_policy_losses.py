@@ -28,10 +28,8 @@ from megavlm.training.forward_backward import (
     compute_logprobs,
     forward_backward,
 )
-from megavlm.training.guards import SkipCounter
 from megavlm.training.losses import Update, policy_loss
 from megavlm.training.optimizer import build_updater, wrap
-from megavlm.training.update import update
 from megavlm.training.value_update import with_value_loss
 from tests.columns import columns
 from tests.distributed.fork import launch
@@ -242,7 +240,7 @@ def idle(folder: Path, ranks: Ranks, advantage_on: int | None) -> list[Any]:
     whether parameters moved.
     """
     run = Model(folder, ranks)
-    updater = build_updater(run.model, Optimizer(lr=1e-2, weight_decay=0.1), num_steps=9)
+    updater = build_updater(run.model, Optimizer(lr=1e-2, weight_decay=0.1), run.mesh, num_steps=9)
     packs = run.packs(PLAIN, 4)
     for pack in packs:
         (now,) = compute_logprobs(run.chunks, [pack], run.features(), Scoring())
@@ -254,16 +252,7 @@ def idle(folder: Path, ranks: Ranks, advantage_on: int | None) -> list[Any]:
             pack.columns.advantages.zero_()
     before = [p.detach().clone() for p in run.model[0].parameters()]
     given = Update(kl_coefficient=0.1, has_moved=updater.has_moved)
-    measures = update(
-        updater,
-        packs,
-        run.features(),
-        Scoring(),
-        policy_loss(PLAIN, given),
-        run.mesh,
-        SkipCounter(),
-        0,
-    )
+    measures = updater.update(packs, run.features(), policy_loss(PLAIN, given), step=1)
     after = list(run.model[0].parameters())
     moved = any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
     return [measures["updates_without_signal"], moved, updater.has_moved]
@@ -281,7 +270,7 @@ def critic_alone(folder: Path, ranks: Ranks) -> list[list[str]]:
     """What a warm-up update moves, and what the next update does."""
     run = Model(folder, ranks)
     options = {"num_steps": 9, "value_head_lr": 1e-2}
-    updater = build_updater(run.model, Optimizer(lr=1e-3, weight_decay=0.1), **options)
+    updater = build_updater(run.model, Optimizer(lr=1e-3, weight_decay=0.1), run.mesh, **options)
     settings = PPO(critic="shared")
     packs = run.packs(settings, 4)
     moved = []
@@ -291,17 +280,8 @@ def critic_alone(folder: Path, ranks: Ranks) -> list[list[str]]:
             if chunk.value_head is not None:
                 chunk.value_head.learns_alone = alone
         policy = policy_loss(settings, Update(kl_coefficient=0.1))
-        update(
-            updater,
-            packs,
-            run.features(),
-            Scoring(),
-            with_value_loss(settings, policy, critic_alone=alone),
-            run.mesh,
-            SkipCounter(),
-            0,
-            value_head_alone=alone,
-        )
+        loss = with_value_loss(settings, policy, critic_alone=alone)
+        updater.update(packs, run.features(), loss, step=1, value_head_alone=alone)
         now = dict(run.model[0].named_parameters())
         moved.append([name for name, p in now.items() if not torch.equal(before[name], p)])
     return moved

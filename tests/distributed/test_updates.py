@@ -103,7 +103,7 @@ def start(folder: Path, ranks: Ranks, *, frozen: bool, lora: LoRA | None = None)
         load_hf(chunk, entries, HFFolder(folder), mesh)
         if lora is not None:
             add_adapters(chunk, lora)
-    updater = build_updater(chunks, Optimizer(lr=1e-3, clip_grad=0.5), num_steps=STEPS)
+    updater = build_updater(chunks, Optimizer(lr=1e-3, clip_grad=0.5), mesh, num_steps=STEPS)
     cases = Inputs(folder).sequences("mixed")
     mine = cases[mesh.data_rank :: mesh.data_size]
     groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]

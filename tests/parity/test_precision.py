@@ -121,7 +121,7 @@ def train(folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks) -
     (chunk,) = chunks
     # Two microbatches, of a case each under either layout: they round alike wherever they run, and
     # a sum of two has no order. The norm's sum has one, so nothing is clipped.
-    updater = build_updater(chunks, Optimizer(lr=1e-2, clip_grad=0), num_steps=STEPS)
+    updater = build_updater(chunks, Optimizer(lr=1e-2, clip_grad=0), mesh, num_steps=STEPS)
     before = {name: x.detach().float() for name, x in chunk.named_parameters()}
     packs = packs_of([[case] for case in cases[mesh.data_rank :: mesh.data_size]], config, ranks)
     for _ in range(STEPS):

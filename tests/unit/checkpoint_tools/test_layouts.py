@@ -123,7 +123,7 @@ def load_and_save(sources: dict[Path, Path], ranks: Ranks, target: Path) -> None
             for tensor in local_tensors(chunk):
                 tensor.data.detach().fill_(float("nan"))
         checkpointing.load(checkpoint, chunks=chunks)
-        updater = build_updater(chunks, SETTINGS, num_steps=10)
+        updater = build_updater(chunks, SETTINGS, mesh, num_steps=10)
         checkpointing.save(
             target / folder.name,
             STEP,

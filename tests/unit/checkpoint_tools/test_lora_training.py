@@ -49,7 +49,7 @@ def save(folder: Path, ranks: Ranks, targets: tuple[str, ...], run_dir: Path) ->
     run = start(folder, ranks)
     run.add(LoRA(RANK, ALPHA, targets=targets))
     set_pairs(run)
-    updater = build_updater(run.chunks, Optimizer(lr=1e-2), num_steps=3)
+    updater = build_updater(run.chunks, Optimizer(lr=1e-2), run.mesh, num_steps=3)
     checkpointing.save(
         run_dir / "checkpoints",
         1,

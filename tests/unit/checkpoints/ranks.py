@@ -126,7 +126,7 @@ def start(
     entries = family(config.model_type).mapping(config)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(hf), mesh)
-    updater = build_updater(chunks, SETTINGS, num_steps=10)
+    updater = build_updater(chunks, SETTINGS, mesh, num_steps=10)
     return Run(mesh, chunks, updater, {(entry.megatron, entry.expert): entry for entry in entries})
 
 

@@ -277,7 +277,7 @@ def adapters_error(hf: Path, ranks: Ranks, folder: Path) -> str:
     run = start(hf, ranks)
     for chunk in run.chunks:
         add_adapters(chunk, ADAPTERS)
-    updater = build_updater(run.chunks, SETTINGS, num_steps=10)
+    updater = build_updater(run.chunks, SETTINGS, run.mesh, num_steps=10)
     state = {"optimizer": updater.optimizer, "scheduler": updater.scheduler}
     checkpointing.save(folder, 1, chunks=run.chunks, **state, extra={})
     checkpointing.load(folder, chunks=run.chunks)

@@ -1,4 +1,4 @@
-"""What the driver does alone, and the pushes that it may ask all ranks for meanwhile."""
+"""Weight pushes: retries, work on the driver alone, and the pushes that it may request."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server_pool.state import State
 from megavlm.training.base_trainer import BaseTrainer
+from megavlm.training.weight_push import WeightPusher
 from megavlm.weight_sync.sync import SyncReport
 from tests.distributed.fork import launch
 
@@ -16,8 +17,8 @@ from tests.distributed.fork import launch
 class ServerPool:
     """Servers of which some die in the pushes or fail them."""
 
-    def __init__(self, setbacks: int) -> None:
-        self.setbacks = setbacks
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
         self.waited = 0
 
     def wait_while(self, *states: State) -> None:
@@ -28,81 +29,102 @@ class ServerPool:
         return 0
 
     def failed_since(self, count: int) -> bool:
-        return self.setbacks > count
+        return self.failures > count
 
 
 class Sync:
-    """Fails on every rank as often as it is told, as a push does."""
+    """Weight sync that fails on every rank a given number of times."""
 
     def __init__(self, failures: int) -> None:
         self.failures = failures
         self.pushes = 0
+        self.version: int | None = None
 
     def update_weights(self, step: int) -> SyncReport:
         dist.barrier()  # a push is collective
         self.pushes += 1
         if self.pushes <= self.failures:
             raise WeightSyncError("the server has died")
+        self.version = step
         return SyncReport(seconds=0.1, bytes=7, tensors=2, checked=3, servers=1)
 
 
-def loop_of(setbacks: int, failures: int) -> Any:
-    loop: Any = BaseTrainer.__new__(BaseTrainer)
-    loop.train_state = SimpleNamespace(step=3, mesh=SimpleNamespace(objects=None))
+def pusher(failures: int, failed_pushes: int) -> Any:
+    """A pusher whose pool counts `failures` and whose first `failed_pushes` fail."""
     is_driver = dist.get_rank() == 0
-    loop.driver = SimpleNamespace(server_pool=ServerPool(setbacks)) if is_driver else None
-    loop.sync, loop.sharing, loop.pushes = Sync(failures), None, []
-    return loop
+    mesh = SimpleNamespace(objects=None, is_driver=is_driver)
+    state: Any = SimpleNamespace(step=3, mesh=mesh)
+    server_pool: Any = ServerPool(failures) if is_driver else None
+    sync: Any = Sync(failed_pushes)
+    return WeightPusher(state, sync, server_pool, None)
 
 
 def refits_twice() -> Any:
-    loop = loop_of(0, 0)
+    weights = pusher(0, 0)
 
     def work() -> str:
-        loop.refit()
-        loop.refit()
+        weights.refit()
+        weights.refit()
         return "done"
 
-    first = loop.run_on_driver(work)
-    return first, loop.run_on_driver(lambda: "again"), loop.sync.pushes
+    first = weights.run_on_driver(work)
+    return first, weights.run_on_driver(lambda: "again"), len(weights.take_reports())
 
 
-def pushes(setbacks: int, failures: int) -> Any:
-    loop = loop_of(setbacks, failures)
+def pushes(failures: int, failed_pushes: int) -> Any:
+    weights = pusher(failures, failed_pushes)
     try:
-        loop.push()
+        weights.push()
     except WeightSyncError as error:
         return str(error)
-    return loop.sync.pushes
+    return weights._sync.pushes
 
 
-def test_every_rank_takes_part_in_what_the_driver_asks_for() -> None:
+def test_every_rank_takes_part_in_the_pushes_that_the_driver_requests() -> None:
     assert launch(2, refits_twice) == [("done", "again", 2), (None, None, 2)]
 
 
 @pytest.mark.parametrize(
-    ("setbacks", "failures", "outcome"),
+    ("failures", "failed_pushes", "outcome"),
     [(0, 0, 1), (1, 1, 2), (0, 1, "the server has died")],
 )
 def test_a_push_in_which_the_servers_fail_is_made_again(
-    setbacks: int, failures: int, outcome: Any
+    failures: int, failed_pushes: int, outcome: Any
 ) -> None:
-    assert launch(2, pushes, setbacks, failures) == [outcome] * 2
+    assert launch(2, pushes, failures, failed_pushes) == [outcome] * 2
+
+
+def pushed_once_a_step() -> int:
+    weights = pusher(0, 0)
+    weights.push()
+    weights.push_if_changed()
+    weights._state.step += 1
+    weights.push_if_changed()
+    return int(weights._sync.pushes)
+
+
+def test_weights_that_the_servers_have_are_not_pushed_again() -> None:
+    assert launch(1, pushed_once_a_step) == [2]
 
 
 def recorded() -> list[Any]:
-    """What two steps are recorded with, after two pushes and after none."""
-    loop, records = loop_of(0, 0), []
-    loop.push()
-    loop.push()
-    loop.train_state.phases = SimpleNamespace(take=lambda: {"seconds/total": 1.0})
-    loop.driver.record = lambda step, metrics, samples: records.append(metrics)
+    """Metrics of two steps, after two pushes and after none."""
+    trainer, records = BaseTrainer.__new__(BaseTrainer), []
+    trainer.weights = pusher(0, 0)
+    trainer.weights.push()
+    trainer.weights.push()
+    trainer.train_state = SimpleNamespace(  # type: ignore[assignment]
+        step=3, phases=SimpleNamespace(take=lambda: {"seconds/total": 1.0})
+    )
+    trainer.driver = SimpleNamespace(  # type: ignore[assignment]
+        record=lambda step, metrics, samples: records.append(metrics)
+    )
     for _ in range(2):
-        loop.record({}, num_tokens=1)
+        trainer.record({}, num_tokens=1)
     return records
 
 
-def test_a_step_tells_what_was_sent_and_compared() -> None:
+def test_metrics_of_a_step_count_what_was_sent_and_compared() -> None:
     ((first, second),) = launch(1, recorded)
     assert (first["sync_bytes"], first["sync_checked"], first["sync_servers"]) == (14, 6, 1)
     assert not [name for name in second if name.startswith("sync")]

@@ -18,7 +18,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from megavlm.parallel.mesh import Layout
-from megavlm.training.base_trainer import BaseTrainer
+from megavlm.training.weight_push import WeightPusher
 from megavlm.weight_sync.plan import Plan, TrainerRanks
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.transports import disk
@@ -37,12 +37,9 @@ def pool_of(lines: list[str], *urls: str, start_timeout: float = 60.0) -> Iterat
         yield pool
 
 
-def trainer_of(pool: ServerPool, folder: Any = None) -> Any:
+def pusher(pool: ServerPool, folder: Any = None) -> WeightPusher:
     plan = Plan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
-    trainer: Any = BaseTrainer.__new__(BaseTrainer)
-    trainer.train_state = SimpleNamespace(step=4, mesh=SimpleNamespace(objects=None))
-    trainer.driver, trainer.sharing, trainer.pushes = SimpleNamespace(server_pool=pool), None, []
-    trainer.sync = WeightSync(
+    sync = WeightSync(
         plan,
         [Model(plan)],  # type: ignore[list-item]
         targets=pool,
@@ -51,19 +48,20 @@ def trainer_of(pool: ServerPool, folder: Any = None) -> Any:
         timeout=30,
         bucket_bytes=24,
     )
-    return trainer
+    state: Any = SimpleNamespace(step=4, mesh=SimpleNamespace(objects=None))
+    return WeightPusher(state, sync, pool, None)
 
 
 def pushed(urls: list[str], folder: Any = None) -> dict[str, Any]:
-    """What a run's trainer comes to that pushes twice; on a rank."""
+    """Push four times on this rank; return outcomes, messages and server states."""
     lines: list[str] = []
     outcomes: list[Any] = []
     with pool_of(lines, *urls) as pool:
-        trainer = trainer_of(pool, folder)
+        weights = pusher(pool, folder)
         for _ in range(4):
             try:
-                trainer.push()
-                outcomes.append(trainer.pushes[-1].servers)
+                weights.push()
+                outcomes.append(weights.take_reports()[-1].servers)
                 pool.wait_while(State.SUSPECT)
             except (RolloutServerError, WeightSyncError) as error:
                 outcomes.append(f"{type(error).__name__}: {error}")
@@ -161,18 +159,20 @@ def comes_back(port: int, dies: Callable[[], Any], again: Callable[[], Any]) -> 
     lines: list[str] = []
     url = f"http://127.0.0.1:{port}"
     with pool_of(lines, url) as pool:
-        trainer = trainer_of(pool)
-        send = trainer.sync._transport.send
+        weights = pusher(pool)
+        assert weights._sync is not None
+        transport: Any = weights._sync._transport
+        send = transport.send
 
         def killing(load: Any) -> int:
-            trainer.sync._transport.send = send
+            transport.send = send
             dies()
             threading.Timer(1.0, again).start()
             return int(send(load))
 
-        trainer.sync._transport.send = killing
+        transport.send = killing
         started = time.monotonic()
-        trainer.push()
+        weights.push()
         return {"lines": lines, "seconds": time.monotonic() - started}
 
 
@@ -203,10 +203,10 @@ def gone_for_good() -> str:
     engine.__enter__()
     lines: list[str] = []
     with pool_of(lines, engine.url, start_timeout=0.5) as pool:
-        trainer = trainer_of(pool)
+        weights = pusher(pool)
         engine.__exit__()
         with pytest.raises(RolloutServerError) as raised:
-            trainer.push()
+            weights.push()
     return str(raised.value)
 
 

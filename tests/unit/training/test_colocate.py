@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megavlm.training import colocate as sharing
-from megavlm.training.colocate import CRITIC, RESIDENT, Phase, Sharing
+from megavlm.training import colocate
+from megavlm.training.colocate import CRITIC, RESIDENT, MemoryPhase, SharedMemory
 
 POLICY = ("parameters", "gradients", "optimizer")
 
@@ -33,21 +33,21 @@ class Recorder:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     log: list[str] = []
-    monkeypatch.setattr(sharing, "barrier", lambda mesh: log.append("all"))
+    monkeypatch.setattr(colocate, "barrier", lambda mesh: log.append("all"))
     return log
 
 
-def shared(log: list[str], names: tuple[str, ...] = POLICY) -> Sharing:
+def shared(log: list[str], names: tuple[str, ...] = POLICY) -> SharedMemory:
     parts: Any = {name: Recorder(log, name) for name in names}
     servers: Any = Recorder(log)
     mesh: Any = None
-    return Sharing(parts, servers, mesh)
+    return SharedMemory(parts, servers, mesh)
 
 
 def test_the_order_of_a_step(log: list[str]) -> None:
     gpus = shared(log)
     for phase in ("push", "push", "generate", "train"):
-        gpus.move(phase)
+        gpus.switch(phase)
     assert " ".join(log).split(" all") == [
         "-optimizer -gradients",
         " +weights",
@@ -61,25 +61,25 @@ def test_the_order_of_a_step(log: list[str]) -> None:
 
 def test_a_critic_is_there_in_training_alone(log: list[str]) -> None:
     gpus = shared(log, (*POLICY, *CRITIC))
-    gpus.move("push")
+    gpus.switch("push")
     assert log[:-3] == [f"-{name}" for name in reversed((*POLICY[1:], *CRITIC))]
     del log[:]
-    gpus.move("generate")
+    gpus.switch("generate")
     assert not [entry for entry in log if "critic" in entry]
-    gpus.move("train")
+    gpus.switch("train")
     assert log[-4:-1] == [f"+{name}" for name in CRITIC]
 
 
 @pytest.mark.parametrize("critic", [(), CRITIC])
 @pytest.mark.parametrize("path", list(itertools.product(RESIDENT, repeat=4)))
 def test_never_more_than_a_phase_needs(
-    log: list[str], path: tuple[Phase, ...], critic: tuple[str, ...]
+    log: list[str], path: tuple[MemoryPhase, ...], critic: tuple[str, ...]
 ) -> None:
     names = (*POLICY, *critic)
     gpus, held, before = shared(log, names), set(names), "train"
     for phase in path:
         del log[:]
-        gpus.move(phase)
+        gpus.switch(phase)
         for entry in log:
             if entry[0] == "-":
                 held.remove(entry[1:])

@@ -1,0 +1,110 @@
+"""Weight pushes of a run: retries while servers fail, pushes during a rollout, and GPUs that are
+shared with the servers.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.state import State
+from megavlm.parallel.collectives import broadcast_object
+from megavlm.training.colocate import MemoryPhase, SharedMemory
+from megavlm.training.train_state import TrainState
+from megavlm.weight_sync.sync import SyncReport, WeightSync
+
+T = TypeVar("T")
+
+
+class WeightPusher:
+    """Pushes the weights of a training state to the rollout servers.
+
+    sync: None in a run without servers, which pushes nothing. server_pool: on the driver, None
+    elsewhere. memory: None where trainer and servers have GPUs of their own. Every method is
+    collective.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        sync: WeightSync | None,
+        server_pool: ServerPool | None,
+        memory: SharedMemory | None,
+    ) -> None:
+        self._state, self._sync, self._server_pool, self.memory = state, sync, server_pool, memory
+        self._reports: list[SyncReport] = []
+
+    def push(self) -> None:
+        """Push the weights of the current step. A server that started since the last push gets all
+        tensors, frozen ones too.
+
+        Where every server fails the push or dies in it, push again to those that recover. The
+        server pool gives up servers that keep failing, and raises RolloutServerError when too few
+        are left. Raises WeightSyncError if no server is at fault.
+        """
+        assert self._sync is not None, "this run has no rollout servers"
+        while True:
+            failures = self._wait_for_servers()
+            try:
+                self._reports.append(self._sync.update_weights(self._state.step))
+                return
+            except WeightSyncError:
+                pool = self._server_pool
+                retry = None if pool is None else pool.failed_since(failures)
+                if not broadcast_object(retry, self._state.mesh):
+                    raise
+
+    def push_if_changed(self) -> None:
+        """Push unless the servers have the weights of the current step."""
+        assert self._sync is not None, "this run has no rollout servers"
+        if self._sync.version != self._state.step:
+            self.push()
+
+    def run_on_driver(self, work: Callable[[], T]) -> T | None:
+        """Return the result of `work` on the driver, which alone runs it, and None on other ranks,
+        which take part in the pushes that `work` requests by `refit`.
+        """
+        mesh, result = self._state.mesh, None
+        self.switch_memory("generate")
+        if mesh.is_driver:
+            result = work()
+            broadcast_object(False, mesh)
+        else:
+            while broadcast_object(None, mesh):
+                self.push()
+                self.switch_memory("generate")
+        self.switch_memory("train")
+        return result
+
+    def refit(self) -> None:
+        """Push the weights again, for servers that restarted. Called on the driver by the work of
+        `run_on_driver`.
+        """
+        broadcast_object(True, self._state.mesh)
+        self.push()
+        self.switch_memory("generate")
+
+    def switch_memory(self, phase: MemoryPhase) -> None:
+        """Give shared GPUs the memory of `phase`; do nothing where they are not shared."""
+        if self.memory is not None:
+            self.memory.switch(phase)
+
+    def take_reports(self) -> list[SyncReport]:
+        """Return the reports of all pushes since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _wait_for_servers(self) -> int:
+        """Block until a server can take weights. Returns the number of failures so far, on the
+        driver.
+        """
+        pool, mesh = self._server_pool, self._state.mesh
+        if self.memory is not None:
+            if pool is not None:
+                pool.wait_while(State.SUSPECT)
+            no_server = None if pool is None else not pool.answering()
+            if broadcast_object(no_server, mesh):
+                self.switch_memory("generate")  # a server that starts takes all its memory
+        failures = 0 if pool is None else pool.wait_for_targets()
+        self.switch_memory("push")
+        return failures
