@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,13 +37,33 @@ from checkpoint_tools.command import (
 from checkpoint_tools.progress import size
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="HuggingFace model folders and PEFT adapters to Megatron checkpoints and back.",
 )
 
 app.add_typer(lora_cli.app)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"megavlm-convert {version('megavlm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Declare the options of `megavlm-convert` itself."""
 
 
 @app.command(

@@ -1,31 +1,53 @@
-"""The `megavlm` command. Everything heavy is imported by the command that needs it."""
+"""The `megavlm` command. Each subcommand imports what it needs, so that --help is fast."""
 
 import json
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Reinforcement learning for vision-language models on megatron-core and SGLang.",
 )
 
-Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to change: run.seed=1"),
+    typer.Argument(metavar="KEY=VALUE", help="Recipe keys to change, for example run.seed=1."),
 ]
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Check everything, print the resolved configuration, start nothing."
+        "--dry-run",
+        help="Check everything, print the resolved configuration and start nothing.",
     ),
 ]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"megavlm {version('megavlm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Declare the options of `megavlm` itself."""
 
 
 @app.command()
@@ -36,16 +58,20 @@ def train(
     data_report: Annotated[
         bool,
         typer.Option(
-            "--data-report", help="Write a page about the data to the run's directory, no more."
+            "--data-report",
+            help="Write data_report.html about the recipe's data to the run directory and exit.",
         ),
     ] = False,
 ) -> None:
-    """Train as RECIPE says. Under torchrun this is one rank; otherwise it starts all of them."""
+    """Train a model as described by RECIPE.
+
+    Starts all ranks on this machine. Under torchrun it is one of the ranks.
+    """
     if data_report:
         from megavlm.config.load import load
-        from megavlm.run.data_report import write
+        from megavlm.run.data_report import data_report as write_data_report
 
-        typer.echo(write(load(recipe, overrides or [])))
+        typer.echo(write_data_report(load(recipe, overrides or [])))
         return
     _run("train", recipe, overrides or [], dry_run)
 
@@ -57,18 +83,19 @@ def evaluate(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A checkpoint, a HuggingFace folder or an adapter's; else the recipe's model."
+            help="Checkpoint, HuggingFace folder or PEFT adapter to evaluate instead of the "
+            "recipe's model."
         ),
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(help="Another one, to compare with on the same questions.")
+        str | None, typer.Option(help="Second model, evaluated on the same questions.")
     ] = None,
     episodes: Annotated[
-        int | None, typer.Option(min=1, help="Responses to each model's questions, in all.")
+        int | None, typer.Option(min=1, help="Upper bound on the responses of each model.")
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Evaluate the model of RECIPE on its test files, or compare two."""
+    """Evaluate a model on the test files of RECIPE, or compare two models."""
     options = {"model": model, "baseline": baseline, "episodes": episodes}
     given = [
         f"evaluation.{key}={json.dumps(value)}"
@@ -83,19 +110,23 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     sync: Annotated[
-        bool, typer.Option("--sync", help="What each weight sync sends, from and to which ranks.")
+        bool,
+        typer.Option("--sync", help="Print what each weight sync sends, and between which ranks."),
     ] = False,
     servers: Annotated[
         bool,
-        typer.Option("--servers", help="How GPU servers are started elsewhere, in bash's words."),
+        typer.Option(
+            "--servers",
+            help="Print how to start the recipe's servers on GPU nodes, as bash assignments.",
+        ),
     ] = False,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Trainer ranks, if not those of the recipe.")
+        int | None, typer.Option(min=1, help="Number of trainer ranks (default: the recipe's).")
     ] = None,
 ) -> None:
-    """Print what RECIPE will do on a cluster of any size, and start nothing."""
+    """Print what RECIPE will do on a cluster of any size. Starts nothing."""
     if sync == servers:
-        raise ValueError("megavlm plan needs to know what to plan: add --sync or --servers")
+        raise ValueError("megavlm plan prints one of two plans: add --sync or --servers")
     from megavlm.config.load import load
     from megavlm.parallel import platform
 
@@ -113,11 +144,11 @@ def plan(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's directory.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.")],
 ) -> None:
     """Rebuild the reward curve and report.html of a run."""
     if not (run_dir / "metrics.jsonl").is_file():
-        raise ValueError(f"{run_dir} is no run directory: it has no metrics.jsonl")
+        raise ValueError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
     from megavlm.observability.plots import reward_curve
     from megavlm.observability.report import write_report
 
@@ -131,31 +162,46 @@ def demo(
     overrides: Overrides = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with Parquet files to learn; without it, images are drawn."),
+        typer.Option(
+            help="Folder with train.parquet (and test.parquet) to train on instead of generated "
+            "images."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of images, model and training.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Random seed for images, model initialisation and training."),
+    ] = 0,
     family: Annotated[
-        str, typer.Option(help="Of the tiny model: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe.")
+        str,
+        typer.Option(
+            help="Family of the tiny model: qwen2_vl, qwen2_5_vl, qwen3_vl or qwen3_vl_moe."
+        ),
     ] = "qwen2_5_vl",
     algorithm: Annotated[
-        str, typer.Option(help="Of recipes/debug: grpo, ppo, gspo, dapo, rloo and others.")
+        str,
+        typer.Option(
+            help="Recipe of recipes/debug without its _shapes.yaml: grpo, ppo, dapo, vqa_retry, ..."
+        ),
     ] = "grpo",
-    run_dir: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
+    run_dir: Annotated[Path, typer.Option(help="Directory of all outputs.")] = Path("runs/demo"),
     tasks: Annotated[
         str | None,
-        typer.Option(help="What to ask: colour,count,compare (the default), kind, length."),
+        typer.Option(
+            help="Kinds of generated questions, of colour,count,compare,kind,length "
+            "(default: colour,count,compare)."
+        ),
     ] = None,
     warm_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of the warm start, if not as many as it needs to see."),
+        typer.Option(min=1, help="Steps of the supervised warm start."),
     ] = None,
 ) -> None:
-    """Draw images, make a tiny model, warm it up, train it by reinforcement, and report.
+    """Train a tiny model end to end: data, model, supervised warm start, RL, evaluation, report.
 
-    Keys that are changed are those of the algorithm's recipe.
+    KEY=VALUE changes the recipe of the RL phase.
     """
     if data is not None and not data.is_dir():
-        raise ValueError(f"--data {data} is no folder: give one that holds Parquet files")
+        raise ValueError(f"--data {data} is not a folder: give one that holds Parquet files")
     from megavlm.demo import pipeline
 
     pipeline.run_demo(
@@ -195,7 +241,7 @@ def _run(
 
 
 def main() -> None:
-    """The console script: a user's mistake is one sentence on stderr and exit code 2."""
+    """Run the command. A user's error is one sentence on stderr and exit code 2."""
     try:
         app()
     except ValueError as error:

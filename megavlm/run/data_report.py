@@ -1,4 +1,4 @@
-"""`megavlm train RECIPE --data-report`: a page about the recipe's data; nothing is trained."""
+"""`megavlm train RECIPE --data-report`: a page about the recipe's data, without training."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from megavlm.run.preflight import check_run_dir
 from megavlm.training.dataset import read
 from megavlm.training.inputs import make_processor
 
-LIMIT = 5000  # rows of each split that are looked at
+LIMIT = 5000  # rows of each split that are read
 
 
-def write(config: Config) -> Path:
-    """Writes data_report.html to the run directory; the model's weights are not needed.
+def data_report(config: Config) -> Path:
+    """Write data_report.html to the run directory and return its path. Loads no weights.
 
-    Raises ValueError where there is no data, or the directory cannot be written.
+    Raises ValueError if there is no data or the directory cannot be written.
     """
     splits = {"Training data": config.data.train_files, "Test data": config.data.test_files}
     if not any(splits.values()):

@@ -1,12 +1,12 @@
-"""Starts the ranks of a run on this machine with torchrun, and leaves no process behind.
+"""Start the ranks of a run on this machine with torchrun, and leave no process behind.
 
-    megavlm train            this process: checks, forwards signals, waits, sweeps
-      python -m megavlm.run.launcher    torch.distributed.run, in a session of its own
-        python -m megavlm train     a worker for each rank (RANK is set): megavlm/run/worker.py
-          ...                       what a worker starts: rollout servers, reward processes
+    megavlm train            this process: checks, forwards signals, waits, kills what is left
+      python -m megavlm.run.launcher    torch.distributed.run, in its own session
+        python -m megavlm train     one worker per rank (RANK is set): megavlm/run/worker.py
+          ...                       processes of a worker: rollout servers, reward processes
 
-Each process asks the kernel to kill it when its parent dies, so that even SIGKILL of the first
-leaves nothing. Not covered: several nodes (launch/slurm.sbatch starts torchrun on each).
+Each process asks the kernel to kill it when its parent dies, so nothing survives SIGKILL of the
+first one. Not covered: several nodes (launch/slurm.sbatch starts torchrun on each).
 """
 
 import ctypes
@@ -23,19 +23,19 @@ from pathlib import Path
 import psutil
 
 AGENT_PID = "MEGAVLM_AGENT_PID"  # the process that must be a worker's parent
-REASON_FILE = "MEGAVLM_REASON_FILE"  # exists once the user has been told why the run ends
+REASON_FILE = "MEGAVLM_REASON_FILE"  # exists once the reason for the end was printed
 GRACE = 20.0  # seconds from the first signal to SIGKILL; a second signal kills at once
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def run_workers(arguments: Sequence[str], num_ranks: int) -> int:
-    """`python -m megavlm ARGUMENTS` on `num_ranks` ranks; the exit code that they give the run.
+    """Run `python -m megavlm ARGUMENTS` on `num_ranks` ranks. Returns the run's exit code.
 
-    That is 0, the code of the rank that failed first, or 128 + the number of the signal that ended
-    it. SIGINT and SIGTERM are passed on while it runs (main thread only, as for any handler).
+    The exit code is 0, the code of the rank that failed first, or 128 + the number of the signal
+    that ended it. SIGINT and SIGTERM are forwarded. Call it in the main thread: it sets handlers.
     """
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the run become ours, to be found and killed
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the run become children of this process
     before = {child.pid for child in psutil.Process().children()}
     command = [sys.executable, "-m", "megavlm.run.launcher", str(os.getpid()), str(num_ranks)]
     signals: list[int] = []
@@ -47,7 +47,7 @@ def run_workers(arguments: Sequence[str], num_ranks: int) -> int:
         with tempfile.TemporaryDirectory(prefix="megavlm-") as folder:
             reason = Path(folder, "reason")
             environment = {**os.environ, REASON_FILE: str(reason)}
-            # More threads a rank than cores make everything slower; torchrun warns if it is unset.
+            # More threads than cores are slower, and torchrun warns if it is unset.
             environment.setdefault("OMP_NUM_THREADS", "1")
             process = subprocess.Popen(
                 [*command, *arguments], env=environment, start_new_session=True
@@ -60,15 +60,18 @@ def run_workers(arguments: Sequence[str], num_ranks: int) -> int:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, process `parent`, dies."""
+    """Ask the kernel to kill this process when its parent, process `parent`, dies."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) -> int:
-    """Its exit code; forwards the first of `signals`, which handlers fill, and then gives it
-    GRACE seconds."""
+    """Wait for the process and return its exit code.
+
+    Forwards the first of `signals`, which the handlers append to, and kills the process GRACE
+    seconds later, or at the second signal.
+    """
     deadline = float("inf")
     while True:
         try:
@@ -77,7 +80,7 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) ->
         except subprocess.TimeoutExpired:
             pass
         if signals and deadline == float("inf"):
-            reason.touch()  # whatever the ranks run into now, the user knows the reason
+            reason.touch()  # the user sent the signal: errors of the ranks explain nothing
             deadline = time.monotonic() + GRACE
             process.send_signal(signals[0])
         if len(signals) > 1 or time.monotonic() > deadline:
@@ -88,7 +91,7 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) ->
 
 
 def _sweep(before: set[int]) -> None:
-    """Kill every descendant but the children `before` the run and theirs."""
+    """Kill all descendants, except the children `before` the run and their descendants."""
     while True:
         roots = [child for child in psutil.Process().children() if child.pid not in before]
         if not roots:
@@ -103,7 +106,7 @@ def _sweep(before: set[int]) -> None:
                     process.kill()
                 except psutil.NoSuchProcess:
                     pass
-        psutil.wait_procs(roots)  # killed for certain, so this ends; reaps them too
+        psutil.wait_procs(roots)  # reaps them; SIGKILL cannot be ignored, so this ends
 
 
 def _prctl(option: int, value: int) -> None:
@@ -112,14 +115,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _agent(parent: str, num_ranks: str, *arguments: str) -> int:
-    """torchrun, but with the workers' exit code and without its banner."""
+    """Run torchrun without its banner. Returns the exit code of the first worker that failed."""
     die_with(int(parent))
     os.environ[AGENT_PID] = str(os.getpid())
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.ERROR)  # torchrun's own words; this process has no others
+    logging.disable(logging.ERROR)  # of torchrun, which alone logs in this process
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
     try:
         run.run(run.parse_args([*options, "--module", "megavlm", *arguments]))

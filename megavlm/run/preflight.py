@@ -1,31 +1,33 @@
-"""Checks of a run before a GPU or a server is started: files, columns, images, layout, port.
+"""Checks of a run before a GPU or a server is used: files, columns, images, layout, ports.
 
-Each raises ValueError with one sentence that names the key, what is wrong and the way out. The
-rules that need nothing but the configuration are in megavlm/config/rules.py, those of the layout in
-preflight_layout.py, those of the servers in preflight_servers.py. Not covered: memory, the number
-of GPUs, prompts that are too long (the processor names their rows when it meets them).
+Each raises ValueError with one sentence: key, value, rule and way out. Rules that need nothing but
+the configuration are in megavlm/config, those of the layout in preflight_layout.py. Not covered:
+memory, the number of GPUs, prompts that are too long (the processor reports their rows).
 """
 
 import asyncio
 import json
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
-from megavlm.config.schema import SFT, Config
+from megavlm.config.schema import SFT, Config, Rollout
 from megavlm.data.images import decode
 from megavlm.data.rows import Row
 from megavlm.environments.registry import BUILT_IN
 from megavlm.environments.registry import check as check_name
+from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.server import require_free
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
 from megavlm.rollout.scoring import environments, make_reward_manager, parts
 from megavlm.run.candidate_paths import check_candidates
 from megavlm.run.preflight_layout import check_ranks, check_sizes
-from megavlm.run.preflight_servers import check_handles, check_ports
 from megavlm.run.run_lock import check_free
 from megavlm.training.dataset import read
 
@@ -46,10 +48,10 @@ def check(
     phase: Literal["train", "evaluate"] = "train",
     files: bool = True,
 ) -> None:
-    """Raises ValueError for the first thing that would end the run later.
+    """Raise ValueError for the first thing that would end the run later.
 
-    files=False leaves out everything but what the recipe alone decides, for recipes whose model
-    and data are elsewhere.
+    files=False checks only what the recipe itself decides, for recipes whose model and data are on
+    another machine.
     """
     check_ranks(config, world_size)
     check_name(config.environment.name)
@@ -79,7 +81,9 @@ def check(
 
 
 def check_model(folder: Path, config: Config) -> None:
-    """A HuggingFace folder of a supported family, complete, that the layouts divide."""
+    """Raise ValueError if `folder` is not a complete HuggingFace folder of a supported family that
+    the layouts can split.
+    """
     values = _read_json(folder, "config.json")
     family = values.get("model_type")
     if family not in SUPPORTED:
@@ -91,13 +95,15 @@ def check_model(folder: Path, config: Config) -> None:
     check_weights(folder)
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"model.folder={folder} holds adapters beside its model, which would be left out: "
+            f"model.folder={folder} holds adapters beside its model, which would be ignored: "
             f"merge them (megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}), or move "
             "them away"
         )
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.exists():
-            raise ValueError(f"model.folder={folder} has a link to nothing, {path.name}: fetch it")
+            raise ValueError(
+                f"model.folder={folder} has a broken link, {path.name}: download the file"
+            )
     if not (folder / "tokenizer.json").is_file() and not (
         (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     ):
@@ -114,14 +120,17 @@ def check_model(folder: Path, config: Config) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """safetensors files, all that the index names, none cut short (only headers are read)."""
+    """Raise ValueError if safetensors files that the index names are missing or truncated.
+
+    Reads only the headers.
+    """
     shards = sorted(folder.glob("*.safetensors"))
     pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
     if not shards and pickles:
         raise ValueError(
             f"model.folder={folder} holds pickled weights ({sorted(pickles)[0].name}), which can "
-            "run any code when they are loaded: save them as safetensors (save_pretrained in "
-            "transformers) where you trust them"
+            "run any code when they are loaded: if you trust them, save them as safetensors "
+            "(save_pretrained in transformers)"
         )
     if not shards:
         raise ValueError(f"model.folder={folder} has no *.safetensors: give a complete model")
@@ -143,16 +152,19 @@ def check_weights(folder: Path) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """A checkpoint folder with a complete step, or a step's own folder."""
+    """Raise ValueError if `folder` is neither a checkpoint folder with a complete step nor a step's
+    own folder.
+    """
     if not any(folder.glob(MANIFEST)) and not any(folder.glob(f"step_*/{MANIFEST}")):
         raise ValueError(
-            f"model.checkpoint={folder} holds no complete checkpoint (no {MANIFEST}): make one by "
-            "megavlm-convert import, or set model.checkpoint=null to take model.folder's weights"
+            f"model.checkpoint={folder} holds no complete checkpoint (no {MANIFEST}): create one "
+            "with megavlm-convert import, or set model.checkpoint=null to start from the weights "
+            "in model.folder"
         )
 
 
 def check_run_dir(folder: Path) -> None:
-    """It is, or can be made, a directory that this user writes to."""
+    """Raise ValueError if the directory cannot be created or written by this user."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "is not writable" if existing.is_dir() else "is a file"
@@ -165,13 +177,14 @@ def _evaluates(config: Config, phase: str) -> bool:
 
 
 def check_data(files: Sequence[str], config: Config, use: Literal["sft", "rewards"] | None) -> None:
-    """Files and columns; values, placeholders and images of the first SAMPLE rows, but those
-    that only the network has; and whether these rows have what their use needs. With
-    data.bad_samples=skip one good row is enough.
+    """Check files and columns; in the first SAMPLE rows also values, placeholders, images (except
+    those behind a URL), and what their `use` needs.
+
+    With data.bad_samples=skip one usable row is enough. Raises ValueError.
     """
     rows = read(config, files)
     if files and not rows:
-        raise ValueError(f"{', '.join(files)}: no rows; give data files that have some")
+        raise ValueError(f"{', '.join(files)}: no rows; give data files that have rows")
     errors = []
     for index in range(min(len(rows), SAMPLE)):
         try:
@@ -183,18 +196,18 @@ def check_data(files: Sequence[str], config: Config, use: Literal["sft", "reward
                 raise
             errors.append(error)
     if errors and len(errors) == min(len(rows), SAMPLE):
-        raise ValueError(f"not one of the first {len(errors)} rows can be used: {errors[0]}")
+        raise ValueError(f"none of the first {len(errors)} rows can be used: {errors[0]}")
 
 
 def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) -> None:
     if use == "sft" and not row.answer.strip():
         raise ValueError(
-            f"{row.source}: algorithm.name=sft has no answer to learn: name its column in "
-            "data.answer_key, or let the chat end with the assistant's message"
+            f"{row.source}: algorithm.name=sft needs an answer to learn, and this row has none: "
+            "name its column in data.answer_key, or end the chat with the assistant's message"
         )
     reward, environment = config.reward, config.environment.name
     if use != "rewards" or not (reward.name or reward.parts or environment in BUILT_IN):
-        return  # an environment of the user's own may need no reward
+        return  # a user's environment may need no reward
     columns = Example(row.problem, row.answer, row.category, extra=row.extra).columns()
     for part in parts(config):
         try:
@@ -213,13 +226,65 @@ def _check_row(row: Row) -> None:
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not folder.is_dir():
-        raise ValueError(f"model.folder={folder} is no folder: give one in HuggingFace's form")
+        raise ValueError(f"model.folder={folder} is not a folder: give a HuggingFace model folder")
     try:
         values = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"model.folder={folder} has no {name}: give a model's folder") from error
+        raise ValueError(
+            f"model.folder={folder} has no {name}: give a HuggingFace model folder"
+        ) from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / name} cannot be read ({error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"{folder / name} is not a JSON object: give a complete model folder")
     return values
+
+
+def check_ports(rollout: Rollout) -> None:
+    """Raise ValueError if a port that managed servers would listen at is in use."""
+    if rollout.mode != "managed" or rollout.port is None:
+        return
+    for index in range(rollout.servers):
+        try:
+            require_free(rollout.port + index)
+        except RolloutServerError as error:
+            raise ValueError(str(error)) from error
+
+
+def check_handles(rollout: Rollout) -> None:
+    """Raise ValueError if rollout.sync=tensor would hand GPU memory to a server on another machine.
+
+    Call it on rank 0's machine.
+    """
+    if rollout.mode != "external" or rollout.sync != "tensor":
+        return
+    remote = [url for url in rollout.urls if not is_here(str(urlsplit(url).hostname))]
+    if not remote:
+        return
+    from megavlm.parallel import platform  # torch takes seconds, and few runs come here
+
+    if platform.has_gpu():
+        raise ValueError(
+            f"rollout.urls holds {remote[0]}, which is not on this machine, and "
+            "rollout.sync=tensor hands servers handles of GPU memory, which can be opened only on "
+            "the machine of the trainer's rank 0: set rollout.sync=distributed or disk"
+        )
+
+
+def is_here(host: str) -> bool:
+    """Return True if a host name or address is this machine's: a socket can be bound to it.
+
+    False for a name that does not resolve; connecting to the server reports that.
+    """
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+                return True
+            except OSError:
+                pass
+    return False

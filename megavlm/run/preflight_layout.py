@@ -1,5 +1,5 @@
-"""Checks of a run's layout before it starts: the ranks that there are make its axes, and the sizes
-in a model folder's config.json allow it. Nothing here imports megatron-core.
+"""Checks of a run's layout before it starts: the world size fits the axes, and so do the sizes in
+the model folder's config.json. Nothing here imports megatron-core.
 """
 
 from pathlib import Path
@@ -12,7 +12,9 @@ Values = dict[str, Any]  # of a config.json
 
 
 def check_ranks(config: Config, world_size: int) -> None:
-    """`world_size` ranks make `parallel`'s axes, and each data-parallel rank gets work."""
+    """Raise ValueError if `world_size` ranks do not fit the axes of `parallel`, or a data-parallel
+    rank would get no work.
+    """
     parallel = config.parallel
     size, data = parallel.model_size, parallel.data
     axes = " x ".join(
@@ -51,12 +53,13 @@ def check_ranks(config: Config, world_size: int) -> None:
 
 
 def check_sizes(config: Config, values: Values, folder: Path) -> None:
-    """The trainer's and the server's ranks can cut the model in `folder`, whose config.json holds
-    `values`.
+    """Raise ValueError if the trainer's or the server's ranks cannot split the model in `folder`.
+
+    values: its config.json.
     """
     text = values.get("text_config") or values  # older folders have the text keys at the top
     architecture = architecture_of(text, folder)
-    parallel: Any = config.parallel  # has the fields of Layout and of ModelOptions that are asked
+    parallel: Any = config.parallel  # has the fields of Layout and of ModelOptions used below
     vocab_size = _count(text, "vocab_size", folder)
     recompute = config.recompute
     check_model_layout(
@@ -77,7 +80,7 @@ def check_sizes(config: Config, values: Values, folder: Path) -> None:
 
 
 def architecture_of(text: Values, folder: Path) -> Values:
-    """Of a family's `architecture(hf_config)` what layout rules ask, from config.json's values."""
+    """Return the values that layout rules need, named as in a family's `architecture`."""
 
     def count(name: str) -> int:
         return _count(text, name, folder)
@@ -90,7 +93,7 @@ def architecture_of(text: Values, folder: Path) -> Values:
         "ffn_hidden_size": count("intermediate_size"),
         "kv_channels": text.get("head_dim") or count("hidden_size") // heads,
     }
-    # transformers 5 writes another name than the hub's files have
+    # transformers 5 writes another name than the hub's files have.
     name = "num_local_experts" if "num_local_experts" in text else "num_experts"
     if text.get(name):
         dense, step = text.get("mlp_only_layers") or (), text.get("decoder_sparse_step") or 1
@@ -106,7 +109,7 @@ def architecture_of(text: Values, folder: Path) -> Values:
 
 
 def _check_adapters(config: Config, architecture: Values) -> None:
-    """Components that adapters are put on are in the model."""
+    """Raise ValueError if lora.targets names a component that the model does not have."""
     has_experts = architecture.get("moe_layer_freq", [0])
     for component, there in (
         ("language.experts", any(has_experts)),
@@ -115,7 +118,7 @@ def _check_adapters(config: Config, architecture: Values) -> None:
         if config.lora.rank and component in config.lora.targets and not there:
             kind = "experts" if component == "language.experts" else "layers without experts"
             raise ValueError(
-                f"lora.targets holds {component}, and the model has no {kind}: remove it"
+                f"lora.targets holds {component}, but the model has no {kind}: remove it"
             )
 
 

@@ -1,9 +1,9 @@
-"""One trainer a run directory: a second would write the same records and checkpoints.
+"""Lock of a run directory: two trainers would write the same records and checkpoints.
 
-`flock` on RUN_DIR/.lock, held by rank 0 as long as it lives. The kernel lets go of it however the
-process ends, so what a dead run left never stands in the way; the file's words only tell who holds
-it. It works between the nodes of NFS (version 4, or 3 with its lock service) and of Lustre mounted
-with `flock`. Not covered: Lustre mounted with `localflock`, which sees its own node alone.
+Rank 0 holds `flock` on RUN_DIR/.lock while it lives. The kernel releases it however the process
+ends, so a dead run never blocks the next one; the file's text only names the holder. The lock works
+between nodes on NFS (version 4, or 3 with its lock service) and on Lustre mounted with `flock`. Not
+covered: Lustre mounted with `localflock`, which locks within one node only.
 """
 
 import errno
@@ -25,13 +25,16 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def run_lock(run_dir: str | Path) -> Iterator[None]:
-    """Holds the directory, which is made if need be. ValueError where another process does."""
+    """Hold the directory's lock; the directory is created if needed.
+
+    Raises ValueError if another process holds it.
+    """
     path = Path(run_dir, LOCK_FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
         if not _take(file, path):
             logger.warning(
-                "%s cannot be locked on this file system: see to it that no other run uses %s.",
+                "%s cannot be locked on this file system: make sure that no other run uses %s.",
                 path,
                 run_dir,
             )
@@ -39,14 +42,14 @@ def run_lock(run_dir: str | Path) -> Iterator[None]:
         file.truncate(0)
         json.dump({"host": socket.gethostname(), "pid": os.getpid(), "started": started}, file)
         file.flush()
-        # A lock lives until the last copy of its descriptor is closed: a forked child, which may
-        # outlive this process, keeps none. (Other programs get none anyway.)
+        # A lock lives until the last copy of its descriptor is closed, and a forked child may
+        # outlive this process: it closes its copy. Programs started by exec inherit none.
         os.register_at_fork(after_in_child=file.close)
         yield
 
 
 def check_free(run_dir: str | Path) -> None:
-    """ValueError where a run holds the directory now. Leaves nothing behind."""
+    """Raise ValueError if a run holds the directory now. Creates no file."""
     path = Path(run_dir, LOCK_FILE)
     if path.is_file():
         with path.open("a+") as file:
@@ -54,7 +57,7 @@ def check_free(run_dir: str | Path) -> None:
 
 
 def _take(file: IO[str], path: Path) -> bool:
-    """False on a file system without locks."""
+    """Lock the file. Returns False on a file system without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -73,5 +76,5 @@ def _holder(path: Path) -> str:
     try:
         words = json.loads(path.read_text())
         return f"process {words['pid']} on {words['host']} since {words['started']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has only just begun
+    except (OSError, ValueError, KeyError, TypeError):  # the holder has not written it yet
         return "another process"

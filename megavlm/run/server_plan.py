@@ -1,4 +1,4 @@
-"""How a recipe's servers are started elsewhere: what launch/slurm.sbatch asks."""
+"""`megavlm plan --servers`: how to start a recipe's servers on other nodes."""
 
 import shlex
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from megavlm.inference.server_pool.requirements import EXPOSE_ENVIRONMENT
 
 
 def server_plan(config: Config) -> str:
-    """Assignments for bash: GPUs of a server, its environment, and SGLang's arguments but for the
-    address and the GPUs.
+    """Return bash assignments: GPUs per server, its environment, and SGLang's arguments except for
+    the address and the GPUs.
     """
     options = ServerOptions.from_config(config, config.model.folder, "cuda")
     variables = options.image_variables() | {EXPOSE_ENVIRONMENT: "1"}

@@ -1,8 +1,8 @@
-"""One rank of a run: the training program, and how it ends.
+"""One rank of a run: the training program and its exit code.
 
-Bad input that only shows here (a server that does not start, an answer that cannot be used) is one
-sentence on stderr and exit code 2, from the first rank that meets it; the ranks that lose
-their peer because of it are silent.
+Bad input that is only found here (a server that does not start, a reply that cannot be used) is
+reported as one sentence on stderr with exit code 2, by the first rank that finds it. Ranks that
+fail because they lost that peer print nothing.
 """
 
 import os
@@ -17,14 +17,14 @@ from megavlm.inference.errors import RolloutRequestError, RolloutServerError, We
 from megavlm.rewards.base import RewardStop
 from megavlm.run.launcher import AGENT_PID, REASON_FILE, die_with
 
-PATIENCE = 5.0  # seconds that a rank which lost its peers waits for one of them to say why
+PATIENCE = 5.0  # seconds that a rank which lost a peer waits for that peer to report the reason
 
 
 def run(phase: Literal["train", "evaluate"], config: Config) -> None:
-    """`megavlm.run.main`'s function of that name on this rank; returns when it succeeded.
+    """Run `megavlm.run.main`'s function named `phase` on this rank. Returns if it succeeds.
 
-    Every other end leaves the process at once: interpreter shutdown with process groups open can
-    abort and would hide the exit code.
+    Otherwise the process exits at once: interpreter shutdown with open process groups can abort,
+    which would hide the exit code.
     """
     if AGENT_PID in os.environ:
         die_with(int(os.environ[AGENT_PID]))
@@ -47,7 +47,8 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
     ) as error:
         _explain(error, config)
     except RuntimeError as error:
-        from megavlm.checkpointing.together import CheckpointError  # not before the platform
+        # Imports megatron-core, so not before the platform is installed.
+        from megavlm.checkpointing.together import CheckpointError
 
         if isinstance(error, CheckpointError):
             _explain(error, config)
@@ -63,7 +64,7 @@ def _explain(error: Exception, config: Config) -> NoReturn:
 
 
 def _claim_reason() -> bool:
-    """True for the first rank that asks."""
+    """Return True on the first rank that calls this."""
     if REASON_FILE not in os.environ:
         return os.environ["RANK"] == "0"
     try:
@@ -74,7 +75,7 @@ def _claim_reason() -> bool:
 
 
 def _reason_given() -> bool:
-    """Whether a peer has told, or tells soon, why the run ends: then our error only follows."""
+    """Return True if a peer reports within PATIENCE why the run ends: this error is a result."""
     deadline = time.monotonic() + PATIENCE
     while REASON_FILE in os.environ and time.monotonic() < deadline:
         if os.path.exists(os.environ[REASON_FILE]):
@@ -84,7 +85,7 @@ def _reason_given() -> bool:
 
 
 def _keep_traceback(config: Config) -> str:
-    """Where the traceback was written, for the end of the sentence: this may be a fault of ours."""
+    """Write the traceback to RUN_DIR/error.txt. Returns the end of the error's sentence."""
     path = Path(config.run.dir, "error.txt")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -77,7 +78,7 @@ def test_train_starts_a_rank_for_each_place_of_the_layout(
 BAD = [
     (["train", "none.yaml"], "none.yaml cannot be read"),
     (["train", "RECIPE", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
-    (["train", "RECIPE", "model.folder=none"], "model.folder=none is no folder"),
+    (["train", "RECIPE", "model.folder=none"], "model.folder=none is not a folder"),
     (["train", "RECIPE", "--dry-run", "data.prompt_key=none"], "data.prompt_key"),
     (["train", "RECIPE", "--dry-run", "parallel.sequence=true"], "parallel.tensor=1 has only one"),
     (
@@ -88,8 +89,8 @@ BAD = [
     (["train", "RECIPE", "--dry-run", "lora.rank=4", "lora.targets=[mlp]"], "lora.targets holds"),
     (["train", "RECIPE", "--dry-run", "recompute.modules=[norm]"], "recompute.modules names norm"),
     (["evaluate", "RECIPE", "data.test_files=[]"], "data.test_files=[] names no data"),
-    (["report", "none"], "none is no run directory: it has no metrics.jsonl"),
-    (["demo", "--data", "none"], "--data none is no folder"),
+    (["report", "none"], "none is not a run directory: it has no metrics.jsonl"),
+    (["demo", "--data", "none"], "--data none is not a folder"),
     (["demo", "algorithm.steps=2"], "optimizer.warmup_steps=5 is above algorithm.steps=2"),
     (["demo", "run.dir=x"], "run.dir=x is set by the demo: give --run-dir x instead"),
 ]
@@ -110,6 +111,15 @@ def test_bad_input_is_one_sentence_on_stderr_and_exit_code_2(
     assert (code, out) == (2, "")
     assert err.startswith("megavlm: ") and message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["megavlm", "megavlm-convert"])
+def test_version_and_completion(command: str) -> None:
+    program = Path(sys.executable).with_name(command)
+    shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"{command} {version('megavlm')}\n"
+    helped = subprocess.run([program, "--help"], capture_output=True, text=True, check=True)
+    assert "--install-completion" in helped.stdout
 
 
 @pytest.mark.parametrize("arguments", [["train"], ["rain", "x"], ["demo", "--seed", "x"]])

@@ -67,11 +67,11 @@ def _missing_shard(folder: Path) -> None:
         (lambda folder: (folder / "preprocessor_config.json").unlink(), "has no image processor"),
         (
             lambda folder: (folder / "adapter_config.json").write_text("{}"),
-            "holds adapters beside its model, which would be left out: merge them",
+            "holds adapters beside its model, which would be ignored: merge them",
         ),
         (
             lambda folder: (folder / "generation_config.json").symlink_to("gone"),
-            "has a link to nothing, generation_config.json",
+            "has a broken link, generation_config.json",
         ),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_model_folder_is_complete(
 
 
 def test_model_folder_and_checkpoint_exist(write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    assert "model.folder=none is no folder" in refused(write_recipe(), "model.folder=none")
+    assert "model.folder=none is not a folder" in refused(write_recipe(), "model.folder=none")
     override = f"model.checkpoint={tmp_path / 'checkpoint'}"
     assert "holds no complete checkpoint" in refused(write_recipe(), override)
     (tmp_path / "checkpoint" / "step_3").mkdir(parents=True)
@@ -154,7 +154,10 @@ def test_run_dir(
         (["environment.name=caption", "data.answer_key=null"], "no 'references' and no answer"),
         (["environment.name=vqa", "data.answer_key=null"], "no answer that a response is compared"),
         (["data.answer_key=null"], "name its column in data.answer_key"),
-        (["algorithm.name=sft", "data.answer_key=null"], "sft has no answer to learn: name its"),
+        (
+            ["algorithm.name=sft", "data.answer_key=null"],
+            "sft needs an answer to learn",
+        ),
         (["reward.parts={a: {name: geo3k}}", "data.answer_key=null"], "the row has no answer"),
     ],
 )

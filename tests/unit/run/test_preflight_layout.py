@@ -124,12 +124,12 @@ REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
     (
         {},
         ["lora.rank=2", "lora.targets=[language.experts]"],
-        "lora.targets holds language.experts, and the model has no experts: remove it",
+        "lora.targets holds language.experts, but the model has no experts: remove it",
     ),
     (
         EXPERTS,
         ["lora.rank=2"],
-        "lora.targets holds language.mlp, and the model has no layers without experts: remove it",
+        "lora.targets holds language.mlp, but the model has no layers without experts: remove it",
     ),
 ]
 

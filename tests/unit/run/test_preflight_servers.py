@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from megavlm.parallel import platform
-from megavlm.run.preflight_servers import is_here
+from megavlm.run.preflight import is_here
 from tests.unit.run.checks import WriteRecipe, check, refused
 
 REMOTE = "http://192.0.2.1:30000"  # an address for documentation: no machine has it

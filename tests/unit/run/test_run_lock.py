@@ -77,6 +77,6 @@ def test_without_locks_there_is_a_warning(
     with run_lock(tmp_path):
         pass
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / LOCK_FILE} cannot be locked on this file system: see to it that no other run "
+        f"{tmp_path / LOCK_FILE} cannot be locked on this file system: make sure that no other run "
         f"uses {tmp_path}."
     ]
