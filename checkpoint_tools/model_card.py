@@ -10,8 +10,7 @@ from yaml import YAMLError, safe_load
 
 from checkpoint_tools.adapters import Adapters
 from checkpoint_tools.weights import Weights
-from megavlm.config.code_version import code_version
-from megavlm.config.dump import code_of
+from megavlm.config.dump import code_of, code_version
 from megavlm.observability.metrics import EVALUATIONS_FILE
 from megavlm.observability.records import read_records
 from megavlm.observability.result import category_rows

@@ -1,26 +1,29 @@
-"""The resolved configuration as YAML: every key, the defaults included. It loads as a recipe.
+"""The resolved configuration as YAML, with every key: it loads as a recipe.
 
-Above a run's own stands, as a comment, which code resolved it and runs: a model card tells it.
+A run's own has a first line that names the code that ran; model cards repeat it.
 """
 
 import os
+import shutil
+import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from megavlm.config.code_version import code_version
 from megavlm.config.schema import Config
 
 _CODE = "# By "
+_ROOT = Path(__file__).parents[2]
 
 
 def to_yaml(config: Config) -> str:
-    """Without `${...}` and bases; sections and keys in the order of the dataclasses."""
+    """Return YAML without `${...}` and bases; sections and keys in the order of the dataclasses."""
     return OmegaConf.to_yaml(OmegaConf.create(config.to_dict()))
 
 
 def write(config: Config, folder: str | Path) -> None:
-    """config.yaml in `folder`, which is made; a reader never sees half of it."""
+    """Write `folder`/config.yaml atomically; the folder is made."""
     path = Path(folder, "config.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -29,9 +32,19 @@ def write(config: Config, folder: str | Path) -> None:
 
 
 def code_of(text: str) -> str | None:
-    """What the text of a run's config.yaml says of the code that ran; None where it says nothing.
+    """Return the code version that a run's config.yaml names, None if it names none.
 
-    A run that was stopped and went on has that of its last start.
+    For a run that was resumed it is that of the last start.
     """
     line, _, _ = text.partition("\n")
     return line.removeprefix(_CODE) if line.startswith(_CODE) else None
+
+
+def code_version() -> str:
+    """Return `megavlm 0.1.0`, in a git checkout with the commit and `-dirty` if files differ."""
+    commit, git = "", shutil.which("git")
+    if git and (_ROOT / ".git").exists():
+        command = [git, "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+        command += ["--exclude", "*"]  # tags
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return f"megavlm {version('megavlm')}" + (f", commit {commit}" if commit else "")

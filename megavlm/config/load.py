@@ -1,9 +1,10 @@
-"""From a recipe and overrides to a complete, typed and checked configuration."""
+"""Load a recipe with overrides as a complete, typed and checked configuration."""
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -11,16 +12,19 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megavlm.config import rules, schema
+from megavlm.config.algorithm import ALGORITHMS, Algorithm
+from megavlm.config.cross_rules import check
 from megavlm.config.recipe import one_line, parse_override, read_recipe
+from megavlm.config.schema import Config
+from megavlm.config.section import MISSING
 
-SECTIONS: dict[str, Any] = get_type_hints(schema.Config)
+SECTIONS: dict[str, Any] = get_type_hints(Config)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> schema.Config:
-    """The recipe at `path` with its bases and `key=value` overrides, complete and checked.
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Load the recipe at `path` with its bases and `key=value` overrides.
 
-    Raises ValueError with one sentence: an unreadable file, an unknown key (with the nearest
+    Raises ValueError, in one sentence, for an unreadable file, an unknown key (with the nearest
     known one), a value of the wrong type, or a broken rule.
     """
     raw = OmegaConf.merge(read_recipe(Path(path)), *(parse_override(item) for item in overrides))
@@ -28,8 +32,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> schema.Config:
     return build(raw)
 
 
-def build(raw: DictConfig | Mapping[str, Any]) -> schema.Config:
-    """The configuration from a tree of sections; ValueErrors as in `load`."""
+def build(raw: DictConfig | Mapping[str, Any]) -> Config:
+    """Build the configuration from a tree of sections. Raises ValueError as `load` does."""
     raw = OmegaConf.create(dict(raw)) if not isinstance(raw, DictConfig) else raw
     given = _plain(raw, resolve=False)
     classes = {**SECTIONS, "algorithm": _algorithm(given.get("algorithm"))}
@@ -44,22 +48,25 @@ def build(raw: DictConfig | Mapping[str, Any]) -> schema.Config:
     tree = {name: {**_defaults(cls), **given.get(name, {})} for name, cls in classes.items()}
     values = _plain(OmegaConf.create(tree), resolve=True)
     sections = {name: _section(name, cls, values[name]) for name, cls in classes.items()}
-    config = schema.Config(**sections)
-    rules.check(config)
+    config = Config(**sections)
+    check(config)
     return config
 
 
-def _algorithm(values: Any) -> type[schema.Algorithm]:
+def _algorithm(values: Any) -> type[Algorithm]:
     name = str(values.get("name", "grpo")) if isinstance(values, dict) else "grpo"
-    if name not in schema.ALGORITHMS:
+    if name not in ALGORITHMS:
         raise ValueError(
-            f"algorithm.name={name!r} is unknown: choose one of {', '.join(schema.ALGORITHMS)}"
+            f"algorithm.name={name!r} is unknown: choose one of {', '.join(ALGORITHMS)}"
         )
-    return schema.ALGORITHMS[name]
+    return ALGORITHMS[name]
 
 
 def _check_known(section: str, given: Iterable[Any], classes: Mapping[str, Any]) -> None:
-    """`section` "" is the top level; the nearest key is looked for there, then everywhere."""
+    """Raise ValueError for an unknown key, with the nearest one of the section, then of all.
+
+    The section "" is the top level.
+    """
     known = _keys(classes[section]) if section else tuple(classes)
     prefix = f"{section}." if section else ""
     elsewhere = {key: f"{name}.{key}" for name, cls in classes.items() for key in _keys(cls)}
@@ -75,11 +82,11 @@ def _check_known(section: str, given: Iterable[Any], classes: Mapping[str, Any])
 
 
 def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
-    """An instance of the section; one key is merged at a time, so that an error names its key."""
+    """Build a section. Keys are merged one at a time, so that an error names its key."""
     types = get_type_hints(cls)
     merged = OmegaConf.structured(cls)
     for key, value in values.items():
-        if value == schema.MISSING:
+        if value == MISSING:
             raise ValueError(
                 f"{name}.{key} is not set: give it in the recipe, or add {name}.{key}=VALUE"
             )
@@ -96,7 +103,7 @@ def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
 
 
 def _words(kind: Any) -> str:
-    """A type in words: `int | None` is "a whole number or null"."""
+    """Describe a type: `int | None` is "a whole number or null"."""
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if kind in plain or kind is NoneType:
         return plain.get(kind, "null")
@@ -120,10 +127,10 @@ def _keys(cls: Any) -> tuple[str, ...]:
 
 
 def _defaults(cls: Any) -> dict[str, Any]:
-    """Tuples as lists: that is what a YAML list replaces."""
+    """Return the default of each key, tuples as lists, which a YAML list replaces."""
     values = {}
     for item in fields(cls):
-        if item.default_factory is MISSING:
+        if item.default_factory is dataclasses.MISSING:
             value = item.default
         else:
             value = item.default_factory()
@@ -132,12 +139,12 @@ def _defaults(cls: Any) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """As YAML would have it, on one line."""
+    """Format a value as YAML on one line."""
     return json.dumps(value, default=str)
 
 
 def _plain(tree: Any, *, resolve: bool) -> dict[str, Any]:
-    """Dictionaries and lists; `${...}` is replaced if `resolve`."""
+    """Convert to dictionaries and lists; `${...}` is replaced if `resolve`."""
     try:
         container = OmegaConf.to_container(tree, resolve=resolve)
     except OmegaConfBaseException as error:

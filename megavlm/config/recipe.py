@@ -1,7 +1,7 @@
 """Recipe files: YAML with a list of bases, and dotted overrides, as untyped trees.
 
     base: [common.yaml]          # relative to this file; later bases win, this file wins over them
-    optimizer: {lr: 1e-6}        # a section for each dataclass of schema.py
+    optimizer: {lr: 1e-6}        # a section of schema.py's Config
 
 Not covered: lists are replaced, never appended to.
 """
@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 
 def read_recipe(path: Path, inside: tuple[Path, ...] = ()) -> DictConfig:
-    """The file merged over its bases, untyped. `inside` are the files that name it as a base."""
+    """Read a file merged over its bases. `inside`: files that name it as a base."""
     path = path.resolve()
     if path in inside:
         raise ValueError(f"{path} is a base of itself (through {inside[-1]}): remove one of them")
@@ -38,7 +38,7 @@ def read_recipe(path: Path, inside: tuple[Path, ...] = ()) -> DictConfig:
 
 
 def parse_override(text: str) -> DictConfig:
-    """`section.key=value` as a tree; the value is read as YAML: null, [a, b], 1e-6."""
+    """Parse `section.key=value` as a tree; the value is YAML: null, [a, b], 1e-6."""
     key, equals, _ = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
         raise ValueError(f"{text!r} is not an override: write section.key=value")
@@ -49,5 +49,5 @@ def parse_override(text: str) -> DictConfig:
 
 
 def one_line(error: Exception) -> str:
-    """Without the lines in which OmegaConf names its own objects."""
+    """Return the message without the lines in which OmegaConf names its own objects."""
     return " ".join(str(error).split("full_key:")[0].split())

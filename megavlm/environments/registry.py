@@ -17,6 +17,11 @@ class BuiltIn:
     path: str
     reward: str
 
+    @property
+    def starts_from_row(self) -> bool:
+        """True if episodes are one response to the row's own prompt, in whatever step it comes."""
+        return self.path == _SINGLE
+
 
 _SINGLE = "megavlm.environments.single_turn:SingleTurn"
 BUILT_IN = {

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from megavlm.config.schema import Data, Evaluation
+from megavlm.config.data import Data
+from megavlm.config.evaluation import Evaluation
 from megavlm.data.processor import PromptTooLong
 from megavlm.data.rows import Row, Rows
 from megavlm.evaluation.attempts import Skipped

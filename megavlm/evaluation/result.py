@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from math import sqrt
 from typing import Any
 
+from megavlm.config.evaluation import MEASURES
 from megavlm.observability.text import failed_rewards
 
 _Z = 1.959964  # of the normal distribution: 95 % lie within
@@ -53,7 +54,7 @@ class EvaluationResult:
         """The overall shares as one line to print."""
         shares = "  ".join(
             f"{name} {100 * found.overall.share:.1f} %"
-            for name in ("greedy", "sampled", "valid", "blind", "shuffled")
+            for name in MEASURES
             if (found := getattr(self, name)) is not None
         )
         count = self.greedy.overall.count

@@ -2,7 +2,6 @@
 
 import torch
 
-from megavlm.config.model_rules import VISION
 from megavlm.config.schema import Config
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import LoRA
@@ -52,13 +51,6 @@ def model_options(config: Config) -> ModelOptions:
         grouped_experts=config.lora.rank == 0
         or not any("experts" in target for target in config.lora.targets),
     )
-
-
-def trains_tower(config: Config) -> bool:
-    """Whether an image's features change from step to step: also where adapters are put on it."""
-    model, settings = config.model, config.lora
-    in_tower = any(target.startswith(("vision.", VISION)) for target in settings.targets)
-    return not (model.freeze_tower and model.freeze_merger) or (settings.rank > 0 and in_tower)
 
 
 def lora(config: Config) -> LoRA | None:

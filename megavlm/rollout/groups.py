@@ -12,7 +12,7 @@ from torch import Tensor
 from megavlm.algorithms.aggregation import token_weights
 from megavlm.algorithms.filters import has_signal
 from megavlm.algorithms.shaping import overlong_penalty
-from megavlm.config.algorithms import PolicyOptimization
+from megavlm.config.algorithm import PolicyOptimization
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Prompt
 from megavlm.data.targets import TargetColumns

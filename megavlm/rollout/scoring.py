@@ -5,7 +5,7 @@ import tempfile
 import weakref
 from dataclasses import replace
 
-from megavlm.config.environments import Environment
+from megavlm.config.environment import Environment
 from megavlm.config.schema import Config
 from megavlm.data.caption_corpus import with_corpus
 from megavlm.environments.curriculum import Curriculum, Term

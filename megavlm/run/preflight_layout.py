@@ -5,7 +5,8 @@ the model folder's config.json. Nothing here imports megatron-core.
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.schema import Config, PolicyOptimization
+from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.schema import Config
 from megavlm.models.common.layout_rules import check_model_layout
 
 Values = dict[str, Any]  # of a config.json

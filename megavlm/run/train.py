@@ -2,8 +2,9 @@
 
 from contextlib import ExitStack
 
+from megavlm.config.algorithm import PPO, PolicyOptimization
 from megavlm.config.dump import write
-from megavlm.config.schema import PPO, Config, PolicyOptimization
+from megavlm.config.schema import Config
 from megavlm.inference.connect import connect
 from megavlm.models.options import layout
 from megavlm.parallel.mesh import build_mesh, init_distributed, shutdown

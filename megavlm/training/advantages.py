@@ -15,7 +15,7 @@ from megavlm.algorithms.gae import gae, turn_gae
 from megavlm.algorithms.reinforce import returns_to_go
 from megavlm.algorithms.segments import Reduce, segment_sum
 from megavlm.algorithms.whitening import whiten
-from megavlm.config.algorithms import GRPO, PPO
+from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packing import Pack
 from megavlm.data.targets import TargetColumns, concatenate
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from megavlm.config.checkpoint_rules import EVALUATION
+from megavlm.config.evaluation import EVALUATION
 
 
 class BestMetricTracker:

@@ -10,7 +10,7 @@ from typing import Any
 from megavlm import checkpointing
 from megavlm.checkpointing import Saving, atomic
 from megavlm.checkpointing.folder import complete_steps, step_folder
-from megavlm.config.algorithms import PPO
+from megavlm.config.algorithm import PPO
 from megavlm.data.packing import Pack
 from megavlm.data.processor import ProcessedImage
 from megavlm.models.common.logprobs import Scoring

@@ -1,6 +1,7 @@
 """The configured processor, and the stream of prompts to train on."""
 
-from megavlm.config.schema import SFT, Config
+from megavlm.config.algorithm import SFT
+from megavlm.config.schema import Config
 from megavlm.data.loader import PromptStream
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows

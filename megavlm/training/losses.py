@@ -13,7 +13,7 @@ from megavlm.algorithms.kl import estimator
 from megavlm.algorithms.losses import entropy_bonus, negative_log_likelihood
 from megavlm.algorithms.ratios import PolicyTerm
 from megavlm.algorithms.segments import Reduce, alone
-from megavlm.config.algorithms import PolicyOptimization
+from megavlm.config.algorithm import PolicyOptimization
 from megavlm.data.packing import Pack
 from megavlm.data.targets import TargetColumns
 from megavlm.models.common.logprobs import TokenScores

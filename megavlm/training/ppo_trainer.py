@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megavlm.checkpointing import Saving
-from megavlm.config.schema import PPO
+from megavlm.config.algorithm import PPO
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.training.batch import RankBatch
 from megavlm.training.colocate import Offloadable, trainer_memory

@@ -2,7 +2,7 @@
 GRPO.
 """
 
-from megavlm.config.schema import SFT
+from megavlm.config.algorithm import SFT
 from megavlm.data.packing import prompt_tree
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import scatter

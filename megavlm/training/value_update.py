@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megavlm.algorithms.value_loss import value_loss
-from megavlm.config.algorithms import PPO
+from megavlm.config.algorithm import PPO
 from megavlm.data.packing import Pack
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.forward_backward import LossFunction

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megavlm.checkpointing.folder import complete_steps
+from megavlm.config.algorithm import PPO
 from megavlm.config.load import load
-from megavlm.config.schema import PPO
 from megavlm.data.packing import make_pack, prompt_tree
 from megavlm.models.options import layout
 from megavlm.parallel.mesh import build_mesh

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megavlm.config.schema import Optimizer
+from megavlm.config.optimizer import Optimizer
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.registry import build_model
 from megavlm.parallel.mesh import build_mesh

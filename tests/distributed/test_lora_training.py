@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megavlm import checkpointing
-from megavlm.config.schema import Optimizer
+from megavlm.config.optimizer import Optimizer
 from megavlm.models.common.lora import LoRA, adapters
 from megavlm.parallel.mesh import Layout
 from megavlm.training.optimizer import Updater, build_updater

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms.aggregation import token_weights
-from megavlm.config.schema import GRPO, PPO, Optimizer
+from megavlm.config.algorithm import GRPO, PPO
+from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack, Tree, make_pack, prompt_tree
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder

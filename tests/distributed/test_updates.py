@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megavlm.config.schema import Optimizer
+from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder

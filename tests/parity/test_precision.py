@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.config.schema import Optimizer
+from megavlm.config.optimizer import Optimizer
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.training.forward_backward import VisionFeatures, forward_backward

@@ -16,19 +16,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megavlm.config.lora import COMPONENTS, LANGUAGE, VISION
 from megavlm.models.common.lora_linear import Placement
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.common.tower import Tower
-
-COMPONENTS = (
-    "language.attention",
-    "language.mlp",
-    "language.experts",
-    "vision.attention",
-    "vision.mlp",
-    "vision.merger",
-)
-LANGUAGE, VISION = "language_model.", "visual."  # how every path starts
 
 
 @dataclass(frozen=True)

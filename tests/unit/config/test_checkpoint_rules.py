@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.config.checkpoint_rules import MEASURES
+from megavlm.config.evaluation import MEASURES
 from megavlm.config.load import load
 
 BASE = {"run": {"dir": "x"}, "model": {"folder": "m"}, "data": {"test_files": ["t"]}}

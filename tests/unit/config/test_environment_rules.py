@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.config.curriculum import Stage
 from megavlm.config.dump import to_yaml
-from megavlm.config.environments import Stage
 from megavlm.config.load import load
 
 WriteRecipe = Callable[..., Path]

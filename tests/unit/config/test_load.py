@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from megavlm.config import schema
+from megavlm.config.algorithm import GRPO, SFT
 from megavlm.config.dump import code_of, to_yaml, write
 from megavlm.config.load import load
+from megavlm.config.optimizer import Optimizer
+from megavlm.config.run import Run
+from megavlm.config.schema import Config
 
 REQUIRED = "run: {dir: runs/x}\nmodel: {folder: m}\n"
 
@@ -22,10 +25,10 @@ def recipe(folder: Path, text: str = "", name: str = "recipe.yaml") -> Path:
 
 def test_defaults_are_the_dataclasses(tmp_path: Path) -> None:
     config = load(recipe(tmp_path, REQUIRED))
-    assert config.algorithm == schema.GRPO()
-    assert config.optimizer == schema.Optimizer()
+    assert config.algorithm == GRPO()
+    assert config.optimizer == Optimizer()
     assert config.optimizer.betas == (0.9, 0.95)
-    assert config.run == schema.Run(dir="runs/x")
+    assert config.run == Run(dir="runs/x")
     assert config.parallel.num_ranks == 1
 
 
@@ -61,15 +64,13 @@ def test_lists_are_replaced(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_overrides_are_yaml(
-    tmp_path: Path, override: str, read: Callable[[schema.Config], bool]
-) -> None:
+def test_overrides_are_yaml(tmp_path: Path, override: str, read: Callable[[Config], bool]) -> None:
     assert read(load(recipe(tmp_path, REQUIRED), [override]))
 
 
 def test_algorithm_is_chosen_by_name(tmp_path: Path) -> None:
     path = recipe(tmp_path, REQUIRED + "algorithm: {name: sft, batch_size: 3}")
-    assert load(path).algorithm == schema.SFT(batch_size=3)
+    assert load(path).algorithm == SFT(batch_size=3)
 
 
 MISTAKES = {
@@ -149,7 +150,7 @@ def test_the_dump_is_complete_and_loads_to_the_same(tmp_path: Path) -> None:
     assert code_of("run: {}") is None
     assert "$" not in to_yaml(config)
     dumped: dict[str, Any] = config.to_dict()
-    for section in fields(schema.Config):
+    for section in fields(Config):
         assert set(dumped[section.name]) == {
             item.name for item in fields(getattr(config, section.name))
         }

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.config.algorithm import GRPO
 from megavlm.config.load import load
-from megavlm.config.schema import GRPO, Config
+from megavlm.config.schema import Config
 from megavlm.rewards.geospot import WEIGHTS
 from megavlm.rollout.scoring import make_curriculum, make_reward_manager
 from megavlm.run import preflight

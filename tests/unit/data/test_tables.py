@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from megavlm.config import schema
-from megavlm.config.data_rules import check_data
+from megavlm.config.data import Data
 from megavlm.data import rows as rows_module
 from megavlm.data import tables
 from megavlm.data.files import DataFile, expand
@@ -135,10 +134,8 @@ def test_a_geospot_table(tmp_path: Path, kind: str) -> None:
     else:
         pq.write_table(table, path)
     recipe = yaml.safe_load((ROOT / "recipes" / "data" / "geospot_table.yaml").read_text())
-    data = schema.Data(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in recipe["data"].items()}
-    )
-    check_data(data)
+    data = Data(**{k: tuple(v) if isinstance(v, list) else v for k, v in recipe["data"].items()})
+    data.check()
     rows = read_rows(
         [str(path)],
         prompt_key=data.prompt_key,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megavlm.config.rollout_rules import STARTS_FROM_ROW
 from megavlm.environments import registry
 from megavlm.environments.base import Context, Environment, Observation, Step
 from megavlm.environments.registry import BUILT_IN
@@ -44,9 +43,8 @@ def test_single_turns_show_the_row_and_score_the_response(name: str) -> None:
 
 
 def test_those_that_start_from_the_row_are_single_turns() -> None:
-    """The configuration, which imports no environment, names them for rollout.oversample."""
-    single = [name for name in BUILT_IN if registry.load(name, {}) is SingleTurn]
-    assert tuple(single) == STARTS_FROM_ROW
+    for name, built_in in BUILT_IN.items():
+        assert built_in.starts_from_row == (registry.load(name, {}) is SingleTurn)
 
 
 def test_every_built_in_environment_loads_and_its_reward_exists() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megavlm.config.schema import Evaluation
+from megavlm.config.evaluation import Evaluation
 from megavlm.evaluation.questions import question_limit
 
 

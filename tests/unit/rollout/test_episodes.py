@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.config.environments import Environment
+from megavlm.config.environment import Environment
 from megavlm.data.chat import Message
 from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor, Prompt

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megavlm.config.data import Data
 from megavlm.config.load import load
-from megavlm.config.schema import Data
 from megavlm.data.processor import PromptTooLong
 from megavlm.data.rows import Columns, Row, Rows
 from megavlm.evaluation.questions import usable

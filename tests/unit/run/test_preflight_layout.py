@@ -21,6 +21,15 @@ EXPERTS = {
 }
 
 
+@pytest.mark.parametrize("name", ["a.b:C", "vqa_retry", "geo3k_calculator"])
+def test_partial_rollouts_start_from_the_row(write_recipe: WriteRecipe, name: str) -> None:
+    overrides = ["rollout.oversample=1.5", "data.train_files=[t]"]
+    check(write_recipe(), *overrides, files=False)
+    assert f"environment.name={name} may start differently: set environment.name to one of" in (
+        refused(write_recipe(), *overrides, f"environment.name={name}", files=False)
+    )
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "message"),
     [

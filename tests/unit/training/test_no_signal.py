@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms.segments import alone
-from megavlm.config.schema import GRPO, PPO
+from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packing import make_pack
 from megavlm.data.positions import text_positions
 from megavlm.inference.protocol import Response

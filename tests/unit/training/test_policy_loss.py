@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.config.schema import GRPO
+from megavlm.config.algorithm import GRPO
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss, supervised_loss
 from tests.columns import columns as target_columns

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.config.schema import PPO
+from megavlm.config.algorithm import PPO
 from megavlm.training.metrics import value_metrics
 from megavlm.training.value_update import critic_loss, with_value_loss
 from tests.columns import columns

@@ -1,20 +1,35 @@
-"""The range of a number, kept beside its default in the dataclass field."""
+"""Base class of the configuration's sections, and numbers with a range beside their default."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+MISSING: Any = "???"  # OmegaConf's mark of a key without default
+
+
+class Section:
+    """Base of the sections, each a frozen dataclass whose keys are documented under their field."""
+
+    def check(self) -> None:
+        """Raise ValueError for the first broken rule between keys of this section.
+
+        The message is one sentence: key, value, rule and way out. Ranges of single keys are
+        declared by `bounded`, rules between sections are in cross_rules.py.
+        """
+
 
 @dataclass(frozen=True)
 class Bounds:
+    """Range of a number; None is no bound on that side."""
+
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
 
     def holds(self, value: float) -> bool:
-        """False for NaN and the infinities too: no key means them."""
+        """Return True if the value is in range; NaN and the infinities never are."""
         return (
             -math.inf < value < math.inf
             and (self.least is None or value >= self.least)
@@ -30,13 +45,14 @@ class Bounds:
 
 
 def bounded(default: Any, **limits: float) -> Any:
-    """A dataclass field whose number, or each number of its tuple, is within `limits`."""
+    """Return a dataclass field whose number, or each number of its tuple, is within `limits`."""
     return field(default=default, metadata={"bounds": Bounds(**limits)})
 
 
-def out_of_range(section: Any) -> Iterator[tuple[str, Any, Bounds]]:
-    """(key, value, bounds) of each number of a section outside its range. None is in range."""
-    for item in fields(section):
+def out_of_range(section: Section) -> Iterator[tuple[str, Any, Bounds]]:
+    """Yield (key, value, bounds) of each number outside its range. None is in range."""
+    values: Any = section  # every section is a dataclass
+    for item in fields(values):
         bounds = item.metadata.get("bounds")
         value = getattr(section, item.name)
         if bounds is None or value is None:

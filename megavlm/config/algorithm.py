@@ -1,0 +1,324 @@
+"""The `algorithm` section: one dataclass per algorithm, chosen by its `name`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.section import Section, bounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptimization(Section):
+    """Keys that GRPO and PPO share."""
+
+    name: str
+    """Algorithm: grpo, ppo or sft. The other keys of the section depend on it."""
+
+    steps: int = bounded(40, least=1)
+    """Steps of the run. A step samples rollouts, trains on them and updates the servers' weights.
+    The default is the demo's."""
+
+    prompts_per_step: int = bounded(16, least=1)
+    """Prompts of a step."""
+
+    responses_per_prompt: int = bounded(8, least=1)
+    """Responses to each prompt: the size of a group."""
+
+    minibatches: int = bounded(1, least=1)
+    """Optimizer updates of one pass over a step's rollouts. Each holds whole groups. 1 is strictly
+    on-policy."""
+
+    epochs: int = bounded(1, least=1)
+    """Passes over a step's rollouts."""
+
+    policy_loss: Literal["clip", "gspo", "cispo"] = "clip"
+    """Policy loss: clip (PPO's clipped surrogate, arXiv 1707.06347), gspo (one ratio per sequence,
+    arXiv 2507.18071) or cispo (ratios as clipped weights, arXiv 2506.13585)."""
+
+    clip_low: float = bounded(0.2, above=0, most=1)
+    """Ratios below 1 - `clip_low` are clipped (PPO's epsilon). GSPO takes about 3e-4; 1 sets no
+    lower bound, as in CISPO."""
+
+    clip_high: float = bounded(0.2, above=0)
+    """Ratios above 1 + `clip_high` are clipped. A value above `clip_low` is DAPO's clip-higher,
+    there 0.28 (arXiv 2503.14476)."""
+
+    dual_clip: float | None = bounded(None, above=1)
+    """Bound c of the loss where the advantage is negative: at most c times its size, usually 3
+    (dual clip, arXiv 1912.09729). Null sets no bound."""
+
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = (
+        "token_mean"
+    )
+    """Denominator of the loss of an update. token_mean: its tokens (DAPO, arXiv 2503.14476).
+    sequence_mean: mean over sequences of their mean (GRPO, arXiv 2402.03300). sequence_sum: mean
+    over sequences of their sum. constant: sequences times the longest possible,
+    `rollout.max_new_tokens` x `environment.max_turns` (Dr. GRPO, arXiv 2503.20783)."""
+
+    kl_coefficient: float = bounded(0.01, least=0)
+    """Coefficient of the KL divergence from the reference, the model that training started from. 0
+    needs no reference."""
+
+    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    """Estimator of the KL divergence per token (joschu.net/blog/kl-approx.html). With q the
+    reference: k1 is log p/q, k2 (log p/q)^2 / 2, k3 q/p - 1 - log q/p as in GRPO, unbiased is k3
+    weighted by the ratio to the old policy (DeepSeek-V3.2, arXiv 2512.02556)."""
+
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL divergence counts: added to the loss (GRPO) or subtracted from the rewards of
+    tokens (PPO, REINFORCE++)."""
+
+    kl_target: float | None = bounded(None, above=0)
+    """KL divergence per token that the coefficient is adapted to keep (arXiv 1909.08593, section
+    2.2). Null keeps the coefficient constant."""
+
+    kl_horizon: int = bounded(10000, least=1)
+    """Responses over which the adaptive coefficient changes by at most a fifth. The default is the
+    paper's."""
+
+    entropy_coefficient: float = bounded(0.0, least=0)
+    """Coefficient of an entropy bonus in the loss."""
+
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Log-probs of the policy that sampled. `trainer` computes them in a forward pass, which the
+    first update of a step does without; `rollout` takes those of the servers, which saves the
+    pass."""
+
+    importance: Literal["none", "token", "sequence"] = "token"
+    """Importance weights p_trainer / p_rollout of the loss, which correct for the gap between
+    engines: for each token, or for each sequence (the product over its tokens). See
+    fengyao.notion.site/off-policy-rl."""
+
+    importance_mode: Literal["truncate", "mask"] = "truncate"
+    """Handling of large importance weights. `truncate` limits them to `importance_cap` (TIS);
+    `mask` sets those outside of `importance_floor`..`importance_cap` to 0 (IcePop, arXiv
+    2510.18855)."""
+
+    importance_cap: float = bounded(2.0, least=1)
+    """Largest importance weight."""
+
+    importance_floor: float = bounded(0.0, least=0, most=1)
+    """Smallest importance weight with `importance_mode` mask."""
+
+    reject_below: float | None = bounded(None, above=0, below=1)
+    """Leave out sequences whose geometric mean of p_trainer / p_rollout is below. Null sets no
+    bound."""
+
+    reject_above: float | None = bounded(None, above=1)
+    """Leave out sequences whose geometric mean of p_trainer / p_rollout is above. Null sets no
+    bound."""
+
+    dynamic_sampling: int = bounded(0, least=0)
+    """Most further sampling rounds of a step, in which groups whose rewards are all equal are
+    replaced by groups of other prompts (DAPO, arXiv 2503.14476). 0 turns it off."""
+
+    overlong_buffer: int = bounded(0, least=0)
+    """Last tokens before `rollout.max_new_tokens` over which the reward falls linearly (DAPO's soft
+    punishment, arXiv 2503.14476). Only an episode's last turn counts. 0 turns it off."""
+
+    overlong_penalty: float = bounded(1.0, least=0)
+    """Penalty of a response of `rollout.max_new_tokens` with `overlong_buffer`."""
+
+    mask_truncated: bool = False
+    """Do not train on responses that reached `rollout.max_new_tokens`. Their rewards still count in
+    the advantages of their group."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates of a step."""
+        return self.epochs * self.minibatches
+
+    @property
+    def policy_steps(self) -> int:
+        """Number of steps in which the policy is trained, over which its schedule extends."""
+        return self.steps
+
+    def check(self) -> None:
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError(
+                f"algorithm.minibatches={self.minibatches} must divide "
+                f"algorithm.prompts_per_step={self.prompts_per_step}: a minibatch holds whole "
+                "groups of responses; change one of them"
+            )
+        if self.dynamic_sampling and self.responses_per_prompt == 1:
+            raise ValueError(
+                f"algorithm.dynamic_sampling={self.dynamic_sampling} compares the responses to a "
+                "prompt, and algorithm.responses_per_prompt=1: raise that, or set "
+                "dynamic_sampling=0"
+            )
+        if self.overlong_buffer and self.mask_truncated:
+            raise ValueError(
+                f"algorithm.overlong_buffer={self.overlong_buffer} punishes what "
+                "algorithm.mask_truncated=true leaves out of training: set one of them"
+            )
+        self._check_loss()
+        self._check_kl()
+        self._check_correction()
+
+    def _check_loss(self) -> None:
+        if self.policy_loss == "gspo" and self.loss_aggregation != "sequence_mean":
+            raise ValueError(
+                "algorithm.policy_loss=gspo is a mean over sequences, and "
+                f"algorithm.loss_aggregation={self.loss_aggregation} is not: set "
+                "algorithm.loss_aggregation=sequence_mean"
+            )
+        if self.policy_loss == "cispo" and self.dual_clip is not None:
+            raise ValueError(
+                f"algorithm.dual_clip={self.dual_clip} bounds a loss, and "
+                "algorithm.policy_loss=cispo bounds weights: set algorithm.dual_clip=null"
+            )
+        if self.dual_clip is not None and self.dual_clip < 1 + self.clip_high:
+            raise ValueError(
+                f"algorithm.dual_clip={self.dual_clip} is below 1 + algorithm.clip_high="
+                f"{1 + self.clip_high:g}, inside the range where nothing is clipped: raise it"
+            )
+
+    def _check_kl(self) -> None:
+        in_loss = self.kl_in == "loss"
+        if self.kl_coefficient and in_loss and self.kl_estimator == "k1":
+            raise ValueError(
+                "algorithm.kl_estimator=k1 has a gradient that is zero on average, so it does "
+                "nothing with algorithm.kl_in=loss: choose k2, k3 or unbiased, or "
+                "algorithm.kl_in=reward"
+            )
+        if not in_loss and self.kl_estimator == "unbiased":
+            raise ValueError(
+                "algorithm.kl_estimator=unbiased is about the gradient, and with "
+                "algorithm.kl_in=reward there is none: choose k1, k2 or k3"
+            )
+        if self.kl_target is not None and not self.kl_coefficient:
+            raise ValueError(
+                f"algorithm.kl_target={self.kl_target} scales algorithm.kl_coefficient, and 0 "
+                "stays 0: give it a value to start from, or set algorithm.kl_target=null"
+            )
+
+    def _check_correction(self) -> None:
+        rejects = self.reject_below is not None or self.reject_above is not None
+        if self.old_logprobs == "rollout" and (self.importance != "none" or rejects):
+            key = "reject_below, reject_above" if self.importance == "none" else "importance"
+            raise ValueError(
+                f"algorithm.{key} compares the trainer's log-probs with the rollout's, and "
+                "algorithm.old_logprobs=rollout computes none of the trainer's: set "
+                "algorithm.importance=none and no bounds, or algorithm.old_logprobs=trainer"
+            )
+        if self.importance_mode == "mask" and self.importance == "none":
+            raise ValueError(
+                "algorithm.importance_mode=mask has nothing to mask with "
+                "algorithm.importance=none: set algorithm.importance=token or sequence, or "
+                "algorithm.importance_mode=truncate"
+            )
+        if self.importance_floor and self.importance_mode != "mask":
+            raise ValueError(
+                f"algorithm.importance_floor={self.importance_floor} is a bound of masks: "
+                "set algorithm.importance_mode=mask, or algorithm.importance_floor=0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(PolicyOptimization):
+    """Policy optimisation without a critic: GRPO (arXiv 2402.03300) and its relatives."""
+
+    name: Literal["grpo"] = "grpo"
+    """Algorithm: grpo, the default."""
+
+    advantage_estimator: Literal[
+        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "grpo"
+    """Advantage estimator: grpo (arXiv 2402.03300), rloo (arXiv 2402.14740), reinforce_plus_plus or
+    reinforce_plus_plus_baseline (arXiv 2501.03262)."""
+
+    normalize_by_std: bool = True
+    """Divide GRPO's advantages by the standard deviation of their group. False is Dr. GRPO (arXiv
+    2503.20783)."""
+
+    def check(self) -> None:
+        super().check()
+        estimator = self.advantage_estimator
+        if self.responses_per_prompt == 1 and estimator != "reinforce_plus_plus":
+            raise ValueError(
+                "algorithm.responses_per_prompt=1 leaves nothing to compare a response with under "
+                f"algorithm.advantage_estimator={estimator}: raise it, or use reinforce_plus_plus"
+            )
+        if not self.normalize_by_std and estimator != "grpo":
+            raise ValueError(
+                "algorithm.normalize_by_std=false is about algorithm.advantage_estimator=grpo, and "
+                f"it is {estimator}: leave normalize_by_std out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO(PolicyOptimization):
+    """Policy optimisation with a critic and generalised advantage estimation (arXiv 1707.06347)."""
+
+    name: Literal["ppo"] = "ppo"
+    """Algorithm: ppo."""
+
+    critic: Literal["separate", "shared"] = "separate"
+    """Critic: a model of its own, as large as the policy (separate), or a value head on the policy
+    (shared), which needs no further memory."""
+
+    critic_lr: float = bounded(1e-5, above=0)
+    """Learning rate of a separate critic, or of a shared critic's value head; the policy keeps
+    `optimizer.lr`. A critic starts with an untrained head and takes a higher rate."""
+
+    critic_warmup_steps: int = bounded(0, least=0)
+    """First steps of the run, which train the critic alone."""
+
+    gamma: float = bounded(1.0, least=0, most=1)
+    """Discount of rewards per token, or per turn with `gae_level` turn. 1 suits a reward at the end
+    of an episode."""
+
+    lam: float = bounded(0.95, least=0, most=1)
+    """Lambda of generalised advantage estimation (arXiv 1506.02438): 0 trusts the critic, 1 the
+    sampled rewards."""
+
+    gae_level: Literal["token", "turn"] = "token"
+    """Action of generalised advantage estimation: a token, or a whole turn."""
+
+    normalize_advantages: bool = True
+    """Normalise advantages to mean 0 and standard deviation 1 over all tokens of a step."""
+
+    value_coefficient: float = bounded(0.5, above=0)
+    """Coefficient of a shared critic's loss in the policy's."""
+
+    value_clip: float | None = bounded(0.2, above=0)
+    """Range around the old value beyond which the critic's loss is clipped. Null does not clip."""
+
+    @property
+    def policy_steps(self) -> int:
+        return self.steps - self.critic_warmup_steps
+
+    def check(self) -> None:
+        super().check()
+        if self.critic_warmup_steps >= self.steps:
+            raise ValueError(
+                f"algorithm.critic_warmup_steps={self.critic_warmup_steps} is not below "
+                f"algorithm.steps={self.steps}: the policy would never be trained; lower it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT(Section):
+    """Supervised fine-tuning on the answers of the data."""
+
+    name: Literal["sft"] = "sft"
+    """Algorithm: sft."""
+
+    steps: int = bounded(300, least=1)
+    """Steps of the run, each one optimizer update. The default is the demo's."""
+
+    batch_size: int = bounded(32, least=1)
+    """Rows of a step."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates of a step."""
+        return 1
+
+    @property
+    def policy_steps(self) -> int:
+        """Number of steps in which the model is trained."""
+        return self.steps
+
+
+Algorithm = GRPO | PPO | SFT
+ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT}

@@ -1,0 +1,59 @@
+"""The `checkpoint` section: saving, retention, resumption and export."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.section import Section, bounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Section):
+    """Checkpoints of a run, in `run.dir`/checkpoints."""
+
+    every: int = bounded(0, least=0)
+    """Steps between checkpoints. 0 saves after the last step only."""
+
+    async_save: bool = True
+    """Write files in the background while training goes on. Each rank then holds a second copy of
+    its shards in host memory until they are written."""
+
+    step: int | None = bounded(None, least=0)
+    """Step to resume from. Null resumes from the latest."""
+
+    keep_last: int | None = bounded(None, least=1)
+    """Number of latest steps to keep; older ones are deleted. Null keeps all."""
+
+    keep_every: int | None = bounded(None, least=1)
+    """Also keep the steps that are multiples of this number, besides `checkpoint.keep_last`."""
+
+    best_metric: str | None = None
+    """Also keep the best step by this metric: a name of metrics.jsonl, of which the mean since the
+    last checkpoint counts, or evaluation/ followed by greedy, sampled, valid, blind or shuffled."""
+
+    best_mode: Literal["max", "min"] = "max"
+    """Whether the best step has the highest or the lowest value of `checkpoint.best_metric`."""
+
+    export_hf: bool = False
+    """Write a HuggingFace folder at the end of the run; adapters are merged."""
+
+    verify_export: bool = False
+    """Compare the logits of transformers on the exported folder with the trainer's."""
+
+    def check(self) -> None:
+        if self.verify_export and not self.export_hf:
+            raise ValueError(
+                "checkpoint.verify_export=true has nothing to verify with "
+                "checkpoint.export_hf=false: set both or neither"
+            )
+        if self.keep_every is None:
+            return
+        if self.keep_last is None:
+            raise ValueError(
+                f"checkpoint.keep_every={self.keep_every} keeps steps when others are deleted, and "
+                "checkpoint.keep_last=null deletes none: set checkpoint.keep_last, or remove it"
+            )
+        if self.every == 0 or self.keep_every % self.every:
+            raise ValueError(
+                f"checkpoint.keep_every={self.keep_every} must be a multiple of "
+                f"checkpoint.every={self.every}: no other step is saved; change one of them"
+            )

@@ -1,0 +1,220 @@
+"""Rules between sections, and the check of a whole configuration.
+
+Rules that need files, ports or a world size are in megavlm/run/preflight.py.
+"""
+
+from dataclasses import fields
+
+from megavlm.config.algorithm import SFT, PolicyOptimization
+from megavlm.config.evaluation import EVALUATION, MEASURES
+from megavlm.config.lora import SERVED_TARGETS
+from megavlm.config.schema import Config
+from megavlm.config.section import Section, out_of_range
+
+
+def check(config: Config) -> None:
+    """Raise ValueError for the first rule that the configuration breaks.
+
+    The message is one sentence: key, value, rule and way out.
+    """
+    sections: dict[str, Section] = {
+        item.name: getattr(config, item.name) for item in fields(config)
+    }
+    for name, section in sections.items():
+        _check_ranges(name, section)
+    for section in sections.values():
+        section.check()
+    _check_lora(config)
+    _check_algorithm(config)
+    _check_turns(config)
+    _check_curriculum(config)
+    _check_oversample(config)
+    _check_adapters(config)
+    _check_warmup(config)
+    _check_evaluation(config)
+    _check_checkpoint(config)
+
+
+def _check_ranges(name: str, section: Section) -> None:
+    for key, value, bounds in out_of_range(section):
+        shown = list(value) if isinstance(value, tuple) else value
+        raise ValueError(
+            f"{name}.{key}={shown} is out of range: set it to "
+            f"{'numbers' if isinstance(value, tuple) else 'a number'} {bounds}"
+        )
+
+
+def _check_lora(config: Config) -> None:
+    lora, model = config.lora, config.model
+    if lora.rank and not (model.freeze_tower and model.freeze_merger):
+        raise ValueError(
+            f"lora.rank={lora.rank} trains adapters alone, so the tower cannot be trained "
+            "itself: set model.freeze_tower=true and model.freeze_merger=true, and add "
+            "vision.attention, vision.mlp or vision.merger to lora.targets to adapt it"
+        )
+    if lora.dropout and lora.adapts_tower and config.recompute.tower:
+        raise ValueError(
+            f"lora.dropout={lora.dropout} with adapters in the tower does not go with "
+            "recompute.tower=true, which would drop other entries: set one of them to 0 and false"
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm, ranks = config.algorithm, config.parallel.data or 1
+    if isinstance(algorithm, SFT):
+        if algorithm.batch_size < ranks:
+            raise ValueError(
+                f"algorithm.batch_size={algorithm.batch_size} is less than a row for each of "
+                f"parallel.data={ranks} ranks: raise it or lower the other"
+            )
+        return
+    prompts, minibatches = algorithm.prompts_per_step, algorithm.minibatches
+    if prompts // minibatches < ranks:
+        raise ValueError(
+            f"algorithm.prompts_per_step={prompts} over algorithm.minibatches={minibatches} leaves "
+            f"fewer prompts than parallel.data={ranks} ranks: raise the first or lower another"
+        )
+    responses, new = algorithm.responses_per_prompt, config.rollout.max_new_tokens
+    longest = config.data.max_prompt_tokens + responses * new
+    if longest > config.data.pack_tokens:
+        raise ValueError(
+            f"data.pack_tokens={config.data.pack_tokens} cannot hold a prompt and its responses: "
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {responses} x "
+            f"rollout.max_new_tokens={new} is {longest}; raise it or lower one of the others"
+        )
+    if config.rollout.top_p != 1:
+        raise ValueError(
+            f"rollout.top_p={config.rollout.top_p} cuts the distribution over whose whole the "
+            "trainer computes log-probs, so they would not be the sampler's: set rollout.top_p=1.0 "
+            f"for {algorithm.name}"
+        )
+    if algorithm.overlong_buffer > new:
+        raise ValueError(
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer} is above "
+            f"rollout.max_new_tokens={new}, of which it is a part: lower it"
+        )
+
+
+def _check_turns(config: Config) -> None:
+    environment, algorithm = config.environment, config.algorithm
+    if environment.max_turns == 1 or not isinstance(algorithm, PolicyOptimization):
+        return
+    turns, new = environment.max_turns, config.rollout.max_new_tokens
+    episode = turns * new + (turns - 1) * environment.max_observation_tokens
+    longest = config.data.max_prompt_tokens + algorithm.responses_per_prompt * episode
+    if longest > config.data.pack_tokens:
+        raise ValueError(
+            f"data.pack_tokens={config.data.pack_tokens} cannot hold a prompt and its episodes:"
+            f" environment.max_turns={turns} responses of rollout.max_new_tokens={new} with "
+            "observations of environment.max_observation_tokens="
+            f"{environment.max_observation_tokens} between them make up to {longest} tokens; "
+            "raise it or lower one of the others"
+        )
+
+
+def _check_curriculum(config: Config) -> None:
+    parts = config.reward.parts
+    for number, stage in enumerate(config.curriculum.stages):
+        if parts and (unknown := sorted(set(stage.weights) - set(parts))):
+            raise ValueError(
+                f"curriculum.stages[{number}].weights names {unknown[0]!r}, which reward.parts "
+                f"does not: it has {', '.join(parts)}"
+            )
+
+
+def _check_oversample(config: Config) -> None:
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.oversample == 1 or not isinstance(algorithm, PolicyOptimization):
+        return
+    if rollout.router is not None:
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} aborts requests at servers, and "
+            f"rollout.router={rollout.router} hides them: set rollout.router=null or "
+            "rollout.oversample=1.0"
+        )
+    if not rollout.suppress_special_tokens:
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} goes on with aborted responses, in which a "
+            "sampled image token would be taken for an image: set "
+            "rollout.suppress_special_tokens=true or rollout.oversample=1.0"
+        )
+    if algorithm.old_logprobs == "trainer" and algorithm.importance == "none":
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} trains on tokens that older weights sampled, "
+            "for which algorithm.importance=none does not correct: set algorithm.importance=token "
+            "or rollout.oversample=1.0"
+        )
+
+
+def _check_adapters(config: Config) -> None:
+    if config.rollout.lora == "merged":
+        return
+    if config.lora.rank == 0:
+        raise ValueError(
+            "rollout.lora=adapter sends adapters, and lora.rank=0 trains none: "
+            "set lora.rank, or rollout.lora=merged"
+        )
+    others = [target for target in config.lora.targets if target not in SERVED_TARGETS]
+    if others:
+        raise ValueError(
+            f"rollout.lora=adapter cannot serve lora.targets={others[0]}: SGLang takes adapters on "
+            f"{' and '.join(SERVED_TARGETS)} from a trainer; set rollout.lora=merged"
+        )
+
+
+def _check_warmup(config: Config) -> None:
+    optimizer, algorithm = config.optimizer, config.algorithm
+    if optimizer.warmup_steps > algorithm.policy_steps:
+        critic = algorithm.steps - algorithm.policy_steps
+        less = f" less algorithm.critic_warmup_steps={critic}" if critic else ""
+        raise ValueError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is above "
+            f"algorithm.steps={algorithm.steps}{less}: the rate would never be reached; lower it "
+            "or raise the number of steps"
+        )
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation = config.evaluation
+    wanted = [name for name in ("every", "before", "after") if getattr(evaluation, name)]
+    generates = wanted or isinstance(config.algorithm, PolicyOptimization)
+    if config.data.video_key is not None and generates:
+        key = f"evaluation.{wanted[0]}" if wanted else f"algorithm.name={config.algorithm.name}"
+        raise ValueError(
+            f"data.video_key={config.data.video_key} with {key}: the rollout servers do not take "
+            "videos yet; use algorithm.name=sft without evaluation, or data.video_key=null"
+        )
+    if wanted and not config.data.test_files:
+        key = f"evaluation.{wanted[0]}"
+        raise ValueError(
+            f"{key}={str(getattr(evaluation, wanted[0])).lower()} needs questions to evaluate on: "
+            f"set data.test_files=[FILE.parquet] or turn {key} off"
+        )
+
+
+def _check_checkpoint(config: Config) -> None:
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    if checkpoint.step is not None and config.run.resume == "never":
+        raise ValueError(
+            f"checkpoint.step={checkpoint.step} is a step to resume from, and run.resume=never "
+            "resumes from none: remove one of them"
+        )
+    metric = checkpoint.best_metric
+    if metric is None or not metric.startswith(EVALUATION):
+        return
+    measure = metric.split("/")[1]
+    if measure not in MEASURES:
+        raise ValueError(
+            f"checkpoint.best_metric={metric} is not measured by evaluations: choose one "
+            f"of {', '.join(EVALUATION + name for name in MEASURES)}"
+        )
+    if getattr(evaluation, measure, True) is False:
+        raise ValueError(
+            f"checkpoint.best_metric={metric} is not measured with evaluation.{measure}=false: "
+            "turn it on or choose another metric"
+        )
+    if not evaluation.every and not evaluation.after:
+        raise ValueError(
+            f"checkpoint.best_metric={metric} needs evaluations of saved steps: set "
+            "evaluation.every to checkpoint.every, or choose a metric of the training steps"
+        )

@@ -1,0 +1,47 @@
+"""The `model` section: the model to train and which of its parts learn."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.section import MISSING, Section
+
+HALF_PRECISION = ("flash", "transformer_engine")  # attention kernels without float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Section):
+    """The model to train, its precision and its frozen parts."""
+
+    folder: str = MISSING
+    """HuggingFace folder of the model: architecture, tokenizer, image processor and, unless
+    `model.checkpoint` is set, weights as safetensors. Required."""
+
+    checkpoint: str | None = None
+    """Megatron checkpoint whose weights training starts from, with any parallel layout: a folder of
+    steps, or one step's folder. Null loads the weights of `model.folder`."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of parameters and activations, on the trainer and on managed rollout servers.
+    Optimizer states are float32 with either. The default is exact on CPUs; GPU recipes use
+    bfloat16."""
+
+    attention: Literal["auto", "sdpa", "flash", "flex", "transformer_engine"] = "auto"
+    """Kernel of the language model's core attention. `sdpa` is PyTorch's scaled dot product
+    attention with a mask for each tree, `flash` its variable-length flash attention, `flex` its
+    FlexAttention, `transformer_engine` NVIDIA's kernel. `auto` takes flash for bfloat16 on a GPU
+    and sdpa otherwise. flash and transformer_engine compute in half precision only."""
+
+    freeze_tower: bool = True
+    """Keep the weights of the vision tower fixed. Image features are then the same in every step,
+    so that rollout servers may cache them."""
+
+    freeze_merger: bool = True
+    """Keep the weights of the mergers fixed, which project the tower's features into the language
+    model."""
+
+    def check(self) -> None:
+        if self.dtype == "float32" and self.attention in HALF_PRECISION:
+            raise ValueError(
+                f"model.attention={self.attention} does not compute in model.dtype=float32: "
+                "set model.dtype=bfloat16, or model.attention to sdpa, flex or auto"
+            )

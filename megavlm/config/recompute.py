@@ -1,0 +1,37 @@
+"""The `recompute` section: activations computed again in the backward pass."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.section import Section, bounded
+
+RECOMPUTED_MODULES = {"core_attn", "mlp", "moe"}  # megatron-core's, without Transformer Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute(Section):
+    """Activation recomputation: less memory for about a third more computation at most."""
+
+    language: Literal["none", "selective", "full"] = "none"
+    """Activations of the language model to recompute: none, those of `recompute.modules`
+    (selective, arXiv 2205.05198), or all but the inputs of every `recompute.layers` layers
+    (full)."""
+
+    modules: tuple[str, ...] = ("core_attn",)
+    """Modules that selective recomputation covers: core_attn, mlp or moe. The default is
+    megatron-core's: attention holds much memory for little computation."""
+
+    layers: int = bounded(1, least=1)
+    """Layers between two kept inputs with full recomputation. It divides the layers of a pipeline
+    chunk."""
+
+    tower: bool = False
+    """Recompute the activations of each block of the vision tower, where it is trained."""
+
+    def check(self) -> None:
+        unknown = set(self.modules) - RECOMPUTED_MODULES
+        if unknown:
+            raise ValueError(
+                f"recompute.modules names {sorted(unknown)[0]}, which cannot be recomputed alone: "
+                f"choose from {', '.join(sorted(RECOMPUTED_MODULES))}"
+            )

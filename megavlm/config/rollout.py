@@ -1,0 +1,228 @@
+"""The `rollout` section: SGLang servers, sampling, and how weights reach the servers."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from megavlm.config.section import Section, bounded
+
+# Options of the server that megavlm sets itself, and the key to set instead.
+OWNED_SERVER_ARGS = {
+    "model_path": "model.folder",
+    "host": "rollout.mode=external",
+    "port": "rollout.port",
+    "tp": "rollout.tensor_parallel",
+    "tp_size": "rollout.tensor_parallel",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "base_gpu_id": "rollout.gpus",
+    "enable_memory_saver": "rollout.colocate",
+    "dtype": "model.dtype",
+    "config": "rollout.server_args",
+}
+# Options that run code from a model folder or a request, and keys, which are random for each run.
+REFUSED_SERVER_ARGS = {
+    "trust_remote_code": "it runs code from the model folder",
+    "enable_custom_logit_processor": "it runs code from requests",
+    "api_key": "it would show in the process list, and each run makes its own",
+    "admin_api_key": "it would show in the process list, and each run makes its own",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Section):
+    """The rollout servers and how responses are sampled on them."""
+
+    mode: Literal["managed", "external"] = "managed"
+    """Who starts the servers. `managed`: megavlm starts and stops them on this machine.
+    `external`: running servers at `rollout.urls` are used."""
+
+    servers: int = bounded(1, least=1)
+    """Number of managed servers."""
+
+    min_servers: int = bounded(1, least=1)
+    """Fewest servers that the run goes on with. It ends with an error when fewer can be left."""
+
+    max_restarts: int = bounded(3, least=0)
+    """Restarts of each managed server that dies. The restart counter resets after ten healthy
+    minutes."""
+
+    urls: tuple[str, ...] = ()
+    """Addresses of external servers, each http://HOST:PORT. Their keys are given by the environment
+    variables MEGAVLM_ROLLOUT_API_KEY and MEGAVLM_ROLLOUT_ADMIN_KEY."""
+
+    router: str | None = None
+    """Address of an sglang-router in front of the external servers. Requests go to it, weights to
+    the servers."""
+
+    port: int | None = bounded(None, least=1, most=65535)
+    """Port of the first managed server; the others follow it. Null chooses free ports."""
+
+    tensor_parallel: int = bounded(1, least=1)
+    """Tensor-parallel ranks of each managed server."""
+
+    gpus: tuple[int, ...] = bounded((), least=0)
+    """GPUs of this machine for the ranks of all managed servers, in order. Empty takes those after
+    the trainer's, or the trainer's own with `rollout.colocate`."""
+
+    colocate: bool = False
+    """Run trainer and servers on the same GPUs. They take turns, and each releases its memory to
+    the other."""
+
+    temperature: float = bounded(1.0, above=0)
+    """Sampling temperature of training rollouts and of the sampled evaluation. The trainer's
+    log-probs are of the same tempered distribution."""
+
+    top_p: float = bounded(1.0, above=0, most=1)
+    """Nucleus sampling threshold. It is 1 for policy optimisation, whose log-probs are over the
+    whole vocabulary."""
+
+    max_new_tokens: int = bounded(4, least=1)
+    """Longest response of a turn in tokens. The default suits the demo's one-word answers."""
+
+    suppress_special_tokens: bool = True
+    """Never sample special tokens, the end of the response excepted, or unused ids of the
+    vocabulary. A sampled image token would be taken for an image when the response is trained
+    on."""
+
+    oversample: float = bounded(1.0, least=1)
+    """Prompts that are started per prompt of a step. When enough groups are complete, the others
+    are aborted and finished in later steps (partial rollouts), so that a step does not wait for its
+    slowest responses. 1 turns it off."""
+
+    start_timeout: float = bounded(300, above=0)
+    """Seconds until a started server must be healthy, and after which an unreachable external
+    server is given up. Loading a large model and capturing CUDA graphs take minutes."""
+
+    request_timeout: float = bounded(300, above=0)
+    """Seconds until a request to a server fails; requests for responses and for weight updates are
+    tried again."""
+
+    concurrency: int = bounded(64, least=1)
+    """Prompts in flight at each server. The responses to a prompt are one request."""
+
+    sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    """Transport of weight updates. `tensor`: rank 0 sends each server rank its slices, by CUDA IPC
+    on GPUs and by value over HTTP on CPUs. `distributed`: the first rank of each pipeline stage
+    broadcasts by NCCL or gloo. `disk`: stages write to a folder that all share."""
+
+    pause: Literal["abort", "retract", "in_place"] = "abort"
+    """Handling of requests in flight when weights are updated. `abort` ends them, `retract`
+    computes them again under the new weights, `in_place` goes on with the cache that the old
+    weights computed."""
+
+    lora: Literal["merged", "adapter"] = "merged"
+    """Form in which adapters are sent. `merged` sends the weights that they change, `adapter` the
+    adapters alone, which is less to send and slower to serve."""
+
+    server_args: dict[str, Any] = field(default_factory=dict)
+    """Further options of sglang.launch_server by their long names, for managed servers, for
+    example {mem_fraction_static: 0.8}."""
+
+    def check(self) -> None:
+        if self.mode == "external":
+            self._check_external()
+        else:
+            self._check_managed()
+        for url in self.urls:
+            _check_url("urls", url)
+        count = len(self.urls) if self.mode == "external" else self.servers
+        if self.min_servers > count:
+            raise ValueError(
+                f"rollout.min_servers={self.min_servers} is more than the {count} servers that "
+                "there are: lower it"
+            )
+        for name in self.server_args:
+            plain = name.lstrip("-").replace("-", "_")
+            if plain in OWNED_SERVER_ARGS:
+                raise ValueError(
+                    f"rollout.server_args.{name} is set by megavlm: use {OWNED_SERVER_ARGS[plain]}"
+                )
+            if plain in REFUSED_SERVER_ARGS:
+                raise ValueError(
+                    f"rollout.server_args.{name} is refused, because {REFUSED_SERVER_ARGS[plain]}: "
+                    "remove it"
+                )
+        if self.router is not None and self.suppress_special_tokens:
+            # sglang-router 0.3.2 writes requests anew, with the sampling parameters that it knows.
+            raise ValueError(
+                f"rollout.router={self.router} leaves logit biases out of the requests that it "
+                "passes on, and rollout.suppress_special_tokens=true is one: servers would sample "
+                "from another distribution than the one that is trained; set "
+                "rollout.suppress_special_tokens=false or rollout.router=null"
+            )
+
+    def _check_external(self) -> None:
+        if not self.urls:
+            raise ValueError(
+                "rollout.mode=external needs the servers' addresses: "
+                "set rollout.urls=[http://HOST:PORT], or rollout.mode=managed to start a server"
+            )
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError(f"rollout.urls={list(self.urls)} names a server twice: remove one")
+        defaults = Rollout()
+        for key in ("server_args", "port", "servers", "gpus", "colocate"):
+            value = getattr(self, key)
+            if value != getattr(defaults, key):
+                shown = str(value).lower() if isinstance(value, bool) else value
+                shown = list(value) if isinstance(value, tuple) else shown
+                raise ValueError(
+                    f"rollout.{key}={shown} is for servers that megavlm starts, and "
+                    "rollout.mode=external starts none: remove it, or set rollout.mode=managed"
+                )
+        if self.router is not None:
+            _check_url("router", self.router)
+
+    def _check_managed(self) -> None:
+        if self.urls or self.router is not None:
+            key = "urls" if self.urls else "router"
+            value = list(self.urls) or self.router
+            raise ValueError(
+                f"rollout.{key}={value} would not be used with rollout.mode=managed: "
+                "set rollout.mode=external or remove it"
+            )
+        if self.port is not None and self.port + self.servers > 65536:
+            raise ValueError(
+                f"rollout.port={self.port} is the first of rollout.servers={self.servers} ports, "
+                "which end at 65535: lower one of them"
+            )
+        self._check_gpus()
+        if self.colocate and self.sync == "distributed":
+            raise ValueError(
+                "rollout.sync=distributed is a group of processes that each have a GPU of their "
+                "own, and rollout.colocate=true shares them: set rollout.sync to tensor or disk"
+            )
+
+    def _check_gpus(self) -> None:
+        gpus, size = self.gpus, self.tensor_parallel
+        if not gpus:
+            return
+        if len(gpus) != self.servers * size or len(set(gpus)) < len(gpus):
+            raise ValueError(
+                f"rollout.gpus={list(gpus)} must name {self.servers * size} different GPUs, for "
+                f"rollout.servers={self.servers} x rollout.tensor_parallel={size}: name one for "
+                "each rank, or none to take those after the trainer's"
+            )
+        for start in range(0, len(gpus), size):
+            own = gpus[start : start + size]
+            if own != tuple(range(own[0], own[0] + size)):
+                raise ValueError(
+                    f"rollout.gpus={list(gpus)} gives one server {list(own)}, and a server takes "
+                    "GPUs that follow each other: order them so"
+                )
+
+
+def _check_url(key: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and bool(parts.port)
+    except ValueError:  # a port that is no number, or brackets that do not close
+        whole = False
+    if not whole or parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise ValueError(
+            f"rollout.{key} holds {url!r}, which is no server's address: write http://HOST:PORT"
+        )
+    if "@" in parts.netloc:
+        raise ValueError(
+            f"rollout.{key} holds a user name or password for {parts.hostname}, which would be "
+            "written to the run directory: give keys through the environment"
+        )

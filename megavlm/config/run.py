@@ -1,0 +1,26 @@
+"""The `run` section: the run directory, the seed and how a run starts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.section import MISSING, Section, bounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Section):
+    """The run itself, whatever it trains."""
+
+    dir: str = MISSING
+    """Directory of everything that the run writes: checkpoints, metrics, samples, report and the
+    resolved configuration. Required."""
+
+    seed: int = bounded(0, least=0, most=2**63 - 1)
+    """Seed of the data order, model initialisation, dropout and environments. Sampling on the
+    rollout servers is not seeded."""
+
+    resume: Literal["auto", "never"] = "auto"
+    """Whether an earlier run in `run.dir` is continued. `auto` resumes from its latest checkpoint
+    if there is one, so that the same command starts and restarts a run; `never` starts anew."""
+
+    summary: bool = True
+    """Print the closing tables when the run ends."""
