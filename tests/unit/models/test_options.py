@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megavlm.config.load import load
-from megavlm.config.schema import Parallel
+from megavlm.config.parallel import Parallel
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import LoRA
 from megavlm.models.options import layout, lora, model_options
