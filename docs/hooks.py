@@ -59,10 +59,10 @@ def command_page() -> str:
 
 def configuration_page() -> str:
     """Return the reference of all keys. Raises ValueError if a key has no docstring."""
-    from megavlm.config import schema
+    from megavlm.config.schema import Config
 
     text = INTRODUCTION
-    for name, hint in typing.get_type_hints(schema.Config).items():
+    for name, hint in typing.get_type_hints(Config).items():
         text += f"\n## `{name}` {{ #{name} }}\n"
         choices = typing.get_args(hint) or (hint,)  # of `algorithm`: one class per algorithm
         for cls in dict.fromkeys(base for choice in choices for base in _bases(choice)):

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megavlm.config.schema import Config, Rollout
+from megavlm.config.rollout import Rollout
+from megavlm.config.schema import Config
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server import ManagedServer, server_ports
@@ -17,7 +18,6 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.inference.server_pool.router import BehindRouter
 from megavlm.inference.server_pool.state import RestartPolicy
-from megavlm.models.options import trains_tower
 from megavlm.parallel import platform
 
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
@@ -78,7 +78,7 @@ def server_handles(
         return [ServerHandle.managed(server) for server in managed_servers(config, model_folder)]
     keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
     required = Requirements(
-        fresh_images=needs_refit and trains_tower(config),
+        fresh_images=needs_refit and config.trains_tower,
         fresh_prefixes=needs_refit and rollout.pause == "in_place",
     )
     return [ServerHandle(url.rstrip("/"), *keys, required=required) for url in rollout.urls]

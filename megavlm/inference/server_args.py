@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megavlm.config.lora import SERVED_TARGETS
 from megavlm.config.schema import Config
-from megavlm.models.options import trains_tower
 
 CPU_SUPPORT = Path(__file__).resolve().parent / "cpu_support"
 # Set by megavlm itself, or unsafe: they run code that comes with a model or with a request.
@@ -30,10 +30,6 @@ CPU_ARGS: ServerArgs = {
 }
 # The copy of the weights in host memory saves sending again what training does not change.
 SHARED_GPU_ARGS: ServerArgs = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-ADAPTED_MODULES = {
-    "language.attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "language.mlp": ("gate_proj", "up_proj", "down_proj"),
-}
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class ServerOptions:
             config.model.dtype,
             device,
             config.rollout.tensor_parallel,
-            cache_images=not trains_tower(config),
+            cache_images=not config.trains_tower,
             server_args=_server_args(config, device),
         )
 
@@ -131,7 +127,7 @@ def _server_args(config: Config, device: str) -> dict[str, Any]:
             "enable_lora": True,
             "max_lora_rank": config.lora.rank,
             "lora_target_modules": [
-                module for target in config.lora.targets for module in ADAPTED_MODULES[target]
+                module for target in config.lora.targets for module in SERVED_TARGETS[target]
             ],
         }
         if device == "cpu":

@@ -23,7 +23,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megavlm.config.schema import Optimizer
+from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.model import VisionLanguageModel

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megavlm.algorithms.kl import adapted
-from megavlm.config.schema import GRPO, PPO
+from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packing import Pack
 from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response, Sampling

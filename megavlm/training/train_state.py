@@ -9,7 +9,8 @@ from transformers import AutoConfig
 
 from megavlm import checkpointing
 from megavlm.checkpointing import Saving
-from megavlm.config.schema import PPO, Config
+from megavlm.config.algorithm import PPO
+from megavlm.config.schema import Config
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.config.schema import Rollout
+from megavlm.config.rollout import Rollout
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import ABORT, Response, Sampling, VersionSpan
 from megavlm.inference.requests import RequestLimits

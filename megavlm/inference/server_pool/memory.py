@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from megavlm.config.schema import Rollout
+from megavlm.config.rollout import Rollout
 from megavlm.inference.protocol import bearer
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import State

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megavlm.algorithms.aggregation import token_weights
-from megavlm.config.schema import GRPO
+from megavlm.config.algorithm import GRPO
 from megavlm.data.targets import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megavlm.config.schema import Rollout
+from megavlm.config.rollout import Rollout
 from megavlm.inference.server_pool import supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.memory import ServerMemory

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms.segments import alone
-from megavlm.config.schema import GRPO, PPO
+from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.targets import TargetColumns
 from megavlm.training.advantages import add_advantages
 
