@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
-from megavlm.config.schema import SFT, Config, Rollout
+from megavlm.config.algorithm import SFT
+from megavlm.config.rollout import Rollout
+from megavlm.config.schema import Config
 from megavlm.data.images import decode
 from megavlm.data.rows import Row
 from megavlm.environments.registry import BUILT_IN
@@ -55,6 +57,7 @@ def check(
     """
     check_ranks(config, world_size)
     check_name(config.environment.name)
+    check_partial_rollouts(config)
     for part in parts(config):
         registry.check(part.name)
     key = "data.train_files" if phase == "train" else "data.test_files"
@@ -78,6 +81,20 @@ def check(
         check_handles(config.rollout)
     check_data(train_files, config, "sft" if isinstance(config.algorithm, SFT) else "rewards")
     check_data(config.data.test_files, config, "rewards" if _evaluates(config, phase) else None)
+
+
+def check_partial_rollouts(config: Config) -> None:
+    """Raise ValueError if episodes that go on in a later step could start differently there."""
+    rollout, name = config.rollout, config.environment.name
+    if rollout.oversample == 1 or isinstance(config.algorithm, SFT):
+        return
+    whole = [name for name, built_in in BUILT_IN.items() if built_in.starts_from_row]
+    if name not in whole:
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} goes on with responses in later steps, when "
+            f"environment.name={name} may start differently: set environment.name to one of "
+            f"{', '.join(whole)}, or rollout.oversample=1.0"
+        )
 
 
 def check_model(folder: Path, config: Config) -> None:
