@@ -1,4 +1,4 @@
-"""What is in a data set: counts, lengths and sizes, of all rows or of evenly spread ones."""
+"""Statistics of a data set: counts, lengths and sizes, of all rows or of evenly spread ones."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ MAX_REASONS = 20
 
 @dataclass
 class Summary:
-    """Lists have one number for each row looked at that can be read, or for each of its images;
-    rows that are too long are among them, so that a limit can be chosen.
+    """Statistics of a data set. Lists have one number for each readable row that was checked, or
+    for each of its images; rows that are too long are included, so that a limit can be chosen.
 
-    num_rows: of all; num_looked_at: of those, what everything else is about.
+    num_rows: all rows. num_looked_at: the checked ones, which everything else is about.
     """
 
     num_rows: int
@@ -44,7 +44,7 @@ class Summary:
 def summarize(
     rows: Rows, processor: Processor, *, max_tokens: int, limit: int, num_samples: int = 10
 ) -> Summary:
-    """limit: of rows looked at. max_tokens: prompts of more count as long."""
+    """Summarize at most `limit` evenly spread rows. max_tokens: limit of a prompt's length."""
     summary = Summary(len(rows))
     indices = evenly(len(rows), limit)
     wanted = {indices[i] for i in evenly(len(indices), num_samples)}
@@ -71,7 +71,7 @@ def summarize(
 
 
 def evenly(count: int, limit: int) -> list[int]:
-    """At most `limit` of range(count), evenly spread, the first and the last among them."""
+    """Return at most `limit` of range(count), evenly spread, the first and the last among them."""
     if count <= limit or limit == 1:
         return list(range(min(count, limit)))
     return sorted({round(i * (count - 1) / (limit - 1)) for i in range(limit)})

@@ -1,1 +1,1 @@
-"""How good a policy is on a test split, and whether it looks at the images."""
+"""Evaluation of a policy on a test split, with baselines that do not use the images."""

@@ -1,4 +1,4 @@
-"""What a model answered: the raw material of every table, file and page about an evaluation."""
+"""Responses of a model to the questions of an evaluation, with their scores."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from megavlm.data.rows import Row
 
 @dataclass(frozen=True)
 class Attempt:
-    """One response, of all its turns together, and its score. finish: "stop" or "length".
-    failure: the kind, where the reward could not be computed; then it is not correct.
+    """Response, of all its turns together, and its score. finish: "stop" or "length". failure: kind
+    of failure if the reward could not be computed; the response is not correct then.
     """
 
     text: str
@@ -18,7 +18,7 @@ class Attempt:
     correct: bool
     num_tokens: int
     finish: str
-    parts: Mapping[str, float] = field(default_factory=dict)  # what the reward is made of
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name
     failure: str | None = None
 
 
@@ -33,7 +33,7 @@ class Question:
 
     @property
     def accuracy(self) -> float:
-        """The share of its attempts that are correct."""
+        """Share of its attempts that are correct."""
         return self.num_correct / len(self.attempts)
 
     @property
@@ -43,7 +43,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Rows that were not asked. reasons: the first ones."""
+    """Number of skipped rows, and the first reasons."""
 
     bad: int = 0
     long: int = 0
@@ -52,7 +52,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that was evaluated, and what it answered; `samples` attempts at each question."""
+    """Evaluated model with its responses: `samples` attempts at each question."""
 
     name: str
     samples: int
@@ -62,6 +62,6 @@ class Candidate:
 
     @property
     def failures(self) -> Counter[str]:
-        """Attempts whose reward could not be computed, by kind."""
+        """Number of attempts whose reward could not be computed, by kind."""
         attempts = [attempt for question in self.questions for attempt in question.attempts]
         return Counter(attempt.failure for attempt in attempts if attempt.failure)

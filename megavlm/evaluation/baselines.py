@@ -1,4 +1,4 @@
-"""What can be had without looking: answers learnt from training rows by their text alone."""
+"""Blind baselines: answers guessed from training rows by their text, and exchanged images."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -11,8 +11,8 @@ from megavlm.data.rows import Row
 
 @dataclass(frozen=True)
 class Known:
-    """What training rows tell of test rows. guesses: blind answers to the test rows; None where
-    either have no answers, so that there is nothing to guess. valid: answers by category.
+    """Facts about test rows learnt from training rows. guesses: blind answers to the test rows,
+    None where either have no answers. valid: training answers by category.
     """
 
     guesses: Sequence[str] | None
@@ -21,13 +21,16 @@ class Known:
     @classmethod
     def of(cls, train: Iterable[Row], test: Sequence[Row]) -> "Known":
         answered = [row for row in train if row.answer]
-        told = bool(answered) and any(row.answer for row in test)
-        return cls(blind_answers(answered, test) if told else None, answers_by_category(answered))
+        can_guess = bool(answered) and any(row.answer for row in test)
+        return cls(
+            blind_answers(answered, test) if can_guess else None, answers_by_category(answered)
+        )
 
 
 def blind_answers(train: Sequence[Row], test: Sequence[Row]) -> list[str]:
-    """For each test row the most frequent training answer to the same question; to a question that
-    training does not hold, the most frequent answer of its category, or of all rows.
+    """Return for each test row the most frequent training answer to the same question; for a
+    question that is not in the training rows, the most frequent answer of its category, or of all
+    rows.
     """
     by_question: dict[str, Counter[str]] = {}
     by_category: dict[str, Counter[str]] = {}
@@ -50,10 +53,10 @@ def answers_by_category(rows: Sequence[Row]) -> dict[str, set[str]]:
 
 
 def exchange_images(rows: Sequence[Row], seed: int) -> list[Row]:
-    """The rows with images of other rows, among those that show equally many; in their order.
+    """Return the rows, in order, with images of other rows that have equally many.
 
-    Rows that cannot get other images than their own are left out: those without images, alone
-    with their number of images, or of a set in which most rows show the same ones.
+    Rows that cannot get other images are left out: those without images, the only ones with their
+    number of images, or those of a set in which most rows have the same images.
     """
     rng = np.random.default_rng(seed)
     groups: dict[int, dict[tuple[bytes, ...], list[int]]] = {}
@@ -61,17 +64,17 @@ def exchange_images(rows: Sequence[Row], seed: int) -> list[Row]:
         groups.setdefault(len(row.images), {}).setdefault(row.images, []).append(index)
     exchanged: dict[int, Row] = {}
     for same in groups.values():
-        # Rows of the same images stand side by side: a shift by the most frequent ones' number
-        # takes everybody to other images.
+        # Rows with the same images are neighbours: a shift by the size of the largest such block
+        # gives every row other images.
         blocks = list(same.values())
         order = [index for block in rng.permutation(len(blocks)) for index in blocks[block]]
-        source_ranks = np.roll(order, max(map(len, blocks)))
-        for receiver, source_rank in zip(order, source_ranks, strict=True):
-            if rows[source_rank].images != rows[receiver].images:
-                exchanged[receiver] = replace(rows[receiver], images=rows[source_rank].images)
+        sources = np.roll(order, max(map(len, blocks)))
+        for receiver, source in zip(order, sources, strict=True):
+            if rows[source].images != rows[receiver].images:
+                exchanged[receiver] = replace(rows[receiver], images=rows[source].images)
     return [exchanged[index] for index in sorted(exchanged)]
 
 
 def _most_frequent(counts: "Counter[str]") -> str:
-    """Of equally frequent answers the first in the alphabet, whatever the order of the rows."""
+    """Return the most frequent answer; of equally frequent ones the first in the alphabet."""
     return min(counts, key=lambda answer: (-counts[answer], answer))

@@ -32,7 +32,7 @@ SCHEMA = pa.schema(
 
 
 def write_attempts(path: Path, candidates: Sequence[Candidate]) -> None:
-    """The file is there whole or not at all."""
+    """Write the file atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     records = [record for candidate in candidates for record in _records(candidate)]
     pq.write_table(pa.Table.from_pylist(records, schema=SCHEMA), temporary)

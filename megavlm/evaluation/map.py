@@ -1,33 +1,63 @@
-"""Where images were taken and where models put them: a map as inline SVG."""
+"""Geometry of a world map: where images were taken, and where models placed them."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
+from typing import NamedTuple
 
 from megavlm.evaluation.attempts import Candidate
+from megavlm.observability import page
 from megavlm.rewards.coordinates import Point, on_earth
 from megavlm.rewards.geospot import read
 
-_WIDTH, _HEIGHT = 720, 360  # as land.svg has them
-_LAND = Path(__file__).with_name("land.svg")
-STYLES = ("c1", "c2")  # of models, in the page's style sheet
+WIDTH, HEIGHT = 720, 360  # of land.svg
+STYLES = ("c1", "c2")  # of models, in the style sheet
 TRUTH = "c3"
 MAX_CHARS = 500
 
 
 @dataclass(frozen=True)
 class Spot:
-    """An image's place, and where each model's first attempt put it, if it said."""
+    """Place of an image, and where each model's first response put it (None: nowhere)."""
 
     truth: Point
-    said: Sequence[Point | None]
+    answers: Sequence[Point | None]
     label: str
 
 
+@dataclass(frozen=True)
+class Dot:
+    """Place in pixels. truth: of an answer, the pixels of the true place; None at a true place."""
+
+    x: float
+    y: float
+    style: str
+    hint: str
+    truth: tuple[float, float] | None = None
+
+
+class Entry(NamedTuple):
+    """Entry of the legend."""
+
+    style: str
+    label: str
+
+
+@dataclass(frozen=True)
+class WorldMap:
+    """Map for templates/map.html. land: an SVG path."""
+
+    dots: Sequence[Dot]
+    legend: Sequence[Entry]
+    land: str
+    meridians: Sequence[tuple[float, str]]
+    parallels: Sequence[tuple[float, str]]
+    width: int = WIDTH
+    height: int = HEIGHT
+
+
 def spots(candidates: Sequence[Candidate]) -> list[Spot]:
-    """Of the questions that the first model was asked and whose rows have lat and lon."""
+    """Return the places of the first model's questions whose rows have `lat` and `lon`."""
     others = [
         {question.row.index: question for question in candidate.questions}
         for candidate in candidates
@@ -37,70 +67,56 @@ def spots(candidates: Sequence[Candidate]) -> list[Spot]:
         truth = on_earth(question.row.extra.get("lat"), question.row.extra.get("lon"))
         if truth is None:
             continue
-        said = [
-            _said(of[question.row.index].attempts[0].text) if question.row.index in of else None
+        answers = [
+            _place(of[question.row.index].attempts[0].text) if question.row.index in of else None
             for of in others
         ]
-        found.append(Spot(truth, said, question.row.source))
+        found.append(Spot(truth, answers, question.row.source))
     return found
 
 
-def world_map(found: Sequence[Spot], names: Sequence[str]) -> str:
-    """A figure; "" where there is no spot. names: of the models."""
+def world_map(found: Sequence[Spot], names: Sequence[str]) -> WorldMap | None:
+    """Return the map of some places, None without any. names: of the models."""
     if not found:
-        return ""
-    parts = [
-        _land(),
-        *(f'<path class="grid" d="M{_x(lon):.1f} 0V{_HEIGHT}"/>' for lon in range(-150, 180, 30)),
-        *(f'<path class="grid" d="M0 {_y(lat):.1f}H{_WIDTH}"/>' for lat in range(-60, 90, 30)),
-        *(
-            f'<text x="{_x(lon) + 2:.1f}" y="{_HEIGHT - 3}">{lon}°</text>'
-            for lon in range(-120, 180, 60)
-        ),
-        *(f'<text x="2" y="{_y(lat) - 2:.1f}">{lat}°</text>' for lat in (-60, -30, 0, 30, 60)),
-    ]
+        return None
+    dots = []
     for spot in found:
-        for style, said in zip(STYLES, spot.said, strict=False):
-            if said is not None:
-                ends = f"M{_at(spot.truth)}L{_at(said)}"
-                parts.append(f'<path class="line {style}" style="stroke-width:0.7" d="{ends}"/>')
-                parts.append(_dot(said, style, 3.0, spot.label))
-        parts.append(_dot(spot.truth, TRUTH, 4.5, spot.label))
-    shown = [(TRUTH, "where it was taken"), *zip(STYLES, names, strict=False)]
-    legend = "".join(f'<span><i class="{style}"></i>{escape(name)}</span>' for style, name in shown)
-    return (
-        "<figure><figcaption><b>Where</b><small>of each model's first attempt</small></figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Where">{"".join(parts)}'
-        f'</svg><div class="legend">{legend}</div></figure>'
+        truth = _pixels(spot.truth)
+        for style, place in zip(STYLES, spot.answers, strict=False):
+            if place is not None:
+                dots.append(Dot(*_pixels(place), style, _hint(spot.label, place), truth))
+        dots.append(Dot(*truth, TRUTH, _hint(spot.label, spot.truth)))
+    return WorldMap(
+        dots,
+        [Entry(TRUTH, "true place"), *map(Entry, STYLES, names)],
+        _land(),
+        [(_x(lon), f"{lon}°" if lon % 60 == 0 else "") for lon in range(-150, 180, 30)],
+        [(_y(lat), f"{lat}°") for lat in range(-60, 90, 30)],
     )
 
 
-def _said(text: str) -> Point | None:
-    # A reward reads it in a process with a time limit; here its end must do.
+def _place(text: str) -> Point | None:
+    # A reward reads it in a process with a time limit; here the end of the text must do.
     return read(text[-MAX_CHARS:]).get("point")
 
 
 def _land() -> str:
-    outline = re.search(r' d="([^"]*)"', _LAND.read_text())
+    outline = re.search(r' d="([^"]*)"', (page.TEMPLATES / "land.svg").read_text())
     assert outline is not None
-    return f'<path class="land" d="{outline[1]}"/>'
+    return outline[1]
 
 
 def _x(lon: float) -> float:
-    return (lon + 180) / 360 * _WIDTH
+    return round((lon + 180) / 360 * WIDTH, 1)
 
 
 def _y(lat: float) -> float:
-    return (90 - lat) / 180 * _HEIGHT
+    return round((90 - lat) / 180 * HEIGHT, 1)
 
 
-def _at(place: Point) -> str:
-    return f"{_x(place[1]):.1f} {_y(place[0]):.1f}"
+def _pixels(place: Point) -> tuple[float, float]:
+    return _x(place[1]), _y(place[0])
 
 
-def _dot(place: Point, style: str, radius: float, label: str) -> str:
-    where = f"{place[0]:.2f}, {place[1]:.2f}"
-    return (
-        f'<circle class="dot {style}" cx="{_x(place[1]):.1f}" cy="{_y(place[0]):.1f}" '
-        f'r="{radius}"><title>{escape(label)}: {where}</title></circle>'
-    )
+def _hint(label: str, place: Point) -> str:
+    return f"{label}: {place[0]:.2f}, {place[1]:.2f}"

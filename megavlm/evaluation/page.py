@@ -1,21 +1,24 @@
-"""evaluation.html: tables, and questions with their images, each model's response and reward."""
+"""evaluation.html: tables, a map, and questions with their images, responses and rewards."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megavlm.data.images import decode
+from megavlm.data.rows import Row
 from megavlm.evaluation.attempts import Attempt, Candidate, Question
 from megavlm.evaluation.map import spots, world_map
 from megavlm.evaluation.statistics import Estimate, PairedTest
 from megavlm.evaluation.tables import Comparison, Table
-from megavlm.observability.page import image, page, table, text, tiles
+from megavlm.observability.page import EmbeddedImage, embed, render
 from megavlm.observability.records import write_whole
 from megavlm.observability.text import failed_rewards, number, percent, points
 
-# What bounds the size of the page.
+# Bounds of the page's size; those of texts are in the template.
 MAX_QUESTIONS = 80
 MAX_ATTEMPTS = 4
-MAX_RESPONSE_CHARS = 3000
+
+_TESTS = {"mcnemar": "exact McNemar test", "sign_flip": "sign-flip test"}
 
 
 def write_page(
@@ -24,67 +27,72 @@ def write_page(
     tables: Sequence[Table],
     comparison: Comparison | None,
 ) -> None:
-    """candidates: one model, or two that are compared; tables: of each."""
+    """Write the page of one model, or of two that are compared. tables: one for each model."""
     names = [candidate.name for candidate in candidates]
-    body = [
-        "<h1>Evaluation</h1>",
-        f'<p class="sub">{text(" against ".join(names))}</p>',
-        _headline(candidates, tables, comparison),
-        _overall(names, tables),
-        *_parts("category", names, tables, comparison),
-        *_parts("data set", names, tables, comparison),
-        _skipped(candidates),
-        _failures(candidates),
-        world_map(spots(candidates), names),
-        _questions(candidates),
-    ]
-    write_whole(path, page("evaluation", "".join(body)).encode())
+    questions_head, questions = _questions(candidates)
+    page = render(
+        "evaluation.html",
+        title="evaluation",
+        names=names,
+        tiles=_tiles(names, tables, comparison),
+        overall_head=["measure", *_columns(names)],
+        overall=_overall(tables),
+        count=tables[0].overall["pass@1"].count,
+        tables=[
+            *_parts("category", "by_category", names, tables, comparison),
+            *_parts("data set", "by_dataset", names, tables, comparison),
+        ],
+        candidates=candidates,
+        failed_rewards=failed_rewards,
+        map=world_map(spots(candidates), names),
+        questions_head=questions_head,
+        questions=questions,
+    )
+    write_whole(path, page)
 
 
-def _headline(
-    candidates: Sequence[Candidate], tables: Sequence[Table], comparison: Comparison | None
-) -> str:
+def _tiles(
+    names: Sequence[str], tables: Sequence[Table], comparison: Comparison | None
+) -> list[tuple[str, str]]:
     shown = [
-        (percent(found.overall["pass@1"].value), f"pass@1 of {candidate.name}")
-        for candidate, found in zip(candidates, tables, strict=True)
+        (percent(found.overall["pass@1"].value), f"pass@1 of {name}")
+        for name, found in zip(names, tables, strict=True)
     ]
     if comparison is None:
-        return tiles(shown)
+        return shown
     test = comparison.accuracy
     low, high = test.interval
-    shown += [
+    return [
+        *shown,
         (points(test.difference), f"points difference, 95 % {points(low)} to {points(high)}"),
-        (number(test.p_value), f"p-value ({_method(test)})"),
-        (str(test.first_better), "questions that only or more often the first gets right"),
-        (str(test.second_better), "the second"),
+        (number(test.p_value), f"p-value ({_TESTS[test.method]})"),
+        (str(test.first_better), "questions that the first model answers better"),
+        (str(test.second_better), "questions that the second model answers better"),
     ]
-    return tiles(shown)
 
 
-def _overall(names: Sequence[str], tables: Sequence[Table]) -> str:
+def _columns(names: Sequence[str], measure: str = "") -> list[str]:
+    return [title for name in names for title in (f"{measure}{name}", "95 %")]
+
+
+def _overall(tables: Sequence[Table]) -> list[list[str]]:
     measures = [name for name in tables[0].overall if all(name in t.overall for t in tables)]
-    rows = [
+    return [
         [measure, *(cell for found in tables for cell in _cells(measure, found.overall[measure]))]
         for measure in measures
     ]
-    head = ["measure", *(title for name in names for title in (name, "95 %"))]
-    count = tables[0].overall["pass@1"].count
-    note = (
-        f'<p class="soft">{count} questions. Intervals: '
-        "Wilson's where a question is right or wrong, else a bootstrap over questions.</p>"
-    )
-    return "<h2>All questions</h2>" + table(head, rows) + note
 
 
 def _parts(
-    what: str,
+    title: str,
+    attribute: str,
     names: Sequence[str],
     tables: Sequence[Table],
     comparison: Comparison | None,
-) -> Iterable[str]:
-    name = "by_category" if what == "category" else "by_dataset"
-    parts = [getattr(found, name) for found in tables]
-    tests: Mapping[str, PairedTest] | None = getattr(comparison, name, None)
+) -> Iterator[tuple[str, list[str], list[list[object]]]]:
+    """Yield (title, head, rows) of the table by category or by data set, if there are any."""
+    parts = [getattr(found, attribute) for found in tables]
+    tests: Mapping[str, PairedTest] | None = getattr(comparison, attribute, None)
     if set(parts[0]) == {""}:
         return
     rows = []
@@ -96,10 +104,8 @@ def _parts(
             test = tests.get(key)
             row += [points(test.difference), number(test.p_value)] if test else ["-", "-"]
         rows.append(row)
-    head = [what, "questions", *(title for name in names for title in (f"pass@1, {name}", "95 %"))]
-    if tests is not None:
-        head += ["difference", "p-value"]
-    yield f"<h2>By {what}</h2>" + table(head, rows)
+    head = [title, "questions", *_columns(names, "pass@1, ")]
+    yield title, head + (["difference", "p-value"] if tests is not None else []), rows
 
 
 def _cells(measure: str, found: Estimate) -> list[str]:
@@ -109,81 +115,43 @@ def _cells(measure: str, found: Estimate) -> list[str]:
     return [number(found.value), f"{number(low)} to {number(high)}"]
 
 
-def _method(test: PairedTest) -> str:
-    return {"mcnemar": "exact McNemar test", "sign_flip": "sign-flip test"}[test.method]
+Shown = tuple[Row, list[EmbeddedImage], list[tuple[str, list[tuple[Attempt, list[str]]]]]]
 
 
-def _skipped(candidates: Sequence[Candidate]) -> str:
-    parts = []
-    for candidate in candidates:
-        left_out = candidate.skipped
-        if left_out.bad or left_out.long:
-            reasons = "".join(f"<li>{text(reason, 300)}</li>" for reason in left_out.reasons)
-            parts.append(
-                f'<div class="card">{text(candidate.name)} was not asked {left_out.bad} questions '
-                f"that cannot be used and {left_out.long} that are too long."
-                f"<ul>{reasons}</ul></div>"
-            )
-    return "<h2>Left out</h2>" + "".join(parts) if parts else ""
-
-
-def _failures(candidates: Sequence[Candidate]) -> str:
-    told = [
-        f'<div class="card">{text(f"{candidate.name}: {failed_rewards(candidate.failures)}")}</div>'
-        for candidate in candidates
-        if candidate.failures
+def _questions(candidates: Sequence[Candidate]) -> tuple[str, list[Shown]]:
+    """Return a heading and the questions to show: first those on which the models differ, the rest
+    evenly spread.
+    """
+    by_index = [{q.row.index: q for q in candidate.questions} for candidate in candidates]
+    groups = [
+        [found.get(question.row.index) for found in by_index]
+        for question in candidates[0].questions
     ]
-    return "<h2>Rewards that failed</h2>" + "".join(told) if told else ""
-
-
-def _questions(candidates: Sequence[Candidate]) -> str:
-    others = [{q.row.index: q for q in candidate.questions} for candidate in candidates]
-    asked = [[of.get(question.row.index) for of in others] for question in candidates[0].questions]
-    # Where the models differ is what one wants to see; the rest spread evenly.
-    differ = [group for group in asked if len({q and q.accuracy for q in group}) > 1]
-    agree = [group for group in asked if len({q and q.accuracy for q in group}) == 1]
+    differ = [group for group in groups if len({q and q.accuracy for q in group}) > 1]
+    agree = [group for group in groups if len({q and q.accuracy for q in group}) == 1]
     shown = differ[:MAX_QUESTIONS]
     if room := MAX_QUESTIONS - len(shown):
         shown += agree[:: max(len(agree) // room, 1)][:room]
-    names = [candidate.name for candidate in candidates]
-    head = f"{len(shown)} of {len(asked)} questions"
+    head = f"{len(shown)} of {len(groups)} questions"
     if len(candidates) > 1:
-        head += f", first those that the models answer differently well ({len(differ)})"
-    return f"<h2>{head}</h2>" + "".join(_question(group, names) for group in shown)
+        head += f", those first on which the models differ ({len(differ)})"
+    names = [candidate.name for candidate in candidates]
+    return head, [_question(group, names) for group in shown]
 
 
-def _question(group: Sequence[Question | None], names: Sequence[str]) -> str:
-    first = next(question for question in group if question is not None)
-    row = first.row
-    facts = [f"answer {row.answer}", row.category, row.dataset, row.source]
-    facts += [f"{key} {value}" for key, value in row.extra.items() if value not in (None, "")]
-    answers = "".join(
-        f'<div class="facts">{text(name)}</div><div class="responses long">'
-        + "".join(_response(attempt) for attempt in question.attempts[:MAX_ATTEMPTS])
-        + "</div>"
+def _question(group: Sequence[Question | None], names: Sequence[str]) -> Shown:
+    row = next(question for question in group if question is not None).row
+    answers: list[Any] = [
+        (name, [(attempt, _notes(attempt)) for attempt in question.attempts[:MAX_ATTEMPTS]])
         for name, question in zip(names, group, strict=True)
         if question is not None
-    )
-    return (
-        f'<article class="card group"><div class="images">{"".join(map(_image, row.images))}'
-        f'</div><div><div class="prompt">{text(row.problem)}</div>'
-        f'<div class="facts">{" · ".join(text(fact, 300) for fact in facts if fact)}</div>'
-        f"{answers}</div></article>"
-    )
+    ]
+    return row, [embed(decode(data)) for data in row.images], answers
 
 
-def _response(attempt: Attempt) -> str:
-    style = "response correct" if attempt.correct else "response"
-    shown = text(attempt.text, MAX_RESPONSE_CHARS) or '<em class="soft">empty</em>'
-    if attempt.finish != "stop":
-        shown += f' <em class="soft">({text(attempt.finish)})</em>'
+def _notes(attempt: Attempt) -> list[str]:
+    notes = [] if attempt.finish == "stop" else [f"({attempt.finish})"]
+    if attempt.failure:
+        return [*notes, f"reward failed: {attempt.failure}"]
     parts = ", ".join(f"{name} {number(value)}" for name, value in attempt.parts.items())
-    parts = f"reward failed: {attempt.failure}" if attempt.failure else parts
-    if parts:
-        shown += f' <em class="soft">{text(parts)}</em>'
-    return f'<div class="{style}"><span>{shown}</span><b>{number(attempt.reward)}</b></div>'
-
-
-def _image(data: bytes) -> str:
-    # It was decoded to be asked about.
-    return image(decode(data))
+    return [*notes, parts] if parts else notes

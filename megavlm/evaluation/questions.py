@@ -1,4 +1,4 @@
-"""Rows to evaluate on: those that can be asked."""
+"""Rows to evaluate on: those that an episode can start from."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,8 @@ MAX_REASONS = 20
 
 
 def question_limit(settings: Evaluation) -> int | None:
-    """Of a model's questions: each is played `samples` times, in at most `episodes` in all, but one
-    question at least.
+    """Return the largest number of questions, None without a limit: each takes `samples` episodes
+    of `episodes` in all, and there is at least one question.
     """
     enough = settings.episodes and max(settings.episodes // settings.samples, 1)
     limits = [limit for limit in (settings.limit, enough) if limit is not None]
@@ -23,14 +23,16 @@ def question_limit(settings: Evaluation) -> int | None:
 def usable(
     rows: Rows, start: Callable[[Row], None], data: Data, limit: int | None
 ) -> tuple[list[Row], Skipped]:
-    """The first `limit` rows that an episode can `start` from (it raises as a processor does), and
-    what was left out before them.
+    """Return the first `limit` rows that an episode can start from, and the skipped ones before
+    them.
 
-    Raises ValueError for a row that does not, where data.bad_samples or data.long_prompts refuse
-    it, and where no row is left.
+    start: raises PromptTooLong or ValueError as a processor does.
+
+    Raises ValueError for such a row where data.bad_samples or data.long_prompts is "refuse", and if
+    no row is left.
     """
     if data.bad_samples == data.long_prompts == "refuse":
-        return rows[:limit], Skipped()  # who makes the prompts raises
+        return rows[:limit], Skipped()  # the processor raises later
     found: list[Row] = []
     bad, long, reasons = 0, 0, list[str]()
     for index in range(len(rows)):

@@ -1,19 +1,17 @@
-"""What an evaluation found: shares in 0..1, overall and by category, with 95 % intervals."""
+"""Result of an evaluation: shares in 0..1, overall and by category, with 95 % intervals."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import sqrt
 from typing import Any
 
 from megavlm.config.evaluation import MEASURES
+from megavlm.evaluation.statistics import wilson_interval
 from megavlm.observability.text import failed_rewards
-
-_Z = 1.959964  # of the normal distribution: 95 % lie within
 
 
 @dataclass(frozen=True)
 class Share:
-    """`count` trials; `interval` is Wilson's, which stays in 0..1 and holds for few trials too."""
+    """Share of `count` trials with Wilson's interval."""
 
     share: float
     count: int
@@ -28,15 +26,15 @@ class Measure:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Of one policy on one set of rows.
+    """Result of one policy on one set of rows.
 
     greedy: correct at temperature 0. sampled: correct at the rollout temperature, None if not
     asked for. valid: greedy responses that are an answer of the training rows of their category;
     None where these have none. blind: what the most frequent training answer to the same question
     would score, image unseen, over the rows that have answers; None where there are none.
     shuffled: greedy, with images exchanged between rows, over the rows where that can be done;
-    None if not asked for or nowhere possible. failures: answers whose reward could not be computed,
-    by kind; they are not correct.
+    None if not asked for or nowhere possible. failures: responses whose reward could not be
+    computed, by kind; they count as incorrect.
     """
 
     greedy: Measure
@@ -51,7 +49,7 @@ class EvaluationResult:
         return asdict(self)
 
     def line(self, when: str = "") -> str:
-        """The overall shares as one line to print."""
+        """Return the overall shares as one line to print."""
         shares = "  ".join(
             f"{name} {100 * found.overall.share:.1f} %"
             for name in MEASURES
@@ -63,20 +61,11 @@ class EvaluationResult:
 
 
 def measure(hits: Sequence[bool], categories: Sequence[str]) -> Measure:
-    """Shares of `hits`, one per row, whose categories are given beside them."""
+    """Return the share of `hits`, one per row, overall and by category."""
     by_category: dict[str, list[bool]] = {}
     for hit, category in zip(hits, categories, strict=True):
         by_category.setdefault(category, []).append(hit)
     return Measure(_share(hits), {name: _share(by_category[name]) for name in sorted(by_category)})
-
-
-def wilson_interval(successes: int, count: int) -> tuple[float, float]:
-    """Source: E. B. Wilson, "Probable inference", JASA 22 (1927)."""
-    share, square = successes / count, _Z**2 / count
-    middle = (share + square / 2) / (1 + square)
-    half = _Z / (1 + square) * sqrt(share * (1 - share) / count + square / (4 * count))
-    # It holds the share itself, which rounding may leave outside at 0 and at 1.
-    return min(max(middle - half, 0.0), share), max(min(middle + half, 1.0), share)
 
 
 def _share(hits: Sequence[bool]) -> Share:

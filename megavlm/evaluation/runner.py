@@ -1,4 +1,4 @@
-"""Evaluates what answers questions, on rows with known answers."""
+"""Evaluation of a policy on rows with known answers."""
 
 import time
 from collections import Counter
@@ -10,7 +10,7 @@ from megavlm.evaluation.baselines import Known, exchange_images
 from megavlm.evaluation.result import EvaluationResult, Measure, measure
 from megavlm.inference.protocol import Sampling
 
-PROMPTS_AT_ONCE = 2048  # as many images are in memory
+PROMPTS_AT_ONCE = 2048  # bounds the images in memory
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,10 @@ def evaluate(
     shuffled: bool,
     seed: int,
 ) -> EvaluationResult:
-    """One answer by `play` per row and measure; `sampling` is the rollout's, greedy measures set
-    only its temperature to 0. known: of these rows, for the blind baseline and the valid answers.
-    num_tokens: length of a row's prompt.
+    """Evaluate the policy that `play` runs, with one response per row and measure.
+
+    sampling: of the rollout; greedy measures set its temperature to 0. known: of these rows, for
+    the blind baseline and the valid answers. num_tokens: returns the length of a row's prompt.
     """
     started = time.perf_counter()
     greedy = replace(sampling, temperature=0.0)
@@ -64,7 +65,7 @@ def evaluate(
     ]
     blind = None
     if known.guesses is not None:
-        # Compared as text: a reward may ask for a form, \boxed{}, that an answer by itself lacks.
+        # Compared as text: a reward may require a form, \boxed{}, that an answer alone lacks.
         hits = [
             (text == row.answer, row.category)
             for text, row in zip(known.guesses, rows, strict=True)
@@ -84,8 +85,8 @@ def evaluate(
 
 
 def _exchange(num_tokens: Callable[[Row], int], rows: Sequence[Row], seed: int) -> list[Row]:
-    """Rows with other rows' images, without prompts that grow longer than any of the rows' own:
-    nothing says that the processor and the server take those.
+    """Return rows with other rows' images, but for prompts longer than any of the original ones,
+    which the processor or the server may refuse.
     """
     longest = max(num_tokens(row) for row in rows)
     return [row for row in exchange_images(rows, seed) if num_tokens(row) <= longest]

@@ -1,7 +1,7 @@
-"""Estimates over questions, with 95 % intervals, and tests of two models on the same questions.
+"""Estimates over questions with 95 % intervals, and paired tests of two models.
 
-Questions are what is drawn from a population; attempts at one question are not independent of each
-other, so nothing here counts them as if they were.
+Questions are drawn from a population; attempts at one question are not independent of each other,
+so nothing here counts them as if they were. Intervals and tests are scipy's.
 """
 
 from collections.abc import Sequence
@@ -10,18 +10,17 @@ from math import comb
 from typing import Literal
 
 import numpy as np
-
-from megavlm.evaluation.result import wilson_interval
+from scipy import stats
 
 RESAMPLES = 2000
 FLIPS = 10_000
 _CHUNK = 2**22  # random numbers at a time
-_SEED = 0  # intervals of the same numbers are the same
+_SEED = 0  # the same numbers give the same interval
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `count` questions. method: wilson where each question is right or wrong, else
+    """Mean over `count` questions. method: wilson where each question is right or wrong, else
     bootstrap (percentiles of RESAMPLES means over questions drawn with replacement).
     """
 
@@ -33,9 +32,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """A difference of means (first model minus second), a two-sided p-value, and how often each
-    was the better one. method: mcnemar (exact) where each question is right or wrong, else
-    sign_flip (FLIPS random exchanges of the two models' values of a question).
+    """Difference of means (first model minus second), its two-sided p-value, and how often each
+    model was better. method: mcnemar (exact) where each question is right or wrong, else sign_flip
+    (all, or FLIPS random, exchanges of the two models' values of a question).
     """
 
     difference: float
@@ -48,7 +47,7 @@ class PairedTest:
 
 
 def pass_at_k(attempts: int, correct: int, k: int) -> float:
-    """The unbiased estimate of the chance that one of k attempts is correct, from at least k.
+    """Estimate without bias the chance that one of k attempts is correct, from at least k.
 
     1 - C(n - c, k) / C(n, k). Source: Chen et al., "Evaluating large language models trained on
     code", arXiv 2107.03374.
@@ -57,8 +56,19 @@ def pass_at_k(attempts: int, correct: int, k: int) -> float:
     return 1 - comb(attempts - correct, k) / comb(attempts, k)
 
 
+def wilson_interval(successes: int, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share, which stays in 0..1 and holds for few trials, too.
+
+    Source: E. B. Wilson, "Probable inference", JASA 22 (1927).
+    """
+    interval = stats.binomtest(successes, count).proportion_ci(method="wilson")
+    # It holds the share itself, which rounding may leave outside at 0 and at 1.
+    share = successes / count
+    return min(float(interval.low), share), max(float(interval.high), share)
+
+
 def estimate(values: Sequence[float]) -> Estimate:
-    """Of one value for each question."""
+    """Return the mean of one value for each question, with its interval."""
     array = np.asarray(values, dtype=np.float64)
     mean = float(array.mean())
     if _is_binary(array):
@@ -68,7 +78,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
-    """Of the same questions in the same order."""
+    """Compare two models on the same questions in the same order."""
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     assert len(a) == len(b) > 0
     difference = a - b
@@ -86,10 +96,9 @@ def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
-    """Exact two-sided p-value of the discordant questions: a binomial test against one half."""
-    total, fewer = first_only + second_only, min(first_only, second_only)
-    tail = sum(comb(total, i) for i in range(fewer + 1))
-    return min(1.0, 2 * tail / 2**total)
+    """Return the exact two-sided p-value of the discordant questions."""
+    total = first_only + second_only
+    return float(stats.binomtest(first_only, total).pvalue) if total else 1.0
 
 
 def _is_binary(values: np.ndarray) -> bool:
@@ -97,24 +106,29 @@ def _is_binary(values: np.ndarray) -> bool:
 
 
 def _bootstrap(values: np.ndarray) -> tuple[float, float]:
-    rng = np.random.default_rng(_SEED)
-    rows = max(_CHUNK // len(values), 1)
-    sizes = [min(rows, RESAMPLES - start) for start in range(0, RESAMPLES, rows)]
-    drawn = (rng.integers(0, len(values), (size, len(values))) for size in sizes)
-    means = np.concatenate([values[indices].mean(1) for indices in drawn])
-    low, high = np.percentile(means, (2.5, 97.5))
-    return float(low), float(high)
+    if values.min() == values.max():  # nothing to draw; scipy refuses a single value
+        return float(values[0]), float(values[0])
+    found = stats.bootstrap(
+        (values,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        batch=max(_CHUNK // len(values), 1),
+        method="percentile",
+        rng=np.random.default_rng(_SEED),
+    )
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
 def _sign_flip(difference: np.ndarray) -> float:
-    """The share of random sign changes whose mean is as far from zero."""
-    rng = np.random.default_rng(_SEED)
-    # Rounding may make equal sums differ in their last digits.
-    least = abs(difference.sum()) * (1 - 1e-9)
-    chunk = max(_CHUNK // len(difference), 1)
-    as_far = 0
-    for start in range(0, FLIPS, chunk):
-        size = (min(chunk, FLIPS - start), len(difference))
-        signs = rng.integers(0, 2, size, dtype=np.int8) * 2 - 1
-        as_far += int((np.abs(signs @ difference) >= least).sum())
-    return (1 + as_far) / (1 + FLIPS)
+    if len(difference) == 1:  # both signs are as far from zero
+        return 1.0
+    found = stats.permutation_test(
+        (difference,),
+        np.mean,
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=FLIPS,
+        batch=max(_CHUNK // len(difference), 1),
+        rng=np.random.default_rng(_SEED),
+    )
+    return float(found.pvalue)

@@ -1,4 +1,4 @@
-"""Measures of one model, and of two compared: overall, by category and by data set."""
+"""Measures of one model, and paired tests of two: overall, by category and by data set."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of accuracy, and of reward, on the questions that both models were asked."""
+    """Paired tests of accuracy and reward on the questions that both models answered."""
 
     accuracy: PairedTest
     reward: PairedTest
@@ -53,7 +53,7 @@ def measures(questions: Sequence[Question]) -> Measures:
 
 
 def compare(first: Sequence[Question], second: Sequence[Question]) -> Comparison | None:
-    """None where no question was asked both models."""
+    """Compare two models, None if they have no question in common."""
     of_second = {question.row.index: question for question in second}
     both = [(q, of_second[q.row.index]) for q in first if q.row.index in of_second]
     if not both:
@@ -92,5 +92,5 @@ def by(questions: Sequence[Question], name: Callable[[Question], str]) -> dict[s
 
 
 def _ks(n: int) -> list[int]:
-    """1, 2, 4, ... and n."""
+    """Return 1, 2, 4, ... and n."""
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})

@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, samples, plots, the report. Imports no package of megavlm."""
+"""Records of a run: metrics, samples, plots, the report. Imports no other package of megavlm."""

@@ -1,4 +1,4 @@
-"""What a run prints: one line per step, and a closing table."""
+"""Console output of a run: one line per step, and closing tables."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def _short(value: float) -> str:
     return number(value, digits=2)
 
 
-# (metric, what comes before the value, its form, what comes after), in the order of the line.
+# (metric, text before the value, format, text after it), in the order of the line.
 _FIELDS: tuple[tuple[str, str, Callable[[float], str], str], ...] = (
     ("loss", " loss ", number, ""),
     ("reward", " reward ", lambda value: f"{value:.3f}", ""),
@@ -45,15 +45,15 @@ _FIELDS: tuple[tuple[str, str, Callable[[float], str], str], ...] = (
     ("seconds/total", " ", _short, "s"),
     ("tokens_per_second", "", _short, " tok/s"),
 )
-# What gives way, in this order, where a line would grow beyond WIDTH.
+# Metrics to leave out, in this order, where a line would be longer than WIDTH.
 _SPARE = ("rollout_max_difference", "entropy", "response_length", "accuracy")
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """One step in at most WIDTH columns; metrics that the step did not log are left out."""
+    """Format one step in at most WIDTH columns, without metrics that it did not log."""
     hidden = set()
     if "reward" in metrics:
-        # The value of a policy loss tells a reader nothing, and the learning rate is in the report.
+        # The value of a policy loss means nothing to a reader; the learning rate is in the report.
         hidden = {"loss", "learning_rate"}
     if metrics.get("truncated_share") == 0:
         hidden.add("truncated_share")
@@ -70,12 +70,12 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def print_closing(result: Mapping[str, Any], console: Console | None = None) -> None:
-    """The closing tables of a run, from what result.build_result returned."""
+    """Print the closing tables of a run. result: of `result.build_result`."""
     (console or Console()).print(closing(result))
 
 
 def closing(result: Mapping[str, Any]) -> RenderableType:
-    """Accuracy by category, time by phase, where things lie, and whether the gain is visual."""
+    """Return accuracy by category, the conclusion, time by phase, and the output files."""
     parts: list[RenderableType] = []
     if result["evaluation_after"] or result["evaluation_before"]:
         parts.append(_accuracy_table(result))
@@ -84,13 +84,13 @@ def closing(result: Mapping[str, Any]) -> RenderableType:
         parts.append(Text(result["conclusion"] + "\n", style=style))
     parts.append(_phase_table(result["seconds_by_phase"]))
     if result["paths"]:
-        places = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        places.add_column(style="dim", no_wrap=True)
-        # Folded, never cut: a path is there to be copied.
-        places.add_column(overflow="fold")
+        files = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        files.add_column(style="dim", no_wrap=True)
+        # Folded, never cut: paths are copied.
+        files.add_column(overflow="fold")
         for name, path in result["paths"].items():
-            places.add_row(escape(name), escape(str(path)))
-        parts.append(places)
+            files.add_row(escape(name), escape(str(path)))
+        parts.append(files)
     return Group(*parts)
 
 

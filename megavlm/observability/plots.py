@@ -1,4 +1,4 @@
-"""The reward curve of a run as a PNG."""
+"""Reward curve of a run as a PNG."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ REWARD_FILE = "reward.png"
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and up to window - 1 before it."""
+    """Return the mean of each value and up to window - 1 values before it."""
     means = []
     for end in range(1, len(values) + 1):
         part = values[max(0, end - window) : end]
@@ -22,12 +22,12 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def window_of(num_values: int) -> int:
-    """Steps to average over: a tenth of the run, at least 3, at most 50."""
+    """Return the steps to average over: a tenth of the run, at least 3, at most 50."""
     return min(50, max(3, num_values // 10))
 
 
 def reward_curve(run_dir: Path | str) -> Path:
-    """Draws reward per step, its moving mean, and greedy test accuracy where it was evaluated."""
+    """Draw reward per step, its moving mean and greedy test accuracy; return the PNG's path."""
     run_dir = Path(run_dir)
     points = [
         (record["step"], record["reward"])
@@ -36,7 +36,7 @@ def reward_curve(run_dir: Path | str) -> Path:
     ]
     steps, rewards = [step for step, _ in points], [reward for _, reward in points]
     evaluations = read_records(run_dir / EVALUATIONS_FILE)
-    # A figure of its own: pyplot would keep global state and ask for a display.
+    # Not pyplot, which keeps global state and needs a display.
     figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -1,41 +1,49 @@
-"""How far a long wait is: one line written over on a terminal, a line now and then in a log."""
+"""Progress of a long wait: a live line on a terminal, a line now and then in a log."""
 
-import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
-LOG_EVERY, TERMINAL_EVERY = 10.0, 0.2  # seconds
+from rich import progress
+from rich.console import Console
+
+LOG_EVERY = 10.0  # seconds
 
 
 class Progress:
-    """A context; `show` is called as often as there is something to tell."""
+    """Context in which `show` replaces a line on a terminal. A log gets a line every LOG_EVERY
+    seconds, and none of a wait that is shorter.
+    """
 
     def __init__(
-        self,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._stream = stream or sys.stdout
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
         self._clock = clock
-        self._is_terminal = self._stream.isatty()
-        self._last = clock()  # what is over within the first interval is told by nobody
-        self._width = 0
+        self._last = clock()
+        self._live: progress.Progress | None = None
+        if self._console.is_terminal:
+            self._live = progress.Progress(
+                progress.SpinnerColumn(),
+                progress.TextColumn("{task.description}", markup=False),
+                progress.TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._live.add_task("", total=None, visible=False)
 
     def show(self, line: str) -> None:
-        now = self._clock()
-        if now - self._last < (TERMINAL_EVERY if self._is_terminal else LOG_EVERY):
-            return
-        self._last = now
-        if self._is_terminal:
-            self._stream.write("\r" + line.ljust(self._width))
-            self._width = len(line)
-        else:
-            self._stream.write(line + "\n")
-        self._stream.flush()
+        """Show how far the wait is."""
+        if self._live is not None:
+            self._live.update(self._task, description=line, visible=True)
+        elif self._clock() - self._last >= LOG_EVERY:
+            self._last = self._clock()
+            self._console.print(line, markup=False)
 
     def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(
@@ -44,7 +52,5 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """A terminal is left with an empty line."""
-        if self._width:
-            self._stream.write("\r" + " " * self._width + "\r")
-            self._stream.flush()
+        if self._live is not None:
+            self._live.stop()

@@ -1,4 +1,4 @@
-"""Files of one JSON object per line that survive a kill and a resume, and files written whole."""
+"""JSON-lines files that survive a kill and a resume, and files written atomically."""
 
 import json
 import math
@@ -11,7 +11,7 @@ Record = dict[str, Any]
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of a file, [] if there is none. A last line cut off by a kill is left out."""
+    """Return all records of a file, [] if there is none. A line torn by a kill is skipped."""
     if not path.exists():
         return []
     # Every complete line ends in a newline: what follows the last one is torn, mostly nothing.
@@ -20,13 +20,13 @@ def read_records(path: Path) -> list[Record]:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Appends one line and hands it to the system at once: a kill loses no finished step."""
+    """Append one line and flush it, so that a kill loses no finished step."""
     with path.open("a", encoding="utf-8") as file:
         file.write(_line(record))
 
 
 def keep_records(path: Path, keep: Callable[[Record], bool]) -> list[Record]:
-    """Drops the records that `keep` refuses, and a torn last line; returns what is left."""
+    """Delete the records that `keep` rejects, and a torn last line. Return the others."""
     records = [record for record in read_records(path) if keep(record)]
     if path.exists():
         write_records(path, records)
@@ -34,12 +34,12 @@ def keep_records(path: Path, keep: Callable[[Record], bool]) -> list[Record]:
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Replaces the file by these records."""
+    """Replace the file by these records."""
     write_whole(path, "".join(map(_line, records)).encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """The file holds the old content or the new one, never a part of it."""
+    """Write a file atomically: it holds the old content or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(content)
@@ -47,7 +47,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def finite(value: Any) -> Any:
-    """The value with numbers that JSON has no form for (NaN, infinities) replaced by None."""
+    """Return the value with NaN and infinities, which JSON does not have, replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""result.json: what a run came to, put together from the files that it wrote.
+"""result.json: summary of a run, made from the files that it wrote.
 
-Everything is read from metrics.jsonl and evaluations.jsonl, so a resumed run counts whole.
+Everything is read from metrics.jsonl and evaluations.jsonl, so a resumed run counts as one.
 Accuracies are shares in 0..1, times are seconds.
 """
 
@@ -18,8 +18,8 @@ from megavlm.observability.text import failed_rewards, percent, points
 RESULT_FILE = "result.json"
 FINAL_EPISODES = 100  # whose mean reward is the final one
 
-# With shuffled images a model that looks can at best guess the most frequent answer. Five points
-# more are left to chance.
+# With shuffled images a model that uses them can at best guess the most frequent answer. Five
+# points more may be chance.
 SHUFFLED_TOLERANCE = 0.05
 
 
@@ -31,12 +31,11 @@ def build_result(
     extra_seconds: Mapping[str, float] | None = None,
     paths: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The result of a run of `steps` updates.
+    """Return the result of a run of `steps` updates.
 
     "Before" is the evaluation at step 0, "after" the one at the last step, None without one;
-    `evaluation` is the last of all. final_reward: of the last FINAL_EPISODES episodes; a step that
-    is only partly among them counts with its mean. None where there are no episodes.
-    extra_seconds: phases outside of the steps (server start, export). paths: what lies where.
+    `evaluation` is the last one. final_reward: see `final_reward`. extra_seconds: of phases outside
+    the steps (server start, export). paths: output files by name.
     """
     run_dir = Path(run_dir)
     evaluations = {record["step"]: record for record in read_records(run_dir / EVALUATIONS_FILE)}
@@ -75,7 +74,9 @@ def build_result(
 
 
 def final_reward(metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    """Mean reward of the last FINAL_EPISODES episodes of a run."""
+    """Return the mean reward of the last FINAL_EPISODES episodes, None without episodes. A step
+    that is partly among them counts with its mean.
+    """
     left, total = float(FINAL_EPISODES), 0.0
     for record in reversed(metrics):
         if record.get("reward") is None or left <= 0:
@@ -88,7 +89,7 @@ def final_reward(metrics: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def write_result(run_dir: Path | str, result: Mapping[str, Any]) -> Path:
-    """Writes result.json, whole."""
+    """Write result.json atomically, and return its path."""
     path = Path(run_dir) / RESULT_FILE
     write_whole(path, (json.dumps(finite(result), indent=2, ensure_ascii=False) + "\n").encode())
     return path
@@ -97,8 +98,8 @@ def write_result(run_dir: Path | str, result: Mapping[str, Any]) -> Path:
 def conclude(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> tuple[bool | None, str]:
-    """Whether the gain is visual (None if not measured), and the sentence that says so. Another
-    one where rewards failed, which makes accuracies lower than they are.
+    """Return whether the gain is visual (None if not measured), and a sentence that says so. A
+    second sentence is about failed rewards, which make accuracies lower than they are.
     """
     is_visual, sentence = _conclude(before, after)
     failures = Counter[str]()
@@ -127,8 +128,8 @@ def _conclude(
         return None, f"{gain}; whether it is visual was not measured."
     if after["blind"] is None:
         return None, (
-            f"{gain}; whether it is visual was not measured, for there are no answers to tell what "
-            "can be had blindly."
+            f"{gain}; whether it is visual was not measured, because without answers there "
+            "is no blind baseline."
         )
     blind = after["blind"]["overall"]["share"]
     shuffled = after["shuffled"]["overall"]["share"]
@@ -144,7 +145,7 @@ def _conclude(
 
 @dataclass(frozen=True)
 class CategoryRow:
-    """One row of the closing table; None where something was not measured."""
+    """Row of the accuracy table; None where something was not measured."""
 
     category: str
     count: int
@@ -158,7 +159,9 @@ class CategoryRow:
 
 
 def category_rows(result: Mapping[str, Any]) -> list[CategoryRow]:
-    """One row per category and a last one for all; all but `before` is the last evaluation's."""
+    """Return one row per category and a last one for all. All but `before` is from the last
+    evaluation.
+    """
     before, after = result["evaluation_before"], result["evaluation_after"]
     last = after or before
     if last is None:

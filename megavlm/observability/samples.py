@@ -1,7 +1,6 @@
 """Sampled rollouts of a run: samples/rollouts.jsonl, and each image once under its content key.
 
-Not every response is kept: a few groups of up to a hundred steps, spread over the run, so that the
-folder's size does not grow with the length of the run.
+A few groups of up to a hundred steps are kept, so that the folder does not grow with the run.
 """
 
 from collections import defaultdict
@@ -50,7 +49,7 @@ class SampleWriter:
         max_steps: int = 100,
         groups_per_step: int = 4,
     ) -> None:
-        """start_step: as in MetricsWriter. num_steps: the length of the whole run."""
+        """Open the file. start_step: as in MetricsWriter. num_steps: length of the whole run."""
         self.folder = Path(run_dir) / FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         self._num_steps = num_steps
@@ -59,11 +58,11 @@ class SampleWriter:
         keep_records(self.folder / FILE, lambda record: record["step"] <= start_step)
 
     def is_due(self, step: int) -> bool:
-        """Whether this step is one of those kept: the first, every few steps, the last."""
+        """Return True for the steps that are kept: the first, every few steps, the last."""
         return step in (1, self._num_steps) or step % self._every == 0
 
     def write(self, step: int, groups: Sequence[SampledGroup]) -> None:
-        """Keeps a few of the groups, of as many categories as there are, if the step is due."""
+        """Write a few of the groups, of as many categories as possible, if the step is due."""
         if not self.is_due(step):
             return
         for group in _spread(groups)[: self._groups_per_step]:
@@ -86,7 +85,7 @@ class SampleWriter:
 
 
 def _spread(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
-    """The groups, one of each category in turn."""
+    """Return the groups, one of each category in turn."""
     by_category: dict[str, list[SampledGroup]] = defaultdict(list)
     for group in groups:
         by_category[group.category].append(group)

@@ -1,11 +1,13 @@
-"""Numbers, and what they count, as people read them."""
+"""Numbers, durations and long texts as people read them."""
 
 import math
 from collections.abc import Mapping
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """At most seven characters and a sign: `digits` significant ones, k, or an exponent."""
+    """Format a number in at most seven characters and a sign: `digits` significant ones, k, or an
+    exponent.
+    """
     if value is None or not math.isfinite(value):
         return "nan" if value is None or math.isnan(value) else str(value)
     if value == 0:
@@ -20,17 +22,17 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """A share of 0..1 in percent; a dash for None."""
+    """Format a share of 0..1 in percent; None is a dash."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def points(difference: float) -> str:
-    """A difference of two shares in percentage points, with its sign."""
+    """Format a difference of two shares in percentage points, with its sign."""
     return f"{100 * difference:+.1f}"
 
 
 def duration(seconds: float) -> str:
-    """12.3 s, 4 min 05 s, 3 h 12 min."""
+    """Format seconds as 12.3 s, 4 min 05 s, or 3 h 12 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -39,7 +41,15 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def clip(text: str, limit: int) -> str:
+    """Cut a text at `limit` characters, and append how many are left out."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]} [... {len(text) - limit} more characters]"
+
+
 def failed_rewards(failures: Mapping[str, int]) -> str:
-    """In words, of answers by kind of failure."""
+    """Return a sentence about responses whose reward failed, counted by kind of failure."""
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failures.items()))
-    return f"{sum(failures.values())} answers count as wrong because their reward failed ({kinds})"
+    total = sum(failures.values())
+    return f"{total} responses count as incorrect because their reward failed ({kinds})"

@@ -107,7 +107,7 @@ def test_rewards_that_failed_are_told() -> None:
 
     result = run(LookingPolicy([]), reward=failing, sampled=False)
     assert result.to_dict()["failures"] == {"remote": 2}, "greedy and shuffled"
-    told = "2 answers count as wrong because their reward failed (remote 2)"
+    told = "2 responses count as incorrect because their reward failed (remote 2)"
     assert told in result.line()
     assert evaluation_scalars(result.to_dict())["evaluation/failures"] == 2
     assert "failed" not in run(LookingPolicy([])).line()

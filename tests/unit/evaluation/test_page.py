@@ -131,14 +131,14 @@ def test_rewards_that_failed_are_told(tmp_path: Path) -> None:
     failed = replace(first.attempts[1], failure="timeout")
     one = candidate("a", [Question(first.row, (first.attempts[0], failed))])
     html, _ = page_of(tmp_path, [one])
-    assert "1 answers count as wrong because their reward failed (timeout 1)" in html
+    assert "1 responses count as incorrect because their reward failed (timeout 1)" in html
     assert html.count("reward failed: timeout") == 1
     write_attempts(tmp_path / "x.parquet", [one])
     records = pq.read_table(tmp_path / "x.parquet").to_pylist()
     assert [record["failure"] for record in records] == [None, "timeout"]
 
 
-def test_map_of_places() -> None:
+def test_map_of_places(tmp_path: Path) -> None:
     place = {"lat": 29.9, "lon": 78.1}
     row = question(0, "x", extra=place).row
     said = Attempt("Country: India\nCoordinates: 28.61, 77.21", 0.5, True, 9, "stop")
@@ -149,14 +149,13 @@ def test_map_of_places() -> None:
         candidate("b", [Question(row, (mute,))]),
     ]
     (spot,) = spots(both)
-    assert spot.truth == (29.9, 78.1) and spot.said == [(28.61, 77.21), None]
-    svg, tags = world_map([spot], ["a", "<b>"]), Tags()
-    tags.feed(svg)
-    assert tags.open == []
-    dots = [attributes for tag, attributes in tags.seen if tag == "circle"]
-    assert [dot["class"] for dot in dots] == ["dot c1", "dot c3"]
-    assert float(dots[1]["cx"]) == pytest.approx((78.1 + 180) * 2, abs=0.1)
-    assert float(dots[1]["cy"]) == pytest.approx((90 - 29.9) * 2, abs=0.1)
-    assert "&lt;b&gt;" in svg
+    assert spot.truth == (29.9, 78.1) and spot.answers == [(28.61, 77.21), None]
+    found = world_map([spot], ["a", "b"])
+    assert found is not None and world_map([], ["a"]) is None
+    answer, truth = found.dots
+    assert (answer.style, truth.style) == ("c1", "c3") and answer.truth == (truth.x, truth.y)
+    assert (truth.x, truth.y) == (pytest.approx((78.1 + 180) * 2, abs=0.1), 120.2)
+    html, tags = page_of(tmp_path, [replace(c, name=f"<b>{c.name}") for c in both])
+    dots = [attributes["class"] for tag, attributes in tags.seen if tag == "circle"]
+    assert dots == ["dot c1", "dot c3"] and "&lt;b&gt;" in html
     assert next(a["class"] for tag, a in tags.seen if tag == "path") == "land"
-    assert world_map([], ["a"]) == ""

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megavlm.observability import report_samples
+from megavlm.observability.charts import HEIGHT, WIDTH, Line, draw
 from megavlm.observability.report import write_report
 from megavlm.observability.result import build_result, write_result
 from megavlm.observability.samples import SampledGroup, SampledResponse
-from megavlm.observability.svg import Line, chart
 
 from .runs import group, image, write_run
 
@@ -115,7 +115,7 @@ def test_a_large_image_is_reduced(tmp_path: Path) -> None:
     assert uri.startswith("data:image/jpeg;base64,")
 
 
-def test_a_image_that_is_gone_and_a_path_that_leaves_the_folder(tmp_path: Path) -> None:
+def test_an_image_that_is_gone_and_a_path_that_leaves_the_folder(tmp_path: Path) -> None:
     write_run(tmp_path, steps=1)
     lines = tmp_path / "samples" / "rollouts.jsonl"
     (tmp_path / "key1.png").write_bytes((tmp_path / "samples" / "key1.png").read_bytes())
@@ -131,21 +131,22 @@ def test_a_run_that_has_left_nothing_yet_has_a_report(tmp_path: Path) -> None:
 
 
 def test_a_chart_has_a_gap_where_a_value_is_missing() -> None:
-    drawn = chart("x", [Line("a", "c1", [(1, 0.0), (2, None), (3, float("nan")), (4, 1.0)])])
-    (path,) = [part for part in drawn.split("<path ") if part.startswith('class="line')]
+    chart = draw("x", [Line("a", "c1", [(1, 0.0), (2, None), (3, float("nan")), (4, 1.0)])])
+    assert chart is not None
+    path = chart.lines[0].path
     assert path.count("M") == 2 and "L" not in path and "nan" not in path
 
 
 @pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [-2.0, -2.0], [1e-9, 3e-9], [1e6, 9e6]])
 def test_a_chart_of_any_range_stays_inside(values: list[float]) -> None:
-    drawn = chart("x", [Line("a", "c1", list(enumerate(values, 1)))])
-    (path,) = [part for part in drawn.split("<path ") if part.startswith('class="line')]
-    points = path.split('d="M')[1].split('"')[0].split("L")
+    chart = draw("x", [Line("a", "c1", list(enumerate(values, 1)))])
+    assert chart is not None
+    points = chart.lines[0].path.removeprefix("M").split("L")
     assert len(points) == len(values)
     for point in points:
         x, y = map(float, point.split())
-        assert 0 <= x <= 360 and 0 <= y <= 190
+        assert 0 <= x <= WIDTH and 0 <= y <= HEIGHT
 
 
 def test_a_chart_without_values_is_left_out() -> None:
-    assert chart("x", [Line("a", "c1", [(1, None)])]) == ""
+    assert draw("x", [Line("a", "c1", [(1, None)])]) is None

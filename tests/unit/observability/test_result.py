@@ -72,7 +72,12 @@ def test_a_category_that_only_one_evaluation_has(tmp_path: Path) -> None:
         (0.66, evaluation(0.66), False, "no gain"),
         (0.66, evaluation(0.95, shuffled=None), None, "not measured"),
         (None, evaluation(0.95), True, "no evaluation at the start"),
-        (0.66, evaluation(0.95) | {"failures": {"remote": 3}}, True, "). 3 answers count as wrong"),
+        (
+            0.66,
+            evaluation(0.95) | {"failures": {"remote": 3}},
+            True,
+            "). 3 responses count as incorrect",
+        ),
     ],
 )
 def test_the_sentence_about_the_gain(

@@ -65,7 +65,7 @@ def test_a_reward_that_cannot_be_reached_is_told_everywhere(
     assert told["failures"] == told["models"][0]["failures"] == {"remote": 2}
     records = pq.read_table(tmp_path / "run" / "evaluation.parquet").to_pylist()
     assert [record["failure"] for record in records] == ["remote"] * 2
-    sentence = "2 answers count as wrong because their reward failed (remote 2)"
+    sentence = "2 responses count as incorrect because their reward failed (remote 2)"
     assert f"m: {sentence}" in (tmp_path / "run" / "evaluation.html").read_text()
     assert capsys.readouterr().out.count(sentence) == 2
 
