@@ -13,7 +13,8 @@ from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
 from megavlm.data.image_processing import ImageProcessor, PatchCache, ProcessedImage
 from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.rows import Row
-from megavlm.data.videos import VideoProcessor, video_tokens
+from megavlm.data.videos import VideoProcessor, VideoTokens
+from megavlm.models.registry import family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 _RESPONSE = "A response that no chat template knows."
@@ -76,7 +77,9 @@ class Processor:
             image_processor = processor.image_processor
             self.image_token_id: int = config.image_token_id
             self.video_token_id: int = config.video_token_id
-            self._video_tokens = video_tokens(config, processor, image_processor.merge_size)
+            self._video_tokens: VideoTokens = family(config.model_type).video_tokens(
+                config, processor, image_processor.merge_size
+            )
             video_processor = processor.video_processor
         except (OSError, ValueError, AttributeError) as error:
             raise ValueError(

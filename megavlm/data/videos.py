@@ -137,66 +137,6 @@ class VideoTokens(Protocol):
         """The runs of video tokens in these ids."""
 
 
-class TokensOnly:
-    """Qwen2-VL and Qwen2.5-VL: one run of tokens; only M-RoPE positions know the time."""
-
-    def __init__(self, video_id: int, merge_size: int, tokens_per_second: float | None) -> None:
-        """tokens_per_second: positions that a second has; None: one for each frame of a grid."""
-        self._video_id = video_id
-        self._merged = merge_size**2
-        self._tokens_per_second = tokens_per_second
-
-    def ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
-        t, h, w = grid
-        return [self._video_id] * (t * h * w // self._merged)
-
-    def spans(self, video: ProcessedVideo) -> list[Span]:
-        if self._tokens_per_second is None:
-            return [Span(video.grid)]
-        # transformers multiplies in float32; double precision would round down elsewhere.
-        time_step = self._tokens_per_second * torch.tensor(video.seconds_per_grid)
-        return [Span(video.grid, float(time_step))]
-
-
-class TimestampedFrames:
-    """Qwen3-VL: before each frame of the grid its time as text, and marks around its tokens."""
-
-    def __init__(self, video_id: int, merge_size: int, processor: Any) -> None:
-        """processor: transformers' Qwen3VLProcessor."""
-        self._video_id = video_id
-        self._merged = merge_size**2
-        self._tokenizer = processor.tokenizer
-        self._start: int = processor.vision_start_token_id
-        self._end: int = processor.vision_end_token_id
-
-    def ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
-        _, h, w = grid
-        frame = [self._start, *[self._video_id] * (h * w // self._merged), self._end]
-        texts = [f"<{time:.1f} seconds>" for time in times]
-        stamps = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [token for stamp in stamps for token in (*stamp, *frame)]
-
-    def spans(self, video: ProcessedVideo) -> list[Span]:
-        t, h, w = video.grid
-        return [Span((1, h, w))] * t
-
-
-def video_tokens(config: Any, processor: Any, merge_size: int) -> VideoTokens:
-    """The way of config.model_type; processor: the folder's AutoProcessor.
-
-    Raises ValueError for a model that is no Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
-    """
-    video_id = config.video_token_id
-    match config.model_type:
-        case "qwen2_vl":
-            return TokensOnly(video_id, merge_size, None)
-        case "qwen2_5_vl":
-            return TokensOnly(video_id, merge_size, config.vision_config.tokens_per_second)
-        case "qwen3_vl" | "qwen3_vl_moe":
-            return TimestampedFrames(video_id, merge_size, processor)
-    raise ValueError(f"model_type {config.model_type!r} is not a family that megavlm knows")
-
-
 def _one_size(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
     distinct = set(sizes)
     if len(distinct) > 1:

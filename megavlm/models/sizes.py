@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import LocalTensor, local_tensors
 from megavlm.models.common.lora import LoRA, add_adapters
-from megavlm.models.registry import build_model
 from megavlm.parallel.fake import fake_rank, without_memory
 from megavlm.parallel.mesh import Layout, build_mesh, check_world
 

@@ -14,7 +14,7 @@ from checkpoint_tools.export_hf import export_hf
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Pack, join_targets, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
-from megavlm.data.videos import ProcessedVideo
+from megavlm.models.registry import family
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.training.driver import Driver
@@ -136,7 +136,5 @@ def _inputs(prompt: Prompt, ids: Tensor, config: Any) -> dict[str, Tensor]:
         if shown:
             inputs[patches] = torch.cat([image.patches for image in shown])
             inputs[grids] = torch.tensor([image.grid for image in shown])
-    seconds = [x.seconds_per_grid for x in prompt.images if isinstance(x, ProcessedVideo)]
-    if seconds and config.model_type == "qwen2_5_vl":
-        inputs["second_per_grid_ts"] = torch.tensor(seconds)
-    return inputs
+    videos = [image for image in prompt.images if image.is_video]
+    return inputs | family(config.model_type).extra_inputs(videos)

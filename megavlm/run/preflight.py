@@ -25,6 +25,7 @@ from megavlm.environments.registry import BUILT_IN
 from megavlm.environments.registry import check as check_name
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
+from megavlm.models.registry import FAMILIES
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
 from megavlm.rollout.scoring import environments, make_reward_manager, parts
@@ -33,12 +34,6 @@ from megavlm.run.preflight_layout import check_ranks, check_sizes
 from megavlm.run.run_lock import check_free
 from megavlm.training.dataset import read
 
-SUPPORTED = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-)  # models.registry's families, without importing megatron-core
 MANIFEST = "manifest.json"  # checkpointing.folder's, without importing megatron-core
 SAMPLE = 2000  # rows of a data set whose images are decoded
 
@@ -102,11 +97,11 @@ def check_model(folder: Path, config: Config) -> None:
     the layouts can split.
     """
     values = _read_json(folder, "config.json")
-    family = values.get("model_type")
-    if family not in SUPPORTED:
+    model_type = values.get("model_type")
+    if model_type not in list(FAMILIES):  # a config.json may hold anything, also what has no hash
         raise ValueError(
-            f"model.folder={folder} holds a model of type {family!r}, which is not supported: "
-            f"use one of {', '.join(SUPPORTED)}"
+            f"model.folder={folder} holds a model of type {model_type!r}, which is not supported: "
+            f"use one of {', '.join(FAMILIES)}"
         )
     check_sizes(config, values, folder)
     check_weights(folder)

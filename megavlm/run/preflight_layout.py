@@ -8,6 +8,7 @@ from typing import Any
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
 from megavlm.models.common.layout_rules import check_model_layout
+from megavlm.models.registry import family
 
 Values = dict[str, Any]  # of a config.json
 
@@ -58,10 +59,11 @@ def check_sizes(config: Config, values: Values, folder: Path) -> None:
 
     values: its config.json.
     """
-    text = values.get("text_config") or values  # older folders have the text keys at the top
-    architecture = architecture_of(text, folder)
+    architecture = language_sizes(values, folder)
     parallel: Any = config.parallel  # has the fields of Layout and of ModelOptions used below
-    vocab_size = _count(text, "vocab_size", folder)
+    vocab_size = _text(values).get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise _incomplete(folder, "vocab_size")
     recompute = config.recompute
     check_model_layout(
         architecture,
@@ -80,33 +82,16 @@ def check_sizes(config: Config, values: Values, folder: Path) -> None:
     _check_adapters(config, architecture)
 
 
-def architecture_of(text: Values, folder: Path) -> Values:
-    """Return the values that layout rules need, named as in a family's `architecture`."""
+def language_sizes(values: Values, folder: Path) -> Values:
+    """Return what layout rules need of the model in `folder`, from its config.json's values."""
+    try:
+        return family(values["model_type"]).language_sizes(_text(values))
+    except KeyError as error:
+        raise _incomplete(folder, error.args[0]) from error
 
-    def count(name: str) -> int:
-        return _count(text, name, folder)
 
-    heads = count("num_attention_heads")
-    architecture: Values = {
-        "num_layers": count("num_hidden_layers"),
-        "num_attention_heads": heads,
-        "num_query_groups": count("num_key_value_heads"),
-        "ffn_hidden_size": count("intermediate_size"),
-        "kv_channels": text.get("head_dim") or count("hidden_size") // heads,
-    }
-    # transformers 5 writes another name than the hub's files have.
-    name = "num_local_experts" if "num_local_experts" in text else "num_experts"
-    if text.get(name):
-        dense, step = text.get("mlp_only_layers") or (), text.get("decoder_sparse_step") or 1
-        architecture |= {
-            "num_moe_experts": count(name),
-            "moe_ffn_hidden_size": count("moe_intermediate_size"),
-            "moe_layer_freq": [
-                int(index not in dense and (index + 1) % step == 0)
-                for index in range(architecture["num_layers"])
-            ],
-        }
-    return architecture
+def _text(values: Values) -> Values:
+    return values.get("text_config") or values  # older folders have the text keys at the top
 
 
 def _check_adapters(config: Config, architecture: Values) -> None:
@@ -123,8 +108,6 @@ def _check_adapters(config: Config, architecture: Values) -> None:
             )
 
 
-def _count(values: Values, name: str, folder: Path) -> int:
-    count = values.get(name)
-    if not isinstance(count, int):
-        raise ValueError(f"{folder / 'config.json'} has no {name}: give a complete model folder")
-    return count
+def _incomplete(folder: Path, name: str) -> ValueError:
+    path = folder / "config.json"
+    return ValueError(f"{path} has no {name}: give a complete model folder")

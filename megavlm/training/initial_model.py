@@ -13,12 +13,12 @@ from megavlm.checkpointing.adapters import AdapterSettings, adapters, check_alph
 from megavlm.checkpointing.folder import locate
 from megavlm.checkpointing.together import together
 from megavlm.config.schema import Config
+from megavlm.models.build import build_model
 from megavlm.models.common.loading import HFFolder, load_hf
 from megavlm.models.common.lora import LoRA, add_adapters
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.options import lora, model_options
-from megavlm.models.registry import build_model
 from megavlm.parallel.mesh import Mesh
 
 

@@ -24,9 +24,10 @@ from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_configs import TinySizes, tiny_config
+from megavlm.models.build import build_model
 from megavlm.models.common.loading import MEMORY, load_hf
 from megavlm.models.common.logprobs import Scoring
-from megavlm.models.registry import build_model, family
+from megavlm.models.registry import family
 from megavlm.parallel.mesh import build_mesh
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from megavlm.training.forward_backward import VisionFeatures, forward_backward

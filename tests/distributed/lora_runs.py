@@ -13,6 +13,7 @@ from torch import Tensor
 from megavlm.data.packing import Pack
 from megavlm.data.processor import ProcessedImage
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
@@ -20,7 +21,7 @@ from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.models.common.lora import LoRA, adapters, add_adapters
 from megavlm.models.common.lora_linear import LoRALinear
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.models.registry import build_model, family
+from megavlm.models.registry import family
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.forward_backward import VisionFeatures, forward_backward, logits
 from megavlm.training.optimizer import wrap

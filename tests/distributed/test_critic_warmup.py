@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig
 
 from megavlm.config.optimizer import Optimizer
+from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.registry import build_model
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.optimizer import build_updater
 from tests.distributed.fork import launch

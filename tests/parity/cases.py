@@ -11,13 +11,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from megavlm.data.packing import Pack, empty_pack, make_pack, prompt_tree
+from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import MEMORY, HubTensors, load_hf, local_tensors
 from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.models.registry import build_model, family
+from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import (
     VisionFeatures,

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megavlm.data.packing import Pack
-from megavlm.models import registry
+from megavlm.models import build
 from megavlm.models.common import deepstack, lora, mapping, model, vision_merge
 from megavlm.models.common.lora_linear import LoRALinear
+from megavlm.models.common.model import ValueHead
 from megavlm.models.common.tower import Tower
-from megavlm.models.common.value_head import ValueHead
 from megavlm.models.qwen3_vl.vision import VisionTower
 from tests.parity import cases
 from tests.parity.inputs import Inputs, image
@@ -122,12 +122,12 @@ def first_chunk_only(patch: Patch) -> None:
 
 def unread_switches(patch: Patch) -> None:
     """8. Nothing reads what is to be frozen."""
-    plain = registry._tower
+    plain = build._tower
 
     def tower(hf_config: Any, parts: Any, options: Any) -> Tower:
         return plain(hf_config, parts, replace(options, freeze_tower=False, freeze_merger=False))
 
-    patch.setattr(registry, "_tower", tower)
+    patch.setattr(build, "_tower", tower)
 
 
 def unused_head(patch: Patch) -> None:

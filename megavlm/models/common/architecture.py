@@ -1,24 +1,47 @@
-"""What the families' language models have in common, as megatron-core's configuration; and refusal
-of what transformers' configurations can say and we do not implement.
+"""Parts of the families' `config.py`: a language model's sizes, its LanguageConfig fields and
+its rotary embedding, as plain values; what is not implemented is refused.
+
+Nothing here imports torch, so that a recipe is checked without it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 
-ACTIVATIONS = {"silu": F.silu}
+def dense_sizes(text: Mapping[str, Any], *, head_dim: int | None) -> dict[str, Any]:
+    """Return what layout rules need of a model without experts, under LanguageConfig's names.
 
-
-def dense(text: Any, *, head_dim: int, qkv_bias: bool, qk_norm: bool) -> dict[str, Any]:
-    """TransformerConfig's fields for a model without experts. `text`: transformers' text_config.
-
-    ValueError for an activation or a kind of attention that we do not implement.
+    `text`: the language model's values in a config.json. `head_dim`: None takes the hidden size
+    over the heads. Raises KeyError with the name of a missing value.
     """
-    if text.hidden_act not in ACTIVATIONS:
+    heads = count(text, "num_attention_heads")
+    return {
+        "num_layers": count(text, "num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_query_groups": count(text, "num_key_value_heads"),
+        "ffn_hidden_size": count(text, "intermediate_size"),
+        "kv_channels": head_dim or count(text, "hidden_size") // heads,
+    }
+
+
+def count(values: Mapping[str, Any], name: str) -> int:
+    """Return an integer of a config.json. Raises KeyError with its name where there is none."""
+    value = values.get(name)
+    if not isinstance(value, int):
+        raise KeyError(name)
+    return value
+
+
+def dense(text: Any, sizes: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool) -> dict[str, Any]:
+    """Return LanguageConfig's fields for a model without experts.
+
+    `text`: transformers' text_config. `sizes`: the family's `language_sizes` of it. Raises
+    ValueError for an activation or a kind of attention that is not implemented.
+    """
+    if text.hidden_act != "silu":
         raise ValueError(
-            f"text_config.hidden_act: {text.hidden_act!r} is not supported; "
-            f"use one of {', '.join(ACTIVATIONS)}."
+            f"text_config.hidden_act: {text.hidden_act!r} is not supported; use one of silu."
         )
     if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
         raise ValueError(
@@ -27,16 +50,10 @@ def dense(text: Any, *, head_dim: int, qkv_bias: bool, qk_norm: bool) -> dict[st
             "false."
         )
     return {
-        "num_layers": text.num_hidden_layers,
+        **sizes,
         "hidden_size": text.hidden_size,
-        "ffn_hidden_size": text.intermediate_size,
-        "num_attention_heads": text.num_attention_heads,
-        "num_query_groups": text.num_key_value_heads,
-        "kv_channels": head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": text.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS[text.hidden_act],
         "add_bias_linear": False,
         "add_qkv_bias": qkv_bias,
         "qk_layernorm": qk_norm,
@@ -46,11 +63,22 @@ def dense(text: Any, *, head_dim: int, qkv_bias: bool, qk_norm: bool) -> dict[st
     }
 
 
+@dataclass(frozen=True)
+class Rotary:
+    """A multimodal rotary embedding (M-RoPE). `axes`: the position axis (0 time, 1 height, 2 width)
+    that drives each of the head_dim / 2 frequencies.
+    """
+
+    head_dim: int
+    theta: float
+    axes: tuple[int, ...]
+
+
 def rotary_parameters(
     text: Any, head_dim: int, default_section: Sequence[int]
 ) -> tuple[float, Sequence[int]]:
-    """theta and mrope_section. ValueError for a scaled embedding, or a section that does not fill
-    the head.
+    """Return theta and mrope_section. Raises ValueError for a scaled embedding, or a section that
+    does not fill the head.
     """
     parameters = text.rope_parameters
     if parameters["rope_type"] not in ("default", "mrope"):
@@ -65,3 +93,24 @@ def rotary_parameters(
             f"height and width the {head_dim // 2} frequencies of a head of {head_dim}."
         )
     return parameters["rope_theta"], section
+
+
+def chunked_axes(section: Sequence[int]) -> tuple[int, ...]:
+    """Return the position axis of each rotary frequency in Qwen2-VL and Qwen2.5-VL.
+
+    Source: `mrope_section` of the released configurations, consecutive runs of frequencies.
+    """
+    return tuple(axis for axis, frequencies in enumerate(section) for _ in range(frequencies))
+
+
+def interleaved_axes(section: Sequence[int]) -> tuple[int, ...]:
+    """Return the position axis of each rotary frequency in Qwen3-VL: axes alternate, T H W T H W,
+    until height and width have their counts; the remaining frequencies are time's.
+
+    Source: transformers `models/qwen3_vl/modeling_qwen3_vl.py`, `recomposition_frequencies`.
+    """
+    axes = [0] * sum(section)
+    for axis in (1, 2):
+        for frequency in range(axis, min(3 * section[axis], len(axes)), 3):
+            axes[frequency] = axis
+    return tuple(axes)

@@ -1,21 +1,22 @@
-"""How a model is built: a family's architecture, the layout, and what a user may choose."""
+"""Options of a model, and megatron-core's configuration of a family under a layout."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megavlm.config.schema import Config
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import Layout
-
-Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass
 class LanguageConfig(TransformerConfig):
-    """`tree_attention`: backend of the core attention (`attention_backends`). `deepstack_levels`:
-    tower features that are added after the first layers.
+    """megatron-core's configuration and what this model adds. `tree_attention`: backend of the core
+    attention (`attention_backends`). `deepstack_levels`: tower features that are added to the
+    hidden states, one level after each of the first layers.
     """
 
     tree_attention: str = "sdpa"
@@ -24,19 +25,21 @@ class LanguageConfig(TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """`sequence`: sequence parallelism over the tensor axis. `recompute`: activations of the
-    language model that are computed again in backward, "selective" those of `recompute_modules`
+    """Options of a model beside its architecture and layout.
+
+    `sequence`: sequence parallelism over the tensor axis. `recompute`: activations of the language
+    model that are computed again in backward, "selective" those of `recompute_modules`
     (megatron-core's names), "full" all between the inputs of every `recompute_layers` layers.
-    `first_stage_layers`, `last_stage_layers`: language layers of those pipeline stages where an
-    even split is not wanted. `head`: what the last stage computes of hidden states; a critic of its
-    own has "values", a policy with a shared critic "both". `grouped_experts`: on a GPU the experts
-    of a layer are one kernel, which takes no adapters.
+    `first_stage_layers`, `last_stage_layers`: language layers of those pipeline stages where the
+    split is not even. `head`: outputs of the last stage; a separate critic has "values", a policy
+    with a shared critic "both". `grouped_experts`: on a GPU the experts of a layer are one kernel,
+    which takes no adapters.
     """
 
     dtype: torch.dtype = torch.float32
     sequence: bool = False
     attention: str = "sdpa"
-    recompute: Recompute = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_layers: int = 1
     recompute_tower: bool = False
@@ -47,17 +50,44 @@ class ModelOptions:
     grouped_experts: bool = True
     head: Literal["tokens", "values", "both"] = "tokens"
 
+    @classmethod
+    def from_config(cls, config: Config) -> "ModelOptions":
+        """Return the options of a recipe; "auto" attention is resolved for this machine."""
+        model, parallel, recompute = config.model, config.parallel, config.recompute
+        attention: str = model.attention
+        if attention == "auto":
+            # flash kernels take half precision only
+            flash = platform.has_gpu() and model.dtype == "bfloat16"
+            attention = "flash" if flash else "sdpa"
+        return cls(
+            dtype=getattr(torch, model.dtype),
+            sequence=parallel.sequence,
+            attention=attention,
+            recompute=recompute.language,
+            recompute_modules=recompute.modules,
+            recompute_layers=recompute.layers,
+            recompute_tower=recompute.tower,
+            first_stage_layers=parallel.first_stage_layers,
+            last_stage_layers=parallel.last_stage_layers,
+            freeze_tower=model.freeze_tower,
+            freeze_merger=model.freeze_merger,
+            grouped_experts=config.lora.rank == 0
+            or not any("experts" in target for target in config.lora.targets),
+        )
+
 
 def language_config(
-    architecture: dict[str, Any], layout: Layout, options: ModelOptions, *, deepstack_levels: int
+    architecture: dict[str, Any], layout: Layout, options: ModelOptions
 ) -> LanguageConfig:
-    """megatron-core's configuration of an architecture (a family's `architecture(hf_config)`) under
-    a layout.
+    """Return the configuration of an architecture (a family's `architecture(hf_config)`) under a
+    layout.
     """
     virtual = layout.virtual if layout.virtual > 1 else None
     has_experts = "num_moe_experts" in architecture
     return LanguageConfig(
         **architecture,
+        activation_func=F.silu,
+        gated_linear_unit=True,
         tensor_model_parallel_size=layout.tensor,
         sequence_parallel=options.sequence and layout.tensor > 1,
         context_parallel_size=layout.context,
@@ -71,9 +101,8 @@ def language_config(
         pipeline_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,
         tree_attention=options.attention,
-        deepstack_levels=deepstack_levels,
         **_recompute(options),
-        # Packs differ in length, so stages tell each other the shape of what they send.
+        # Packs differ in length, so stages send the shape along.
         variable_seq_lengths=layout.pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # noqa: S106  # which variable lengths need
         # Virtual stages without overlap give wrong gradients in megatron-core 0.16.1.

@@ -1,55 +1,82 @@
-"""The language model: one stage of megatron-core's GPTModel over packs, with positions given per
-token.
+"""Language model: one stage of megatron-core's GPTModel over packs, with positions given per token.
+
+Its layers are Transformer Engine's on a GPU, megatron-core's own on a CPU; tree attention,
+DeepStack and one checkpoint form in both.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
 
+from megavlm.models.common.architecture import Rotary
+from megavlm.models.common.attention import TreeAttention
 from megavlm.models.common.config import LanguageConfig
-from megavlm.models.common.layers import layer_specs
+from megavlm.models.common.deepstack import DeepStackLayer
 from megavlm.models.common.pack_layout import PackLayout
-from megavlm.models.common.rotary import MultimodalRotary
+from megavlm.parallel import platform
+
+
+@dataclass(frozen=True)
+class ChunkPlace:
+    """Place of a chunk of layers in the pipeline. `is_first`, `is_last`: of the whole model.
+    `index`: of the chunk in its stage, None where the stage has one.
+    """
+
+    is_first: bool
+    is_last: bool
+    index: int | None = None
 
 
 class LanguageModel(GPTModel):
-    """The layers of a pipeline stage (of one chunk of it), with the embedding on the first and the
+    """Layers of a pipeline stage (of one chunk of it), with the embedding on the first and the
     final norm and output layer on the last.
     """
 
     def __init__(
         self,
         config: LanguageConfig,
+        hf_config: Any,
+        place: ChunkPlace,
         *,
-        vocab_size: int,
-        max_sequence_length: int,
-        tied_embeddings: bool,
-        rotary: MultimodalRotary,
+        rotary: Rotary,
         groups: ProcessGroupCollection,
-        is_first: bool,
-        is_last: bool,
-        chunk: int | None,
         has_output: bool,
     ) -> None:
-        """`chunk`: of the stage, where it has several. `has_output`: whether the last stage scores
-        tokens; a critic does not.
+        """`hf_config`: transformers' configuration. `has_output`: False for a critic, whose last
+        stage has no output layer.
         """
         super().__init__(
             config=config,
-            transformer_layer_spec=layer_specs(config, groups, chunk),
-            vocab_size=vocab_size,
-            max_sequence_length=max_sequence_length,
-            pre_process=is_first,
-            post_process=is_last,
-            share_embeddings_and_output_weights=tied_embeddings and has_output,
+            transformer_layer_spec=layer_specs(config, groups, place.index),
+            vocab_size=hf_config.text_config.vocab_size,
+            max_sequence_length=hf_config.text_config.max_position_embeddings,
+            pre_process=place.is_first,
+            post_process=place.is_last,
+            share_embeddings_and_output_weights=(
+                bool(hf_config.tie_word_embeddings) and has_output
+            ),
             position_embedding_type="none",
             scatter_embedding_sequence_parallel=False,  # image features go in first
             pg_collection=groups,
-            vp_stage=chunk,
+            vp_stage=place.index,
         )
-        self.rotary = rotary
-        if is_last and not has_output:
+        self.rotary = MultimodalRotary(rotary)
+        if place.is_last and not has_output:
             del self.output_layer
             self.post_process = False  # of GPTModel: no output layer to save
 
@@ -64,15 +91,17 @@ class LanguageModel(GPTModel):
         return self.decoder.layers[-1].layer_number
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[t] to [t, 1, H], whole on every rank of the tensor axis."""
+        """Return embeddings [t, 1, H] of token ids [t], whole on every rank of the tensor axis."""
         return self.embedding(input_ids=token_ids[None], position_ids=None)
 
     def forward(
         self, hidden: Tensor, levels: Tensor | None, positions: Tensor, layout: PackLayout
     ) -> Tensor:
-        """hidden [t, 1, H] through this chunk's layers; under sequence parallelism [t / tp, 1, H].
+        """Run hidden states [t, 1, H] ([t / tp, 1, H] under sequence parallelism) through this
+        chunk's layers. Returns the same shape.
 
-        levels: DeepStack features for this chunk's layers and later ones (`deepstack`).
+        `levels`: DeepStack features for this chunk's layers and later ones (`deepstack`).
+        `positions`: [3, t].
         """
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # A recomputed region gives no gradients unless one of its inputs asks for them; with
@@ -88,7 +117,93 @@ class LanguageModel(GPTModel):
         )
 
     def output_weight(self) -> Tensor:
-        """This rank's rows of the output layer [V/tp, H]."""
+        """Return this rank's rows of the output layer [V/tp, H]."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+
+class MultimodalRotary(nn.Module):
+    """Angles of each token: positions [3, T] to [T, 1, 1, head_dim], the form that megatron-core's
+    attention applies.
+    """
+
+    inverse_frequencies: Tensor
+    axes: Tensor
+
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__()
+        head_dim, axes = rotary.head_dim, rotary.axes
+        assert len(axes) == head_dim // 2, f"{len(axes)} axes for {head_dim // 2} frequencies"
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self.register_buffer("inverse_frequencies", 1.0 / rotary.theta**exponents, persistent=False)
+        self.register_buffer("axes", torch.tensor(axes), persistent=False)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        # fp32 whatever the model's dtype: bf16 holds integers only up to 256
+        angles = positions[self.axes].t().float() * self.inverse_frequencies.float()
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+
+
+class MegatronRMSNorm(nn.RMSNorm):
+    """RMSNorm with megatron-core's constructor, and the mark by which its gradients are summed
+    under sequence parallelism.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def layer_specs(
+    config: LanguageConfig, groups: ProcessGroupCollection, chunk: int | None
+) -> TransformerBlockSubmodules:
+    """Return the specs of this rank's pipeline stage, or of one chunk of it."""
+    stage = groups.pp.rank()
+    first = get_transformer_layer_offset(config, chunk, stage)
+    count = get_num_layers_to_build(config, chunk, stage)
+    is_moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    assert isinstance(is_moe, list), "a family names its expert layers one by one"
+    specs = {kind: _layer_spec(config, bool(kind)) for kind in set(is_moe)}
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[kind] for kind in is_moe[first : first + count]],
+        layer_norm=_final_norm(),
+    )
+
+
+# In checkpoint keys a norm belongs to the linear after it, as where the two are fused.
+NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+DENSE_NORM_KEYS = NORM_KEYS | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def _layer_spec(config: LanguageConfig, has_experts: bool) -> ModuleSpec:
+    experts = config.num_moe_experts if has_experts else None
+    if platform.has_gpu():
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    else:
+        layer = get_gpt_layer_local_spec(
+            num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        )
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = MegatronRMSNorm
+        if config.qk_layernorm:
+            attention = parts.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = MegatronRMSNorm
+        parts.sharded_state_dict_keys_map = NORM_KEYS if has_experts else DENSE_NORM_KEYS
+    layer.module = DeepStackLayer
+    layer.submodules.self_attention.submodules.core_attention = TreeAttention
+    return layer
+
+
+def _final_norm() -> type | ModuleSpec:
+    if not platform.has_gpu():
+        return MegatronRMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm

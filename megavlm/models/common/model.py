@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.enums import ModelType
@@ -17,7 +18,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavlm.data.packing import Pack
 from megavlm.data.processor import ProcessedImage
@@ -26,10 +27,26 @@ from megavlm.models.common.deepstack import StageLayout, join, separate
 from megavlm.models.common.language import LanguageModel
 from megavlm.models.common.logprobs import Scoring, TokenScores, token_scores
 from megavlm.models.common.tower import Tower
-from megavlm.models.common.value_head import ValueHead
 from megavlm.models.common.vision_merge import encode_images, put_features
 
 Features = Mapping[str, Tensor]  # image key -> [tokens, (1 + levels) x H]
+
+
+class ValueHead(nn.Module):
+    """Critic's head: hidden states [N, H] to values [N] in fp32. It starts at zero, so that an
+    untrained critic returns 0. `learns_alone`: no gradient reaches the hidden states.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.learns_alone = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.learns_alone:
+            hidden = hidden.detach()
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(1)
 
 
 class VisionLanguageModel(MegatronModule):

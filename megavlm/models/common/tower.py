@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megavlm.data.videos import Grid
 from megavlm.models.common.vision_layers import Segments
-from megavlm.models.common.vision_merge import Grid
 
 
 class Tower(nn.Module):

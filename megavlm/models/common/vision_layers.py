@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavlm.models.common.vision_merge import Grid
+from megavlm.data.videos import Grid
 
 # A frame of 16,384 patches takes about 1 MB in all of a family's caches.
 cache_frames = functools.lru_cache(maxsize=256)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Grid = tuple[int, int, int]  # (t, h, w) in patches
+from megavlm.data.videos import Grid
+
 Encode = Callable[
     [Tensor, Sequence[Grid]], Tensor
 ]  # patches [P, patch], grids -> features [P / merge^2, H]

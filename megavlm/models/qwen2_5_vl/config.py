@@ -1,30 +1,36 @@
-"""Qwen2.5-VL's configuration as megatron-core's."""
+"""Qwen2.5-VL's language model as plain values, which are Qwen2-VL's too."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from megavlm.models.common.architecture import dense, rotary_parameters
-from megavlm.models.common.rotary import MultimodalRotary, chunked_axes
+from megavlm.models.common.architecture import (
+    Rotary,
+    chunked_axes,
+    dense,
+    dense_sizes,
+    rotary_parameters,
+)
 
-# transformers', for a configuration that does not say; of the released models.
+# Of the released models; transformers' default for a configuration without it.
 MROPE_SECTION = (16, 24, 24)
 
 
-def architecture(hf_config: Any) -> dict[str, Any]:
-    """TransformerConfig's fields that describe the model, which are Qwen2-VL's too. `hf_config`:
-    transformers' Qwen2_5_VLConfig or Qwen2VLConfig.
+def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what layout rules need. Raises KeyError with the name of a missing value."""
+    return dense_sizes(text, head_dim=None)
 
-    ValueError for what it says and we do not implement.
+
+def architecture(hf_config: Any) -> dict[str, Any]:
+    """Return LanguageConfig's fields. `hf_config`: transformers' Qwen2_5_VLConfig or
+    Qwen2VLConfig. Raises ValueError for what is not implemented.
     """
     text = hf_config.text_config
-    return dense(text, head_dim=_head_dim(text), qkv_bias=True, qk_norm=False)
+    return dense(text, language_sizes(text.to_dict()), qkv_bias=True, qk_norm=False)
 
 
-def rotary(hf_config: Any) -> MultimodalRotary:
+def rotary(hf_config: Any) -> Rotary:
+    """Return the rotary embedding. Raises ValueError for one that is not implemented."""
     text = hf_config.text_config
-    head_dim = _head_dim(text)
+    head_dim = text.hidden_size // text.num_attention_heads
     theta, section = rotary_parameters(text, head_dim, MROPE_SECTION)
-    return MultimodalRotary(head_dim, theta, chunked_axes(section))
-
-
-def _head_dim(text: Any) -> int:
-    return text.hidden_size // text.num_attention_heads
+    return Rotary(head_dim, theta, chunked_axes(section))

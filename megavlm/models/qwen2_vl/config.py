@@ -1,5 +1,5 @@
-"""Qwen2-VL's configuration as megatron-core's: its language model is Qwen2.5-VL's."""
+"""Qwen2-VL's language model as plain values: they are Qwen2.5-VL's."""
 
-from megavlm.models.qwen2_5_vl.config import architecture, rotary
+from megavlm.models.qwen2_5_vl.config import architecture, language_sizes, rotary
 
-__all__ = ["architecture", "rotary"]
+__all__ = ["architecture", "language_sizes", "rotary"]

@@ -1,46 +1,72 @@
-"""Qwen3-VL's configuration, dense and MoE, as megatron-core's."""
+"""Qwen3-VL's language model, dense and MoE, as plain values."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from megavlm.models.common.architecture import dense, rotary_parameters
-from megavlm.models.common.rotary import MultimodalRotary, interleaved_axes
+from megavlm.models.common.architecture import (
+    Rotary,
+    count,
+    dense,
+    dense_sizes,
+    interleaved_axes,
+    rotary_parameters,
+)
 
-# transformers', for a configuration that does not say; of the released models.
+# Of the released models; transformers' default for a configuration without it.
 MROPE_SECTION = (24, 20, 20)
 
 
-def architecture(hf_config: Any) -> dict[str, Any]:
-    """TransformerConfig's fields that describe the model. `hf_config`: transformers' Qwen3VLConfig
-    or Qwen3VLMoeConfig.
+def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what layout rules need. Raises KeyError with the name of a missing value."""
+    sizes = dense_sizes(text, head_dim=text.get("head_dim"))
+    layers = expert_layers(text)
+    if any(layers):
+        sizes |= {
+            "num_moe_experts": count(text, _num_experts(text)),
+            "moe_ffn_hidden_size": count(text, "moe_intermediate_size"),
+            "moe_layer_freq": layers,
+        }
+    return sizes
 
-    ValueError for what it says and we do not implement.
+
+def architecture(hf_config: Any) -> dict[str, Any]:
+    """Return LanguageConfig's fields. `hf_config`: transformers' Qwen3VLConfig or
+    Qwen3VLMoeConfig. Raises ValueError for what is not implemented.
     """
     text = hf_config.text_config
     if text.attention_bias:
         raise ValueError("text_config.attention_bias: a bias is not supported in Qwen3-VL.")
-    fields = dense(text, head_dim=text.head_dim, qkv_bias=False, qk_norm=True)
-    layers = expert_layers(text)
-    return fields | _experts(text, layers) if any(layers) else fields
+    sizes = language_sizes(text.to_dict())
+    fields = dense(text, sizes, qkv_bias=False, qk_norm=True)
+    fields["deepstack_levels"] = len(hf_config.vision_config.deepstack_visual_indexes)
+    return fields | _router(text) if "num_moe_experts" in sizes else fields
 
 
-def rotary(hf_config: Any) -> MultimodalRotary:
+def rotary(hf_config: Any) -> Rotary:
+    """Return the rotary embedding. Raises ValueError for one that is not implemented."""
     text = hf_config.text_config
     theta, section = rotary_parameters(text, text.head_dim, MROPE_SECTION)
-    return MultimodalRotary(text.head_dim, theta, interleaved_axes(section))
+    return Rotary(text.head_dim, theta, interleaved_axes(section))
 
 
-def expert_layers(text: Any) -> list[int]:
-    """1 for each layer with experts, 0 for each dense one."""
-    count = text.num_hidden_layers
-    if not getattr(text, "num_experts", 0):
-        return [0] * count
-    dense_layers, step = set(text.mlp_only_layers), text.decoder_sparse_step
-    return [int(index not in dense_layers and (index + 1) % step == 0) for index in range(count)]
+def expert_layers(text: Mapping[str, Any]) -> list[int]:
+    """Return 1 for each layer with experts, 0 for each dense one."""
+    layers = count(text, "num_hidden_layers")
+    if not text.get(_num_experts(text)):
+        return [0] * layers
+    dense_layers = text.get("mlp_only_layers") or ()
+    step = text.get("decoder_sparse_step") or 1
+    return [int(index not in dense_layers and (index + 1) % step == 0) for index in range(layers)]
 
 
-def _experts(text: Any, layers: list[int]) -> dict[str, Any]:
-    """The router's softmax over all experts, the largest taken and made to sum to 1, is the softmax
-    over the largest.
+def _num_experts(text: Mapping[str, Any]) -> str:
+    """Return the name of the number of experts: transformers 5 writes another than hub files."""
+    return "num_local_experts" if "num_local_experts" in text else "num_experts"
+
+
+def _router(text: Any) -> dict[str, Any]:
+    """Return the router's fields: its softmax over all experts, the largest taken and made to sum
+    to 1, is the softmax over the largest.
     """
     if not getattr(text, "norm_topk_prob", True):
         raise ValueError(
@@ -52,9 +78,6 @@ def _experts(text: Any, layers: list[int]) -> dict[str, Any]:
             "1 and its router no gradient; use 2 or more."
         )
     return {
-        "num_moe_experts": text.num_experts,
-        "moe_ffn_hidden_size": text.moe_intermediate_size,
-        "moe_layer_freq": layers,
         "moe_router_topk": text.num_experts_per_tok,
         "moe_router_pre_softmax": False,
         "moe_router_dtype": "fp32",

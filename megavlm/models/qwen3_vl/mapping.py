@@ -29,7 +29,7 @@ def mapping(config: Any) -> list[Entry]:
 
 def _text_entries(config: Any) -> Iterator[Entry]:
     text = config.text_config
-    has_experts = expert_layers(text)
+    has_experts = expert_layers(text.to_dict())
 
     def layer(index: int, megatron: str, hf: str) -> Iterator[Entry]:
         yield from attention(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megavlm.data.videos import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
     Block,
@@ -25,7 +26,6 @@ from megavlm.models.common.vision_layers import (
     rotary_angles,
     rotary_theta,
 )
-from megavlm.models.common.vision_merge import Grid
 
 
 class MLP(nn.Module):

@@ -18,9 +18,9 @@ from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.weights import step_weights
 from megavlm import checkpointing
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import local_tensors
-from megavlm.models.registry import build_model
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.optimizer import build_updater
 from tests.distributed.fork import launch

@@ -18,12 +18,13 @@ from transformers import AutoConfig
 
 from megavlm import checkpointing
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import LocalTensor, load_hf, local_tensors
 from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.models.registry import build_model, family
+from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.optimizer import Updater, build_updater
 from tests.parity.table import LAYOUTS, Ranks

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megavlm.models.common.rotary import interleaved_axes
+from megavlm.models.common.architecture import interleaved_axes
+from megavlm.models.common.config import LanguageConfig
+from megavlm.models.common.language import MultimodalRotary
 from tests.unit.models.families import FAMILIES, build_in_transformers, part, small_config
 from tests.unit.models.releases import RELEASES, released_config
 
@@ -15,7 +16,7 @@ from tests.unit.models.releases import RELEASES, released_config
 def assert_same_angles(config: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(0, 5000, (3, 200), generator=generator)
-    ours = part(config.model_type, "config").rotary(config)(positions)
+    ours = MultimodalRotary(part(config.model_type, "config").rotary(config))(positions)
     embedding = type(build_in_transformers(config).model.language_model.rotary_emb)
     cos, sin = embedding(config.text_config)(torch.ones(()), positions[:, None])
     assert ours.shape == (200, 1, 1, cos.size(-1)) and ours.dtype == torch.float32
@@ -32,7 +33,7 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
     """As the hub has them: theta and sections lie elsewhere than in transformers 5's own form."""
     config = released_config(release, tmp_path)
     assert_same_angles(config)
-    ours = TransformerConfig(**part(config.model_type, "config").architecture(config))
+    ours = LanguageConfig(**part(config.model_type, "config").architecture(config))
     text = RELEASES[release].get("text_config", RELEASES[release])
     assert ours.num_layers == text["num_hidden_layers"]
     assert ours.ffn_hidden_size == text["intermediate_size"]
@@ -50,7 +51,7 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
 
 def test_axes_of_the_released_qwen3_vl_take_turns_until_time_remains() -> None:
     axes = interleaved_axes([24, 20, 20])
-    assert axes[:7] == [0, 1, 2, 0, 1, 2, 0] and axes[54:] == [0, 1, 2, 0, 1, 2, 0, 0, 0, 0]
+    assert axes[:7] == (0, 1, 2, 0, 1, 2, 0) and axes[54:] == (0, 1, 2, 0, 1, 2, 0, 0, 0, 0)
     assert [axes.count(axis) for axis in range(3)] == [24, 20, 20]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
-from megavlm.models.registry import build_model
 from megavlm.parallel.mesh import Layout, build_mesh
 from tests.distributed.fork import launch
 from tests.parity.cases import compare, expect

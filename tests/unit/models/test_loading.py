@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import HUB, MEMORY, HubTensors, load_hf, local_tensors
 from megavlm.models.common.mapping import Entry, shard_tensor
-from megavlm.models.registry import build_model
 from megavlm.parallel.mesh import Layout, build_mesh
 from tests.distributed.fork import launch
 from tests.unit.models.families import FAMILIES, build_in_transformers, entries_of, small_config

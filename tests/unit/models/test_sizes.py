@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import local_tensors
 from megavlm.models.common.lora import LoRA
 from megavlm.models.common.mapping import shard_tensor
-from megavlm.models.registry import build_model
 from megavlm.models.sizes import (
     ParameterSize,
     Size,

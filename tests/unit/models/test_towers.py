@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megavlm.models.common.vision_merge import Grid
+from megavlm.data.videos import Grid
 from tests.unit.models.towers import (
     FAMILIES,
     Pair,

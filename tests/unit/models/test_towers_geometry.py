@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megavlm.data.videos import Grid
 from megavlm.models.common.vision_layers import (
     Segments,
     inverse_order,
@@ -11,7 +12,6 @@ from megavlm.models.common.vision_layers import (
     pack_values,
     patch_positions,
 )
-from megavlm.models.common.vision_merge import Grid
 from megavlm.models.qwen2_5_vl.vision import cell_order, patch_order, window_segments
 from megavlm.models.qwen3_vl.vision import table_taps, table_weights
 from megavlm.parallel.torchvision_ops import define_torchvision_operators

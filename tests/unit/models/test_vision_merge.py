@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megavlm.models.common.vision_merge import Grid, encode_images, split_by_cost
+from megavlm.data.videos import Grid
+from megavlm.models.common.vision_merge import encode_images, split_by_cost
 from tests.distributed.fork import launch
 
 GRIDS: list[Grid] = [(1, 4, 6), (1, 2, 2), (2, 2, 4)]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megavlm.data.videos import Grid
 from megavlm.models.common.tower import Tower
-from megavlm.models.common.vision_merge import Grid
 from megavlm.models.qwen2_5_vl.vision import VisionTower as Qwen2_5_VLTower
 from megavlm.models.qwen2_vl.vision import VisionTower as Qwen2VLTower
 from megavlm.models.qwen3_vl.vision import VisionTower as Qwen3VLTower

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.run.preflight_layout import architecture_of
+from megavlm.run.preflight_layout import language_sizes
 from tests.conftest import write_model_folder
 from tests.unit.models.families import FAMILIES, part, small_config
 from tests.unit.models.releases import RELEASES, released_config
@@ -198,7 +198,7 @@ def test_text_config_is_read_where_it_is(write_recipe: WriteRecipe, tmp_path: Pa
 
 def expect_same(values: dict[str, Any], config: Any) -> None:
     """config.json's values give what the family's `architecture` gives."""
-    ours = architecture_of(values.get("text_config", values), Path("model"))
+    ours = language_sizes(values, Path("model"))
     theirs = part(config.model_type, "config").architecture(config)
     assert ours == {name: theirs[name] for name in ours}
     assert ("num_moe_experts" in ours) == ("num_moe_experts" in theirs)
