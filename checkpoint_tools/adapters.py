@@ -15,20 +15,10 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools.weights import Weights
+from megavlm.models.common.components import lora_component
 from megavlm.models.common.mapping import Entry
 
 Pair = tuple[Tensor, Tensor]
-
-# The linears that `models.common.lora_targets` puts adapters on, by their keys in checkpoints.
-_LAYER = r"language_model\.decoder\.layers\.\d+"
-_COMPONENTS = {
-    "language.attention": rf"{_LAYER}\.self_attention\.linear_(qkv|proj)",
-    "language.mlp": rf"{_LAYER}\.mlp\.linear_fc[12]",
-    "language.experts": rf"{_LAYER}\.mlp\.experts\.experts\.linear_fc[12]",
-    "vision.attention": r"visual\.blocks\.\d+\.attn\..+",
-    "vision.mlp": r"visual\.blocks\.\d+\.mlp\..+",
-    "vision.merger": r"visual\.(merger|deepstack_merger_list)\..+",
-}
 
 
 @dataclass(frozen=True)
@@ -102,15 +92,9 @@ def linears(weights: Weights) -> dict[str, list[Projection]]:
     found: dict[str, list[Projection]] = defaultdict(list)
     for entry in weights.entries():
         linear = entry.megatron.removesuffix(".weight")
-        if component(linear) and linear != entry.megatron and len(entry.megatron_shape) == 2:
+        if lora_component(linear) and linear != entry.megatron and len(entry.megatron_shape) == 2:
             found[linear] += _projections(linear, entry)
     return found
-
-
-def component(linear: str) -> str | None:
-    """As `lora.targets` names it."""
-    matches = (name for name, regex in _COMPONENTS.items() if re.fullmatch(regex, linear))
-    return next(matches, None)
 
 
 def targets(adapted: Iterable[str], whole: Iterable[str]) -> list[str]:
@@ -119,7 +103,7 @@ def targets(adapted: Iterable[str], whole: Iterable[str]) -> list[str]:
     """
     left, whole = {_trained_name(x) for x in adapted}, [_trained_name(x) for x in whole]
     found = []
-    for name in (lambda x: component(_saved_name(x)) or x, _any_layer, str):
+    for name in (lambda x: lora_component(_saved_name(x)) or x, _any_layer, str):
         groups: dict[str, set[str]] = defaultdict(set)
         for linear in whole:
             groups[name(linear)].add(linear)

@@ -1,4 +1,7 @@
-"""Modelled forward FLOPs of a tree, language model and tower together, for balancing ranks."""
+"""Modelled forward FLOPs of a tree, language model and tower together, for balancing ranks.
+
+Not covered: backward, communication, the embedding, the mergers and the output layer.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -14,9 +17,7 @@ TreeCost = Callable[[Tree], float]
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Two FLOPs per multiply-add: the linear layers by tokens and patches, attention by pairs that
-    attend.
-    """
+    """Cost of a token, a patch and a pair that attends, two FLOPs per multiply-add."""
 
     per_token: float
     per_pair: float
@@ -24,30 +25,28 @@ class ModelCost:
     per_patch_pair: float
 
     @classmethod
-    def of(cls, entries: Iterable[Entry], hf_config: Any) -> "ModelCost":
-        """`entries`: the model's mapping, whose matrices are what a token is multiplied with."""
-        text, vision = hf_config.text_config, hf_config.vision_config
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        per_token = per_patch = width = 0.0
+    def of(cls, entries: Iterable[Entry], architecture: Mapping[str, Any]) -> "ModelCost":
+        """Return the cost of a model. `entries`: its mapping, whose matrices a token is multiplied
+        with. `architecture`: its family's `architecture(hf_config)`.
+        """
+        per_token = per_patch = per_patch_pair = 0.0
         for entry in entries:
+            matrices = sum(math.prod(shape) for shape in entry.hf_shapes if len(shape) > 1)
             if entry.megatron.startswith("language_model.decoder.layers."):
-                matrices = sum(math.prod(shape) for shape in entry.hf_shapes if len(shape) > 1)
                 if entry.expert is not None:  # a token sees some of its stack's experts
-                    experts = text.num_experts
-                    matrices *= text.num_experts_per_tok / experts / experts
+                    experts = entry.hf_shapes[0][0]
+                    matrices *= architecture["moe_router_topk"] / experts / experts
                 per_token += 2 * matrices
             elif entry.megatron.startswith("visual.blocks."):
-                per_patch += 2 * sum(math.prod(x) for x in entry.hf_shapes if len(x) > 1)
+                per_patch += 2 * matrices
                 if entry.megatron.endswith(".attn.proj.weight"):
-                    width = entry.hf_shapes[0][0]
-        return cls(
-            per_token,
-            4.0 * text.num_attention_heads * head_dim * text.num_hidden_layers,
-            per_patch,
-            4.0 * width * vision.depth,
-        )
+                    per_patch_pair += 4.0 * entry.hf_shapes[0][0]
+        width = architecture["num_attention_heads"] * architecture["kv_channels"]
+        per_pair = 4.0 * width * architecture["num_layers"]
+        return cls(per_token, per_pair, per_patch, per_patch_pair)
 
     def tree(self, tree: Tree, images: Mapping[str, ProcessedImage]) -> float:
+        """Return the FLOPs of a tree, each segment and image once."""
         flops = 0.0
         for segment in tree.segments:
             length, context, parent = len(segment.token_ids), 0, segment.parent

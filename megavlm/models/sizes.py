@@ -7,19 +7,18 @@ not exist (`parallel.fake`). Not covered: activations, gradients, optimizer stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megavlm.models.build import build_model
+from megavlm.models.common.components import Part, model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import LocalTensor, local_tensors
 from megavlm.models.common.lora import LoRA, add_adapters
 from megavlm.parallel.fake import fake_rank, without_memory
 from megavlm.parallel.mesh import Layout, build_mesh, check_world
-
-Component = Literal["tower", "embedding", "attention", "mlp", "experts", "output"]
 
 
 @dataclass(frozen=True)
@@ -47,20 +46,10 @@ class ParameterSize:
         return self.numel * self.dtype.itemsize
 
     @property
-    def component(self) -> Component:
-        """A layer's norm counts with what follows it, a router with its experts, the final norm
-        and a value head with the output layer.
-        """
-        parts = self.name.split(".")
-        if parts[0] == "visual":
-            return "tower"
-        if "embedding" in parts:
-            return "embedding"
-        if "self_attention" in parts:
-            return "attention"
-        if {"experts", "router", "pre_mlp_layernorm"} & {*parts}:
-            return "experts"
-        return "mlp" if "mlp" in parts else "output"
+    def component(self) -> Part:
+        """Part of the model (`components.model_part`); the tower's with its mergers."""
+        name = model_part(self.name)
+        return "tower" if name == "merger" else name
 
 
 @dataclass(frozen=True)
@@ -133,9 +122,9 @@ def equal_ranks(
     yield found
 
 
-def by_component(parameters: Iterable[ParameterSize]) -> dict[Component, Size]:
+def by_component(parameters: Iterable[ParameterSize]) -> dict[Part, Size]:
     """Sums over each component that there is, in the order of the first parameter of each."""
-    groups: dict[Component, list[ParameterSize]] = {}
+    groups: dict[Part, list[ParameterSize]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.component, []).append(parameter)
     return {component: total(group) for component, group in groups.items()}

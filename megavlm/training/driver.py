@@ -33,7 +33,8 @@ class Driver:
     ) -> None:
         """`connection`: to the rollout servers; None where the run generates nothing."""
         self.config, self.mesh, self.connection = config, mesh, connection
-        self._cost = ModelCost.of(family(hf_config.model_type).mapping(hf_config), hf_config)
+        parts = family(hf_config.model_type)
+        self._cost = ModelCost.of(parts.mapping(hf_config), parts.architecture(hf_config))
         self.processor = make_processor(config)
         self.rows = read(config, config.data.train_files)
         self.test_rows = read(config, config.data.test_files)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megavlm.models.common.components import model_part
 from megavlm.models.common.mapping import Entry
 from megavlm.weight_sync.lora import adapter_bytes
 from megavlm.weight_sync.plan import Plan, numel
 from megavlm.weight_sync.sglang_layout import Engine, engine_tensors
-from megavlm.weight_sync.trainable import MERGERS, adapted_entries
+from megavlm.weight_sync.trainable import adapted_entries
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ def table(
     adapted = adapted_entries(plan.entries, lora[1])
     names: dict[str, set[str]] = {}
     for index, entry in enumerate(plan.entries):
-        row = rows.setdefault(kind(entry), Row())
+        row = rows.setdefault(model_part(entry.megatron), Row())
         num_bytes = numel(entry) * itemsize
         row.full += num_bytes
-        names.setdefault(kind(entry), set()).update(entry.hf)
+        names.setdefault(model_part(entry.megatron), set()).update(entry.hf)
         if index in plan.changed:
             row.changed += num_bytes
             row.source_ranks.update(plan.source_ranks[index])
@@ -60,7 +61,9 @@ def table(
             row.adapters += adapter_bytes(plan.entries, [index], lora[0], itemsize)
     for name, row in rows.items():
         row.tensors = len(names[name])
-        changed = [plan.entries[i] for i in plan.changed if kind(plan.entries[i]) == name]
+        changed = [
+            plan.entries[i] for i in plan.changed if model_part(plan.entries[i].megatron) == name
+        ]
         row.stored = max(stored_bytes(changed, serving.engine, itemsize))
     return rows
 
@@ -75,20 +78,6 @@ def stored_bytes(entries: Iterable[Entry], engine: Engine, itemsize: int) -> lis
         itemsize * sum(tensor.numel() for _, tensor in engine_tensors(tensors, engine, rank))
         for rank in range(engine.tensor_parallel)
     ]
-
-
-def kind(entry: Entry) -> str:
-    """The class of a tensor. A layer's norm counts with what follows it."""
-    key = entry.megatron
-    if key.startswith("visual."):
-        return "merger" if key.startswith(MERGERS) else "tower"
-    if ".self_attention." in key:
-        return "attention"
-    if ".embedding." in key:
-        return "embedding"
-    if entry.expert is not None or "router" in key or "pre_mlp_layernorm" in key:
-        return "experts"
-    return "mlp" if ".mlp." in key else "output"
 
 
 def received(rows: Mapping[str, Row], serving: Serving) -> dict[str, int]:

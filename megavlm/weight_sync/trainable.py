@@ -1,21 +1,11 @@
 """Which entries of a mapping training can change, and which have adapters: by the options."""
 
-import re
 from collections.abc import Sequence
 
+from megavlm.models.common.components import lora_component, model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora_targets import choose
 from megavlm.models.common.mapping import Entry
-
-MERGERS = ("visual.merger.", "visual.deepstack_merger_list.")
-_COMPONENTS = {
-    "language.attention": r"language_model\..*\.self_attention\.linear_(qkv|proj)",
-    "language.mlp": r"language_model\..*\.mlp\.linear_fc[12]",
-    "language.experts": r"language_model\..*\.mlp\.experts\.linear_fc[12]",
-    "vision.attention": r"visual\.blocks\.\d+\.attn\..+",
-    "vision.mlp": r"visual\.blocks\.\d+\.mlp\..+",
-    "vision.merger": r"visual\.(merger|deepstack_merger_list\.\d+)\..+",
-}
 
 
 def trained_entries(
@@ -32,7 +22,7 @@ def trained_entries(
 def adapted_entries(entries: Sequence[Entry], targets: Sequence[str]) -> frozenset[int]:
     """Indices of the weights that `targets` put adapters on. ValueError as in `choose`."""
     names = {i: linear_name(entry) for i, entry in enumerate(entries)}
-    components = {name: kind for name in names.values() if name and (kind := component(name))}
+    components = {name: kind for name in names.values() if name and (kind := lora_component(name))}
     chosen = choose(targets, components, has_tower=True)
     return frozenset(i for i, name in names.items() if name in chosen)
 
@@ -47,11 +37,7 @@ def linear_name(entry: Entry) -> str | None:
     return name.replace(".experts.experts.", ".experts.")
 
 
-def component(name: str) -> str | None:
-    return next((kind for kind, rule in _COMPONENTS.items() if re.fullmatch(rule, name)), None)
-
-
 def _is_frozen(key: str, options: ModelOptions) -> bool:
     if not key.startswith("visual."):
         return False
-    return options.freeze_merger if key.startswith(MERGERS) else options.freeze_tower
+    return options.freeze_merger if model_part(key) == "merger" else options.freeze_tower

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megavlm.config.lora import COMPONENTS, LANGUAGE, VISION
+from megavlm.models.common.components import lora_component
 from megavlm.models.common.lora_linear import Placement
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.common.tower import Tower
@@ -72,19 +73,15 @@ def linear_names(config: TransformerConfig, tower: Tower | None) -> dict[str, st
     """Name and component of every linear in the whole model; the tower's where this rank has it."""
     has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     assert isinstance(has_experts, list), "a family names its expert layers one by one"
-    names = {}
+    names = []
     for index in range(config.num_layers):
         layer = f"{LANGUAGE}decoder.layers.{index}"
-        names[f"{layer}.self_attention.linear_qkv"] = "language.attention"
-        names[f"{layer}.self_attention.linear_proj"] = "language.attention"
-        for linear in ("linear_fc1", "linear_fc2"):
-            if has_experts[index]:
-                names[f"{layer}.mlp.experts.{linear}"] = "language.experts"
-            else:
-                names[f"{layer}.mlp.{linear}"] = "language.mlp"
+        names += [f"{layer}.self_attention.linear_{kind}" for kind in ("qkv", "proj")]
+        mlp = f"{layer}.mlp.experts" if has_experts[index] else f"{layer}.mlp"
+        names += [f"{mlp}.linear_{kind}" for kind in ("fc1", "fc2")]
     if tower is not None:
-        names |= {f"{VISION}{name}": component for name, component in _tower_components(tower)}
-    return names
+        names += [f"{VISION}{name}" for name in _tower_linears(tower)]
+    return {name: kind for name in names if (kind := lora_component(name))}
 
 
 def sites(model: VisionLanguageModel, chosen: set[str]) -> Iterator[Site]:
@@ -159,22 +156,15 @@ def _expert_sites(experts: Any, name: str, linears: set[str]) -> Iterator[Site]:
                 yield site
 
 
-def _tower_components(tower: Tower) -> Iterator[tuple[str, str]]:
-    """Name in the tower and component of its blocks' and mergers' linears; the patch embedding, a
-    convolution in HF, has no adapters.
+def _tower_linears(tower: Tower) -> list[str]:
+    """Return names within the tower; the patch embedding's, a convolution in HF, is among them and
+    has no component.
     """
-    merging = {module for merger in tower.mergers() for module in merger.modules()}
-    for name, module in tower.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        if module in merging:
-            yield name, "vision.merger"
-        elif name.startswith("blocks."):
-            yield name, "vision.attention" if ".attn." in name else "vision.mlp"
+    return [name for name, module in tower.named_modules() if isinstance(module, nn.Linear)]
 
 
 def _tower_sites(tower: Tower, group: dist.ProcessGroup) -> Iterator[Site]:
-    for name, _ in _tower_components(tower):
+    for name in _tower_linears(tower):
         path, _, leaf = name.rpartition(".")
         owner: Any = tower.get_submodule(path)
         part = (leaf, getattr(owner, leaf).out_features)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megavlm.data.videos import Grid
+from megavlm.models.common.components import model_part
 from megavlm.models.common.vision_layers import Segments
 
 
@@ -30,8 +31,12 @@ class Tower(nn.Module):
         raise AssertionError("a family defines its tower")
 
     def mergers(self) -> list[nn.Module]:
-        """All that is frozen and trained as the merger: with DeepStack, its mergers too."""
-        return [self.merger]
+        """Return what is frozen and trained as the merger: with DeepStack, its mergers too."""
+        found: list[nn.Module] = []
+        for name, child in self.named_children():
+            if model_part(f"visual.{name}.") == "merger":
+                found += child if isinstance(child, nn.ModuleList) else [child]
+        return found
 
     def run_blocks(
         self,

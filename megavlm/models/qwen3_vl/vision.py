@@ -118,9 +118,6 @@ class VisionTower(Tower):
             Merger(config, norm_whole_cell=True) for _ in range(self.num_levels)
         )
 
-    def mergers(self) -> list[nn.Module]:
-        return [self.merger, *self.deepstack_merger_list]
-
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         device = patches.device
         x = self.patch_embed(patches)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoint_tools.adapters import component, linears
+from checkpoint_tools.adapters import linears
 from checkpoint_tools.lora_export import lora_export
 from checkpoint_tools.lora_import import lora_import
 from checkpoint_tools.lora_merge import lora_merge
@@ -19,6 +19,7 @@ from checkpoint_tools.weights import hub_weights, step_weights
 from megavlm import checkpointing
 from megavlm.checkpointing.adapters import AdapterSettings
 from megavlm.config.optimizer import Optimizer
+from megavlm.models.common.components import lora_component
 from megavlm.models.common.lora import LoRA
 from megavlm.models.common.lora_targets import linear_names
 from megavlm.training.optimizer import build_updater
@@ -131,7 +132,7 @@ def test_training_starts_from_imported_adapters(
     ours = {
         linear.replace("experts.experts", "experts"): linear for linear in linears(hub_weights(hf))
     }
-    assert {name: component(linear) for name, linear in ours.items()} == result["names"]
+    assert {name: lora_component(linear) for name, linear in ours.items()} == result["names"]
 
 
 def test_zeros_are_all_that_is_added(hf_folder: Folder, tmp_path: Path) -> None:

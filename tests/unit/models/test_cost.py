@@ -11,6 +11,7 @@ from tests.unit.models.families import (
     FAMILIES,
     build_in_transformers,
     entries_of,
+    part,
     small_config,
 )
 from tests.unit.training.trees import image, segment, tree
@@ -21,7 +22,7 @@ COST = ModelCost(per_token=1000.0, per_pair=10.0, per_patch=100.0, per_patch_pai
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_counts_the_matrices_of_transformers(family: str) -> None:
     config = small_config(family)
-    cost = ModelCost.of(entries_of(config), config)
+    cost = ModelCost.of(entries_of(config), part(family, "config").architecture(config))
     text, parameters = config.text_config, dict(build_in_transformers(config).named_parameters())
     per_token = per_patch = 0.0
     for name, parameter in parameters.items():

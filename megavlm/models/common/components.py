@@ -1,0 +1,44 @@
+"""Components of a model, by the names of its tensors and linears.
+
+A name is a path in the whole model, as in checkpoints and in `lora.targets`. Of a family's tower it
+is known that it has `blocks` with `attn` and `mlp`, and that the modules with "merger" in their
+name are its mergers.
+"""
+
+import re
+from typing import Literal
+
+# Components that `lora.targets` names (as in config): the linears that adapters are put on,
+# in the tower with their norms. Checkpoints name experts `experts.experts`.
+LINEARS = {
+    "language.attention": r"language_model\..*\.self_attention\.linear_(qkv|proj)",
+    "language.mlp": r"language_model\..*\.mlp\.linear_fc[12]",
+    "language.experts": r"language_model\..*\.mlp\.experts\.(experts\.)?linear_fc[12]",
+    "vision.attention": r"visual\.blocks\.\d+\.attn\..+",
+    "vision.mlp": r"visual\.blocks\.\d+\.mlp\..+",
+    "vision.merger": r"visual\.\w*merger\w*\..*",
+}
+Part = Literal["tower", "merger", "embedding", "attention", "mlp", "experts", "output"]
+
+
+def lora_component(linear: str) -> str | None:
+    """Return the component of a linear, None for one that no adapter can be put on."""
+    return next((name for name, rule in LINEARS.items() if re.fullmatch(rule, linear)), None)
+
+
+def model_part(key: str) -> Part:
+    """Return the part of the model that a tensor belongs to.
+
+    A layer's norm counts with what follows it, a router with its experts, the final norm and a
+    value head with the output layer.
+    """
+    names = key.split(".")
+    if names[0] == "visual":
+        return "merger" if lora_component(key) == "vision.merger" else "tower"
+    if "embedding" in names:
+        return "embedding"
+    if "self_attention" in names:
+        return "attention"
+    if {"experts", "router", "pre_mlp_layernorm"} & {*names}:
+        return "experts"
+    return "mlp" if "mlp" in names else "output"
