@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from megavlm.demo import FAMILY
+from megavlm.models.registry import FAMILIES
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -172,11 +175,8 @@ def demo(
         typer.Option(min=0, help="Random seed for images, model initialisation and training."),
     ] = 0,
     family: Annotated[
-        str,
-        typer.Option(
-            help="Family of the tiny model: qwen2_vl, qwen2_5_vl, qwen3_vl or qwen3_vl_moe."
-        ),
-    ] = "qwen2_5_vl",
+        str, typer.Option(help=f"Family of the tiny model: {', '.join(FAMILIES)}.")
+    ] = FAMILY,
     algorithm: Annotated[
         str,
         typer.Option(

@@ -75,13 +75,15 @@ def tiny_config(
     token_ids: of the special tokens. ValueError for an unknown family, an option that the family
     does not have, or sizes that its checkpoints cannot hold.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"family: {family!r} has no tiny model; use one of {', '.join(FAMILIES)}")
+    if family not in TINY_FAMILIES:
+        raise ValueError(
+            f"family: {family!r} has no tiny model; use one of {', '.join(TINY_FAMILIES)}"
+        )
     for field in fields(sizes):
         only = _ONLY.get(field.name, (family,))
         if getattr(sizes, field.name) is not None and family not in only:
             raise ValueError(f"{field.name}: {family} has no such option, only {', '.join(only)}")
-    config_class, sections = FAMILIES[family]
+    config_class, sections = TINY_FAMILIES[family]
     text, vision = sections(sizes)
     text |= {
         "vocab_size": vocab_size,
@@ -219,7 +221,7 @@ def _qwen3_vl_moe(sizes: TinySizes) -> tuple[Section, Section]:
     return text, vision
 
 
-FAMILIES: dict[str, tuple[type[Any], Callable[[TinySizes], tuple[Section, Section]]]] = {
+TINY_FAMILIES: dict[str, tuple[type[Any], Callable[[TinySizes], tuple[Section, Section]]]] = {
     "qwen2_vl": (Qwen2VLConfig, _qwen2_vl),
     "qwen2_5_vl": (Qwen2_5_VLConfig, _qwen2_5_vl),
     "qwen3_vl": (Qwen3VLConfig, _qwen3_vl),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from megavlm.demo import FAMILY
 from megavlm.demo.tiny_configs import END_OF_TEXT, END_OF_TURN, TinySizes, tiny_config
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -47,7 +48,7 @@ def make_tiny_model(
     texts: Iterable[str],
     *,
     seed: int,
-    family: str = "qwen2_5_vl",
+    family: str = FAMILY,
     randomise_norms_and_biases: bool = False,
     max_vocab: int = 512,
     max_pixels: int | None = None,
@@ -56,7 +57,7 @@ def make_tiny_model(
     """Write a random model and a tokenizer trained on `texts` to `folder`.
 
     texts: what the tokenizer learns its merges from; a frequent word becomes one token.
-    family: the model_type, as in `tiny_configs.FAMILIES`.
+    family: the model_type, as in `tiny_configs.TINY_FAMILIES`.
     randomise_norms_and_biases: draw norm weights around 1 and biases around 0 instead of exactly
         1 and 0, so that a test sees a norm or a bias that was left out or swapped; and routers
         that send tokens to all experts.

@@ -1,7 +1,7 @@
-"""What each rank of a layout holds, exactly, without a cluster and without memory.
+"""Parameters that each rank of a layout holds, exactly, without a cluster and without memory.
 
-The model is built as a run builds it, on the meta device, by a rank of a process group that does
-not exist (`parallel.fake`). Not covered: activations, gradients, optimizer states.
+The model is built as in a run, on the meta device, by a rank of a fake process group
+(`parallel.fake`). Not covered: activations, gradients, optimizer states.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megavlm.models.build import build_model
-from megavlm.models.common.components import Part, model_part
+from megavlm.models.common.components import ModelPart, model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import LocalTensor, local_tensors
 from megavlm.models.common.lora import LoRA, add_adapters
@@ -23,12 +23,12 @@ from megavlm.parallel.mesh import Layout, build_mesh, check_world
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """A parameter as one rank holds it. `name`: its key in checkpoints, with the number that a
-    layer has in the whole model; of an expert with the expert's number, `...mlp.experts.5...`.
+    """Parameter as one rank holds it. `name`: its key in checkpoints, with the number that a layer
+    has in the whole model; of an expert with the expert's number, `...mlp.experts.5...`.
 
-    `pieces`: how many different tensors of this shape the ranks of its pipeline stage hold in its
-    place, as cut over the tensor axis and, for experts, as spread over the expert axis. So the sum
-    of `numel` x `pieces` over one rank of each stage, each name once, is the whole model.
+    `pieces`: number of different tensors of this shape that the ranks of its pipeline stage hold in
+    its place, as cut over the tensor axis and, for experts, as spread over the expert axis. So the
+    sum of `numel` x `pieces` over one rank of each stage, each name once, is the whole model.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ParameterSize:
         return self.numel * self.dtype.itemsize
 
     @property
-    def component(self) -> Part:
+    def component(self) -> ModelPart:
         """Part of the model (`components.model_part`); the tower's with its mergers."""
         name = model_part(self.name)
         return "tower" if name == "merger" else name
@@ -54,7 +54,7 @@ class ParameterSize:
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters and their bytes; `trained`: parameters that are not frozen."""
+    """Number of parameters and their bytes; `trained`: parameters that are not frozen."""
 
     parameters: int
     bytes: int
@@ -63,7 +63,7 @@ class Size:
 
 @dataclass(frozen=True)
 class EqualRanks:
-    """Ranks that hold tensors of the same shapes, and those of the first of them."""
+    """Ranks that hold tensors of the same shapes, and the first rank's parameters."""
 
     ranks: range
     parameters: list[ParameterSize]
@@ -77,15 +77,15 @@ def rank_parameters(
     options: ModelOptions | None = None,
     lora: LoRA | None = None,
 ) -> list[ParameterSize]:
-    """Every parameter that rank `rank` of `world_size` holds. `hf_config`: transformers'
+    """Return every parameter that rank `rank` of `world_size` holds. `hf_config`: transformers'
     configuration. Only for a process without a process group (`fake_rank`).
 
-    ValueError for a layout that the world size or the model does not fit.
+    Raises ValueError for a layout that the world size or the model does not fit.
     """
     check_world(layout, world_size)
     with fake_rank(rank, world_size):
         mesh = build_mesh(layout)
-        # Over this group the last stage would get its copy of tied embeddings, which are nowhere.
+        # Over this group the last stage would receive tied embeddings, which have no data here.
         mesh.groups.embd = None
         with without_memory():
             chunks = build_model(hf_config, mesh, options)
@@ -102,10 +102,10 @@ def equal_ranks(
     options: ModelOptions | None = None,
     lora: LoRA | None = None,
 ) -> Iterator[EqualRanks]:
-    """All ranks, in groups that hold the same shapes: those of a pipeline stage, since every other
-    axis cuts evenly, and of neighbouring stages where these are alike.
+    """Yield all ranks in groups that hold the same shapes: those of a pipeline stage, since every
+    other axis cuts evenly, joined with neighbouring stages of the same shapes.
 
-    ValueError as in `rank_parameters`.
+    Raises ValueError as `rank_parameters` does.
     """
     per_stage = world_size // layout.pipeline
     found: EqualRanks | None = None
@@ -122,15 +122,16 @@ def equal_ranks(
     yield found
 
 
-def by_component(parameters: Iterable[ParameterSize]) -> dict[Part, Size]:
-    """Sums over each component that there is, in the order of the first parameter of each."""
-    groups: dict[Part, list[ParameterSize]] = {}
+def by_component(parameters: Iterable[ParameterSize]) -> dict[ModelPart, Size]:
+    """Sum each component, in the order of their first parameters."""
+    groups: dict[ModelPart, list[ParameterSize]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.component, []).append(parameter)
     return {component: total(group) for component, group in groups.items()}
 
 
 def total(parameters: Iterable[ParameterSize]) -> Size:
+    """Sum all parameters."""
     everything = [*parameters]
     return Size(
         parameters=sum(x.numel for x in everything),
@@ -149,7 +150,7 @@ def _size(held: LocalTensor, layout: Layout) -> ParameterSize:
 
 
 def _is_cut(tensor: Tensor) -> bool:
-    """megatron-core's mark of a parameter that the tensor axis cuts."""
+    """Return True for megatron-core's mark of a parameter that the tensor axis cuts."""
     return getattr(tensor, "partition_dim", -1) >= 0
 
 

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavlm.models.common.mapping import short_name
+
 VOCAB_MULTIPLE = 64  # embedding, head and learned positions are padded to it with zero rows
 CPU_FFN_MULTIPLE = 32  # of each rank (configs/update_config.py)
 VISION_MULTIPLE = 8  # the width of a gated vision MLP is, too
@@ -60,17 +62,9 @@ class Engine:
         return self.tensor_parallel // self.expert_parallel
 
 
-def engine_name(hub_name: str) -> str:
-    """Without what Qwen3-VL's hub files add to the names of the older families."""
-    for long, short in (("model.visual.", "visual."), ("model.language_model.", "model.")):
-        if hub_name.startswith(long):
-            return short + hub_name.removeprefix(long)
-    return hub_name
-
-
 def stored_name(hub_name: str) -> str:
     """The engine's parameter that an HF tensor is, or is part of."""
-    name = engine_name(hub_name)
+    name = short_name(hub_name)
     module, _, kind = name.rpartition(".")
     parent, _, leaf = module.rpartition(".")
     if leaf == "experts":
@@ -96,7 +90,7 @@ def engine_tensors(
     """
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for hub_name, tensor in hub_tensors.items():
-        groups.setdefault(stored_name(hub_name), []).append((engine_name(hub_name), tensor))
+        groups.setdefault(stored_name(hub_name), []).append((short_name(hub_name), tensor))
     size = engine.tensor_parallel
     for stored, parts in groups.items():
         name, tensor = parts[0]

@@ -1,5 +1,5 @@
-"""Core attention over packs of trees, in megatron-core's layers: a token attends its own past and
-that of the segments it descends from.
+"""Core attention over packs of trees, in megatron-core's layers: a token attends to the past of its
+own segment and to the segments it descends from.
 
 Under context parallelism a rank computes the queries of its part of the pack, with the keys and
 values of all of it.
@@ -21,9 +21,8 @@ from megavlm.models.common.pack_layout import PackLayout
 
 
 class TreeAttention(MegatronModule):
-    """megatron-core's core-attention contract: query [t, 1, heads, D] in, [t, 1, heads x D] out.
-
-    Raises ValueError for a backend that cannot run here.
+    """Core attention with megatron-core's contract: query [t, 1, heads, D] in, [t, 1, heads x D]
+    out. Raises ValueError for a backend that cannot run here.
     """
 
     def __init__(
@@ -66,9 +65,10 @@ class TreeAttention(MegatronModule):
 def gather_context(
     key: Tensor, value: Tensor, gather_index: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of every context rank, [t, heads, D] each, in pack order [T, heads, D].
+    """Gather keys and values of every context rank, [t, heads, D] each, in pack order
+    [T, heads, D]. Collective.
 
-    In backward a rank receives the sum of all ranks' gradients of what it gave.
+    In backward a rank receives the sum of all ranks' gradients of its own keys and values.
     """
     together = torch.stack([key, value], dim=1)  # one collective for both
     everything = gather_from_sequence_parallel_region(together, group=group)

@@ -1,8 +1,8 @@
-"""Backends of the core attention: functions of one type, chosen by name.
+"""Backends of the core attention: functions of one signature, chosen by name.
 
 "sdpa" is dense, tree by tree, and runs anywhere. "flash" (PyTorch's kernel) and
 "transformer_engine" compute causal sequences of variable length: the keys of a shared prompt are
-read once for each of its responses, no mask exists. "flex" compiles the tree mask into its kernel
+read once for each of its responses, without a mask. "flex" compiles the tree mask into its kernel
 and skips blocks in which nothing is attended. Attention has no dropout.
 """
 
@@ -19,32 +19,32 @@ from torch import Tensor
 from megavlm.models.common.pack_layout import PackLayout, Sequences, attends
 from megavlm.parallel import platform
 
-# query [t, heads, D] of the held tokens, key and value [T, kv heads, D] of the pack, its layout
-# and the factor of the scores; gives [t, heads, D]
+# Query [t, heads, D] of this rank's tokens, key and value [T, kv heads, D] of the pack, its layout
+# and the factor of the scores; returns [t, heads, D].
 Backend = Callable[[Tensor, Tensor, Tensor, PackLayout, float], Tensor]
-# the same with keys and values in the order of the sequences
+# The same with keys and values in the order of the sequences.
 Kernel = Callable[[Tensor, Tensor, Tensor, Sequences, float], Tensor]
 
 
 def choose_backend(name: str, dtype: torch.dtype) -> Backend:
-    """Raises ValueError for a name that is none, and for a backend that cannot run here."""
+    """Return a backend. Raises ValueError for an unknown name and one that cannot run here."""
     if name not in BACKENDS:
-        raise ValueError(f"model.attention: {name!r} is none of {', '.join(BACKENDS)}.")
+        raise ValueError(f"model.attention: {name!r} is unknown; use one of {', '.join(BACKENDS)}.")
     if name != "sdpa" and not platform.has_gpu():
-        raise ValueError(f"model.attention: {name} needs a GPU; take sdpa on a CPU.")
+        raise ValueError(f"model.attention: {name} needs a GPU; use sdpa on a CPU.")
     if name in ("flash", "transformer_engine") and dtype == torch.float32:
         raise ValueError(
-            f"model.attention: {name} does not compute in float32; take sdpa or flex, or bfloat16."
+            f"model.attention: {name} does not compute in float32; use sdpa or flex, or bfloat16."
         )
     if name == "transformer_engine" and not importlib.util.find_spec("transformer_engine"):
         raise ValueError(
-            "model.attention: transformer_engine is not installed; install it or take flash."
+            "model.attention: transformer_engine is not installed; install it or use flash."
         )
     return BACKENDS[name]
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """PyTorch's scaled dot product attention with a dense mask per tree, none for a sequence."""
+    """Run PyTorch's dot-product attention, with a dense mask per tree and none for a sequence."""
     outputs = []
     for tree in layout.trees:
         output = F.scaled_dot_product_attention(
@@ -61,22 +61,22 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: f
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """PyTorch's variable-length flash attention."""
+    """Run PyTorch's variable-length flash attention."""
     return by_sequences(query, key, value, layout, scale, _flash_kernel)
 
 
 def transformer_engine(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float
 ) -> Tensor:
-    """The kernel that Transformer Engine chooses for variable lengths (flash-attn or cuDNN)."""
+    """Run the kernel that Transformer Engine chooses for variable lengths (flash-attn or cuDNN)."""
     return by_sequences(query, key, value, layout, scale, _transformer_engine_kernel)
 
 
 def by_sequences(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float, kernel: Kernel
 ) -> Tensor:
-    """Tree attention through a kernel for causal sequences of variable length. Keys that several
-    sequences share are gathered for each, and their gradients summed.
+    """Run tree attention through a kernel for causal sequences of variable length. Keys that
+    several sequences share are gathered for each, and their gradients summed.
     """
     sequences = layout.sequences
     if sequences.key_index is not None:
@@ -89,7 +89,7 @@ def _flash_kernel(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # From torch 2.12 on it asks for this word; before, it takes fewer key heads as they come.
+    # torch 2.12 added the argument; earlier versions accept fewer key heads without it.
     parameters = inspect.signature(varlen_attn).parameters
     grouped: Any = {"enable_gqa": True} if "enable_gqa" in parameters else {}
     output = varlen_attn(
@@ -104,7 +104,7 @@ def _flash_kernel(
         window_size=(-1, 0),  # causal
         **grouped,
     )
-    assert isinstance(output, Tensor)  # nothing else was asked for
+    assert isinstance(output, Tensor)  # log-sum-exps were not requested
     return output
 
 
@@ -125,7 +125,7 @@ def _transformer_engine_kernel(
 
 @cache
 def _transformer_engine_attention(heads: int, kv_heads: int, head_dim: int, scale: float) -> Any:
-    """Heads are those of this rank. It has no parameters, so all layers share it."""
+    """Return the module for this rank's heads; all layers share it, since it has no parameters."""
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
@@ -140,7 +140,7 @@ def _transformer_engine_attention(heads: int, kv_heads: int, head_dim: int, scal
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """PyTorch's FlexAttention with the tree mask."""
+    """Run PyTorch's FlexAttention with the tree mask."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if layout.block_mask is None:
@@ -170,12 +170,12 @@ def _block_mask(layout: PackLayout) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled on a GPU, where the plain form would hold every score at once."""
+    """Compile a function on a GPU, where the plain one would hold every score at once."""
     return torch.compile(function) if platform.has_gpu() else function
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[t, heads, D] to [1, heads, t, D]."""
+    """Transpose [t, heads, D] to [1, heads, t, D]."""
     return x.transpose(0, 1).unsqueeze(0)
 
 

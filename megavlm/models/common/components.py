@@ -18,7 +18,7 @@ LINEARS = {
     "vision.mlp": r"visual\.blocks\.\d+\.mlp\..+",
     "vision.merger": r"visual\.\w*merger\w*\..*",
 }
-Part = Literal["tower", "merger", "embedding", "attention", "mlp", "experts", "output"]
+ModelPart = Literal["tower", "merger", "embedding", "attention", "mlp", "experts", "output"]
 
 
 def lora_component(linear: str) -> str | None:
@@ -26,7 +26,7 @@ def lora_component(linear: str) -> str | None:
     return next((name for name, rule in LINEARS.items() if re.fullmatch(rule, linear)), None)
 
 
-def model_part(key: str) -> Part:
+def model_part(key: str) -> ModelPart:
     """Return the part of the model that a tensor belongs to.
 
     A layer's norm counts with what follows it, a router with its experts, the final norm and a

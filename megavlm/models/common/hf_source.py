@@ -1,4 +1,4 @@
-"""Where HF tensors come from: a folder, read lazily, or a state dict in memory."""
+"""Sources of HF tensors: a folder, read lazily, or a state dict in memory."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,10 @@ SINGLE = "model.safetensors"
 
 
 class HFFolder(Mapping[str, Tensor]):
-    """The tensors of an HF folder by the names in its files; a tensor is read when it is asked for.
+    """Tensors of an HF folder by the names in its files, each read on access.
 
     Only safetensors are read: pickled weights can run code. Opening reads the headers, so that a
-    missing or truncated file is a ValueError before anything is loaded.
+    missing or truncated file raises ValueError before anything is loaded.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -41,21 +41,21 @@ class HFFolder(Mapping[str, Tensor]):
         return len(self._places)
 
     def row(self, name: str, index: int) -> Tensor:
-        """Row `index` of a tensor, without reading the others."""
+        """Return row `index` of a tensor, without reading the others."""
         row: Tensor = self._slice(name)[index]
         return row
 
     def dtype(self, name: str) -> torch.dtype:
-        """Read from the header alone."""
+        """Return a tensor's dtype, from the header alone."""
         empty: Tensor = self._slice(name)[:0]
         return empty.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Read from the header alone."""
+        """Return a tensor's shape, from the header alone."""
         return tuple(self._slice(name).get_shape())
 
     def where(self, name: str) -> str:
-        """The file that holds a tensor."""
+        """Return the file that holds a tensor, for messages."""
         return str(self._places[name])
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class HFFolder(Mapping[str, Tensor]):
 
 
 class StateDict(Mapping[str, Tensor]):
-    """Tensors in memory, with what HFFolder offers."""
+    """Tensors in memory, with HFFolder's interface."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -121,7 +121,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name; empty for a folder with a single weight file."""
+    """Read tensor name -> file name; empty for a folder with a single weight file."""
     path = folder / INDEX
     if (folder / SINGLE).is_file() or not path.is_file():
         return {}

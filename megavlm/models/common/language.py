@@ -57,8 +57,8 @@ class LanguageModel(GPTModel):
         groups: ProcessGroupCollection,
         has_output: bool,
     ) -> None:
-        """`hf_config`: transformers' configuration. `has_output`: False for a critic, whose last
-        stage has no output layer.
+        """Build the chunk at `place`. `hf_config`: transformers' configuration. `has_output`: False
+        for a critic, whose last stage has no output layer.
         """
         super().__init__(
             config=config,

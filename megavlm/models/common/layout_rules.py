@@ -1,8 +1,8 @@
-"""Which layouts a model can have: what megatron-core would refuse with an assertion deep inside, or
-not at all, as one sentence before anything is built.
+"""Rules of the layouts that a model can have, checked before anything is built: megatron-core
+refuses some of them with an assertion deep inside, and others not at all.
 
-The same rules hold for a model folder before a run (`training/preflight.py`). Nothing here needs
-megatron-core.
+A model folder is checked by the same rules before a run (`run/preflight_layout.py`). Nothing here
+imports torch or megatron-core.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,9 +23,10 @@ def check_model_layout(
     vocab_size: int,
     recompute_layers: int = 1,
 ) -> None:
-    """ValueError with one sentence, which names the key, its value and what would work.
+    """Raise ValueError, naming the key, its value and what would work, for a layout that the model
+    cannot have.
 
-    recompute_layers: between kept inputs, where all of a layer's activations are recomputed.
+    `recompute_layers`: layers between kept inputs under full recomputation.
     """
     _check_tensor(architecture, layout.tensor, vocab_size)
     _check_stages(architecture["num_layers"], layout, options)
@@ -66,7 +67,7 @@ def _tensor_problems(architecture: Architecture, size: int, vocab_size: int) -> 
 
 
 def _check_stages(num_layers: int, layout: "Layout", options: "ModelOptions") -> None:
-    """Every chunk of every pipeline stage gets layers, as many as its neighbours."""
+    """Check that every chunk of every pipeline stage gets equally many layers."""
     given = [options.first_stage_layers, options.last_stage_layers]
     if _splits(num_layers, layout, given):
         return
@@ -82,7 +83,7 @@ def _check_stages(num_layers: int, layout: "Layout", options: "ModelOptions") ->
 def _check_recompute(
     num_layers: int, layout: "Layout", options: "ModelOptions", recompute_layers: int
 ) -> None:
-    """megatron-core cuts each chunk into regions of so many layers, and has none for a rest."""
+    """Check that regions of so many layers fill each chunk: megatron-core has none for a rest."""
     given = [options.first_stage_layers, options.last_stage_layers]
     for stage in _per_stage(num_layers, layout, given):
         chunk = stage // layout.virtual
@@ -99,7 +100,7 @@ def _splits(num_layers: int, layout: "Layout", given: list[int | None]) -> bool:
 
 
 def _per_stage(num_layers: int, layout: "Layout", given: list[int | None]) -> list[int]:
-    """The numbers of layers that stages have; 0 where that does not come out even."""
+    """Return the distinct numbers of layers per stage; 0 where layers do not divide."""
     named = [count for count in given if count is not None]
     left, others = num_layers - sum(named), layout.pipeline - len(named)
     if others <= 0:
@@ -108,8 +109,8 @@ def _per_stage(num_layers: int, layout: "Layout", given: list[int | None]) -> li
 
 
 def _split_that_works(num_layers: int, layout: "Layout") -> str:
-    """An even split, or else few layers less on the first and the last stage, which hold the tower,
-    the embedding and the output layer too.
+    """Describe an even split, or one with fewer layers on the first and the last stage, which also
+    hold the tower, the embedding and the output layer. Empty where neither works.
     """
     if _splits(num_layers, layout, [None, None]):
         return "; an even split works"
@@ -152,7 +153,7 @@ def _check_experts(architecture: Architecture, layout: "Layout", options: "Model
 
 
 def _expert_layers(architecture: Architecture) -> list[int]:
-    """1 for each layer with experts, 0 for each dense one."""
+    """Return 1 for each layer with experts, 0 for each dense one."""
     dense = [0] * architecture["num_layers"]
     layers: list[int] = architecture.get("moe_layer_freq", dense)
     return layers

@@ -1,4 +1,4 @@
-"""HuggingFace weights into a model: a source checked against a mapping, and each rank's slices."""
+"""Loading of HuggingFace weights: a source checked against a mapping, and each rank's slices."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megavlm.models.common.hf_source import HFFolder, StateDict
-from megavlm.models.common.mapping import Entry, Shape, shard_tensor
+from megavlm.models.common.mapping import Entry, Shape, shard_tensor, short_name
 from megavlm.parallel.mesh import Mesh
 
 Form = Literal["hub", "memory"]
@@ -23,28 +23,30 @@ VALUE_HEAD = "value_head."
 
 
 class HubTensors:
-    """A source of HF tensors, checked against a mapping's names and shapes.
+    """Source of HF tensors, checked against a mapping's names and shapes.
 
-    Names. Hub files of Qwen2-VL and Qwen2.5-VL say `visual.*` and `model.layers.*`; those of
+    Names. Hub files of Qwen2-VL and Qwen2.5-VL have `visual.*` and `model.layers.*`; those of
     Qwen3-VL, and transformers 5 in memory, `model.visual.*` and `model.language_model.layers.*`.
-    Either is read.
+    Both are read.
 
     Experts. They are stacked as in hub files (`gate_up_proj` [E, H, 2I], `down_proj` [E, I, H]), or
     as transformers 5 holds them in memory ([E, 2I, H], [E, H, I]), or are a tensor each
-    (`experts.3.gate_proj.weight` [I, H]). Names tell the last; `form` says which of the others the
-    source has. A folder that transformers 5 has saved is in MEMORY form. One of the two stacks is
-    never square, so a wrong `form` is refused.
+    (`experts.3.gate_proj.weight` [I, H]). The last is recognised by names; `form` tells the first
+    two apart. A folder saved by transformers 5 is in MEMORY form. One of the two stacks is never
+    square, so a wrong `form` is refused.
     """
 
     def __init__(
         self, entries: Sequence[Entry], source: Mapping[str, Tensor], form: Form = HUB
     ) -> None:
-        """ValueError names the tensor that is missing, unknown, or of another shape."""
+        """Raise ValueError with the name of a tensor that is missing, unknown, or of another
+        shape.
+        """
         self._source = source if isinstance(source, HFFolder) else StateDict(source)
         self._form = form
-        self._names: dict[str, str] = {}  # without what tells namings apart -> the source's
+        self._names: dict[str, str] = {}  # short name -> the source's
         for name in source:
-            other = self._names.setdefault(_short(name), name)
+            other = self._names.setdefault(short_name(name), name)
             if other != name:
                 raise ValueError(
                     f"{self._source} holds one tensor under two names: {other} and {name}."
@@ -56,13 +58,15 @@ class HubTensors:
             self._check_shapes(entry)
 
     def read(self, entry: Entry) -> Tensor:
-        """The full Megatron tensor of an entry. Of stacked experts only this one is read."""
+        """Read the full Megatron tensor of an entry. Of stacked experts only this one is read."""
         if entry.expert is None:
-            return entry.to_megatron([self._source[self._names[_short(x)]] for x in entry.hf])
+            return entry.to_megatron([self._source[self._names[short_name(x)]] for x in entry.hf])
         return entry.to_megatron([self._expert(x, entry.expert) for x in entry.hf])
 
     def dtype(self, entries: Iterable[Entry]) -> torch.dtype:
-        """Of the tensors that make these entries, of one key; ValueError where they differ."""
+        """Return the dtype of the tensors that make the entries of one key. Raises ValueError where
+        they differ.
+        """
         names = {self._names[short]: None for entry in entries for short in self._parts(entry)}
         dtypes = {self._source.dtype(name) for name in names}
         if len(dtypes) > 1:
@@ -70,29 +74,29 @@ class HubTensors:
         return dtypes.pop()
 
     def _expert(self, stack: str, expert: int) -> Tensor:
-        """An expert's row of a stack in the hub's form."""
+        """Read an expert's row of a stack, in the hub's form."""
         if self._is_stacked(stack):
-            row = self._source.row(self._names[_short(stack)], expert)
+            row = self._source.row(self._names[short_name(stack)], expert)
             return row if self._form == HUB else row.t()
-        ones = _one_expert(_short(stack), expert)
+        ones = _one_expert(short_name(stack), expert)
         return torch.cat([self._source[self._names[name]] for name in ones]).t()
 
     def _is_stacked(self, stack: str) -> bool:
-        short = _short(stack)
+        short = short_name(stack)
         return short in self._names or short.rpartition(".")[0] not in self._unstacked
 
     def _parts(self, entry: Entry) -> list[str]:
-        """Short names of the source's tensors that an entry is made of."""
+        """Return the short names of the source's tensors that an entry is made of."""
         parts: list[str] = []
         for name in entry.hf:
             if entry.expert is None or self._is_stacked(name):
-                parts.append(_short(name))
+                parts.append(short_name(name))
             else:
-                parts += _one_expert(_short(name), entry.expert)
+                parts += _one_expert(short_name(name), entry.expert)
         return parts
 
     def _check_names(self, entries: Sequence[Entry]) -> None:
-        hub = {_short(name): name for entry in entries for name in entry.hf}
+        hub = {short_name(name): name for entry in entries for name in entry.hf}
         expected = {
             short: hub.get(short, short) for entry in entries for short in self._parts(entry)
         }
@@ -124,15 +128,15 @@ class HubTensors:
     def _check_shapes(self, entry: Entry) -> None:
         for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
             if entry.expert is None:
-                self._check_shape(_short(name), shape)
+                self._check_shape(short_name(name), shape)
             elif not self._is_stacked(name):
                 _, columns, rows = shape
-                ones = _one_expert(_short(name), entry.expert)
+                ones = _one_expert(short_name(name), entry.expert)
                 for one in ones:
                     self._check_shape(one, (rows // len(ones), columns))
             elif entry.expert == 0:
                 forms = {HUB: shape, MEMORY: (shape[0], shape[2], shape[1])}
-                self._check_stack(self._names[_short(name)], forms)
+                self._check_stack(self._names[short_name(name)], forms)
 
     def _check_shape(self, short: str, expected: Shape) -> None:
         name = self._names[short]
@@ -158,8 +162,8 @@ class HubTensors:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A tensor of the model on this rank. `key` and `expert` find its entry: the sharded-state-dict
-    key, and for an expert's tensor the expert's number in the whole model.
+    """Tensor of the model on this rank. `key` and `expert` identify its entry: the
+    sharded-state-dict key, and for an expert's tensor the expert's number in the whole model.
     """
 
     key: str
@@ -175,12 +179,12 @@ def load_hf(
     mesh: Mesh,
     form: Form = HUB,
 ) -> None:
-    """Copies this rank's slices of HF tensors into the model's own, in place, in the model's dtype.
+    """Copy this rank's slices of HF tensors into the model's own, in place, in the model's dtype.
 
     `source` is an HFFolder or a state dict, `form` as in HubTensors. The model's tensors are those
     of `model.sharded_state_dict()`; each must have an entry, but a pipeline stage holds only some.
-    A value head keeps what it has. ValueError names the tensor that is missing, unknown, or of
-    another shape.
+    A value head is left as it is. Raises ValueError with the name of a tensor that is missing,
+    unknown, or of another shape.
     """
     tensors = HubTensors(entries, source, form)
     table = {(entry.megatron, entry.expert): entry for entry in entries}
@@ -199,7 +203,7 @@ def load_hf(
 
 
 def local_tensors(model: MegatronModule) -> list[LocalTensor]:
-    """The model's tensors on this rank.
+    """Return the model's tensors on this rank.
 
     Leaves out `_extra_state` objects (Transformer Engine's fp8 states), which HF does not have.
     """
@@ -212,21 +216,15 @@ def local_tensors(model: MegatronModule) -> list[LocalTensor]:
 
 
 def _expert_number(value: ShardedTensor | ShardedTensorFactory) -> int | None:
-    """megatron-core stacks experts, and nothing else, along an axis put before the tensor's own."""
+    """Return the expert's number: megatron-core stacks experts, and nothing else, along a prepended
+    axis.
+    """
     tensor = value.build()[0] if isinstance(value, ShardedTensorFactory) else value
     return tensor.global_offset[0] if tensor.prepend_axis_num else None
 
 
-def _short(name: str) -> str:
-    """The name without what tells the two namings apart."""
-    for long, short in (("model.visual.", "visual."), ("model.language_model.", "model.")):
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name
-
-
 def _one_expert(stack: str, expert: int) -> list[str]:
-    """Names of what one expert has where experts are not stacked."""
+    """Return the names of one expert's tensors where experts are not stacked."""
     layer, _, kind = stack.rpartition(".")
     projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
     return [f"{layer}.{expert}.{projection}.weight" for projection in projections]

@@ -1,6 +1,6 @@
-"""Log-probabilities and entropies of chosen tokens under a vocabulary-parallel output layer.
+"""Log-probs and entropies of target tokens under a vocabulary-parallel output layer.
 
-Only the hidden states that predict a target come in, and only a chunk of their logits exists at a
+Only hidden states that predict a target are passed in, and only a chunk of their logits exists at a
 time, in forward and in backward: [T, V] is never held. Shapes: N targets, H hidden, V/tp the
 vocabulary of this rank, C a chunk of targets.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 # Far below any logit, yet finite: a suppressed token's probability times its logit must be 0, not
 # NaN.
-SUPPRESSED = -1e30
+SUPPRESSED_LOGIT = -1e30
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Per target, fp32: natural-log probability [N], the entropy of its distribution in nats [N],
-    and the value of the state that it is chosen in [N]. Empty where the model has no such head.
+    """Scores of target tokens, fp32 [N] each: natural log-prob, entropy of its distribution in
+    nats, and the critic's value. Empty where the model has no such head.
     """
 
     logprobs: Tensor
@@ -28,17 +28,16 @@ class TokenScores:
     values: Tensor
 
     @property
-    def device(self) -> torch.device:  # asked for by megatron-core's schedules
+    def device(self) -> torch.device:  # read by megatron-core's schedules
         return self.values.device
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How logits become probabilities: divided by `temperature`, `suppressed_ids` (of the whole
-    vocabulary) left out.
+    """Distribution that log-probs are of: logits divided by `temperature`, `suppressed_ids` (of the
+    whole vocabulary) with probability 0.
 
-    Both as in the rollout server, whose log-probabilities are those of the distribution that it
-    samples from.
+    Both equal the rollout server's, which returns log-probs of the distribution it samples from.
     """
 
     temperature: float = 1.0
@@ -54,9 +53,10 @@ def token_scores(
     group: dist.ProcessGroup,
     chunk_size: int = 256,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [N] and entropies [N] of targets. The gradient with respect to `hidden_NH`
-    is this rank's part of a sum over the tensor axis. Beside inputs and gradients it holds two fp32
-    tensors [chunk_size, V/tp].
+    """Compute log-probs [N] and entropies [N] of targets. Collective over `group`, the tensor axis.
+
+    The gradient with respect to `hidden_NH` is this rank's part of a sum over the tensor axis.
+    Besides inputs and gradients, two fp32 tensors [chunk_size, V/tp] are held.
 
     Source: d logp/dz = onehot - p; d entropy/dz = -p (log p + entropy), z the scaled logits.
     """
@@ -75,15 +75,15 @@ def token_scores(
 
 @dataclass(frozen=True)
 class _Logits:
-    """Scaled logits of hidden states. `suppressed`: of this rank's vocabulary."""
+    """Scaled logits of hidden states. `suppressed`: ids in this rank's vocabulary."""
 
     weight_VH: Tensor
     temperature: float
     suppressed: Tensor | None
 
     def write(self, hidden_CH: Tensor, out: Tensor) -> Tensor:
-        """Into the first C rows of `out`, fp32, which are the answer: new memory for every chunk
-        would be as much again, and on a CPU as slow as the arithmetic.
+        """Write the logits into the first C rows of `out`, fp32, and return these: new memory for
+        every chunk would double it, and on a CPU take as long as the arithmetic.
         """
         logits_CV = out[: len(hidden_CH)]
         if self.weight_VH.dtype == torch.float32:
@@ -93,11 +93,11 @@ class _Logits:
         if self.temperature != 1.0:
             logits_CV /= self.temperature
         if self.suppressed is not None:
-            logits_CV.index_fill_(1, self.suppressed, SUPPRESSED)
+            logits_CV.index_fill_(1, self.suppressed, SUPPRESSED_LOGIT)
         return logits_CV
 
     def buffers(self, num_targets: int, chunk_size: int) -> tuple[Tensor, Tensor]:
-        """Two of a chunk's logits."""
+        """Allocate two buffers for a chunk's logits."""
         shape = (2, min(num_targets, chunk_size), self.weight_VH.size(0))
         first, second = self.weight_VH.new_empty(shape, dtype=torch.float32)
         return first, second

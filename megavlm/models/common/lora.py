@@ -1,4 +1,4 @@
-"""LoRA: a frozen model with small trained adapters, which are off for the reference model.
+"""LoRA: a frozen model with small trained adapters, which are disabled for the reference model.
 
 Add adapters after the model has its weights and before gradient buffers are made around it.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
-from megavlm.models.common.lora_linear import EXPERT_STREAM, LoRALinear, Part, stable_seed
+from megavlm.models.common.lora_linear import EXPERT_STREAM, LoRALinear, LoRAPart, stable_seed
 from megavlm.models.common.lora_targets import Site, choose, linear_names, sites
 from megavlm.models.common.model import VisionLanguageModel
 
@@ -28,12 +28,12 @@ class LoRA:
 
 
 def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -> None:
-    """Freezes all of the model but a value head, and puts adapters on this rank's linears that
+    """Freeze all of the model but a value head, and put adapters on this rank's linears that
     `settings.targets` choose. `model`: the part of a model that a pipeline stage, or one chunk of
     it, holds.
 
-    A is drawn from `seed`, the same under every layout; B is zero, so nothing changes at first.
-    ValueError for a target that the whole model has no match for.
+    A is drawn from `seed`, the same under every layout; B is zero, so that outputs are unchanged at
+    first. Raises ValueError for a target that the whole model has no match for.
     """
     assert not any(adapters(model)), "this model has adapters already"
     tower = model.visual
@@ -44,11 +44,12 @@ def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -
     if in_tower and settings.dropout and tower is not None and tower.recompute:
         raise ValueError(
             f"lora.dropout={settings.dropout} with adapters in the tower does not go with its "
-            f"recomputation, which would drop other entries: set one of them to 0 and false."
+            f"recomputation, which would drop other entries: set lora.dropout=0 or "
+            "recompute.tower=false."
         )
     model.requires_grad_(False)
     if model.value_head is not None:
-        model.value_head.requires_grad_(True)  # it starts at zero: frozen it would say nothing
+        model.value_head.requires_grad_(True)  # frozen it would stay zero
     for site in found:
         setattr(site.owner, site.attribute, _adapted(site, settings, seed))
     if any(site.placement.is_expert for site in found):
@@ -56,8 +57,8 @@ def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
-    """Adapted linears of this rank by their names in the whole model. Of a dense one, `NAME.weight`
-    is the key of its weight in checkpoints and in the mapping table; an expert's name has the
+    """Yield adapted linears of this rank by their names in the whole model. `NAME.weight` is the
+    key of a dense one's weight in checkpoints and in the mapping table; an expert's name has the
     expert's number in the whole model, `...mlp.experts.5.linear_fc1`.
     """
     for module in model.modules():
@@ -67,7 +68,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
 
 @contextlib.contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Within it the model is its base, bit for bit."""
+    """Disable adapters within the context: the model equals its base bit for bit."""
     switched = [module for _, module in adapters(model) if module.enabled]
     for module in switched:
         module.enabled = False
@@ -83,7 +84,7 @@ def _adapted(site: Site, settings: LoRA, seed: int) -> LoRALinear:
     return LoRALinear(
         getattr(site.owner, site.attribute),
         name=site.name,
-        parts=[Part(name, rows, settings.rank, scale) for name, rows in site.parts],
+        parts=[LoRAPart(name, rows, settings.rank, scale) for name, rows in site.parts],
         placement=site.placement,
         num_blocks=site.num_blocks,
         dropout=settings.dropout,
@@ -92,8 +93,8 @@ def _adapted(site: Site, settings: LoRA, seed: int) -> LoRALinear:
 
 
 def _add_expert_stream(seed: int, expert_rank: int) -> None:
-    """megatron-core's stream for experts differs over the expert tensor axis, whose ranks must drop
-    the same entries of the tokens that they share.
+    """Add a random stream for experts' dropout: megatron-core's differs over the expert tensor
+    axis, whose ranks must drop the same entries of the tokens that they share.
     """
     tracker = get_cuda_rng_tracker()
     if EXPERT_STREAM in tracker.get_states():

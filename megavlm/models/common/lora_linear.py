@@ -1,11 +1,11 @@
-"""A linear layer with low-rank adapters: y = base(x) + sum over its parts of scale B A dropout(x).
+"""Linear layer with low-rank adapters: y = base(x) + sum over its parts of scale B A dropout(x).
 
-A part is one projection of the HF model with its own pair (A, B), as PEFT has it. A fused layer
-holds several: their A's lie below each other in one matrix, their B's make one matrix whose rows
-have the fused layer's own order, so two small products serve all parts. Shapes: R is the sum of
+A part is one projection of the HF model with its own pair (A, B), as in PEFT. A fused layer holds
+several: their A's are stacked in one matrix, their B's make one matrix whose rows have the fused
+layer's own order, so two small products serve all parts. Shapes: R is the sum of
 the parts' ranks; rows and columns are those of the layer's weight on this rank.
 
-Parallelism. What is not cut lies whole on every rank of the group, and so must its gradient:
+Parallelism. A matrix that is not cut is whole on every rank of the group, and so is its gradient:
 
     rows cut (linear_qkv, linear_fc1)        A is whole, B is cut like the weight
     columns cut (linear_proj, linear_fc2)    A is cut like the weight, B is whole
@@ -50,9 +50,9 @@ EXPERT_STREAM = "adapter-expert-rng"  # differs between experts, agrees over the
 
 
 @dataclass(frozen=True)
-class Part:
-    """One HF projection, by its name there (`q_proj`). `rows`: of its B on this rank. Rank 0: the
-    projection has no adapter.
+class LoRAPart:
+    """One HF projection, by its name there (`q_proj`). `rows`: of its B on this rank. `rank`: 0 for
+    a projection without adapter.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """How the ranks of `group` hold the layer.
+    """Placement of a layer on the ranks of `group`.
 
     `cut`: the dim of each part that they cut. "fused": they cut the fused rows without regard to
     parts (more ranks than key-value heads), and every B is whole. None: the layer is replicated.
@@ -77,8 +77,8 @@ class Placement:
 
 
 class LoRALinear(nn.Module):
-    """Takes the place of `base` and answers as it does: megatron-core's (output, bias), or a plain
-    tensor where `base` is an nn.Linear. Its state dicts have the base's keys, unchanged, and
+    """Adapted linear in the place of `base`, with its return type: megatron-core's (output, bias),
+    or a tensor where `base` is an nn.Linear. Its state dicts have the base's keys, unchanged, and
     `lora_A` [R, columns] and `lora_B_<part>` [rows, rank].
     """
 
@@ -89,15 +89,15 @@ class LoRALinear(nn.Module):
         base: Any,
         *,
         name: str,
-        parts: Sequence[Part],
+        parts: Sequence[LoRAPart],
         placement: Placement,
         num_blocks: int = 1,
         dropout: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """`name`: of the layer in the whole model; A is drawn from it and `seed`, and so is the
-        same under every layout. `num_blocks`: in the fused order each part is cut into so many
-        blocks, and the parts' blocks alternate.
+        """Draw A from `seed` and `name`, the layer's in the whole model, so that it is the same
+        under every layout; B is zero. `num_blocks`: blocks that each part is cut into in the fused
+        order, where the parts' blocks alternate.
         """
         super().__init__()
         self.base = base
@@ -140,16 +140,16 @@ class LoRALinear(nn.Module):
     def bias(self) -> Tensor | None:
         return self.base.bias
 
-    def pairs(self) -> Iterator[tuple[Part, Tensor, Tensor]]:
-        """Each adapted part, its A [rank, columns] (rows of `lora_A`) and its B [rows, rank]."""
+    def pairs(self) -> Iterator[tuple[LoRAPart, Tensor, Tensor]]:
+        """Yield adapted parts, their A [rank, columns] (rows of `lora_A`) and B [rows, rank]."""
         for part, a in zip(self.parts, self.lora_A.split(self._ranks), strict=True):
             if part.rank:
                 yield part, a, self.lora_B[part.name]
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """This rank's shard of base + scale B A [rows, columns]: in fp32, rounded once to the
-        base's dtype. No communication.
+        """Return this rank's shard of base + scale B A [rows, columns], computed in fp32 and
+        rounded once to the base's dtype, without communication.
         """
         up = self._up(torch.float32)
         if self._is("fused"):
@@ -158,9 +158,9 @@ class LoRALinear(nn.Module):
         return merged.to(self.base.weight.dtype)
 
     def forward(self, x: Tensor) -> Any:
-        """[..., columns] to [..., rows], as the base's kind of parallelism has them."""
+        """Map [..., columns] to [..., rows], cut as the base cuts them."""
         has_norm = hasattr(self.base, "return_layernorm_output")
-        if has_norm:  # of Transformer Engine, the norm inside: adapters take what it gives
+        if has_norm:  # Transformer Engine's fused norm: adapters take its output
             self.base.return_layernorm_output = self.enabled
         result = self.base(x)
         if not self.enabled:
@@ -194,7 +194,7 @@ class LoRALinear(nn.Module):
         return added.view_as(output)
 
     def _communicate(self, down: Tensor) -> Tensor:
-        """down [T, 1, R] from where A is applied to where B is."""
+        """Communicate A x [T, 1, R] from the ranks that compute it to those that apply B."""
         group = self.placement.group
         if self._is("columns"):
             if self.placement.sequence:
@@ -205,7 +205,7 @@ class LoRALinear(nn.Module):
         return copy_to_tensor_model_parallel_region(down, group=group)
 
     def _up(self, dtype: torch.dtype) -> Tensor:
-        """scale B of all parts [rows, R] in the fused order: a part's rows meet its own A alone."""
+        """Return scale B of all parts [rows, R] in the fused order, zero outside a part's own A."""
         padded, start, total = [], 0, sum(self._ranks)
         for part in self.parts:
             if part.rank:
@@ -221,8 +221,8 @@ class LoRALinear(nn.Module):
         return up.chunk(self.placement.group.size())[self.placement.group.rank()]
 
     def _drop(self, x: Tensor) -> Tensor:
-        """Ranks that hold the same x drop the same entries. Recomputation replays them: it restores
-        the streams of megatron-core's tracker.
+        """Apply dropout, the same on ranks that hold the same x. Recomputation repeats it: it
+        restores the streams of megatron-core's tracker.
         """
         if not self.training or self.dropout == 0.0:
             return x
@@ -250,11 +250,11 @@ class LoRALinear(nn.Module):
         return self.placement.cut == cut
 
     def _mark(self, parameter: nn.Parameter, cut_dim: int | None) -> None:
-        """The attributes by which megatron-core sums a gradient and counts it once in the norm."""
+        """Set the attributes by which megatron-core sums a gradient and norms count it once."""
         is_cut, group = cut_dim is not None, self.placement.group
         if self.placement.is_expert:
-            # Reduced over the ranks that hold the same expert. The norm counts what is "parallel"
-            # always, anything else by the dense tensor rank, which says nothing about experts.
+            # Reduced over the ranks that hold the same expert. The norm always counts "parallel"
+            # parameters, others by the dense tensor rank, which is unrelated to experts.
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.shared = not is_cut and group.rank() > 0  # type: ignore[attr-defined]
         is_parallel = is_cut or self.placement.is_expert
@@ -297,23 +297,24 @@ class LoRALinear(nn.Module):
 
 
 def is_adapter(key: str) -> bool:
-    """Whether a key of a state dict or a checkpoint names an adapter's tensor."""
+    """Return True if a key of a state dict or a checkpoint names an adapter's tensor."""
     return key.rpartition(".")[2].startswith(("lora_A", "lora_B"))
 
 
 def stable_seed(label: str) -> int:
+    """Return a seed that depends on the label alone, on every rank and in every process."""
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little")
 
 
 def _to_base(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A state dict's keys of the base, as the module tree has them."""
+    """Rename a state dict's keys of the base to those of the module tree."""
     for key in [key for key in state if key.startswith(prefix)]:
         if not is_adapter(key.removeprefix(prefix)):
             state[f"{prefix}base.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
-def _initial_a(part: Part, columns: int, name: str, seed: int) -> Tensor:
-    """A [rank, columns] as PEFT draws it."""
+def _initial_a(part: LoRAPart, columns: int, name: str, seed: int) -> Tensor:
+    """Draw A [rank, columns] as PEFT does."""
     generator = torch.Generator().manual_seed(stable_seed(f"{seed}/{name}/{part.name}"))
     a = torch.empty(part.rank, columns)
     return nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator) if part.rank else a

@@ -1,4 +1,4 @@
-"""Which linears adapters can be put on, by their names in the whole model.
+"""Linears that adapters can be put on, by their names in the whole model.
 
 A name is a module's path, with the number that a layer has in the whole model. The experts of a
 layer are adapted together and share a name, `...layers.3.mlp.experts.linear_fc1`.
@@ -25,7 +25,7 @@ from megavlm.models.common.tower import Tower
 
 @dataclass(frozen=True)
 class Site:
-    """A linear of this rank: `attribute` of `owner`. `parts`: HF projections in it and the rows of
+    """Linear of this rank: `attribute` of `owner`. `parts`: HF projections in it and the rows of
     each, in the order of the mapping table's entry; `num_blocks` as in LoRALinear.
     """
 
@@ -38,11 +38,11 @@ class Site:
 
 
 def choose(targets: Sequence[str], names: Mapping[str, str], *, has_tower: bool) -> set[str]:
-    """The names that `targets` mean. `names`: every linear of the whole model and its component;
-    those of the tower only where `has_tower`, and targets there are checked by ranks that have it.
+    """Return the names that `targets` match. `names`: every linear of the whole model and its
+    component; the tower's only where `has_tower`, and ranks with the tower check targets in it.
 
-    ValueError for a target that is neither a component nor a full path, for one without match, and
-    where there is none.
+    Raises ValueError for a target that is neither a component nor a full path, for one without a
+    match, and for no target.
     """
     if not targets:
         raise ValueError(f"lora.targets is empty: name components ({', '.join(COMPONENTS)}).")
@@ -70,7 +70,9 @@ def choose(targets: Sequence[str], names: Mapping[str, str], *, has_tower: bool)
 
 
 def linear_names(config: TransformerConfig, tower: Tower | None) -> dict[str, str]:
-    """Name and component of every linear in the whole model; the tower's where this rank has it."""
+    """Return the name and component of every linear that adapters can be put on, in the whole
+    model; the tower's where this rank has it.
+    """
     has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     assert isinstance(has_experts, list), "a family names its expert layers one by one"
     names = []
@@ -85,7 +87,7 @@ def linear_names(config: TransformerConfig, tower: Tower | None) -> dict[str, st
 
 
 def sites(model: VisionLanguageModel, chosen: set[str]) -> Iterator[Site]:
-    """This rank's chosen linears. ValueError where experts are one grouped matrix."""
+    """Yield this rank's chosen linears. Raises ValueError where experts are one grouped matrix."""
     for layer in model.language_model.decoder.layers:
         name = f"{LANGUAGE}decoder.layers.{layer.layer_number - 1}"
         for site in _attention_sites(layer.self_attention, f"{name}.self_attention"):

@@ -1,8 +1,8 @@
-"""The table between HuggingFace tensors and Megatron tensors: one entry per Megatron tensor.
+"""Mapping table between HuggingFace tensors and Megatron tensors: one entry per Megatron tensor.
 
 Import, export, loading and weight sync read the same table. A transform moves numbers and changes
-none, works on full tensors, and knows no model. A shard rule says how tensor parallelism cuts the
-full Megatron tensor.
+none, works on full tensors, and depends on no model. A shard rule describes how tensor parallelism
+cuts the full Megatron tensor.
 
 Shapes: E experts, H hidden size, I an expert's intermediate size.
 """
@@ -19,12 +19,12 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Shard:
-    """How ranks cut a tensor along `dim` (None: every rank holds all of it).
+class ShardRule:
+    """Cut of a tensor along `dim` (None: every rank holds all of it).
 
-    `parts` equal blocks lie one after the other along `dim`; each is cut by itself, and a rank
-    holds its piece of every block. A gated MLP's first linear has two: gate and up. `axis`: the
-    mesh axis whose ranks cut it.
+    `parts` equal blocks follow each other along `dim`; each is cut by itself, and a rank holds its
+    piece of every block. A gated MLP's first linear has two: gate and up. `axis`: the mesh axis
+    whose ranks cut it.
     """
 
     dim: int | None
@@ -32,21 +32,21 @@ class Shard:
     axis: Literal["tensor", "expert_tensor"] = "tensor"
 
 
-REPLICATED = Shard(None)
-ROWS = Shard(0)
-COLUMNS = Shard(1)
-GATED = Shard(0, parts=2)
-EXPERT_COLUMNS = Shard(1, axis="expert_tensor")
-EXPERT_GATED = Shard(0, parts=2, axis="expert_tensor")
+REPLICATED = ShardRule(None)
+ROWS = ShardRule(0)
+COLUMNS = ShardRule(1)
+GATED = ShardRule(0, parts=2)
+EXPERT_COLUMNS = ShardRule(1, axis="expert_tensor")
+EXPERT_GATED = ShardRule(0, parts=2, axis="expert_tensor")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron tensor, by its sharded-state-dict key, and the HF tensors that it is made of.
+    """Megatron tensor, by its sharded-state-dict key, and the HF tensors that it is made of.
 
     `hf` are the names that hub files use, `hf_shapes` the shapes there. With `expert`, the HF
     tensors are stacks over experts and this tensor is made of that row of each: `to_megatron` takes
-    rows and `to_hf` gives them. All experts of a layer share the key; their tensors differ by the
+    rows and `to_hf` returns them. All experts of a layer share the key; their tensors differ by the
     expert's place in the sharded tensor.
     """
 
@@ -55,24 +55,34 @@ class Entry:
     hf_shapes: tuple[Shape, ...]
     to_megatron: Callable[[Sequence[Tensor]], Tensor]
     to_hf: Callable[[Tensor], tuple[Tensor, ...]]
-    shard: Shard
+    shard: ShardRule
     expert: int | None = None
 
     @property
     def megatron_shape(self) -> Shape:
-        """Shape of the full tensor; of an expert's without the others'."""
+        """Shape of the full tensor, of one expert's where experts are stacked."""
         shapes = self.hf_shapes if self.expert is None else [shape[1:] for shape in self.hf_shapes]
         return tuple(self.to_megatron([torch.empty(x, device="meta") for x in shapes]).shape)
 
     @property
     def checkpoint_shape(self) -> Shape:
-        """Shape of what a checkpoint holds under the key: experts are stacked there."""
+        """Shape of the tensor under the key in a checkpoint, where experts are stacked."""
         stack = () if self.expert is None else self.hf_shapes[0][:1]
         return (*stack, *self.megatron_shape)
 
 
+def short_name(hf: str) -> str:
+    """Return an HF tensor's name as Qwen2.5-VL's hub files and SGLang have it: Qwen3-VL's hub files,
+    and transformers 5 in memory, write longer prefixes.
+    """
+    for long, short in (("model.visual.", "visual."), ("model.language_model.", "model.")):
+        if hf.startswith(long):
+            return short + hf.removeprefix(long)
+    return hf
+
+
 def by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """The entries of each key: one, or one of each expert in order."""
+    """Group entries by key: one each, or one for each expert in order."""
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.megatron, []).append(entry)
@@ -83,9 +93,9 @@ def by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def shard_tensor(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
-    """The piece of the full Megatron tensor that rank `rank` of `size` on the shard's axis holds.
+    """Return the piece of the full Megatron tensor that rank `rank` of `size` on the axis holds.
 
-    A view of `full` wherever the piece is one block. ValueError where the pieces are not equal.
+    It is a view of `full` wherever it is one block. Raises ValueError for unequal pieces.
     """
     dim, parts = entry.shard.dim, entry.shard.parts
     if dim is None or size == 1:
@@ -100,7 +110,7 @@ def shard_tensor(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
 
 
 def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
-    """The full Megatron tensor from every rank's piece, in rank order."""
+    """Join every rank's piece, in rank order, into the full Megatron tensor."""
     dim, parts = entry.shard.dim, entry.shard.parts
     if dim is None or len(shards) == 1:
         return shards[0]
@@ -108,37 +118,41 @@ def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
     return torch.cat([piece[part] for part in range(parts) for piece in pieces], dim)
 
 
-def same(megatron: str, hf: str, shape: Shape, shard: Shard = REPLICATED) -> Entry:
-    """A tensor with the same numbers and shape on both sides."""
+def same(megatron: str, hf: str, shape: Shape, shard: ShardRule = REPLICATED) -> Entry:
+    """Map a tensor with the same numbers and shape on both sides."""
     return Entry(megatron, (hf,), (shape,), _only, _as_tuple, shard)
 
 
 def flattened(megatron: str, hf: str, shape: Shape) -> Entry:
-    """A convolution whose stride is its kernel, [out, ...], is the linear [out, prod(...)]."""
+    """Map a convolution whose stride is its kernel, [out, ...], to a linear [out, prod(...)]."""
     return Entry(megatron, (hf,), (shape,), _flatten, partial(_unflatten, shape), REPLICATED)
 
 
 def gated(megatron: str, gate: str, up: str, shape: Shape) -> Entry:
-    """A gated MLP's first linear: gate on top of up, each [ffn, hidden]."""
+    """Map a gated MLP's first linear: gate on top of up, each [ffn, hidden]."""
     return Entry(megatron, (gate, up), (shape, shape), _concat, _halves, GATED)
 
 
 def expert_gated(megatron: str, stack: str, shape: Shape, expert: int) -> Entry:
-    """An expert's row [H, 2I] of the hub's gate_up_proj is the first linear transposed: gate on top
-    of up. `shape`: of the stack, [E, H, 2I].
+    """Map an expert's row [H, 2I] of the hub's gate_up_proj, transposed, to its first linear: gate
+    on top of up. `shape`: of the stack, [E, H, 2I].
     """
     return Entry(megatron, (stack,), (shape,), _transpose, _untranspose, EXPERT_GATED, expert)
 
 
 def expert_down(megatron: str, stack: str, shape: Shape, expert: int) -> Entry:
-    """An expert's row [I, H] of the hub's down_proj [E, I, H] is the second linear transposed."""
+    """Map an expert's row [I, H] of the hub's down_proj [E, I, H], transposed, to its second
+    linear.
+    """
     return Entry(megatron, (stack,), (shape,), _transpose, _untranspose, EXPERT_COLUMNS, expert)
 
 
 def fused_qkv(
     megatron: str, names: Sequence[str], shapes: Sequence[Shape], num_groups: int
 ) -> Entry:
-    """Attention's input linear: for each key-value group its query heads, key head, value head."""
+    """Map attention's input linear: for each key-value group its query heads, key head and value
+    head.
+    """
     heads_per_group = shapes[0][0] // shapes[1][0]
     return Entry(
         megatron,
@@ -184,7 +198,9 @@ def _halves(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _interleave(num_groups: int, tensors: Sequence[Tensor]) -> Tensor:
-    """q [heads * d, ...], k and v [groups * d, ...] -> [groups * (heads / groups + 2) * d, ...]."""
+    """Fuse q [heads * d, ...], k and v [groups * d, ...] by group, in one
+    [groups * (heads / groups + 2) * d, ...].
+    """
     return torch.cat([x.reshape(num_groups, -1, *x.shape[1:]) for x in tensors], dim=1).flatten(
         0, 1
     )

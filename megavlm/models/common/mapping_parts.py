@@ -1,7 +1,7 @@
-"""Parts of a mapping that several families share.
+"""Parts of a mapping that families share.
 
-Megatron's names are Transformer Engine's: a norm belongs to the linear that follows it, but before
-a router it stands alone. The tower keeps HF's names; only its patch embedding is a linear.
+Megatron's names are Transformer Engine's: a norm belongs to the linear that follows it, but has a
+name of its own before a router. The tower keeps HF's names; only its patch embedding is a linear.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,9 +24,9 @@ Layer = Callable[[int, str, str], Iterable[Entry]]
 
 
 def language_model(config: Any, hf: str, layer: Layer) -> Iterator[Entry]:
-    """`hf`: what the hub's names begin with. `layer`: gives a layer's entries from its number and
-    what its names begin with, in Megatron and on the hub. Where embeddings are tied there is no
-    `lm_head` and no `output_layer`.
+    """Yield the language model's entries. `hf`: prefix of the hub's names. `layer`: returns a
+    layer's entries from its number and its prefixes in Megatron and on the hub. Where embeddings
+    are tied there is no `lm_head` and no `output_layer`.
     """
     text = config.text_config
     embedding = (text.vocab_size, text.hidden_size)
@@ -47,7 +47,7 @@ def language_model(config: Any, hf: str, layer: Layer) -> Iterator[Entry]:
 def attention(
     text: Any, megatron: str, hf: str, *, head_dim: int, qkv_bias: bool, qk_norm: bool
 ) -> Iterator[Entry]:
-    """A layer's attention, with the norm before it."""
+    """Yield a layer's attention, with the norm before it."""
     hidden, num_groups = text.hidden_size, text.num_key_value_heads
     q, kv = text.num_attention_heads * head_dim, num_groups * head_dim
     target, source = f"{megatron}.self_attention", f"{hf}.self_attn"
@@ -66,7 +66,7 @@ def attention(
 
 
 def mlp(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
-    """A layer's dense MLP, with the norm before it."""
+    """Yield a layer's dense MLP, with the norm before it."""
     hidden, ffn = text.hidden_size, text.intermediate_size
     yield same(
         f"{megatron}.mlp.linear_fc1.layer_norm_weight",
@@ -85,7 +85,7 @@ def mlp(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
 
 
 def experts(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
-    """A layer's router and experts, with the norm before them."""
+    """Yield a layer's router and experts, with the norm before them."""
     hidden, ffn, count = text.hidden_size, text.moe_intermediate_size, text.num_experts
     yield same(
         f"{megatron}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (hidden,)
@@ -107,8 +107,8 @@ def experts(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
 
 
 def tower(hf: str, vision: Any, size: int, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """`hf`: what the hub's names begin with. `size`: the tower's hidden size. `shapes`: of all
-    tensors but the patch embedding's weight, by their names within the tower.
+    """Yield the tower's entries. `hf`: prefix of the hub's names. `size`: the tower's hidden size.
+    `shapes`: of all tensors but the patch embedding's weight, by their names within the tower.
     """
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     weight = "patch_embed.proj.weight"
@@ -117,11 +117,11 @@ def tower(hf: str, vision: Any, size: int, shapes: Mapping[str, Shape]) -> Itera
         yield same(f"visual.{name}", f"{hf}.{name}", shape)
 
 
-def linear(name: str, rows: int, columns: int) -> dict[str, Shape]:
-    """Shapes of a linear with bias, for `tower`."""
+def linear_shapes(name: str, rows: int, columns: int) -> dict[str, Shape]:
+    """Return the shapes of a linear with bias, for `tower`."""
     return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
 
-def layer_norm(name: str, size: int) -> dict[str, Shape]:
-    """Shapes of a LayerNorm, for `tower`."""
+def norm_shapes(name: str, size: int) -> dict[str, Shape]:
+    """Return the shapes of a LayerNorm, for `tower`."""
     return {f"{name}.weight": (size,), f"{name}.bias": (size,)}

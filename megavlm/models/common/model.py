@@ -1,5 +1,5 @@
-"""A vision tower and a megatron-core language model as one, over packs of trees: the part of it
-that one pipeline stage (or one chunk of it) holds.
+"""Vision-language model over packs of trees: the part of a vision tower, a megatron-core language
+model and its heads that one pipeline stage (or one chunk of it) holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megavlm.data.packing import Pack
 from megavlm.data.processor import ProcessedImage
 from megavlm.models.common.config import LanguageConfig
-from megavlm.models.common.deepstack import StageLayout, join, separate
+from megavlm.models.common.deepstack import StageLayout, join_levels, split_levels
 from megavlm.models.common.language import LanguageModel
 from megavlm.models.common.logprobs import Scoring, TokenScores, token_scores
 from megavlm.models.common.tower import Tower
@@ -50,9 +50,9 @@ class ValueHead(nn.Module):
 
 
 class VisionLanguageModel(MegatronModule):
-    """The tower is on the first stage only, the heads on the last."""
+    """Vision-language model. The tower is on the first stage only, the heads on the last."""
 
-    model_type = ModelType.encoder_or_decoder  # asked for by megatron-core's schedules
+    model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
     config: LanguageConfig
 
     def __init__(
@@ -69,7 +69,7 @@ class VisionLanguageModel(MegatronModule):
         self.visual = visual
         self.value_head = value_head
         self.is_last = is_last
-        # What megatron-core asks of a model chunk.
+        # Attributes that megatron-core reads of a model chunk.
         self.pre_process = visual is not None
         self.vp_stage = language_model.vp_stage
         self.share_embeddings_and_output_weights = (
@@ -78,7 +78,7 @@ class VisionLanguageModel(MegatronModule):
         self.shared_embedding_or_output_weight = language_model.shared_embedding_or_output_weight
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """megatron-core's schedules give what the stage before has sent."""
+        """Keep what the previous stage sent; megatron-core's schedules call it."""
         (self._received,) = input_tensor
 
     @property
@@ -86,21 +86,18 @@ class VisionLanguageModel(MegatronModule):
         return self.config.deepstack_levels
 
     def encode(self, images: Sequence[ProcessedImage]) -> dict[str, Tensor]:
-        """Features of distinct images, encoded by the ranks of the first stage that share a
-        microbatch.
+        """Return features [tokens, (1 + levels) x H] of distinct images by key, encoded by the
+        ranks of the first stage that share a microbatch. Collective over these.
         """
         if not images:
             return {}
-        assert self.visual is not None, "the first stage encodes"
-        weight = next(self.visual.parameters())
+        assert self.visual is not None, "only the first stage has a tower"
+        device = next(self.visual.parameters()).device
         groups = self.language_model.pg_collection
         features = encode_images(
             self.visual,
-            [image.patches.to(weight.device) for image in images],
+            [image.patches.to(device) for image in images],
             [image.grid for image in images],
-            merge_size=self.visual.merge_size,
-            feature_size=self.visual.feature_size * (1 + self.num_levels),
-            dtype=weight.dtype,
             group=groups.tp_cp,
             context_group=groups.cp,
         )
@@ -109,8 +106,8 @@ class VisionLanguageModel(MegatronModule):
     def forward(
         self, pack: Pack, features: Features, scoring: Scoring | None
     ) -> Tensor | TokenScores:
-        """What this stage sends on; on the last stage the scores of the pack's targets [N], or
-        without `scoring` their logits [N, V/tp].
+        """Return the hidden states for the next stage; on the last stage the scores of the pack's
+        targets [N], or without `scoring` their logits [N, V/tp].
         """
         rows, kept = self._slice(pack)
         first = self.language_model.first_layer
@@ -120,16 +117,18 @@ class VisionLanguageModel(MegatronModule):
         else:
             hidden, levels = self._received, None
             if pack.images and first < self.num_levels:
-                hidden, levels = separate(hidden, len(pack.token_ids) // self._num_slices)
+                hidden, levels = split_levels(hidden, len(pack.token_ids) // self._num_slices)
         hidden = self.language_model(hidden, levels, pack.positions, layout)
         if not self.is_last:
-            return join(hidden, levels, layout, self.language_model.next_layer)
+            return join_levels(hidden, levels, layout, self.language_model.next_layer)
         return self._score(self._at_targets(hidden, pack), pack, scoring)
 
     def _embed(
         self, pack: Pack, features: Features, kept: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """This rank's hidden states before the first layer, and the levels of its image tokens."""
+        """Return this rank's hidden states [t, 1, H] before the first layer, and the DeepStack
+        levels of its image tokens.
+        """
         embeddings, levels = self.language_model.embed(pack.token_ids), None
         if pack.images:
             rows = torch.cat([features[key] for key in pack.images])[pack.feature_index]
@@ -142,7 +141,7 @@ class VisionLanguageModel(MegatronModule):
         return embeddings, levels
 
     def _levels(self, levels: Tensor, kept: Tensor | None) -> Tensor:
-        """[levels, m, H] as rows [levels x kept, 1, H] of this rank's slice."""
+        """Return levels [levels, m, H] as rows [levels x kept, 1, H] of this rank's slice."""
         if kept is not None:
             # Each rank uses its slice: the gradient of the whole is the sum over the tensor axis.
             levels = copy_to_tensor_model_parallel_region(levels, group=self._tensor_group)
@@ -150,8 +149,8 @@ class VisionLanguageModel(MegatronModule):
         return levels.flatten(0, 1).unsqueeze(1)
 
     def _slice(self, pack: Pack) -> tuple[Tensor, Tensor | None]:
-        """Image tokens among the hidden states of this rank: their rows, and under sequence
-        parallelism which of the pack's they are.
+        """Return the rows of image tokens among this rank's hidden states, and under sequence
+        parallelism their indices among the pack's image tokens.
         """
         if self._num_slices == 1 or not self.num_levels:
             return pack.vision_index, None
@@ -162,8 +161,8 @@ class VisionLanguageModel(MegatronModule):
         return index[kept] - start, kept
 
     def _at_targets(self, hidden: Tensor, pack: Pack) -> Tensor:
-        """Final hidden states that predict the pack's targets [N, H], on every tensor rank. Their
-        gradient must be whole on each.
+        """Return the final hidden states [N, H] that predict the pack's targets, on every tensor
+        rank. Their gradient must be whole on each.
         """
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(

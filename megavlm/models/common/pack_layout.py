@@ -1,9 +1,9 @@
-"""Who attends whom in a pack, and what the backends of the core attention prepare from it, once for
-all layers.
+"""Layout of a pack for attention, and what the backends of the core attention prepare from it,
+once for all layers.
 
-A token attends the segments that its own segment continues, and its own past. Seen from a stretch
-of held tokens that is a causal sequence: its keys are the ancestors' tokens, root first, then the
-segment up to the stretch's end, and the queries are the last of them.
+A token attends to the segments that its own segment continues, and to its own past. For a stretch
+of this rank's tokens that is a causal sequence: its keys are the ancestors' tokens, root first,
+then the segment up to the stretch's end, and the queries are the last of them.
 """
 
 from bisect import bisect_right
@@ -22,8 +22,8 @@ from megavlm.data.packing import Pack
 
 
 class CausalSequence(NamedTuple):
-    """Keys as stretches (first, end) of the pack; the queries are the last `num_queries` of them,
-    each of which attends what comes before it and itself.
+    """Causal sequence. `keys`: stretches (first, end) of the pack; the queries are the last
+    `num_queries` of them, each of which attends to itself and what precedes it.
     """
 
     num_queries: int
@@ -35,16 +35,16 @@ class CausalSequence(NamedTuple):
 
 
 class TreeRows(NamedTuple):
-    """The held tokens of one tree."""
+    """Tokens of one tree that this rank holds."""
 
-    queries: slice  # among the held tokens
+    queries: slice  # among this rank's tokens
     keys: slice  # all of the tree, in the pack
     mask: Tensor | None  # [queries, keys] true where attended; None: plain causal
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The held tokens as B causal sequences, in the form of variable-length kernels, which align
+    """B causal sequences of this rank's tokens, in the form of variable-length kernels, which align
     the last query with the last key.
     """
 
@@ -57,11 +57,11 @@ class Sequences:
 
 @dataclass(kw_only=True)
 class PackLayout(PackedSeqParams):
-    """A pack's layout, without its tokens; the fields are those of Pack.
+    """Layout of a pack, without its tokens; the fields are those of Pack.
 
-    It travels through megatron-core as its packed-sequence parameters. `qkv_format` is "sbhd",
-    since positions are given per token and megatron's "thd" rotary code would count them anew for
-    each sequence.
+    megatron-core passes it to layers as its packed-sequence parameters. `qkv_format` is "sbhd",
+    since positions are given per token and megatron's "thd" rotary code would recount them in each
+    sequence.
     """
 
     qkv_format: str = "sbhd"
@@ -73,11 +73,11 @@ class PackLayout(PackedSeqParams):
     parents: tuple[int, ...]
     segment_bounds: tuple[int, ...]
     tree_bounds: tuple[int, ...]
-    block_mask: Any = None  # flex's, made when first asked for
+    block_mask: Any = None  # flex's, made on first use
 
     @classmethod
     def of(cls, pack: Pack, **more: Any) -> Self:
-        """The layout of a pack, or of a rank's part of it; `more`: fields of a subclass."""
+        """Return the layout of a pack, or of a rank's part of it; `more`: fields of a subclass."""
         return cls(
             token_index=pack.token_index,
             gather_index=pack.gather_index,
@@ -92,12 +92,12 @@ class PackLayout(PackedSeqParams):
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole pack."""
+        """Number of tokens of the whole pack."""
         return self.tree_bounds[-1]
 
     @cached_property
     def trees(self) -> list[TreeRows]:
-        """For a dense kernel, tree by tree; trees of which this rank holds nothing are left out."""
+        """Trees for a dense kernel, without those that this rank holds no token of."""
         return list(self._trees())
 
     def _trees(self) -> Iterator[TreeRows]:
@@ -118,7 +118,7 @@ class PackLayout(PackedSeqParams):
 
     @cached_property
     def sequences(self) -> Sequences:
-        """For a variable-length kernel."""
+        """Causal sequences for a variable-length kernel."""
         sequences = causal_sequences(self.runs, self.parents, self.segment_bounds)
         queries = [sequence.num_queries for sequence in sequences]
         keys = [sequence.num_keys for sequence in sequences]
@@ -136,15 +136,15 @@ class PackLayout(PackedSeqParams):
 
 
 def attends(query: Tensor, key: Tensor, segment_ids: Tensor, ancestors: Tensor) -> Tensor:
-    """Whether the pack's token `query` may attend its token `key`; their shapes broadcast."""
+    """Return True where the pack's token `query` attends to its token `key`; shapes broadcast."""
     return ancestors[segment_ids[query], segment_ids[key]] & (key <= query)
 
 
 def causal_sequences(
     runs: Iterable[Run], parents: Sequence[int], segment_bounds: Sequence[int]
 ) -> list[CausalSequence]:
-    """The causal sequences of runs, in their order. A run that starts where its parent's ends
-    becomes one sequence with it.
+    """Return the causal sequences of runs, in their order. A run that starts where its parent's
+    ends is joined with it.
     """
     sequences: list[CausalSequence] = []
     previous: Run | None = None
@@ -166,7 +166,7 @@ def causal_sequences(
 def _path(
     segment: int, parents: Sequence[int], segment_bounds: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """The stretches of a segment's ancestors, root first, itself left out."""
+    """Return the stretches of a segment's ancestors, root first, without its own."""
     path: list[tuple[int, int]] = []
     while (segment := parents[segment]) >= 0:
         path.insert(0, (segment_bounds[segment], segment_bounds[segment + 1]))

@@ -1,4 +1,4 @@
-"""What every family's vision tower offers."""
+"""Base class of the families' vision towers."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,14 @@ from megavlm.models.common.vision_layers import Segments
 
 
 class Tower(nn.Module):
-    """Called with patches [P, patch] of all images and videos and their grids; gives
-    [P / merge_size^2, (1 + num_levels) * feature_size], image after image: the merged features
-    and beside them DeepStack level 0, 1, ..., in one tensor because autograd keeps no track of
-    nested lists.
+    """Vision tower. `forward` takes patches [P, patch] of all images and videos and their grids,
+    and returns [P / merge_size^2, (1 + num_levels) * feature_size], image after image: the merged
+    features and beside them DeepStack level 0, 1, ..., in one tensor because autograd does not
+    track nested lists.
 
     `merger` makes the merged features; `recompute`: backward computes each block a second time
     instead of keeping its activations. A frozen part has no graph and keeps nothing either way.
+    Modules are named as `components` describes.
     """
 
     merge_size: int
@@ -46,7 +47,7 @@ class Tower(nn.Module):
         segments: Sequence[Segments],
         taps: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """x [P, D] through all blocks, block i attending within segments[i]. Returns the last
+        """Run x [P, D] through all blocks, block i attending within segments[i]. Returns the last
         hidden states, and those after each block of `taps`, in the order of blocks.
         """
         tapped = []

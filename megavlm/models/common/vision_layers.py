@@ -1,6 +1,6 @@
-"""What the families' vision towers share: layers, attention within segments, rotary embedding.
+"""Layers of the families' vision towers: attention within segments, rotary embedding, mergers.
 
-Modules have transformers' parameter names. Geometry is computed on CPU and cached for a frame
+Modules have transformers' parameter names. Geometry is computed on the CPU and cached for a frame
 (h, w); a batch repeats it, frame after frame, and moves it to the device once. Shapes: P patches of
 all images, D vision hidden size, d head size.
 """
@@ -24,7 +24,7 @@ cache_frames = functools.lru_cache(maxsize=256)
 
 
 def merge_order(x: Tensor, merge: int) -> Tensor:
-    """[h, w, ...] to [h * w, ...], with the merge * merge patches of a language token in a row."""
+    """Reorder [h, w, ...] to [h * w, ...], the merge^2 patches of a language token in a row."""
     height, width = x.shape[:2]
     cells = x.reshape(height // merge, merge, width // merge, merge, *x.shape[2:])
     return cells.transpose(1, 2).flatten(0, 3)
@@ -32,13 +32,13 @@ def merge_order(x: Tensor, merge: int) -> Tensor:
 
 @cache_frames
 def patch_positions(height: int, width: int, merge: int) -> Tensor:
-    """(row, column) of each patch of a frame in merge order [h * w, 2]."""
+    """Return (row, column) of each patch of a frame in merge order [h * w, 2]."""
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return merge_order(torch.stack([rows, columns], -1), merge)
 
 
 def pack_values(grids: Sequence[Grid], of_frame: Callable[[int, int], Tensor]) -> Tensor:
-    """A tensor [n, ...] of each frame, all frames in one [sum of n, ...]."""
+    """Join a tensor [n, ...] of each frame into one [sum of n, ...]."""
     parts = []
     for frames, height, width in grids:
         values = of_frame(height, width)
@@ -47,7 +47,7 @@ def pack_values(grids: Sequence[Grid], of_frame: Callable[[int, int], Tensor]) -
 
 
 def pack_orders(grids: Sequence[Grid], of_frame: Callable[[int, int], Tensor]) -> Tensor:
-    """A permutation [n] of each frame's rows, as one permutation of all rows [sum of n]."""
+    """Join a permutation [n] of each frame's rows into one of all rows [sum of n]."""
     parts, start = [], 0
     for frames, height, width in grids:
         order = of_frame(height, width)
@@ -58,7 +58,7 @@ def pack_orders(grids: Sequence[Grid], of_frame: Callable[[int, int], Tensor]) -
 
 
 def inverse_order(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`: x[order][inverse] is x."""
+    """Return the permutation that undoes `order`: x[order][inverse] is x."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     return inverse
@@ -83,7 +83,7 @@ class Segments:
         of_frame: Callable[[int, int], Sequence[Tensor]],
         device: torch.device,
     ) -> "Segments":
-        """`of_frame(h, w)`: one frame's segments as groups of patch indices within the frame."""
+        """Join the segments of all frames. `of_frame(h, w)`: one frame's, as groups of indices."""
         by_length: dict[int, list[Tensor]] = {}
         start = 0
         for frames, height, width in grids:
@@ -98,12 +98,12 @@ class Segments:
 
     @classmethod
     def frames(cls, grids: Sequence[Grid], device: torch.device) -> "Segments":
-        """Each frame a segment: no patch sees another frame of its video."""
+        """Make each frame a segment: no patch attends to another frame of its video."""
         return cls.pack(grids, lambda h, w: [torch.arange(h * w)[None]], device)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """Full attention within each segment. [P, heads, d] in and out."""
+    """Compute full attention within each segment. [P, heads, d] in and out."""
     outputs = []
     for index in segments.groups:
         q, k, v = (x[index].transpose(1, 2) for x in (query, key, value))
@@ -112,13 +112,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Ten
 
 
 def rotary_theta(config: Any) -> float:
-    """Of a `vision_config`. Where it does not say, as in older releases of transformers, 10,000."""
+    """Return the theta of a `vision_config`: 10,000 where it has none, as in older transformers."""
     return (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
 
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [P, 1, d] in fp32 for positions [P, 2]: d / 4 angles by row, d / 4 by column, and
-    all of them again, one for each half that `rotate` turns.
+    """Return cos and sin [P, 1, d] in fp32 for positions [P, 2]: d / 4 angles by row, d / 4 by
+    column, and all of them again, once for each half that `rotate` rotates.
     """
     half = head_dim // 2
     exponents = torch.arange(0, half, 2, dtype=torch.float32, device=positions.device) / half
@@ -128,7 +128,7 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in fp32. x [P, heads, d], cos and sin [P, 1, d]."""
+    """Apply the rotary embedding in fp32. x [P, heads, d], cos and sin [P, 1, d]."""
     wide = x.float()
     first, second = wide.chunk(2, dim=-1)
     return (wide * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
@@ -138,7 +138,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """A Conv3d whose kernel is its stride is a linear layer: weight [D, C * T * P * P]."""
+    """Patch embedding: a Conv3d whose kernel is its stride, as a linear [D, C * T * P * P]."""
 
     def __init__(self, config: Any, size: int, *, bias: bool) -> None:
         super().__init__()
@@ -150,6 +150,8 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
+    """Attention within segments, x [P, D] in and out."""
+
     def __init__(self, size: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -162,7 +164,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """`norm` makes a norm of a size; `mlp` is the family's."""
+    """Transformer block. `norm`: makes a norm of a size. `mlp`: the family's."""
 
     def __init__(
         self, size: int, num_heads: int, norm: Callable[[int], nn.Module], mlp: nn.Module
@@ -178,7 +180,9 @@ class Block(nn.Module):
 
 
 class Merger(nn.Module):
-    """Patches of a merge cell become one language token; GELU in its exact (erf) form."""
+    """Merger of the patches [P, D] of a merge cell into one language token [P / merge^2, H], with
+    exact (erf) GELU.
+    """
 
     def __init__(self, norm: nn.Module, merged_size: int, out_size: int) -> None:
         super().__init__()
@@ -193,7 +197,7 @@ class Merger(nn.Module):
 
 
 def layer_norm(size: int) -> nn.LayerNorm:
-    """The eps is in no configuration."""
+    """Return a LayerNorm with the eps of all families, which is in no configuration."""
     return nn.LayerNorm(size, eps=1e-6)
 
 
@@ -210,7 +214,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """A function by transformers' name of it. Raises ValueError for one that no family uses."""
+    """Return an activation by transformers' name. Raises ValueError for one that no family uses."""
     if name not in ACTIVATIONS:
         raise ValueError(
             f"vision_config.hidden_act: {name!r} is not supported; "

@@ -1,8 +1,8 @@
-"""Image features: each distinct image encoded once, the work spread over the ranks of the tensor
-and context axes, then put among the tokens.
+"""Image features: each distinct image is encoded once, with images spread over the ranks of the
+tensor and context axes, then put in place of its tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,15 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.data.videos import Grid
-
-Encode = Callable[
-    [Tensor, Sequence[Grid]], Tensor
-]  # patches [P, patch], grids -> features [P / merge^2, H]
+from megavlm.models.common.tower import Tower
 
 
 def split_by_cost(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices of each part: the costliest first, always to the part that has least (deterministic
-    on every rank).
+    """Split indices into parts of similar cost, the costliest first, each to the cheapest part so
+    far. The same on every rank.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0.0] * num_parts
@@ -30,35 +27,33 @@ def split_by_cost(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def encode_images(
-    encode: Encode,
+    tower: Tower,
     patches: Sequence[Tensor],
     grids: Sequence[Grid],
     *,
-    merge_size: int,
-    feature_size: int,
-    dtype: torch.dtype,
     group: dist.ProcessGroup,
     context_group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Features of each image [tokens, feature_size], whole on every rank of `group`, whose ranks
-    encode a share each. `group` is the tensor and context axes together.
+    """Encode images, a share on each rank of `group`: the tensor and context axes together. Returns
+    the features of each image [tokens, (1 + levels) x H] on every rank. Collective over `group`.
 
     Differentiable. The gradient of the features is whole on the ranks of the tensor axis, but each
     rank of the context axis has that of its own tokens: backward sums over it, then takes the share
     that this rank encoded. So the tower's parameter gradients are parts of a sum over the group
     (data parallelism sums over context ranks, `sum_tower_gradients` over tensor ranks).
     """
-    num_tokens = [t * h * w // merge_size**2 for t, h, w in grids]
+    num_tokens = [t * h * w // tower.merge_size**2 for t, h, w in grids]
     # An image's cost grows with its patches and, by attention within a frame, with their square.
     costs = [t * h * w * (1.0 + h * w / 4096.0) for t, h, w in grids]
     shares = split_by_cost(costs, group.size())
     mine = shares[group.rank()]
     reference = patches[0]
     if mine:
-        local = encode(torch.cat([patches[i] for i in mine]), [grids[i] for i in mine])
+        local = tower(torch.cat([patches[i] for i in mine]), [grids[i] for i in mine])
     else:
-        # It takes part in backward like the others, who wait for it there.
-        local = reference.new_zeros(0, feature_size, dtype=dtype)
+        # Backward is collective, so this rank takes part in it, too.
+        width = tower.feature_size * (1 + tower.num_levels)
+        local = reference.new_zeros(0, width, dtype=next(tower.parameters()).dtype)
         local.requires_grad_(torch.is_grad_enabled())
     sizes = [sum(num_tokens[i] for i in share) for share in shares]
     gathered = _GatherShares.apply(local, sizes, group, context_group)
@@ -71,8 +66,8 @@ def encode_images(
 
 
 class _GatherShares(torch.autograd.Function):
-    """All-gather of rows of unequal counts; backward gives each rank the whole gradient of the rows
-    it gave.
+    """All-gather of unequal numbers of rows; in backward a rank receives the whole gradient of its
+    own rows.
     """
 
     @staticmethod
@@ -104,7 +99,7 @@ class _GatherShares(torch.autograd.Function):
 
 
 def put_features(embeddings: Tensor, vision_index: Tensor, features: Tensor) -> Tensor:
-    """Replaces rows `vision_index` [m] of embeddings [t, 1, H] by features [m, H]; gradients reach
+    """Replace rows `vision_index` [m] of embeddings [t, 1, H] by features [m, H]. Gradients reach
     both.
     """
     return embeddings.index_copy(0, vision_index, features.unsqueeze(1).to(embeddings.dtype))

@@ -14,7 +14,7 @@ class TokensOnly:
     """One run of video tokens, which Qwen2-VL has too; only positions know the time."""
 
     def __init__(self, video_id: int, merge_size: int, tokens_per_second: float | None) -> None:
-        """`tokens_per_second`: positions of a second; None: one for each frame of a grid."""
+        """Set the format. `tokens_per_second`: positions in a second, None for one a grid frame."""
         self._video_id = video_id
         self._merged = merge_size**2
         self._tokens_per_second = tokens_per_second

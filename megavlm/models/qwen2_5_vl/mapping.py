@@ -1,14 +1,14 @@
-"""Qwen2.5-VL: hub tensor names against this model's tensors."""
+"""Mapping of Qwen2.5-VL: hub tensor names against this model's tensors."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from megavlm.models.common.mapping import Entry, Shape
-from megavlm.models.common.mapping_parts import attention, language_model, linear, mlp, tower
+from megavlm.models.common.mapping_parts import attention, language_model, linear_shapes, mlp, tower
 
 
 def mapping(config: Any) -> list[Entry]:
-    """Every tensor of the model that `config`, a transformers Qwen2_5_VLConfig, describes."""
+    """Return an entry for every tensor. `config`: transformers' Qwen2_5_VLConfig."""
     vision = config.vision_config
     return [
         *tower("visual", vision, vision.hidden_size, _vision_shapes(vision)),
@@ -17,7 +17,7 @@ def mapping(config: Any) -> list[Entry]:
 
 
 def text_entries(config: Any) -> Iterator[Entry]:
-    """The language model's, which is Qwen2-VL's too."""
+    """Yield the language model's entries, which are Qwen2-VL's too."""
     text = config.text_config
     head_dim = text.hidden_size // text.num_attention_heads
 
@@ -34,13 +34,13 @@ def _vision_shapes(vision: Any) -> dict[str, Shape]:
     for index in range(vision.depth):
         block = f"blocks.{index}"
         shapes |= {f"{block}.norm1.weight": (hidden,), f"{block}.norm2.weight": (hidden,)}
-        shapes |= linear(f"{block}.attn.qkv", 3 * hidden, hidden)
-        shapes |= linear(f"{block}.attn.proj", hidden, hidden)
-        shapes |= linear(f"{block}.mlp.gate_proj", ffn, hidden)
-        shapes |= linear(f"{block}.mlp.up_proj", ffn, hidden)
-        shapes |= linear(f"{block}.mlp.down_proj", hidden, ffn)
+        shapes |= linear_shapes(f"{block}.attn.qkv", 3 * hidden, hidden)
+        shapes |= linear_shapes(f"{block}.attn.proj", hidden, hidden)
+        shapes |= linear_shapes(f"{block}.mlp.gate_proj", ffn, hidden)
+        shapes |= linear_shapes(f"{block}.mlp.up_proj", ffn, hidden)
+        shapes |= linear_shapes(f"{block}.mlp.down_proj", hidden, ffn)
     merged = hidden * vision.spatial_merge_size**2
     shapes["merger.ln_q.weight"] = (hidden,)
-    shapes |= linear("merger.mlp.0", merged, merged)
-    shapes |= linear("merger.mlp.2", vision.out_hidden_size, merged)
+    shapes |= linear_shapes("merger.mlp.0", merged, merged)
+    shapes |= linear_shapes("merger.mlp.2", vision.out_hidden_size, merged)
     return shapes

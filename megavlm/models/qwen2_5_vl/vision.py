@@ -29,7 +29,7 @@ from megavlm.models.common.vision_layers import (
 
 
 class RMSNorm(nn.Module):
-    """Normalises in fp32 and scales in the input's precision, as the released model does."""
+    """RMSNorm that normalises in fp32 and scales in the input's precision, as released."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class MLP(nn.Module):
 
 
 def frame_windows(height: int, width: int, window: int) -> list[Tensor]:
-    """Windows of a frame of [height, width] merged cells: the cells of each, window after window.
-    Those at the right and lower edge are smaller.
+    """Cut a frame of [height, width] merged cells into windows. Returns the cells of each; windows
+    at the right and lower edge are smaller.
     """
     cells = torch.arange(height * width).view(height, width)
     return [
@@ -68,20 +68,20 @@ def frame_windows(height: int, width: int, window: int) -> list[Tensor]:
 
 @cache_frames
 def cell_order(height: int, width: int, merge: int, window: int) -> Tensor:
-    """Merged cells of a frame of [height, width] patches, window after window [h * w / merge^2]."""
+    """Order merged cells of a [height, width] frame of patches by window [h * w / merge^2]."""
     return torch.cat(frame_windows(height // merge, width // merge, window))
 
 
 @cache_frames
 def patch_order(height: int, width: int, merge: int, window: int) -> Tensor:
-    """Patches of a frame, window after window, the merge^2 of a cell together [h * w]."""
+    """Order a frame's patches by window, the merge^2 of a cell together [h * w]."""
     cells = cell_order(height, width, merge, window)
     return (cells[:, None] * merge**2 + torch.arange(merge**2)).flatten()
 
 
 @cache_frames
 def window_segments(height: int, width: int, merge: int, window: int) -> tuple[Tensor, ...]:
-    """Windows of a frame in window order, grouped by length: patch indices [count, length]."""
+    """Group a frame's windows by length: patch indices in window order [count, length]."""
     starts: dict[int, list[int]] = {}
     start = 0
     for cells in frame_windows(height // merge, width // merge, window):
@@ -92,10 +92,12 @@ def window_segments(height: int, width: int, merge: int, window: int) -> tuple[T
 
 
 class VisionTower(Tower):
-    """patches [P, C*T*P*P] in merge order and their grids to features [P / merge^2, H]."""
+    """Tower from patches [P, C*T*P*P] in merge order and their grids to features
+    [P / merge^2, H].
+    """
 
     def __init__(self, config: Any) -> None:
-        """`config`: the `vision_config` of a Qwen2.5-VL configuration."""
+        """Build the tower. `config`: the `vision_config` of a Qwen2.5-VL configuration."""
         super().__init__()
         self.merge_size = config.spatial_merge_size
         self.feature_size = config.out_hidden_size

@@ -10,10 +10,10 @@ from megavlm.data.videos import Grid, ProcessedVideo
 
 
 class TimestampedFrames:
-    """Before each frame of the grid its time as text, and marks around its tokens."""
+    """Frames of a grid one by one: the time as text, then tokens between vision marks."""
 
     def __init__(self, video_id: int, merge_size: int, processor: Any) -> None:
-        """`processor`: transformers' Qwen3VLProcessor."""
+        """Set the format. `processor`: transformers' Qwen3VLProcessor."""
         self._video_id = video_id
         self._merged = merge_size**2
         self._tokenizer = processor.tokenizer

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and MoE: hub tensor names against this model's tensors."""
+"""Mapping of Qwen3-VL, dense and MoE: hub tensor names against this model's tensors."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,17 +8,17 @@ from megavlm.models.common.mapping_parts import (
     attention,
     experts,
     language_model,
-    layer_norm,
-    linear,
+    linear_shapes,
     mlp,
+    norm_shapes,
     tower,
 )
 from megavlm.models.qwen3_vl.config import expert_layers
 
 
 def mapping(config: Any) -> list[Entry]:
-    """Every tensor of the model that `config`, a transformers Qwen3VLConfig or Qwen3VLMoeConfig,
-    describes.
+    """Return an entry for every tensor. `config`: transformers' Qwen3VLConfig or
+    Qwen3VLMoeConfig.
     """
     vision = config.vision_config
     return [
@@ -49,14 +49,14 @@ def _vision_shapes(vision: Any) -> dict[str, Shape]:
     }
     for index in range(vision.depth):
         block = f"blocks.{index}"
-        shapes |= layer_norm(f"{block}.norm1", size) | layer_norm(f"{block}.norm2", size)
-        shapes |= linear(f"{block}.attn.qkv", 3 * size, size)
-        shapes |= linear(f"{block}.attn.proj", size, size)
-        shapes |= linear(f"{block}.mlp.linear_fc1", ffn, size)
-        shapes |= linear(f"{block}.mlp.linear_fc2", size, ffn)
+        shapes |= norm_shapes(f"{block}.norm1", size) | norm_shapes(f"{block}.norm2", size)
+        shapes |= linear_shapes(f"{block}.attn.qkv", 3 * size, size)
+        shapes |= linear_shapes(f"{block}.attn.proj", size, size)
+        shapes |= linear_shapes(f"{block}.mlp.linear_fc1", ffn, size)
+        shapes |= linear_shapes(f"{block}.mlp.linear_fc2", size, ffn)
     levels = [f"deepstack_merger_list.{i}" for i in range(len(vision.deepstack_visual_indexes))]
     for merger in ("merger", *levels):
-        shapes |= layer_norm(f"{merger}.norm", size if merger == "merger" else merged)
-        shapes |= linear(f"{merger}.linear_fc1", merged, merged)
-        shapes |= linear(f"{merger}.linear_fc2", vision.out_hidden_size, merged)
+        shapes |= norm_shapes(f"{merger}.norm", size if merger == "merger" else merged)
+        shapes |= linear_shapes(f"{merger}.linear_fc1", merged, merged)
+        shapes |= linear_shapes(f"{merger}.linear_fc2", vision.out_hidden_size, merged)
     return shapes

@@ -39,9 +39,9 @@ class MLP(nn.Module):
         return self.linear_fc2(self.act(self.linear_fc1(x)))
 
 
-class Merger(nn.Module):
-    """Patches [P, D] of a merge cell become one language token [P / merge^2, H]; GELU in its exact
-    (erf) form. A DeepStack merger normalises the cell as a whole, the last one each patch.
+class PatchMerger(nn.Module):
+    """Merger of the patches [P, D] of a merge cell into one language token [P / merge^2, H], with
+    exact (erf) GELU. A DeepStack merger normalises the whole cell, the last one each patch.
     """
 
     def __init__(self, config: Any, *, norm_whole_cell: bool) -> None:
@@ -62,8 +62,8 @@ class Merger(nn.Module):
 
 
 def axis_taps(size: int, side: int) -> tuple[Tensor, Tensor]:
-    """Linear interpolation along one side of the table, corners aligned: for each of `size` places
-    the two entries of `side` between which it lies and their weights, both [size, 2].
+    """Interpolate linearly along one side of the table, corners aligned. Returns the two entries of
+    `side` around each of `size` places, and their weights, both [size, 2].
     """
     source = torch.arange(size, dtype=torch.float32) * (side - 1) / max(size - 1, 1)
     taps = source.floor()[:, None] + torch.arange(2)
@@ -73,7 +73,7 @@ def axis_taps(size: int, side: int) -> tuple[Tensor, Tensor]:
 
 @cache_frames
 def table_taps(height: int, width: int, merge: int, side: int) -> Tensor:
-    """Rows of the flat [side * side] table for each patch of a frame in merge order [h * w, 4]."""
+    """Return rows of the flat [side * side] table for each patch in merge order [h * w, 4]."""
     rows, columns = axis_taps(height, side)[0], axis_taps(width, side)[0]
     taps = rows[:, None, :, None] * side + columns[None, :, None, :]  # [h, w, 2, 2]
     return merge_order(taps.flatten(2), merge)
@@ -81,19 +81,19 @@ def table_taps(height: int, width: int, merge: int, side: int) -> Tensor:
 
 @cache_frames
 def table_weights(height: int, width: int, merge: int, side: int) -> Tensor:
-    """Weights of `table_taps`, fp32 [h * w, 4]."""
+    """Return the weights of `table_taps`, fp32 [h * w, 4]."""
     rows, columns = axis_taps(height, side)[1], axis_taps(width, side)[1]
     weights = rows[:, None, :, None] * columns[None, :, None, :]
     return merge_order(weights.flatten(2), merge)
 
 
 class VisionTower(Tower):
-    """patches [P, C*T*P*P] in merge order and their grids to features and DeepStack levels
-    [P / merge^2, (1 + num_levels) * H].
+    """Tower from patches [P, C*T*P*P] in merge order and their grids to features and DeepStack
+    levels [P / merge^2, (1 + num_levels) * H].
     """
 
     def __init__(self, config: Any) -> None:
-        """`config`: the `vision_config` of a Qwen3-VL or Qwen3-VL-MoE configuration."""
+        """Build the tower. `config`: the `vision_config` of Qwen3-VL, dense or MoE."""
         super().__init__()
         self.merge_size = config.spatial_merge_size
         self.feature_size = config.out_hidden_size
@@ -113,9 +113,9 @@ class VisionTower(Tower):
             )
             for _ in range(config.depth)
         )
-        self.merger = Merger(config, norm_whole_cell=False)
+        self.merger = PatchMerger(config, norm_whole_cell=False)
         self.deepstack_merger_list = nn.ModuleList(
-            Merger(config, norm_whole_cell=True) for _ in range(self.num_levels)
+            PatchMerger(config, norm_whole_cell=True) for _ in range(self.num_levels)
         )
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -139,7 +139,7 @@ class VisionTower(Tower):
         return torch.cat([self.merger(x), *levels], dim=-1)
 
     def _learned_positions(self, grids: Sequence[Grid], device: torch.device) -> Tensor:
-        """[P, D], the sum of four entries in fp32 whatever the table's precision."""
+        """Return [P, D], the sum of four entries in fp32 whatever the table's dtype."""
         side, merge = math.isqrt(self.pos_embed.num_embeddings), self.merge_size
         taps = pack_values(grids, lambda h, w: table_taps(h, w, merge, side)).to(device)
         weights = pack_values(grids, lambda h, w: table_weights(h, w, merge, side)).to(device)

@@ -14,7 +14,7 @@ from PIL import Image
 from megavlm.data.chat import Message
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
-from megavlm.demo.tiny_configs import FAMILIES
+from megavlm.models.registry import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 

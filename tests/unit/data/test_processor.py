@@ -16,8 +16,8 @@ from megavlm.data.image_processing import ImageProcessor, PatchCache
 from megavlm.data.images import decode
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, read_rows
-from megavlm.demo.tiny_configs import FAMILIES
 from megavlm.demo.tiny_model import SPECIAL_TOKENS
+from megavlm.models.registry import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

@@ -15,7 +15,7 @@ from megavlm.data.images import decode
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
 from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
-from megavlm.demo.tiny_configs import FAMILIES
+from megavlm.models.registry import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.unit.data.rope_index import rope_index
 from tests.unit.data.test_images import bomb, encode

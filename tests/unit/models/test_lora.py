@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
-from megavlm.models.common.lora_linear import LoRALinear, Part, Placement, is_adapter
+from megavlm.models.common.lora_linear import LoRALinear, LoRAPart, Placement, is_adapter
 from megavlm.models.common.lora_targets import choose, linear_names, sites
 
 LAYER = "language_model.decoder.layers"
@@ -118,7 +118,7 @@ def test_grouped_experts_are_refused_where_they_are_chosen() -> None:
 
 def adapted(base: nn.Module, group: Any = None, cut: Any = None, **options: Any) -> LoRALinear:
     rows = base.weight.size(0)  # type: ignore[union-attr,operator]
-    options = {"name": "a.b", "parts": [Part("proj", rows, rank=4, scale=0.3)], **options}
+    options = {"name": "a.b", "parts": [LoRAPart("proj", rows, rank=4, scale=0.3)], **options}
     return LoRALinear(base, placement=Placement(cut, group or Group()), **options)
 
 
@@ -153,7 +153,7 @@ def test_merging_rounds_once() -> None:
 
 
 def test_a_is_drawn_as_peft_does_and_the_same_under_every_layout() -> None:
-    parts = [Part(name, 6, rank, scale=1.0) for name, rank in (("q", 30), ("k", 20))]
+    parts = [LoRAPart(name, 6, rank, scale=1.0) for name, rank in (("q", 30), ("k", 20))]
     whole = adapted(nn.Linear(64, 12), parts=parts).lora_A
     assert whole.abs().max() <= 64**-0.5 and whole.abs().max() > 0.99 * 64**-0.5
     assert abs(whole.std() * (3 * 64) ** 0.5 - 1) < 0.05 and not torch.equal(whole[:20], whole[30:])

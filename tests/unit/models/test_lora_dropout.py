@@ -7,7 +7,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
-from megavlm.models.common.lora_linear import EXPERT_STREAM, LoRALinear, Part, Placement
+from megavlm.models.common.lora_linear import EXPERT_STREAM, LoRALinear, LoRAPart, Placement
 from megavlm.parallel.mesh import Layout, build_mesh
 from tests.distributed.fork import launch
 
@@ -39,7 +39,7 @@ def kept(cut: Any, sequence: bool, is_expert: bool) -> tuple[list[int], int]:
     layer = LoRALinear(
         Zeros(TOKENS * (2 if gathered else 1)),
         name="layer",
-        parts=[Part("down", ROWS, rank=1, scale=1.0)],
+        parts=[LoRAPart("down", ROWS, rank=1, scale=1.0)],
         placement=Placement(cut, group, sequence, is_expert),
         dropout=0.5,
     )

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megavlm.models.common.lora_linear import LoRALinear, Part, Placement
+from megavlm.models.common.lora_linear import LoRALinear, LoRAPart, Placement
 from megavlm.parallel.mesh import Layout, build_mesh
 from tests.distributed.fork import launch
 
@@ -164,7 +164,7 @@ def adapted(
     layer = LoRALinear(
         base_layer(case, n, options, placement),
         name="layer",
-        parts=[Part(name, rows // cut_rows, r, scale) for name, rows, r, scale in case.parts],
+        parts=[LoRAPart(name, rows // cut_rows, r, scale) for name, rows, r, scale in case.parts],
         placement=placement,
         num_blocks=max(case.num_blocks // cut_rows, 1),
     )

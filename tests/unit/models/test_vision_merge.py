@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavlm.data.videos import Grid
+from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_merge import encode_images, split_by_cost
 from tests.distributed.fork import launch
 
@@ -32,32 +33,37 @@ def test_split_keeps_every_image_and_balances(costs: list[float], num_parts: int
     assert max(loads) - min(loads) <= max(costs, default=0) + 1e-9
 
 
+class LinearTower(Tower):
+    """The sum of a token's patches times a weight; it remembers what it has encoded."""
+
+    merge_size, feature_size = MERGE, FEATURE
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.seen: list[Grid] = []
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        self.seen.extend(grids)
+        return patches.view(-1, MERGE**2, PATCH).sum(1) @ self.weight
+
+
 def encode(is_context: bool) -> list[Any]:
     """Features, the encoder's gradient on this rank, and the images that this rank encoded.
 
     Ranks of the tensor axis have the whole loss each, those of the context axis a part.
     """
-    weight = (
-        torch.arange(PATCH * FEATURE, dtype=torch.float32).view(PATCH, FEATURE).requires_grad_()
-    )
+    weight = nn.Parameter(torch.arange(PATCH * FEATURE, dtype=torch.float32).view(PATCH, FEATURE))
     generator = torch.Generator().manual_seed(1)
     patches = [torch.randn(t * h * w, PATCH, generator=generator) for t, h, w in GRIDS]
-    seen: list[Grid] = []
-
-    def encoder(rows: Tensor, grids: Sequence[Grid]) -> Tensor:
-        seen.extend(grids)
-        return rows.view(-1, MERGE**2, PATCH).sum(1) @ weight
-
+    tower = LinearTower(weight)
     group = dist.group.WORLD
     assert group is not None
     alone, _ = dist.new_subgroups(group_size=1)
     features = encode_images(
-        encoder,
+        tower,
         patches,
         GRIDS,
-        merge_size=MERGE,
-        feature_size=FEATURE,
-        dtype=torch.float32,
         group=group,
         context_group=group if is_context else alone,
     )
@@ -66,7 +72,7 @@ def encode(is_context: bool) -> list[Any]:
     assert isinstance(loss, Tensor)
     loss.backward()
     gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    return [torch.cat(features), gradient, np.array(seen).reshape(-1, 3)]
+    return [torch.cat(features), gradient, np.array(tower.seen).reshape(-1, 3)]
 
 
 @pytest.mark.parametrize("is_context", [False, True])
