@@ -72,7 +72,7 @@ class Entry:
 
 
 def short_name(hf: str) -> str:
-    """Return an HF tensor's name as Qwen2.5-VL's hub files and SGLang have it: Qwen3-VL's hub files,
+    """Return an HF tensor's name as in Qwen2.5-VL's hub files and in SGLang. Qwen3-VL's hub files,
     and transformers 5 in memory, write longer prefixes.
     """
     for long, short in (("model.visual.", "visual."), ("model.language_model.", "model.")):
