@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.config.lora import LoRA
 from megavlm.models.build import build_model
 from megavlm.models.common.components import ModelPart, model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import LocalTensor, local_tensors
-from megavlm.models.common.lora import LoRA, add_adapters
+from megavlm.models.common.lora import add_adapters
 from megavlm.parallel.fake import fake_rank, without_memory
 from megavlm.parallel.mesh import Layout, build_mesh, check_world
 

@@ -12,13 +12,14 @@ from megavlm import checkpointing
 from megavlm.checkpointing.adapters import AdapterSettings, adapters, check_alpha
 from megavlm.checkpointing.folder import locate
 from megavlm.checkpointing.together import together
+from megavlm.config.lora import LoRA
 from megavlm.config.schema import Config
 from megavlm.models.build import build_model
+from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import HFFolder, load_hf
-from megavlm.models.common.lora import LoRA, add_adapters
+from megavlm.models.common.lora import add_adapters
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.models.options import lora, model_options
 from megavlm.parallel.mesh import Mesh
 
 
@@ -47,11 +48,11 @@ def start_model(
     """This rank's part of it, with the weights of `step`, or of `model.folder`; adapters are fresh
     unless they are in the step, and a value head says 0. Collective.
     """
-    model = build_model(hf_config, mesh, replace(model_options(config), head=head))
-    fresh = lora(config)
-    goes_on = step is not None and fresh is not None and _goes_on(step, config.lora.alpha)
+    model = build_model(hf_config, mesh, replace(ModelOptions.from_config(config), head=head))
+    lora = config.lora
+    goes_on = step is not None and lora.rank > 0 and _goes_on(step, lora.alpha)
     if goes_on:
-        _add(model, fresh, config.run.seed)
+        _add(model, lora, config.run.seed)
     if step is not None:
         with _without_value_head(model):
             checkpointing.load(step, chunks=model)
@@ -59,7 +60,7 @@ def start_model(
         for chunk in model:
             load_hf(chunk, entries, HFFolder(config.model.folder), mesh)
     if not goes_on:
-        _add(model, fresh, config.run.seed)
+        _add(model, lora, config.run.seed)
     return model
 
 
@@ -88,10 +89,10 @@ def _goes_on(step: Path, alpha: float) -> bool:
     return found
 
 
-def _add(model: Sequence[VisionLanguageModel], adapters: LoRA | None, seed: int) -> None:
-    if adapters is not None:
+def _add(model: Sequence[VisionLanguageModel], lora: LoRA, seed: int) -> None:
+    if lora.rank:
         for chunk in model:
-            add_adapters(chunk, adapters, seed=seed)
+            add_adapters(chunk, lora, seed=seed)
 
 
 @contextmanager

@@ -10,9 +10,9 @@ import torch
 from megavlm.config.schema import Config
 from megavlm.inference.server import HOST
 from megavlm.inference.server_pool.targets import Targets
+from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.models.options import lora, model_options
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import Mesh
 from megavlm.weight_sync.lora import Adapters
@@ -35,11 +35,11 @@ def weight_sync(
 ) -> WeightSync:
     """Made by all ranks together; `targets`: the servers, on the driver."""
     text = hf_config.text_config
-    options, settings = model_options(config), lora(config)
+    options, settings = ModelOptions.from_config(config), config.lora
     trainer = TrainerRanks.of(hf_config, mesh.layout, mesh.world_size, options)
-    changed = trained_entries(entries, options, settings.targets if settings else None)
+    changed = trained_entries(entries, options, settings.targets if settings.rank else None)
     adapters = None
-    if settings is not None and config.rollout.lora == "adapter":
+    if settings.rank and config.rollout.lora == "adapter":
         changed = frozenset()  # beside adapters nothing is trained
         adapters = Adapters.of(entries, settings, trainer, model, text.num_key_value_heads)
     plan = Plan(entries, trainer, changed)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megavlm.models.common.lora import LoRA, adapters
+from megavlm.config.lora import LoRA
+from megavlm.models.common.lora import adapters
 from megavlm.models.common.mapping import COLUMNS, REPLICATED, ROWS, Entry, same
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.gather import NamedTensors, gather

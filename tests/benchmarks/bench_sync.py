@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from megavlm.config.lora import LoRA
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.common.lora import LoRA, add_adapters
+from megavlm.models.common.lora import add_adapters
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.fixed_targets import FixedTargets
 from megavlm.weight_sync.lora import Adapters
@@ -39,7 +40,7 @@ from tests.parity.runs import build
 from tests.parity.table import Ranks
 
 REPEATS = 3
-SETTINGS = LoRA(16, 32.0)
+SETTINGS = LoRA(rank=16, alpha=32.0)
 MODULES = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 TRANSPORTS = ("tensor", "distributed", "disk")
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from megavlm.config.lora import LoRA
 from megavlm.data.packing import Pack
 from megavlm.data.processor import ProcessedImage
 from megavlm.demo.tiny_model import make_tiny_model
@@ -18,7 +19,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.common.logprobs import Scoring, TokenScores
-from megavlm.models.common.lora import LoRA, adapters, add_adapters
+from megavlm.models.common.lora import adapters, add_adapters
 from megavlm.models.common.lora_linear import LoRALinear
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family

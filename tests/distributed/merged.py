@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from megavlm.models.common.lora import LoRA, adapters, add_adapters
+from megavlm.config.lora import LoRA
+from megavlm.models.common.lora import adapters, add_adapters
 from megavlm.models.common.model import VisionLanguageModel
 from tests.distributed.lora_reference import ALPHA, RANK, SCALE, pair, projections
 from tests.distributed.lora_runs import cut, whole_sizes
@@ -19,7 +20,7 @@ from tests.distributed.lora_runs import cut, whole_sizes
 @torch.no_grad()
 def add_pairs(chunks: Iterable[VisionLanguageModel], targets: tuple[str, ...]) -> None:
     for chunk in chunks:
-        add_adapters(chunk, LoRA(RANK, ALPHA, targets=targets))
+        add_adapters(chunk, LoRA(rank=RANK, alpha=ALPHA, targets=targets))
         for name, layer in adapters(chunk):
             for part, a, b in layer.pairs():
                 whole = pair((name, part.name), *whole_sizes(layer, a, b))

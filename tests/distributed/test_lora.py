@@ -13,7 +13,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 from transformers import AutoConfig
 
-from megavlm.models.common.lora import LoRA, adapters, adapters_disabled
+from megavlm.config.lora import LoRA
+from megavlm.models.common.lora import adapters, adapters_disabled
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.parallel.mesh import Layout
 from tests.distributed.fork import launch
@@ -92,7 +93,7 @@ def compare(
     """Largest relative differences on this rank; which projections it has adapters for."""
     run = start(folder, ranks)
     base, keys = run.logits(), checkpoint_keys(run)
-    run.add(LoRA(RANK, ALPHA, targets=targets))
+    run.add(LoRA(rank=RANK, alpha=ALPHA, targets=targets))
     new = run.logits()
     set_pairs(run)
     on = run.logits()

@@ -10,7 +10,9 @@ import torch
 
 from megavlm import checkpointing
 from megavlm.config.optimizer import Optimizer
-from megavlm.models.common.lora import LoRA, adapters
+from megavlm.models.common.lora import adapters
+from megavlm.config.lora import LoRA
+from megavlm.models.common.lora import adapters
 from megavlm.parallel.mesh import Layout
 from megavlm.training.optimizer import Updater, build_updater
 from tests.distributed.fork import launch
@@ -44,7 +46,7 @@ def gradients(
     folder: Path, ranks: Ranks, targets: tuple[str, ...], dropout: float, options: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     run = start(folder, ranks, **options)
-    run.add(LoRA(RANK, ALPHA, dropout=dropout, targets=targets))
+    run.add(LoRA(rank=RANK, alpha=ALPHA, dropout=dropout, targets=targets))
     set_pairs(run)
     run.backward()
     return {name: layer.lora_A.main_grad for name, layer in adapters(run.whole)}
@@ -86,7 +88,7 @@ def test_a_recomputed_tower_has_no_dropout(dense: Path) -> None:
 
 def trained_of_a_critic(folder: Path) -> list[str]:
     run = start(folder, LAYOUTS["one rank"], head="values")
-    run.add(LoRA(RANK, ALPHA, targets=("language.mlp",)))
+    run.add(LoRA(rank=RANK, alpha=ALPHA, targets=("language.mlp",)))
     return [name for name, p in run.whole.named_parameters() if p.requires_grad]
 
 
@@ -119,7 +121,7 @@ class Training:
 
 def train(folder: Path, ranks: Ranks, targets: tuple[str, ...]) -> Training:
     run = start(folder, ranks)
-    run.add(LoRA(RANK, ALPHA, targets=targets))
+    run.add(LoRA(rank=RANK, alpha=ALPHA, targets=targets))
     set_pairs(run)
     updater = build_updater(run.chunks, Optimizer(lr=1e-2, clip_grad=0.5), run.mesh, num_steps=3)
     run.wrapped = updater.chunks

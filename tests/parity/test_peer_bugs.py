@@ -13,11 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
+from megavlm.config.lora import LoRA
 from megavlm.data.processor import ProcessedImage
 from megavlm.models.common import deepstack
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
-from megavlm.models.common.lora import LoRA, adapters, add_adapters
+from megavlm.models.common.lora import adapters, add_adapters
 from megavlm.models.common.lora_targets import choose, linear_names
 from tests.distributed.fork import launch
 from tests.parity.cases import Differences, Expected, compare, expect, packs_of

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from megavlm.config.lora import LoRA
 from megavlm.data.packing import Pack, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response, Sampling
 from megavlm.inference.server_pool.targets import Target, Targets
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
-from megavlm.models.common.lora import LoRA
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import broadcast_object
@@ -110,7 +110,7 @@ def make_sync(
     heads = config.text_config.num_key_value_heads
     pairs = None
     if adapters:
-        changed, settings = frozenset(), LoRA(RANK, ALPHA, targets=trainer.targets)
+        changed, settings = frozenset(), LoRA(rank=RANK, alpha=ALPHA, targets=trainer.targets)
         pairs = Adapters.of(entries, settings, ranks, chunks, heads)
     return WeightSync(
         Plan(entries, ranks, changed),

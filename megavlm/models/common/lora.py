@@ -5,26 +5,14 @@ Add adapters after the model has its weights and before gradient buffers are mad
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
+from megavlm.config.lora import LoRA
 from megavlm.models.common.lora_linear import EXPERT_STREAM, LoRALinear, LoRAPart, stable_seed
 from megavlm.models.common.lora_targets import Site, choose, linear_names, sites
 from megavlm.models.common.model import VisionLanguageModel
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """`targets`: components (`lora_targets.COMPONENTS`) or full paths with wildcards. B A x is
-    scaled by `alpha` / `rank`; `dropout` is the share of the adapters' input dropped in training.
-    """
-
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("language.attention", "language.mlp")
 
 
 def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -> None:

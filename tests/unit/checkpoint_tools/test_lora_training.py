@@ -19,8 +19,8 @@ from checkpoint_tools.weights import hub_weights, step_weights
 from megavlm import checkpointing
 from megavlm.checkpointing.adapters import AdapterSettings
 from megavlm.config.optimizer import Optimizer
+from megavlm.config.lora import LoRA
 from megavlm.models.common.components import lora_component
-from megavlm.models.common.lora import LoRA
 from megavlm.models.common.lora_targets import linear_names
 from megavlm.training.optimizer import build_updater
 from tests.distributed.fork import launch
@@ -48,7 +48,7 @@ BASE = "models/tiny"
 def save(folder: Path, ranks: Ranks, targets: tuple[str, ...], run_dir: Path) -> None:
     """As a run does, before its first step."""
     run = start(folder, ranks)
-    run.add(LoRA(RANK, ALPHA, targets=targets))
+    run.add(LoRA(rank=RANK, alpha=ALPHA, targets=targets))
     set_pairs(run)
     updater = build_updater(run.chunks, Optimizer(lr=1e-2), run.mesh, num_steps=3)
     checkpointing.save(
@@ -125,7 +125,7 @@ def test_training_starts_from_imported_adapters(
     make_adapters(hf, tmp_path / "peft", rank_pattern={"v_proj": 2})
     done = lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
     lora_merge(tmp_path / "checkpoint", tmp_path / "merged")
-    settings = LoRA(done.rank, done.alpha, targets=tuple(done.targets))
+    settings = LoRA(rank=done.rank, alpha=done.alpha, targets=tuple(done.targets))
     (result,) = launch(1, trained, hf, tmp_path / "merged", tmp_path / "checkpoint", settings)
     assert result["difference"] < 1e-5
     # The linears that this command knows are those that training has.

@@ -14,8 +14,9 @@ from checkpoint_tools.import_hf import import_hf
 from megavlm import checkpointing
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
+from megavlm.config.lora import LoRA
 from megavlm.models.common.hf_source import HFFolder
-from megavlm.models.common.lora import LoRA, add_adapters
+from megavlm.models.common.lora import add_adapters
 from megavlm.training.optimizer import build_updater
 from tests.distributed.fork import launch
 from tests.parity.table import LAYOUTS, Ranks
@@ -269,7 +270,7 @@ def test_a_run_that_trains_more_than_the_saved_one_is_refused(hf: Path, tmp_path
     assert launch(1, load_error, hf, ONE_RANK, tmp_path / "all", None, False) == [""]
 
 
-ADAPTERS = LoRA(2, 4.0, targets=("language.mlp",))
+ADAPTERS = LoRA(rank=2, alpha=4.0, targets=("language.mlp",))
 
 
 def adapters_error(hf: Path, ranks: Ranks, folder: Path) -> str:

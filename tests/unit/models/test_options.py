@@ -11,8 +11,7 @@ import torch
 from megavlm.config.load import load
 from megavlm.config.parallel import Parallel
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.common.lora import LoRA
-from megavlm.models.options import layout, lora, model_options
+from megavlm.models.options import layout
 from megavlm.parallel.mesh import Layout
 
 WriteRecipe = Callable[..., Path]
@@ -62,14 +61,8 @@ CHANGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_options(
     write_recipe: WriteRecipe, sections: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    options = model_options(load(write_recipe(**sections)))
+    options = ModelOptions.from_config(load(write_recipe(**sections)))
     assert asdict(options) == asdict(ModelOptions()) | expected
-
-
-def test_adapters_are_those_of_the_lora_section(write_recipe: WriteRecipe) -> None:
-    assert lora(load(write_recipe())) is None
-    settings = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "targets": ["vision.mlp"]}
-    assert lora(load(write_recipe(lora=settings))) == LoRA(4, 8.0, 0.1, ("vision.mlp",))
 
 
 @pytest.mark.parametrize(

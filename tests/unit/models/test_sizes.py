@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megavlm.config.lora import LoRA
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import local_tensors
-from megavlm.models.common.lora import LoRA
 from megavlm.models.common.mapping import shard_tensor
 from megavlm.models.sizes import (
     ParameterSize,
@@ -245,7 +245,7 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     options = ModelOptions(dtype=BF16, sequence=True, grouped_experts=False)
     cluster = Cluster(Layout(tensor=2, pipeline=4, expert=4, expert_tensor=2), 64, options)
     targets = ("language.attention", "language.experts")
-    parts = stages(config, cluster, LoRA(rank, 32, targets=targets))
+    parts = stages(config, cluster, LoRA(rank=rank, alpha=32, targets=targets))
     hidden, ffn, q, kv = 2048, 768, 32 * 128, 4 * 128
     attention = 2 * (hidden + q) + 2 * (hidden + kv)
     expert = 3 * (hidden + ffn)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megavlm.config.load import load
+from megavlm.config.lora import LoRA
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.common.lora import LoRA
 from megavlm.models.registry import family
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout
@@ -79,7 +79,7 @@ def test_512_ranks(
             "Qwen3-VL-8B",
             Layout(tensor=2, pipeline=4),
             ModelOptions(first_stage_layers=1, last_stage_layers=3),
-            LoRA(4, 8.0, targets=("vision.merger", "language.mlp")),
+            LoRA(rank=4, alpha=8.0, targets=("vision.merger", "language.mlp")),
         ),
         ("Qwen3-VL-30B-A3B", Layout(pipeline=2, expert=2), ModelOptions(), None),
         (
@@ -116,7 +116,7 @@ def test_the_plan_is_what_ranks_hold(
 def test_adapters_as_tensors_of_their_own(tmp_path: Path) -> None:
     config = released_config("Qwen2.5-VL-3B", tmp_path, num_hidden_layers=1)
     entries = family(config.model_type).mapping(config)
-    settings = LoRA(4, 8.0)
+    settings = LoRA(rank=4, alpha=8.0)
     found = {
         entry.hf[0]: (entry.hf_shapes[0], entry.shard.dim)
         for entry in adapter_entries(entries, settings, Layout(tensor=2), num_kv_heads=2)
