@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megavlm import checkpointing
-from megavlm.config.optimizer import Optimizer
-from megavlm.models.common.lora import adapters
 from megavlm.config.lora import LoRA
+from megavlm.config.optimizer import Optimizer
 from megavlm.models.common.lora import adapters
 from megavlm.parallel.mesh import Layout
 from megavlm.training.optimizer import Updater, build_updater

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megavlm.config.optimizer import Optimizer
 from megavlm.config.lora import LoRA
+from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions

@@ -18,8 +18,8 @@ from checkpoint_tools.step_adapters import step_adapters
 from checkpoint_tools.weights import hub_weights, step_weights
 from megavlm import checkpointing
 from megavlm.checkpointing.adapters import AdapterSettings
-from megavlm.config.optimizer import Optimizer
 from megavlm.config.lora import LoRA
+from megavlm.config.optimizer import Optimizer
 from megavlm.models.common.components import lora_component
 from megavlm.models.common.lora_targets import linear_names
 from megavlm.training.optimizer import build_updater

@@ -8,6 +8,8 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
+from megavlm.config.lora import COMPONENTS
+from megavlm.models.common.components import LINEARS
 from megavlm.models.common.lora_linear import LoRALinear, LoRAPart, Placement, is_adapter
 from megavlm.models.common.lora_targets import choose, linear_names, sites
 
@@ -217,3 +219,7 @@ def test_adapters_take_what_a_norm_inside_the_base_gives(gives_bias: bool) -> No
     assert bias is expected_bias
     layer.enabled = False
     assert torch.equal(layer(x)[0], expected) and layer(x)[1] is expected_bias
+
+
+def test_the_components_are_those_that_recipes_name() -> None:
+    assert tuple(LINEARS) == COMPONENTS
