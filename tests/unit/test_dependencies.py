@@ -40,8 +40,8 @@ PLATFORM = ROOT / "megavlm" / "parallel" / "platform.py"
 def package_of(name: str) -> str:
     """`megavlm.data.rows` is of data, `checkpoint_tools.cli` of checkpoint_tools."""
     parts = name.split(".")
-    if ".".join(parts[1:3]) in LEVEL:
-        return ".".join(parts[1:3])
+    if parts[1:3] == ["models", "registry"]:
+        return "models.registry"
     return parts[0] if parts[0] == "checkpoint_tools" else ".".join(parts[1:2])
 
 
