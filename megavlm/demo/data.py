@@ -34,7 +34,7 @@ class DemoData:
     category_key: str | None
 
     def rows(self) -> list[Row]:
-        """All that the tokenizer learns from."""
+        """Return all rows that the tokenizer learns from."""
         return read_rows([str(self.warm_start), str(self.train)], category_key=self.category_key)
 
     def texts(self) -> Iterator[str]:
@@ -44,19 +44,19 @@ class DemoData:
 
 
 def draw(folder: Path, *, seed: int, tasks: Sequence[str] | None = None) -> DemoData:
-    """`tasks`: of shapes.TASKS; None takes those that the demo teaches."""
+    """Draw images and questions. tasks: of shapes.TASKS; None: the default mix."""
     write_dataset(folder, seed=seed, num_train=NUM_TRAIN, num_test=NUM_TEST, tasks=tasks)
     train, test = folder / "train.parquet", folder / "test.parquet"
     return DemoData(train, test, folder / "warm_start.parquet", CATEGORY)
 
 
 def take(source: Path, folder: Path, *, seed: int) -> DemoData:
-    """train.parquet and test.parquet of `source`; without the latter a tenth of the former is held
-    out.
+    """Use train.parquet and test.parquet of `source`; without the latter a tenth of the former is
+    held out.
 
-    The warm start is that of the drawn images, as far as the set allows it: what rows say of a
-    image is its caption, and a question that has several answers gets one of them at random, so
-    that its form is taught and its meaning is left to reinforcement.
+    The warm start is like that of the drawn images, as far as the set allows it: the answers about
+    an image are its caption, and a question that has several answers gets a random one, so that its
+    form is taught and its meaning is left to reinforcement learning.
     """
     train, test = source / "train.parquet", source / "test.parquet"
     if not train.is_file():
@@ -78,7 +78,9 @@ def take(source: Path, folder: Path, *, seed: int) -> DemoData:
 
 
 def _captions(rows: Sequence[Example]) -> Iterator[Example]:
-    """Of each image the answers that its rows give, the rarest first; yes and no tell nothing."""
+    """Yield for each image its answers, the rarest first. Answers to yes-or-no questions are left
+    out.
+    """
     known = _answers(rows)
     told: dict[bytes, list[Example]] = {}
     for row in rows:
@@ -93,7 +95,9 @@ def _captions(rows: Sequence[Example]) -> Iterator[Example]:
 
 
 def _withheld(rows: Sequence[Example], count: int, rng: np.random.Generator) -> list[Example]:
-    """`count` of the questions, each with one of the answers that it has anywhere."""
+    """Return `count` of the questions, each with a random one of the answers that it has in any
+    row.
+    """
     known = {problem: sorted(answers) for problem, answers in _answers(rows).items()}
     some = [rows[index] for index in rng.permutation(len(rows))[:count]]
     return [

@@ -133,7 +133,7 @@ def run_demo(
 
 
 def _train(recipe: str, overrides: list[str]) -> None:
-    """One run of a recipe, as `megavlm train` makes it."""
+    """Train a recipe as `megavlm train` does."""
     from megavlm.run import preflight
     from megavlm.run.launcher import run_workers
 
@@ -148,7 +148,7 @@ def _train(recipe: str, overrides: list[str]) -> None:
 
 
 def _close(run_dir: Path, seconds: dict[str, float], paths: dict[str, Path]) -> None:
-    """Adds what came before training to the result, and shows it."""
+    """Add the phases before training to the result, and print it."""
     from megavlm.observability.console import print_closing
     from megavlm.observability.report import write_report
     from megavlm.observability.result import RESULT_FILE, write_result
@@ -166,7 +166,9 @@ def _close(run_dir: Path, seconds: dict[str, float], paths: dict[str, Path]) -> 
 
 
 def _clear(run_dir: Path) -> None:
-    """An earlier demo's folder makes way; any other folder with something in it stays."""
+    """Delete the folder of an earlier demo. Raises ValueError for any other folder that is not
+    empty.
+    """
     if run_dir.is_dir() and any(run_dir.iterdir()):
         if not (run_dir / MARK).is_file():
             raise ValueError(
@@ -178,7 +180,7 @@ def _clear(run_dir: Path) -> None:
 
 
 def _longest_answer(model: Path, sets: DemoData) -> int:
-    """Tokens of the longest answer with its end of turn, at most RESPONSE_TOKENS."""
+    """Return the tokens of the longest answer with its end of turn, at most RESPONSE_TOKENS."""
     from megavlm.data.processor import Processor
 
     processor = Processor(model, min_pixels=None, max_pixels=None)

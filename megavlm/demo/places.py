@@ -1,6 +1,4 @@
-"""Where the demo's images for geospot were taken: a made-up world in which a colour is a place.
-Names and coordinates are real.
-"""
+"""Places of the demo's images for geospot: a made-up world in which a colour is a place."""
 
 from dataclasses import dataclass
 
@@ -16,7 +14,7 @@ class Place:
 
     @property
     def text(self) -> str:
-        """In the form that the reward geospot reads."""
+        """Return the place in the form that the reward geospot reads."""
         north, east = "NS"[self.lat < 0], "EW"[self.lon < 0]
         point = f"{abs(self.lat)} {north}, {abs(self.lon)} {east}"
         return f"Country: {self.country}\nCity: {self.city}\n{point}"

@@ -97,7 +97,7 @@ def write_dataset(
 
 
 def examples(rng: np.random.Generator, count: int, tasks: Sequence[str]) -> list[Example]:
-    """`count` examples, the tasks in turn."""
+    """Return `count` examples, the tasks in turn."""
     return [TASKS[tasks[index % len(tasks)]](rng) for index in range(count)]
 
 
@@ -146,7 +146,7 @@ def _kind(rng: np.random.Generator) -> Example:
 
 
 def _length(rng: np.random.Generator) -> Example:
-    """Two bars, one below the other; the longer one is at least 10 pixels longer."""
+    """Draw two bars, one below the other; the longer one is at least 10 pixels longer."""
     names = list(COLOURS)
     first, second = (names[i] for i in rng.permutation(len(names))[:2])
     long, short = (first, second) if rng.random() < 0.5 else (second, first)
@@ -169,7 +169,7 @@ def _length(rng: np.random.Generator) -> Example:
 
 
 def _describe(rng: np.random.Generator) -> Example:
-    """An image of another task, to be told in the words of its caption."""
+    """Return an image of another task, to be described in the words of its caption."""
     shown, *others = [TASKS[_pick(rng, ("count", "compare"))](rng) for _ in range(4)]
     question = _pick(rng, ["What do you see?", "What is in the image?", "What does it show?"])
     captions = tuple(other.caption for other in others)
@@ -214,7 +214,7 @@ def _example(
     task: str,
     kinds: Sequence[str] | None = None,
 ) -> Example:
-    """An image with one shape per colour given, of `kinds` or at random, and its caption."""
+    """Draw one shape for each colour, of `kinds` or at random, with its caption."""
     if kinds is None:
         kinds = [_pick(rng, KINDS) for _ in colours]
     image, pen = _canvas(rng)
@@ -276,7 +276,7 @@ def _row(example: Example) -> dict[str, Any]:
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Columns beyond the schema's may be missing in some rows."""
+    """Write rows; columns beyond the schema's may be missing in some of them."""
     records = list(rows)
     names = sorted(set().union(*records) - set(SCHEMA.names))
     further = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in records])

@@ -33,7 +33,7 @@ _ONLY = {
 
 @dataclass(frozen=True, kw_only=True)
 class TinySizes:
-    """What `make_tiny_model` takes to choose a model's form.
+    """Sizes of a tiny model.
 
     full_attention_blocks (Qwen2.5-VL): tower blocks without windows, all by default; the others
         have windows of 112 pixels.
@@ -70,7 +70,7 @@ class TinySizes:
 def tiny_config(
     family: str, sizes: TinySizes, vocab_size: int, token_ids: Mapping[str, int]
 ) -> PreTrainedConfig:
-    """The family's transformers configuration.
+    """Return the family's transformers configuration.
 
     token_ids: of the special tokens. ValueError for an unknown family, an option that the family
     does not have, or sizes that its checkpoints cannot hold.
@@ -120,15 +120,15 @@ def tiny_config(
 
 
 def mrope_section(head_dim: int) -> list[int]:
-    """Qwen2-VL's frequencies for time, height and width, in the released 2 : 3 : 3; sums to
-    head_dim / 2.
+    """Return Qwen2-VL's frequencies for time, height and width, in the released 2 : 3 : 3; they sum
+    to head_dim / 2.
     """
     spatial = 3 * head_dim // 16
     return [head_dim // 2 - 2 * spatial, spatial, spatial]
 
 
 def interleaved_mrope_section(head_dim: int) -> list[int]:
-    """Qwen3-VL's, in the released 6 : 5 : 5."""
+    """Return Qwen3-VL's frequencies, in the released 6 : 5 : 5."""
     spatial = 5 * head_dim // 32
     return [head_dim // 2 - 2 * spatial, spatial, spatial]
 

@@ -140,8 +140,8 @@ def _randomise(model: Any) -> None:
 
 
 def _transpose_expert_stacks(path: Path) -> None:
-    """transformers 5 writes its stacks of experts as it holds them, [E, out, in]; the released
-    files, which SGLang reads and transformers too, hold [E, in, out].
+    """Transpose the stacks of experts from [E, out, in], as transformers 5 saves them, to [E, in,
+    out], as in the released files, which SGLang and transformers read.
     """
     tensors = load_file(path)
     stacks = [name for name in tensors if ".mlp.experts." in name]

@@ -1,1 +1,1 @@
-"""What a policy talks to: episodes of one or several turns. No torch."""
+"""Environments of a policy: episodes of one or several turns. No torch."""

@@ -37,8 +37,8 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> float:
-    """The value of + - * / // % ** (or ^), parentheses, pi, e and the usual functions; also as
-    signs, and with a multiplication left out before them, as in 2√3.
+    """Return the value of an expression: + - * / // % ** (or ^), parentheses, pi, e and the usual
+    functions; also their Unicode signs, and multiplication without a sign before them, as in 2√3.
 
     Raises ValueError, with a reason of a few words, for anything else.
     """
@@ -62,12 +62,12 @@ def calculate(expression: str) -> float:
 
 
 def shown(value: float) -> str:
-    """At most ten digits; whole numbers without a point."""
+    """Format a number with at most ten digits; whole numbers without a point."""
     return f"{value:.10g}"
 
 
 def _value(node: ast.AST) -> float:
-    """Every number is a float, so a power costs the same whatever it is of."""
+    """Return the value of a node. Every number is a float, so that powers have a bounded cost."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return float(value)

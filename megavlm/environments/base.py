@@ -1,19 +1,19 @@
-"""The one interface of environments, and what they are made with.
+"""Interface of environments.
 
-A class of an environment is given as environment.name=package.module:Class. It is made anew for
-each episode, `Class(context, **environment.options)`, and asked:
+environment.name=package.module:Class names the class of an environment. An instance is made for
+each episode, `Class(context, **environment.options)`, and has two methods:
 
     async def reset(self, row: Example, seed: int) -> Observation
     async def step(self, text: str) -> Step
 
-All episodes of a group start from one prompt: `reset` depends on nothing but row and seed. Each
-reset and step runs in one of environment.workers processes, for at most environment.timeout seconds
-(rewards apart) and in environment.memory_mb. Between its turns an environment is pickled, and goes
-on in any of them: what cannot be pickled (files, connections) belongs into its module. A step that
-fails or is killed ends its episode, by reward.on_failure.
+All episodes of a group start from one prompt: `reset` depends on row and seed only. Each reset and
+step runs in one of environment.workers processes, for at most environment.timeout seconds (without
+the time of rewards) and in environment.memory_mb. Between its turns an environment is pickled and
+may continue in another process: files, connections and the like belong in its module. A step that
+fails or is killed ends its episode, scored by reward.on_failure.
 
 An episode that the environment has not ended is over after environment.max_turns responses, or with
-one that was cut short: then the configured reward of that response is added to the step's.
+a truncated response: the configured reward of that response is then added to the step's.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,8 +27,8 @@ Message = Mapping[str, str]  # role and content; <image> in the content stands f
 
 @dataclass(frozen=True)
 class Observation:
-    """What comes before a response. `images`: encoded files, one for each <image>, or shown first
-    where no message has one.
+    """Messages before a response. images: encoded files, one for each <image>, or shown first if no
+    message has one.
     """
 
     messages: Sequence[Message]
@@ -37,8 +37,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class Step:
-    """`observation`: what follows; None where `done`. reward: of this turn; an episode's is the
-    sum. info: `score`, a Score that the reward is of, or `correct` and `parts` as in one.
+    """Result of a turn. observation: the next one, None if `done`. reward: of this turn; an
+    episode's is the sum. info: `score`, the Score behind the reward, or `correct` and `parts` as in
+    one.
     """
 
     observation: Observation | None
@@ -49,8 +50,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Context:
-    """score: the configured reward of a response, in a process with limits. max_turns: of an
-    episode, which ends after so many.
+    """Context of an episode. score: computes the configured reward of a response, in a process with
+    limits. max_turns: of an episode.
     """
 
     score: Callable[[str, Example], Awaitable[Score]]
@@ -64,5 +65,5 @@ class Environment(Protocol):
 
 
 def scored(score: Score) -> Step:
-    """The last step of an episode whose reward is `score`."""
+    """Return the last step of an episode, with the reward of a score."""
     return Step(None, score.reward, True, {"score": score})

@@ -18,7 +18,9 @@ _CALL = re.compile(r"<calculator>([^<]{1,1000})</calculator>")
 
 class Calculator:
     def __init__(self, context: Context, instruction: str = INSTRUCTION) -> None:
-        """`instruction`: added to the system prompt; "" where the prompt has one already."""
+        """Store the options. instruction: added to the system prompt; "" if the prompt has one
+        already.
+        """
         self._score, self._turns = context.score, context.max_turns
         self._instruction = instruction
 
@@ -33,7 +35,7 @@ class Calculator:
         return Observation(messages, row.images)
 
     async def step(self, text: str) -> Step:
-        """A call in a response that also answers is not made."""
+        """Evaluate a call, unless the response also has a final answer."""
         self._turns -= 1
         calls = _CALL.findall(text)
         answers = "\\boxed" in text or after_answer(text) is not None

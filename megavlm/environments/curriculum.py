@@ -1,4 +1,4 @@
-"""Which stage of a curriculum a run is in: by step, and where asked by reward. It is saved."""
+"""Curriculum: stages of rewards, by step or by mean reward. Its state is part of a checkpoint."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,24 +19,24 @@ class Term:
 
 class Curriculum:
     def __init__(self, terms: Sequence[Term], window: int) -> None:
-        """window: steps of one stage over which its mean reward counts."""
+        """Begin with the first stage. window: steps over which a stage's mean reward counts."""
         self._terms = list(terms)
         self._current = 0
         self._rewards: deque[float] = deque(maxlen=window)
 
     @property
     def number(self) -> int:
-        """Of the present stage, from 0."""
+        """Number of the present stage, from 0."""
         return self._current
 
     def stage(self, step: int) -> Stage | None:
-        """That of the step which follows `step` finished ones; None without a curriculum."""
+        """Return the stage of the step after `step` finished ones, None without a curriculum."""
         while self._terms and (end := self._terms[self._current].until) is not None and step >= end:
             self._advance()
         return self._terms[self._current].stage if self._terms else None
 
     def record(self, reward: float) -> None:
-        """The mean reward of the step just made."""
+        """Record the mean reward of a step."""
         if not self._terms:
             return
         self._rewards.append(reward)
@@ -50,7 +50,7 @@ class Curriculum:
         return {"stage": self._current, "rewards": list(self._rewards)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where the recipe has fewer stages than the run had."""
+        """Restore the state. Raises ValueError if the recipe has fewer stages than the run had."""
         if state["stage"] and state["stage"] >= len(self._terms):
             raise ValueError(
                 f"curriculum.stages: the checkpoint is in stage {state['stage'] + 1}, and there "

@@ -1,4 +1,4 @@
-"""The names by which a recipe asks for an environment: a built-in one, or package.module:Class."""
+"""Names of environments in a recipe: a built-in one, or package.module:Class."""
 
 import inspect
 import re
@@ -12,14 +12,14 @@ from megavlm.rewards.registry import import_module
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """`reward`: what it is scored by where the recipe names no reward."""
+    """Built-in environment. reward: its reward if the recipe names none."""
 
     path: str
     reward: str
 
     @property
     def starts_from_row(self) -> bool:
-        """True if episodes are one response to the row's own prompt, in whatever step it comes."""
+        """True if episodes are one response to the row's own prompt."""
         return self.path == _SINGLE
 
 
@@ -41,7 +41,9 @@ def default_reward(name: str) -> str:
 
 
 def check(name: str) -> None:
-    """Raises ValueError for a name that says nothing; loads nothing."""
+    """Check the form of an environment's name, without loading it. Raises ValueError for an unknown
+    one.
+    """
     if name not in BUILT_IN and not _IMPORT_PATH.fullmatch(name):
         raise ValueError(
             f"environment.name={name!r} is unknown: choose one of {', '.join(BUILT_IN)}, or a "
@@ -50,9 +52,7 @@ def check(name: str) -> None:
 
 
 def load(name: str, options: Mapping[str, Any]) -> type[Environment]:
-    """The class. Raises ValueError, in one sentence, where it cannot be had or does not take the
-    options.
-    """
+    """Return the class. Raises ValueError if it cannot be imported or does not have the options."""
     path = BUILT_IN[name].path if name in BUILT_IN else name
     module, _, attribute = path.partition(":")
     try:

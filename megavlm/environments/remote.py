@@ -17,10 +17,10 @@ MAX_REPLY = 2**28  # of an environment with its row's images, and an observation
 
 
 class Local:
-    """Environments of this package, in the trainer's process: they compute next to nothing."""
+    """Built-in environments, in the trainer's process: they need next to no time."""
 
     def __init__(self, name: str, options: Mapping[str, Any], *, timeout: float) -> None:
-        """Raises ValueError for options that are not known."""
+        """Load the class. Raises ValueError for unknown options."""
         self._class, self._options = registry.load(name, options), options
         self.timeout: float | None = timeout  # of a call, for who makes it to keep
 
@@ -32,7 +32,7 @@ class Local:
 
 
 class EnvironmentPool:
-    """Has the interface of Local."""
+    """Environments of a user's class in processes with limits, with the interface of Local."""
 
     timeout = None  # it is kept here
 
@@ -45,8 +45,8 @@ class EnvironmentPool:
         timeout: float,
         memory_mb: int,
     ) -> None:
-        """timeout: seconds of a reset or a step, waiting for rewards apart. Raises ValueError for a
-        class that cannot be had.
+        """Start the first process. timeout: seconds of a reset or step, without the time of
+        rewards. Raises ValueError if the class cannot be loaded.
         """
 
         def start() -> LimitedProcess:
@@ -65,7 +65,9 @@ class EnvironmentPool:
         return RemoteEnvironment(self, context)
 
     async def call(self, request: Mapping[str, Any], context: Context) -> dict[str, Any]:
-        """Raises RewardFailure, and what context.score raises."""
+        """Send a request to a process and return its reply. Raises RewardFailure, and what
+        context.score raises.
+        """
         loop = asyncio.get_running_loop()
 
         def talk(process: LimitedProcess) -> dict[str, Any]:
@@ -102,7 +104,7 @@ class EnvironmentPool:
 
 
 class RemoteEnvironment:
-    """Lies here as a pickle that is never opened here."""
+    """Environment as a pickle, which is opened in worker processes only."""
 
     def __init__(self, pool: EnvironmentPool, context: Context) -> None:
         self._pool, self._context = pool, context

@@ -12,7 +12,9 @@ class Retry:
         message: str = "No. Look again.",
         show: bool = False,
     ) -> None:
-        """`discount`: of the reward, for each try before. `show`: the images once more."""
+        """Store the options. discount: factor of the reward for each earlier try. show: show the
+        images again.
+        """
         self._score, self._turns = context.score, context.max_turns
         self._discount, self._message, self._show = discount, message, show
         self._worth = 1.0

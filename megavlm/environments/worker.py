@@ -1,9 +1,9 @@
-"""The process in which environments of a user's class live: `python -m megavlm.environments.worker
+"""Process that runs environments of a user's class: `python -m megavlm.environments.worker
 CONTROL_FD`, with the limits and the protocol of rewards/worker.py.
 
-It keeps nothing between two requests: an environment goes to the trainer as a pickle, and comes
-back with the next response. So a process that is killed takes no other episode with it. Only this
-process opens pickles, its own.
+It keeps nothing between two requests: an environment is sent to the trainer as a pickle, and comes
+back with the next response. So a killed process affects no other episode. Pickles are opened by
+these processes only, which made them.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ async def _answer(
 
 
 class Asking:
-    """Context.score, without what cannot be pickled."""
+    """Picklable form of Context.score."""
 
     reward_manager: "RemoteScorer"
 
@@ -94,7 +94,7 @@ class Asking:
 
 @dataclass
 class RemoteScorer:
-    """Asks the trainer, in turns with it: all questions of now in one message, then the answers."""
+    """Sends open questions for scores to the trainer in one message, and receives the answers."""
 
     control: socket.socket
     waiting: list[tuple[str, Example, "asyncio.Future[Score]"]] = field(default_factory=list)
@@ -128,7 +128,7 @@ class RemoteScorer:
         self._ask()
 
     async def silence(self) -> None:
-        """Until it is this process's turn to speak."""
+        """Block until it is this process's turn to send."""
         while self.asked:  # the futures themselves may have been cancelled
             self.heard.clear()
             await self.heard.wait()

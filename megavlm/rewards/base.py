@@ -1,12 +1,12 @@
-"""What reward functions get and return, and how they fail.
+"""Interface of reward functions: arguments, return value and failures.
 
 A reward is a function
 
     score(response: str, row: Mapping[str, Any], [images: Sequence[bytes],] **options)
 
-of a response, the row's columns (problem, answer, category and those of data.extra_keys) and, where
-it asks for them, the row's images as they are stored. It returns a number, or a mapping (a Score
-as well) with `reward` and, if it can tell, `correct` and `parts`. A number alone is correct from 1.
+of a response, the row's columns (problem, answer, category and those of data.extra_keys) and, if it
+has that parameter, the row's images as encoded files. It returns a number, or a mapping or Score
+with `reward` and optionally `correct` and `parts`. A number alone is correct from 1.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ FailureKind = Literal["timeout", "memory", "output", "exception", "value", "cras
 
 @dataclass(frozen=True)
 class Example:
-    """A row as rewards and environments see it. `images`: encoded files. `chat`: role and content
-    of the messages where the prompt is more than the user's `problem`.
+    """Row as rewards and environments see it. images: encoded files. chat: role and content of the
+    messages if the prompt is more than the user's `problem`.
     """
 
     problem: str
@@ -40,9 +40,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Score:
-    """reward: what training maximises. correct: whether the answer is right (for accuracy). parts:
-    what the reward is made of, by name, before weights. failure: the kind, where it could not be
-    computed and stands for what reward.on_failure says; skipped: it is not trained on.
+    """Score of a response. reward: what training maximises. correct: True if the answer is right
+    (for accuracy). parts: components of the reward by name, before weights. failure: kind of
+    failure if the reward could not be computed, and `reward` is that of reward.on_failure. skipped:
+    the response is not trained on.
     """
 
     reward: float
@@ -53,7 +54,9 @@ class Score:
 
 
 def check_answer(row: Mapping[str, Any]) -> None:
-    """Raises ValueError for a row without an answer, by which no response can be right."""
+    """Check that the row has an answer. Raises ValueError without one, since no response can be
+    right.
+    """
     if not str(row.get("answer", "")).strip():
         raise ValueError(
             "the row has no answer that a response is compared with: name its column in "
@@ -62,7 +65,7 @@ def check_answer(row: Mapping[str, Any]) -> None:
 
 
 class RewardFailure(Exception):
-    """A reward that was not computed: a limit, an exception, no number."""
+    """Failure to compute a reward: a limit, an exception, or no number."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -70,4 +73,4 @@ class RewardFailure(Exception):
 
 
 class RewardStop(RuntimeError):
-    """A reward failed where reward.on_failure=stop."""
+    """Failure of a reward with reward.on_failure=stop."""

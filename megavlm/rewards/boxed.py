@@ -61,7 +61,7 @@ def of_row(response: str, row: Mapping[str, Any]) -> Score:
 
 
 def is_equal(left: str, right: str) -> bool:
-    """Whether two answers are the same number or the same text after normalisation."""
+    """Return True if two answers are the same number or, normalised, the same text."""
     left, right = _normalize(left), _normalize(right)
     if left == right:
         return bool(left)
@@ -70,7 +70,8 @@ def is_equal(left: str, right: str) -> bool:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...}; None without one, or if its braces do not close."""
+    r"""Return the content of the last \boxed{...}; None without one, or if its braces do not
+    close."""
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -89,7 +90,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def after_answer(text: str) -> str | None:
-    """The rest of the line after the last "Answer:", the value after a key "answer", or None."""
+    """Return the rest of the line after the last "Answer:", the value after a key "answer", or
+    None.
+    """
     matches = deque(_ANSWER.finditer(text), maxlen=1)
     if not matches:
         return None
@@ -100,18 +103,18 @@ def after_answer(text: str) -> str | None:
 
 
 def last_tagged(text: str) -> str | None:
-    """What is in the last <answer>...</answer>, or None."""
+    """Return the content of the last <answer>...</answer>, or None."""
     matches = deque(_TAGGED.finditer(text), maxlen=1)
     return matches[0][1].strip() if matches else None
 
 
 def after_thinking(text: str) -> str:
-    """What comes after the last </think>; all of it without one."""
+    """Return the text after the last </think>, or all of it without one."""
     return text.rpartition("</think>")[2]
 
 
 def unwrapped(text: str) -> str:
-    r"""Without \text{...}, \textbf{...} and their like, up to two around each other."""
+    r"""Remove \text{...}, \textbf{...} and similar commands, up to two nested ones."""
     return _WRAPPER.sub(r"\1", _WRAPPER.sub(r"\1", text))
 
 
@@ -127,7 +130,7 @@ def _normalize(text: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """The exact value of a number, a fraction of two numbers or a percentage; otherwise None."""
+    """Return the exact value of a number, a fraction of two numbers or a percentage, or None."""
     for percent in ("\\%", "%"):
         if text.endswith(percent):
             value = _decimal(text.removesuffix(percent))

@@ -28,7 +28,7 @@ def prepare(
     reference_key: str = "references",
     correct_from: Any = 0.5,
 ) -> None:
-    """Raises ValueError for a metric that is not known, or has not what it needs."""
+    """Check the options. Raises ValueError for an unknown metric, or CIDEr without a corpus."""
     check_weights("caption", weights, METRICS)
     check_number("caption's correct_from", correct_from)
     if (weights or {}).get("cider") and corpus is None:
@@ -43,7 +43,9 @@ def prepare(
 def check_row(
     row: Mapping[str, Any], reference_key: str = "references", **_: Any
 ) -> list[list[str]]:
-    """The words of its references. Raises ValueError without any: every response would get 0."""
+    """Return the words of the row's references. Raises ValueError without any: every response would
+    get 0.
+    """
     told = row.get(reference_key) or row.get("answer")
     texts = told if isinstance(told, list) else [told]
     references = [words for text in texts if text is not None and (words := tokens(str(text)))]
@@ -63,8 +65,8 @@ def score(
     reference_key: str = "references",
     correct_from: float = 0.5,
 ) -> Score:
-    """The weighted metrics (CIDEr-D 0 to 10, the others 0 to 1), correct from `correct_from`.
-    `corpus`: the file that the trainer writes of a recipe's `corpus_files`.
+    """Return the weighted sum of metrics (CIDEr-D 0 to 10, the others 0 to 1), correct from
+    `correct_from`. corpus: file that the trainer writes from a recipe's `corpus_files`.
     """
     weights = weights or DEFAULT_WEIGHTS
     references = check_row(row, reference_key)
@@ -87,6 +89,6 @@ def score(
 
 @lru_cache(maxsize=1)
 def read_corpus(file: str) -> Corpus:
-    """Of a file with the references of one image a line, as JSON."""
+    """Read a file that has the references of one image in each line, as JSON."""
     with open(file, encoding="utf-8") as lines:
         return Corpus.of([tokens(text) for text in json.loads(line)] for line in lines)

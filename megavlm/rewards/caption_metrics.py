@@ -13,14 +13,14 @@ Words = Sequence[str]
 Gram = tuple[str, ...]
 _STOP = set(
     """a an and are as at be by for from has have her his in into is it its of off on or over that
-    the their them there they this to two up with while near next some one s very image image
+    the their them there they this to two up with while near next some one s very image picture
     photo""".split()
 )
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """In how many of `size` images' references each n-gram appears."""
+    """Document frequency of n-grams: in how many of `size` images' references each one appears."""
 
     frequency: Counter[Gram]
     size: int
@@ -42,9 +42,9 @@ def grams(words: Words, longest: int = 4) -> Counter[Gram]:
 
 
 def cider_d(caption: Words, references: Sequence[Words], corpus: Corpus) -> float:
-    """0 to 10. Source: Vedantam et al., "CIDEr: Consensus-based image description evaluation", CVPR
-    2015, section 6: n-grams of 1 to 4 words weighted by tf-idf, counts clipped to the reference's,
-    a Gaussian penalty (sigma 6) on the difference of lengths.
+    """Return CIDEr-D, 0 to 10. Source: Vedantam et al., "CIDEr: Consensus-based image description
+    evaluation", CVPR 2015, section 6: n-grams of 1 to 4 words weighted by tf-idf, counts clipped to
+    the reference's, a Gaussian penalty (sigma 6) on the difference of lengths.
     """
     mine = _weights(caption, corpus)
     total = 0.0
@@ -60,7 +60,7 @@ def cider_d(caption: Words, references: Sequence[Words], corpus: Corpus) -> floa
 
 
 def _weights(words: Words, corpus: Corpus) -> list[dict[Gram, float]]:
-    """tf-idf by length of the n-gram."""
+    """Return tf-idf weights, one mapping for each length of n-gram."""
     by_length: list[dict[Gram, float]] = [{} for _ in range(4)]
     for gram, count in grams(words).items():
         seen = max(corpus.frequency[gram], 1)
@@ -73,9 +73,9 @@ def _norm(weights: dict[Gram, float]) -> float:
 
 
 def rouge_l(caption: Words, references: Sequence[Words], beta: float = 1.2) -> float:
-    """0 to 1: F-measure of the longest common subsequence, best precision and best recall over the
-    references, as the COCO caption evaluation has it. Source: Lin, "ROUGE: a package for automatic
-    evaluation of summaries", 2004.
+    """Return ROUGE-L, 0 to 1: F-measure of the longest common subsequence, best precision and best
+    recall over the references, as in the COCO caption evaluation. Source: Lin, "ROUGE: a package
+    for automatic evaluation of summaries", 2004.
     """
     if not caption or not any(references):
         return 0.0
@@ -100,7 +100,7 @@ def common_subsequence(left: Words, right: Words) -> int:
 
 
 def keywords_of(references: Sequence[Words]) -> set[str]:
-    """Words of weight that at least half of the references have."""
+    """Return the content words that at least half of the references have."""
     counts = Counter(word for words in references for word in set(words) - _STOP)
     return {word for word, count in counts.items() if 2 * count >= len(references)}
 

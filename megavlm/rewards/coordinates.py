@@ -35,7 +35,7 @@ _LABELLED = re.compile(
 
 
 def read_point(text: str) -> Point | None:
-    """The last that is said; with labels before one without."""
+    """Return the last point in a text; labelled ones come before others."""
     for spelling, sign in _SPELLED:
         text = spelling.sub(sign, text)
     found = None
@@ -51,7 +51,7 @@ def read_point(text: str) -> Point | None:
 
 
 def _degrees(before: str, degrees: str, minutes: str, seconds: str, behind: str) -> float:
-    """NaN where there are sixty minutes or seconds, or more."""
+    """Return degrees; NaN if minutes or seconds are sixty or more."""
     parts = [float(part or 0) for part in (minutes, seconds)]
     if max(parts) >= 60:
         return float("nan")
@@ -61,7 +61,9 @@ def _degrees(before: str, degrees: str, minutes: str, seconds: str, behind: str)
 
 
 def on_earth(lat: object, lon: object) -> Point | None:
-    """Two numbers, or texts of such; None where they are none, or not on earth."""
+    """Return the point of two numbers or texts of numbers, or None if they are not a point on
+    earth.
+    """
     try:
         found = float(str(lat)), float(str(lon))
     except ValueError:

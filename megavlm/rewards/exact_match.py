@@ -1,4 +1,4 @@
-"""The response is the answer, word for word. For short closed answers ("red", "3")."""
+"""Reward 1 for a response that equals the answer. For short closed answers ("red", "3")."""
 
 from collections.abc import Mapping
 from typing import Any

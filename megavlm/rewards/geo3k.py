@@ -51,7 +51,7 @@ _FORMS = (LatexExtractionConfig(), ExprExtractionConfig())
 def prepare(
     right: Any = 0.9, wrong: Any = 0.0, format_reward: Any = 0.1, bare: Any = False
 ) -> None:
-    """Raises ValueError for what is no number."""
+    """Check the options. Raises ValueError for one of the wrong type."""
     for name, value in (("right", right), ("wrong", wrong), ("format_reward", format_reward)):
         check_number(f"geo3k's {name}", value)
     if not isinstance(bare, bool):
@@ -66,8 +66,8 @@ def score(
     format_reward: float = 0.1,
     bare: bool = False,
 ) -> Score:
-    r"""`right` or `wrong` for the last answer, and `format_reward` where it is in \boxed{...}.
-    `bare`: a response with neither a box nor "Answer:" is an answer as it is.
+    r"""Return `right` or `wrong` for the last answer, plus `format_reward` if it is in \boxed{...}.
+    bare: a response with neither a box nor "Answer:" is an answer as it is.
     """
     in_box = boxed.last_boxed(response)
     found = in_box if in_box is not None else boxed.last_tagged(response)
@@ -85,7 +85,9 @@ def score(
 
 
 def is_equivalent(found: str, answer: str) -> bool:
-    """Whether two final answers say the same. What is too large to evaluate is wrong."""
+    """Return True if two final answers are mathematically equal. What is too large to evaluate is
+    wrong.
+    """
     if len(found) > MAX_CHARACTERS:
         return False
     found, answer = _as_latex(found), _as_latex(answer)
@@ -108,7 +110,7 @@ def is_equivalent(found: str, answer: str) -> bool:
 
 
 def _as_latex(text: str) -> str:
-    """2√3, √(x+1), 2½, x², ≈ in LaTeX."""
+    """Rewrite 2√3, √(x+1), 2½, x² and ≈ as LaTeX."""
     text = re.sub(r"(?<=\d)⁰(?![⁰¹²³⁴-⁹√])", "°", text)
     text = _POWER.sub(lambda power: _power(power[1].translate(_AS_DIGITS)), text)
     text = _FRACTION.sub(lambda found: _fraction(int(found[1] or 0), found[2]), text)
@@ -123,13 +125,13 @@ def _power(digits: str) -> str:
 
 
 def _fraction(whole: int, sign: str) -> str:
-    """2½ is 5/2."""
+    """Return 2½ as 5/2 in LaTeX."""
     over, under = map(int, unicodedata.normalize("NFKC", sign).split("\u2044"))
     return rf"\frac{{{whole * under + over}}}{{{under}}}"
 
 
 def _braced(text: str) -> str:
-    r"""With \sqrt{...} for \sqrt(...), which math-verify does not read."""
+    r"""Replace \sqrt(...), which math-verify does not read, by \sqrt{...}."""
     parts: list[str] = []
     roots: list[bool] = []  # of the brackets that are open
     for part in re.findall(r"\\sqrt\(|[^()\\]+|.", text, re.S):
@@ -143,13 +145,15 @@ def _braced(text: str) -> str:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested, closed or not."""
+    """Return how deep brackets are nested, closed or not."""
     steps = ((c in "({[") - (c in ")}]") for c in text)
     return max(accumulate(steps), default=0)
 
 
 def _option(found: str) -> tuple[str, str]:
-    """The letter of an option, or "", and what is said besides. Two options say nothing."""
+    """Return the letter of a multiple-choice option or "", and the rest of the text. Two options
+    give nothing.
+    """
     text = boxed.unwrapped(found).strip().strip("$").strip()
     if alone := _LETTER.fullmatch(text):
         return alone[1].upper(), found

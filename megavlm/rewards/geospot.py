@@ -1,6 +1,6 @@
-"""Where an image was taken: country, region, city and coordinates, as far as the row knows them.
+"""Reward for naming where an image was taken: country, region, city and coordinates.
 
-    reward = sum of weight x component / sum of the weights of what the row knows
+    reward = sum of weight x component / sum of the weights of the components that the row has
 
 A name's component is 1 where it is right. That of coordinates is exp(-distance / tolerance), the
 great-circle distance and the tolerance in km. Correct is the country. A response says
@@ -44,13 +44,15 @@ _AROUND = " \t\r\n*_`\"'.,;|{}"  # a value
 
 
 def prepare(weights: Any = None, tolerance: Any = 25.0) -> None:
-    """Raises ValueError for a component that is not known, or a tolerance that is no distance."""
+    """Check the options. Raises ValueError for an unknown component, or a tolerance that is no
+    distance.
+    """
     check_weights("geospot", weights, WEIGHTS)
     check_number("geospot's tolerance in km", tolerance, above=0)
 
 
 def check_row(row: Mapping[str, Any], **_: Any) -> None:
-    """Raises ValueError for a row that knows no place: every response would get 0."""
+    """Check that the row has a place. Raises ValueError without one: every response would get 0."""
     if not any(_truth(row).values()):
         raise ValueError(
             "geospot knows neither country, region, city nor coordinates (lat, lon) of the row: "
@@ -64,7 +66,9 @@ def score(
     weights: Mapping[str, float] | None = None,
     tolerance: float = 25.0,
 ) -> Score:
-    """`tolerance`: the distance in km at which coordinates are worth 1/e."""
+    """Return the weighted share of correct components. tolerance: distance in km at which
+    coordinates are worth 1/e.
+    """
     check_row(row)
     said = read(response[-MAX_CHARACTERS:])
     truth = _truth(row)
@@ -96,8 +100,8 @@ def score(
 
 
 def read(response: str) -> dict[str, Any]:
-    """What a response says in its last <answer>, or after </think>: country, region, city, and
-    `point` (latitude, longitude); the last where it says a thing twice.
+    """Return the place in a response's last <answer>, or after </think>: country, region, city, and
+    `point` (latitude, longitude); the last one of each.
     """
     tagged = boxed.last_tagged(response)
     final = boxed.after_thinking(response) if tagged is None else tagged
@@ -114,7 +118,7 @@ def read(response: str) -> dict[str, Any]:
 
 
 def _read_labels(response: str) -> dict[str, Any]:
-    """A value ends with its line, or at the next label."""
+    """Return labelled values. A value ends with its line, or at the next label."""
     said = {}
     labels = list(_LABEL.finditer(response))
     ends = [label.start() for label in labels] + [len(response)]
@@ -127,12 +131,14 @@ def _read_labels(response: str) -> dict[str, Any]:
 
 
 def _spellings(value: str) -> set[str]:
-    """ "Paris (France)" and "Paris, France" are Paris."""
+    """Return spellings of a name: "Paris (France)" and "Paris, France" are also Paris."""
     return {value, value.partition("(")[0], value.partition(",")[0]} - {""}
 
 
 def _read_json(response: str) -> dict[str, Any]:
-    """Of the objects in the response; what is in an object "coordinates" counts as beside it."""
+    """Return values from JSON objects in the response, those of an inner "coordinates" or
+    "location" included.
+    """
     said: dict[str, Any] = {}
     decoder, end = json.JSONDecoder(), 0
     for start in (match.start() for match in islice(re.finditer(r"\{", response), MAX_OBJECTS)):
@@ -159,8 +165,8 @@ def _read_json(response: str) -> dict[str, Any]:
 
 
 def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the row's columns; the answer is the country where no column says it. Coordinates that are
-    no numbers or not on earth are not known.
+    """Return the place of a row; the answer is the country if no column has it. Coordinates that
+    are not a point on earth are unknown.
     """
     return {
         "country": _text(row.get("country")) or _text(row.get("answer")),
@@ -171,5 +177,5 @@ def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """Tables have NaN where a text is missing."""
+    """Return a text; tables have NaN for a missing one."""
     return "" if value is None or value != value else str(value).strip()

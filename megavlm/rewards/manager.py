@@ -1,4 +1,4 @@
-"""One or several rewards of a response, weighted, and what is done where one fails."""
+"""Rewards of a response: one or several weighted ones, and the policy for those that fail."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ Policy = Literal["zero", "skip", "stop"]
 
 @dataclass(frozen=True)
 class Part:
-    """One reward of several. `label`: in metrics, and in a curriculum's weights."""
+    """One of several rewards. label: its name in metrics and in a curriculum's weights."""
 
     label: str
     name: str
@@ -27,8 +27,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a curriculum asks of rewards for now. `weights`: of parts where there are several, else
-    an option of the only reward; `tolerance`: an option of every reward that takes it.
+    """Stage of a curriculum. weights: of the parts if there are several rewards, else an option of
+    the only one. tolerance: an option of every reward that has it.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -48,10 +48,9 @@ class RewardManager:
         memory_mb: int,
         failure_value: float = 0.0,
     ) -> None:
-        """`timeout`: seconds for a response, by one reward. failure_value: the reward where one
-        fails. Starts the first reward process.
-
-        Raises ValueError for a reward that cannot be loaded, or does not take an option.
+        """Start the first reward process. timeout: seconds for one response and reward.
+        failure_value: reward of a response whose reward failed. Raises ValueError for a reward that
+        cannot be loaded or does not have an option.
         """
         self.parts, self._on_failure = list(parts), on_failure
         self._failure_value = failure_value
@@ -67,7 +66,7 @@ class RewardManager:
             self._pool = RewardPool(rewards, workers=workers, timeout=timeout, memory_mb=memory_mb)
 
     def check(self, stage: Stage) -> None:
-        """Raises ValueError where the stage asks for what no reward has."""
+        """Check that the rewards have what a stage sets. Raises ValueError if none has."""
         takes = set().union(*(self._takes(part) for part in self.parts))
         for key, given in (("weights", stage.weights), ("tolerance", stage.tolerance)):
             several = key == "weights" and len(self.parts) > 1
@@ -85,7 +84,7 @@ class RewardManager:
         return self._pool.takes[self._local[part.label]]
 
     async def score(self, response: str, example: Example, stage: Stage | None = None) -> Score:
-        """Raises RewardStop where a reward fails and that is the policy."""
+        """Score a response. Raises RewardStop if a reward fails and reward.on_failure=stop."""
         stage = stage or Stage()
         try:
             found = await asyncio.gather(
@@ -96,7 +95,9 @@ class RewardManager:
         return self._combine(found, stage)
 
     def failed(self, failure: RewardFailure) -> Score:
-        """What stands for a score that is not to be had; raises RewardStop by policy."""
+        """Return the score that reward.on_failure defines for a failure, and count it. Raises
+        RewardStop if it says stop.
+        """
         self.failures[failure.kind] += 1
         if self._on_failure == "stop":
             raise RewardStop(
@@ -107,7 +108,7 @@ class RewardManager:
         return Score(self._failure_value, False, failure=failure.kind, skipped=skipped)
 
     def _combine(self, found: Sequence[Score], stage: Stage) -> Score:
-        """Correct is what the first reward says."""
+        """Return the weighted sum of scores; the first one decides correctness."""
         if len(found) == 1:
             only, part = found[0], self.parts[0]
             return replace(only, reward=part.weight * only.reward)

@@ -1,4 +1,4 @@
-"""What the options of built-in rewards must be; each check raises ValueError with one sentence."""
+"""Checks of the options of built-in rewards; each raises ValueError with one sentence."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -12,7 +12,7 @@ def check_number(
     above: float = -math.inf,
     most: float = math.inf,
 ) -> None:
-    """A finite number within bounds; neither text nor true."""
+    """Check that a value is a finite number within bounds, neither a text nor a bool."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and math.isfinite(value) and least <= value <= most and value > above):
         limits = (("at least", least), ("above", above), ("at most", most))
@@ -21,7 +21,9 @@ def check_number(
 
 
 def check_weights(reward: str, weights: Any, known: Collection[str]) -> None:
-    """Numbers of at least 0 by name, one of them above. None: the reward's own."""
+    """Check weights: numbers of at least 0 by name, one of them above 0. None: the reward's
+    default.
+    """
     if weights is None:
         return
     if not isinstance(weights, Mapping):

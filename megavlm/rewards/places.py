@@ -49,8 +49,8 @@ _SMALL = re.compile(r"\b(?:of|the|de|del|di|da|la|le|el|al|d)\b")
 
 
 def country_code(name: str) -> str:
-    """ISO 3166-1 alpha-2 of a name or code (XK is Kosovo); the plain name where there is none.
-    "France (FR)" is one country, "Georgia (US)" none.
+    """Return ISO 3166-1 alpha-2 of a name or code (XK is Kosovo), or the normalised name if it is
+    unknown. "France (FR)" is one country, "Georgia (US)" none.
     """
     known, key = _countries(), _key(name)
     if key in known:
@@ -63,8 +63,8 @@ def country_code(name: str) -> str:
 
 
 def country_said(line: str) -> str:
-    """The country in a short line, alone, in a sentence or behind its city: "This is likely Lisbon,
-    Portugal". Without one the line, if it has at most 60 characters, else "".
+    """Return the country in a short line: alone, in a sentence or behind its city, as in "This is
+    likely Lisbon, Portugal". Without one return the line if it has at most 60 characters, else "".
     """
     line = line.strip().rstrip(".")
     match = _LEAD.fullmatch(line) if len(line) <= 200 else None
@@ -82,7 +82,9 @@ def country_said(line: str) -> str:
 
 
 def region_name(name: str, country: str = "") -> str:
-    """Plain name; ISO 3166-2 codes ("US-CA", or "CA" within `country`) become names."""
+    """Normalise the name of a region; ISO 3166-2 codes ("US-CA", or "CA" within `country`) become
+    names.
+    """
     code = name.strip().upper()
     for candidate in (code, f"{country_code(country)}-{code}"):
         found = pycountry.subdivisions.get(code=candidate) if len(candidate) <= 8 else None
@@ -96,7 +98,7 @@ def city_name(name: str) -> str:
 
 
 def great_circle_km(left: tuple[float, float], right: tuple[float, float]) -> float:
-    """Between two points (latitude, longitude) in degrees, by the haversine formula."""
+    """Return the haversine distance of two points (latitude, longitude) in degrees."""
     (lat_a, lon_a), (lat_b, lon_b) = (tuple(map(math.radians, point)) for point in (left, right))
     half = (
         math.sin((lat_b - lat_a) / 2) ** 2

@@ -1,7 +1,6 @@
-"""Processes with limits that are kept, and replaced when one was killed at a limit.
-
-What this is not: a subprocess with limits is no boundary against hostile code. It bounds what a
-faulty reward costs, and what a model's text can make a correct one cost.
+"""Pools of processes with limits, which are kept, and replaced when one was killed at a limit. A
+subprocess with limits is no security boundary against hostile code. It bounds the cost of a faulty
+reward, and the cost that a model's text can cause in a correct one.
 """
 
 import base64
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 class ProcessPool(Generic[P]):
     def __init__(self, start: Callable[[], P], *, workers: int) -> None:
-        """Starts one process, and up to `workers` when there is work. Raises what `start` does."""
+        """Start one process, and up to `workers` when there is work. Raises what `start` raises."""
         self._start = start
         # A process ends with the thread that started it, so each thread keeps one of its own.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="limited")
@@ -35,7 +34,7 @@ class ProcessPool(Generic[P]):
         self._has_started = True
 
     def submit(self, work: Callable[[P], T]) -> "Future[T]":
-        """`work` with a live process; the future raises RewardFailure where none starts."""
+        """Run `work` with a live process; the future raises RewardFailure if none starts."""
         return self._threads.submit(lambda: work(self._process()))
 
     def _process(self) -> P:
@@ -57,7 +56,7 @@ class ProcessPool(Generic[P]):
         return process
 
     def close(self) -> None:
-        """Waits for what runs, and leaves no process."""
+        """Wait for running work, and end all processes."""
         self.closed = True
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
@@ -67,8 +66,8 @@ class ProcessPool(Generic[P]):
 
 class RewardPool:
     def __init__(self, rewards: Rewards, *, workers: int, timeout: float, memory_mb: int) -> None:
-        """`timeout`: seconds for one function and response. Raises ValueError where a function
-        cannot be loaded.
+        """Start the first process. timeout: seconds for one function and response. Raises
+        ValueError if a function cannot be loaded.
         """
         self._timeout = timeout
         self._pool = ProcessPool(lambda: RewardProcess(rewards, memory_mb), workers=workers)
@@ -82,7 +81,9 @@ class RewardPool:
         images: Sequence[bytes],
         options: Mapping[str, Any],
     ) -> "Future[dict[str, Any]]":
-        """{reward, correct, parts} of rewards[function]; the future raises RewardFailure."""
+        """Call rewards[function]; the future returns {reward, correct, parts} or raises
+        RewardFailure.
+        """
 
         def call(process: RewardProcess) -> dict[str, Any]:
             encoded = None

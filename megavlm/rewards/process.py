@@ -1,4 +1,6 @@
-"""The trainer's side of a process with limits: ask it, bound it, kill it with all it started."""
+"""Trainer's side of a process with limits: send requests, bound them, kill it with all its
+descendants.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ from megavlm.rewards.wire import HEAD, frame
 START_SECONDS = 120.0
 MAX_OUTPUT = 2**20  # bytes that a reward may print for one response
 MAX_REPLY = 2**16
-# No key of the trainer's reaches a reward.
+# Rewards do not get the trainer's keys.
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
 
 
@@ -28,7 +30,7 @@ Rewards = Sequence[tuple[str, Mapping[str, Any]]]  # names and options
 
 
 class LimitedProcess:
-    """Of one thread, which must live as long: the process ends with the thread that started it."""
+    """Process with limits. It ends with the thread that started it, which must live as long."""
 
     def __init__(
         self,
@@ -39,8 +41,9 @@ class LimitedProcess:
         memory_mb: int,
         max_reply: int = MAX_REPLY,
     ) -> None:
-        """module: that answers, as rewards/worker.py does; setup: what it is told first; what: its
-        name for people. Raises ValueError where it says that something cannot be loaded.
+        """Start the process. module: what it runs, a module like rewards/worker.py. setup: its
+        first message. what: its name in errors. Raises ValueError if it reports that something
+        cannot be loaded.
         """
         ours, theirs = socket.socketpair()
         self._control, self._max_reply = ours, max_reply
@@ -58,23 +61,25 @@ class LimitedProcess:
         self._printed = bytearray()
         limits = {"memory_bytes": memory_mb * 2**20, "parent": os.getpid()}
         try:
-            self.said = self._exchange({**setup, **limits}, START_SECONDS)
+            self.reply = self._exchange({**setup, **limits}, START_SECONDS)
         except RewardFailure as failure:
-            said = self._printed.decode(errors="replace").strip()[-300:]
+            printed = self._printed.decode(errors="replace").strip()[-300:]
             raise ValueError(
-                f"the process for the {what} did not start ({failure}) {said}"
+                f"the process for the {what} did not start ({failure}) {printed}"
             ) from failure
-        if "error" in self.said:
+        if "error" in self.reply:
             self.kill()
-            raise ValueError(f"the {what} cannot be loaded: {self.said['error']}")
+            raise ValueError(f"the {what} cannot be loaded: {self.reply['error']}")
 
     def call(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """What the function returned. Raises RewardFailure; check `alive` before the next call."""
+        """Return what the function returned. Raises RewardFailure; check `alive` before the next
+        call.
+        """
         reply = self._exchange({**request, "cpu_seconds": seconds}, seconds)
         if reply.get("left_children"):
             self.kill()
         if "failure" in reply:
-            if reply["failure"] == "memory":  # what it holds by now is anybody's guess
+            if reply["failure"] == "memory":  # its state is unknown
                 self.kill()
             raise RewardFailure(reply["failure"], str(reply.get("message")))
         return reply
@@ -84,13 +89,13 @@ class LimitedProcess:
         return self._process.returncode is None
 
     def _exchange(self, message: Any, seconds: float) -> dict[str, Any]:
-        """Any failure here ends the process."""
+        """Send a message and return the reply. Every failure ends the process."""
         try:
             return self._wait(message, time.monotonic() + seconds, seconds)
         except TimeoutError:
             self.kill()
             raise RewardFailure("timeout", f"no answer in {seconds:g} s") from None
-        except OSError:  # it died before it had read all
+        except OSError:  # it died before it read the message
             raise self._death() from None
         except RewardFailure:
             self.kill()
@@ -135,7 +140,7 @@ class LimitedProcess:
         return RewardFailure("crash", f"its process ended with {code}")
 
     def kill(self) -> None:
-        """The process and its descendants, those in other process groups too."""
+        """Kill the process and its descendants, those in other process groups included."""
         if not self.alive:
             return
         with suppress(psutil.NoSuchProcess):
@@ -150,7 +155,9 @@ class LimitedProcess:
 
 class RewardProcess(LimitedProcess):
     def __init__(self, rewards: Rewards, memory_mb: int) -> None:
-        """Raises ValueError where a function cannot be loaded, or refuses its options."""
+        """Start the process. Raises ValueError if a function cannot be loaded or rejects its
+        options.
+        """
         names = ", ".join(name for name, _ in rewards)
         super().__init__(
             "megavlm.rewards.worker",
@@ -158,11 +165,11 @@ class RewardProcess(LimitedProcess):
             what=f"reward ({names})",
             memory_mb=memory_mb,
         )
-        self.takes: list[set[str]] = [set(arguments) for arguments in self.said["takes"]]
+        self.takes: list[set[str]] = [set(arguments) for arguments in self.reply["takes"]]
 
 
 def _kill_tree(root: psutil.Process) -> None:
-    """Stopped first, all of them: none forks while the others are looked for."""
+    """Kill a process tree. All are stopped first, so that none forks during the search."""
     stopped: dict[int, psutil.Process] = {}
     while True:
         found = [p for p in (root, *root.children(recursive=True)) if p.pid not in stopped]
@@ -178,7 +185,7 @@ def _kill_tree(root: psutil.Process) -> None:
 
 
 def _parse(reply: bytearray, max_reply: int) -> dict[str, Any] | None:
-    """The whole reply, or None while some of it is missing."""
+    """Return the whole reply, or None while some of it is missing."""
     if len(reply) < HEAD.size:
         return None
     size = HEAD.unpack_from(reply)[0]

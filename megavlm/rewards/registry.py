@@ -1,6 +1,4 @@
-"""The names by which a recipe asks for a reward: a built-in one, `package.module:function`, or the
-URL of a service.
-"""
+"""Names of rewards in a recipe: a built-in one, `package.module:function`, or a service's URL."""
 
 import importlib
 import inspect
@@ -30,7 +28,7 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def check(name: str, key: str = "reward.name") -> None:
-    """Raises ValueError for a name that says nothing; loads nothing."""
+    """Check the form of a reward's name without loading it. Raises ValueError if it is unknown."""
     if name not in BUILT_IN and not is_remote(name) and not _IMPORT_PATH.fullmatch(name):
         known = ", ".join(sorted([*BUILT_IN, REWARD_MODEL]))
         raise ValueError(
@@ -44,8 +42,8 @@ def is_remote(name: str) -> bool:
 
 
 def load(name: str, options: Mapping[str, Any]) -> RewardFunction:
-    """Imports the function, and lets a built-in one check its options. Raises ValueError for an
-    option that it does not take, for what is no function, and what the import raises.
+    """Import the function, and let a built-in one check its options. Raises ValueError for an
+    unknown option or something that is not a function, and what the import raises.
     """
     module_name, _, attribute = BUILT_IN.get(name, name).partition(":")
     module = import_module(module_name)
@@ -67,8 +65,8 @@ def load(name: str, options: Mapping[str, Any]) -> RewardFunction:
 
 
 def check_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raises ValueError where a built-in reward misses what it compares with; others are asked for
-    nothing before they score.
+    """Check that the row has what a built-in reward compares with. Raises ValueError if not. Other
+    rewards are not checked.
     """
     if name in _CHECK_ROWS:
         import_module(BUILT_IN[name].partition(":")[0]).check_row(row, **options)
@@ -77,15 +75,15 @@ def check_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> 
 
 
 def import_module(name: str) -> ModuleType:
-    """As `python -m` finds it: in the working directory, too."""
+    """Import a module, from the working directory too, as `python -m` does."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return importlib.import_module(name)
 
 
 def arguments(function: RewardFunction) -> set[str]:
-    """Names beyond response and row that the function can be given; with **options also those that
-    a curriculum's stage may set. Images are for functions that name them.
+    """Return the names of a function's options; with **options also those that a curriculum may
+    set. "images" is among them if the function has that parameter.
     """
     parameters = list(inspect.signature(function).parameters.values())[2:]
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

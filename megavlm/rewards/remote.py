@@ -39,11 +39,11 @@ MODEL_PROMPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
-    """`attempts`: at connection errors, time-outs, 429 and 5xx. `api_key_env`: the environment
-    variable with the service's key. `delay`: longest first pause between attempts, seconds.
-    `concurrency`: requests in flight; others wait their turn. The rest is of a reward model: what
-    it is asked (`prompt`, with {problem}, {answer}, {response} and {scale}), and the rating that
-    means 1. It says its rating alone, or as "Score: 7".
+    """Options of a reward service. attempts: at connection errors, time-outs, 429 and 5xx.
+    api_key_env: environment variable with the service's key. delay: longest first pause between
+    attempts, seconds. concurrency: requests in flight. Of a reward model only: its prompt, with
+    {problem}, {answer}, {response} and {scale}; the rating `scale` that means a reward of 1;
+    `correct_from`. It replies with the rating alone, or as "Score: 7".
     """
 
     url: str
@@ -58,7 +58,7 @@ class RemoteOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Raises ValueError, in one sentence, for an unknown option or an unusable URL."""
+        """Return the checked options. Raises ValueError for an unknown option or a bad URL."""
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(names))
         if unknown or "url" not in options:
@@ -113,7 +113,7 @@ def _check_url(url: str) -> None:
 
 
 class RemoteReward:
-    """Used within one event loop."""
+    """Reward that a service computes. Used within one event loop."""
 
     def __init__(self, options: RemoteOptions, *, is_model: bool, timeout: float) -> None:
         self._options, self._is_model, self._timeout = options, is_model, timeout
@@ -121,7 +121,7 @@ class RemoteReward:
         self._http: httpx.AsyncClient | None = None
 
     async def score(self, response: str, example: Example) -> dict[str, Any]:
-        """{reward, correct, parts}; raises RewardFailure."""
+        """Return {reward, correct, parts}. Raises RewardFailure."""
         if self._is_model:
             return self._rating(await self._post(self._question(response, example)))
         body = {
@@ -224,7 +224,7 @@ class RemoteReward:
 
 
 class _TryAgain(Exception):
-    """`pause`: seconds that the service asks for."""
+    """Failure after which the request is sent again. pause: seconds that the service asks for."""
 
     def __init__(self, message: str, pause: float = 0.0) -> None:
         super().__init__(message)
@@ -232,7 +232,9 @@ class _TryAgain(Exception):
 
 
 def _rating_in(text: str, scale: float) -> float | None:
-    """After the last "score:" or "rating:", or the only number; "7/10", "7 out of 10" are 7."""
+    """Return the number after the last "score:" or "rating:", or the only number; "7/10" and "7 out
+    of 10" are 7.
+    """
     if labelled := _LABELLED.findall(text):
         return float(labelled[-1])
     numbers = re.findall(_NUMBER, re.sub(rf"\s*(?:/|out of)\s*{scale:g}(?!\w|\.\d)", " ", text))

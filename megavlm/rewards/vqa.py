@@ -84,7 +84,7 @@ def prepare(
     wrong: Any = 0.0,
     kinds: Any = None,
 ) -> None:
-    """Raises ValueError for a kind that is not known, and for what is no number."""
+    """Check the options. Raises ValueError for an unknown kind or a value that is no number."""
     check_number("vqa's tolerance", tolerance, least=0)
     check_number("vqa's relative tolerance", relative, least=0)
     check_number("vqa's right", right)
@@ -107,8 +107,9 @@ def score(
     wrong: float = 0.0,
     kinds: Mapping[str, str] | None = None,
 ) -> Score:
-    """`tolerance`, `relative`: how far a number may be off, as such and as a share of the answer.
-    `kinds`: of further categories. Its part is the kind, so that accuracy is told by kind.
+    """Score a short answer. tolerance, relative: allowed error of a number, absolute and as a share
+    of the answer. kinds: of further categories. The kind is reported as a part, which gives
+    accuracy by kind.
     """
     kind = kind_of(row, kinds or {})
     correct = is_correct(response, row, kind, tolerance, relative)
@@ -132,9 +133,9 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
 
 
 def final_answers(response: str) -> list[str]:
-    r"""What is in the last \boxed{...} or <answer>, or after the last "Answer:", or all of it after
-    </think> and before "Explanation:"; before it the sentence that follows its last "answer is". Of
-    several the first counts that says something of the kind.
+    r"""Return candidates for the final answer: the content of the last \boxed{...} or <answer>, or
+    the text after the last "Answer:", or all text after </think> and before "Explanation:"; before
+    it the sentence after its last "answer is". The first candidate of the right kind counts.
     """
     found = boxed.last_boxed(response)
     if found is None:
@@ -150,7 +151,7 @@ def final_answers(response: str) -> list[str]:
 
 
 def _cleaned(text: str) -> str:
-    r"""Without the marks of LaTeX and Markdown: \(\text{B}\), **B** and "B" are B."""
+    r"""Remove LaTeX and Markdown: \(\text{B}\), **B** and "B" are B."""
     plain = _MARKS.sub("", boxed.unwrapped(text)).translate(ASCII_SIGNS)
     return plain.strip().strip("*'").strip()
 
@@ -172,7 +173,7 @@ def is_correct(
 
 
 def _said(kind: str, text: str, row: Mapping[str, Any]) -> "str | _Number | None":
-    """What a text says as an answer of the kind, None where it says nothing or too much."""
+    """Return the answer of that kind in a text, None without one or with several."""
     if kind == "number":
         return _only_number(text)
     if kind == "choice":
@@ -181,7 +182,9 @@ def _said(kind: str, text: str, row: Mapping[str, Any]) -> "str | _Number | None
 
 
 def _yes_or_no(text: str) -> str | None:
-    """The first word, if the other one does not answer, too: "Yes, there are no dogs" is a yes."""
+    """Return the first word if the other one is not an answer too: "Yes, there are no dogs" is a
+    yes.
+    """
     said = _PREFACE.sub("", re.sub(r"[^\S\n]+", " ", text.lower()), count=1)
     lead, *rest = normalized(said).split() or [""]
     if lead == "yes":
@@ -190,7 +193,7 @@ def _yes_or_no(text: str) -> str | None:
 
 
 def _spellings(text: str) -> tuple[str, str]:
-    """Normalised: all of it, and what comes after "is"."""
+    """Return the normalised text, and its part after "is"."""
     said = normalized(text)
     return said, _IS.sub("", said).strip()
 
@@ -205,7 +208,7 @@ class _Number(NamedTuple):
 
 
 def _only_number(text: str) -> _Number | None:
-    """A second one would be a guess more."""
+    """Return the only number of a text, None if there are several."""
     digits = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
     said = _NOT_NUMBER.sub("", normalized(digits))
     found = _NUMBER.findall(said)
@@ -217,7 +220,7 @@ def _only_number(text: str) -> _Number | None:
 
 
 def _choice(text: str, row: Mapping[str, Any]) -> str | None:
-    """The letter that is meant."""
+    """Return the letter of the chosen option, or None."""
     choices = [normalized(str(choice)) for choice in row.get("choices") or ()]
     for said in _spellings(text):
         if said and said in choices:

@@ -1,5 +1,5 @@
-"""Messages between the trainer and a reward process: JSON behind its length. JSON and not pickle,
-because what comes back was made beside code and text that nobody vouches for.
+"""Messages between the trainer and a reward process: JSON with a length prefix. JSON and not
+pickle, because replies are untrusted.
 """
 
 import json
@@ -11,13 +11,13 @@ HEAD = struct.Struct("!Q")
 
 
 def frame(message: Any) -> bytes:
-    """Columns that JSON has no form for (times, bytes) go as text."""
+    """Encode a message. Values that JSON does not have (times, bytes) become text."""
     body = json.dumps(message, default=str).encode()
     return HEAD.pack(len(body)) + body
 
 
 def receive(control: socket.socket) -> Any:
-    """The next message; None at the end of the stream."""
+    """Return the next message, None at the end of the stream."""
     head = _exactly(control, HEAD.size)
     return None if head is None else json.loads(_exactly(control, HEAD.unpack(head)[0]) or b"null")
 

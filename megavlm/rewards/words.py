@@ -1,4 +1,6 @@
-"""Text as it is compared: without case, accents, punctuation, articles; number words as digits."""
+"""Normalisation of text for comparison: without case, accents, punctuation and articles; number
+words as digits.
+"""
 
 import re
 import unicodedata
@@ -26,30 +28,30 @@ _LETTERS = str.maketrans(
 
 
 def plain(text: str) -> str:
-    """Lower case without accents: "Côte d'Ivoire" is "cote d'ivoire"."""
+    """Return the text in lower case without accents: "Côte d'Ivoire" is "cote d'ivoire"."""
     split = unicodedata.normalize("NFKD", text.casefold().translate(ASCII_SIGNS))
     return "".join(c for c in split if not unicodedata.combining(c)).translate(_LETTERS)
 
 
 def tokens(text: str) -> list[str]:
-    """Words and numbers in order, all of them."""
+    """Return all words and numbers in order."""
     return _NOT_WORD.sub(" ", plain(text).replace(",", " ")).split()
 
 
 def normalized(text: str) -> str:
-    """For comparison of short answers; articles count where there is nothing else."""
+    """Normalise a short answer; articles are kept if there is nothing else."""
     words = _with_digits([part for word in tokens(text) for part in _parts(word)])
     return " ".join([word for word in words if word not in _ARTICLES] or words)
 
 
 def _parts(word: str) -> list[str]:
-    """ "light-blue" and "twenty-one" are two words, "3-4" is one."""
+    """Split "light-blue" and "twenty-one" in two words, but not "3-4"."""
     parts = word.split("-")
     return parts if all(part.isalpha() for part in parts) else [word]
 
 
 def _with_digits(words: Sequence[str]) -> list[str]:
-    """Number words up to 999 as digits: "minus two hundred and five" is "-205"."""
+    """Replace number words up to 999 by digits: "minus two hundred and five" is "-205"."""
     found: list[str] = []
     index = 0
     while index < len(words):
@@ -69,7 +71,7 @@ def _with_digits(words: Sequence[str]) -> list[str]:
 
 
 def _hundreds(words: Sequence[str], start: int) -> tuple[int | None, int]:
-    """The number that begins at `start`, None without one, and where it ends."""
+    """Return the number that begins at `start`, None without one, and its end."""
     value, end = _below_hundred(words, start)
     hundred = start + 1 if words[start] in _ARTICLES else end
     if words[hundred : hundred + 1] != ["hundred"] or (value or 0) > 9:

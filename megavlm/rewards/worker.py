@@ -1,7 +1,7 @@
-"""The process that runs reward functions: `python -m megavlm.rewards.worker CONTROL_FD`.
+"""Process that runs reward functions: `python -m megavlm.rewards.worker CONTROL_FD`.
 
-It limits itself (memory, processor time), says which arguments its functions take, and then answers
-one request at a time. Its standard output is a pipe that the trainer counts and bounds.
+It limits itself (memory, processor time), reports which arguments its functions have, and then
+answers one request at a time. Its standard output is a pipe that the trainer counts and bounds.
 """
 
 import base64
@@ -55,7 +55,7 @@ def answer(function: registry.RewardFunction, request: Mapping[str, Any]) -> dic
 
 
 def plain(result: Any) -> dict[str, Any]:
-    """{reward, correct or None, parts} of what a function returned."""
+    """Return {reward, correct or None, parts} from the return value of a function."""
     if is_dataclass(result) and not isinstance(result, type):
         result = asdict(result)
     if not isinstance(result, Mapping):
@@ -81,7 +81,9 @@ def limit(memory_bytes: int, parent: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """From now on, for this process and what it forks: it holds where the trainer is gone."""
+    """Limit the processor time of this process and its children from now on, even if the trainer is
+    gone.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds) + 1, hard))
 
