@@ -1,1 +1,1 @@
-"""Checkpoints between HuggingFace folders and megatron-core."""
+"""Conversion of checkpoints between HuggingFace folders and megatron-core."""

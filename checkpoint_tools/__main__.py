@@ -1,4 +1,4 @@
-"""`python -m checkpoint_tools`."""
+"""Entry point of `python -m checkpoint_tools`."""
 
 from checkpoint_tools.cli import main
 

@@ -1,4 +1,4 @@
-"""Checkpoint folder -> HuggingFace folder, with adapters merged if there are any."""
+"""Export of a checkpoint as a HuggingFace folder, with its adapters merged."""
 
 import json
 from dataclasses import dataclass
@@ -8,25 +8,38 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_tools.adapters import Adapters, merged
-from checkpoint_tools.ahead import one_ahead
-from checkpoint_tools.family import dtype_keys
+from checkpoint_tools.hf_config import dtype_keys
+from checkpoint_tools.lora.adapters import AdapterPairs, merged_weights
+from checkpoint_tools.lora.step_adapters import has_adapters, step_adapters
 from checkpoint_tools.model_card import model_card
-from checkpoint_tools.output import output_folder
-from checkpoint_tools.progress import Show, silent
-from checkpoint_tools.safetensors_file import SafetensorsWriter, Spec
-from checkpoint_tools.step_adapters import has_adapters, step_adapters
-from checkpoint_tools.weights import Group, Weights, step_weights
-from megavlm.checkpointing import folder
+from checkpoint_tools.output_folder import output_folder
+from checkpoint_tools.safetensors_io import SafetensorsWriter, Spec
+from checkpoint_tools.streaming import ShowProgress, no_progress, prefetch
+from checkpoint_tools.weights import KeyEntries, Weights, step_weights
+from megavlm.checkpointing.folder import copy_hf_files
 from megavlm.models.common.hf_source import INDEX, SINGLE
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry
 
 
 @dataclass(frozen=True)
+class WriteOptions:
+    """Options of a written HuggingFace folder.
+
+    force: replace an older folder. max_shard_bytes: largest weight file. dtype: of the weights,
+    None to keep their own. show: progress display.
+    """
+
+    force: bool = False
+    max_shard_bytes: int = 5 * 10**9
+    dtype: torch.dtype | None = None
+    show: ShowProgress = no_progress
+
+
+@dataclass(frozen=True)
 class Export:
-    """`step`: of a checkpoint. `num_merged`: projections whose adapters are in the weights.
-    `left_out`: what a HuggingFace folder has no place for, a critic's value head.
+    """Result of an export. step: of a checkpoint. num_merged: projections with merged adapters.
+    left_out: tensors that a HuggingFace folder has no place for, such as a critic's value head.
     """
 
     step: int | None
@@ -37,7 +50,7 @@ class Export:
     left_out: list[str]
 
     def remarks(self) -> str:
-        """For the end of a sentence."""
+        """Return an end for the sentence that reports the export."""
         return f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
 
 
@@ -46,71 +59,58 @@ def export_hf(
     hf_dir: Path,
     *,
     step: int | None = None,
-    force: bool = False,
-    max_shard_bytes: int = 5 * 10**9,
-    dtype: torch.dtype | None = None,
     alpha: float | None = None,
-    show: Show = silent,
+    options: WriteOptions | None = None,
 ) -> Export:
-    """Writes a step's weights (default: the latest) under hub names, the model's other files, and a
-    model card. Adapters are merged: what is written is the model that was trained.
+    """Write the weights of a step (default: the latest) under hub names, with the model's other
+    files and a model card. Adapters are merged, so that the folder holds the trained model.
 
-    Reads any layout, and holds two tensors in memory, of experts one by one. `dtype`: of the
-    weights, by default the one that they have. `alpha`: of adapters, where nothing tells it.
-    ValueError where the step is missing or damaged, or does not hold the tensors of its
-    config.json; where a number is too large for `dtype`; where the output folder is in use, or its
-    disk has no room.
+    Reads any layout and holds two tensors in memory; experts count one by one. alpha: of the
+    adapters, if the step does not record it. Raises ValueError if the step is missing, damaged or
+    incomplete, if a value is too large for the dtype, or as `output_folder` does.
     """
     weights = step_weights(checkpoint_dir, step)
     adapters = None
     if alpha is not None or has_adapters(weights):
         adapters = step_adapters(weights, alpha=alpha)
-    return write_hf(
-        weights,
-        hf_dir,
-        adapters=adapters,
-        force=force,
-        max_shard_bytes=max_shard_bytes,
-        dtype=dtype,
-        show=show,
-    )
+    return write_hf(weights, hf_dir, adapters=adapters, options=options)
 
 
 def write_hf(
     weights: Weights,
     hf_dir: Path,
     *,
-    adapters: Adapters | None = None,
-    force: bool = False,
-    max_shard_bytes: int = 5 * 10**9,
-    dtype: torch.dtype | None = None,
-    show: Show = silent,
+    adapters: AdapterPairs | None = None,
+    options: WriteOptions | None = None,
 ) -> Export:
-    """The weights, with `adapters` merged in fp32 and rounded once. ValueError where that is too
-    large for its dtype, where the output folder is in use, or its disk has no room.
+    """Write weights, with `adapters` merged in fp32 and rounded once, as a HuggingFace folder.
+
+    Raises ValueError if a sum is too large for its dtype, or as `output_folder` does.
     """
-    source = weights if adapters is None else merged(weights, adapters)
-    plan = _plan(weights, dtype, max_shard_bytes)
+    options = options or WriteOptions()
+    dtype = options.dtype
+    source = weights if adapters is None else merged_weights(weights, adapters)
+    plan = _plan(weights, dtype, options.max_shard_bytes)
     total = sum(file.nbytes for file in plan)
 
     def read(entry: Entry) -> list[Tensor]:
-        """Tensors of the hub, or an expert's rows of them."""
+        """Return tensors of the hub, or one expert's rows of them."""
         full = _rounded(entry, source.read(entry), dtype or weights.dtypes[entry.megatron])
         return [tensor.contiguous() for tensor in entry.to_hf(full)]
 
     sources = (*weights.folders, *([adapters.path] if adapters else []))
     with (
         output_folder(
-            hf_dir, sources=sources, force=force, mark="config.json", nbytes=total
+            hf_dir, sources=sources, force=options.force, mark="config.json", nbytes=total
         ) as output,
-        show("export", total) as advance,
+        options.show("export", total) as advance,
     ):
-        folder.copy_hf_files(weights.hf_files, output)
+        copy_hf_files(weights.hf_files, output)
         _set_dtype(output / "config.json", dtype or weights.dtypes[next(reversed(weights.groups))])
         (output / "README.md").write_text(model_card(weights, adapters))
         for part in plan:
             with SafetensorsWriter(output / part.name, part.specs) as file:
-                for tensors in one_ahead(read, chain.from_iterable(part.groups)):
+                for tensors in prefetch(read, chain.from_iterable(part.groups)):
                     for tensor in tensors:
                         file.write(tensor)
                         advance(tensor.nbytes)
@@ -125,9 +125,9 @@ def write_hf(
 
 
 def _rounded(entry: Entry, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """A Megatron tensor in `dtype`; ValueError for a finite number that this makes infinite."""
+    """Round a Megatron tensor to `dtype`. Raises ValueError if a finite value becomes infinite."""
     full = exact.to(dtype)
-    # Two numbers tell all of them: infinite ones are at an end, and one NaN makes both ends NaN.
+    # Minimum and maximum suffice: infinite values are at an end, and one NaN makes both ends NaN.
     if full.dtype == exact.dtype or torch.stack(torch.aminmax(full)).isfinite().all():
         return full
     for name, tensor in zip(entry.hf, entry.to_hf(exact), strict=True):
@@ -135,18 +135,18 @@ def _rounded(entry: Entry, exact: Tensor, dtype: torch.dtype) -> Tensor:
         if finite.to(dtype).isinf().any():
             raise ValueError(
                 f"{name} holds {finite[finite.abs().argmax()]:g}, and "
-                f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}: export "
-                f"with --dtype {'bfloat16' if dtype == torch.float16 else 'float32'}."
+                f"{str(dtype).removeprefix('torch.')} has a maximum of {torch.finfo(dtype).max:g}: "
+                f"export with --dtype {'bfloat16' if dtype == torch.float16 else 'float32'}."
             )
     return full
 
 
 @dataclass
 class _File:
-    """A weight file to be written. `specs`: of its tensors by hub name, in order."""
+    """Weight file to be written. specs: of its tensors by hub name, in order."""
 
     name: str
-    groups: list[Group]
+    groups: list[KeyEntries]
     specs: dict[str, Spec]
 
     @property
@@ -155,7 +155,9 @@ class _File:
 
 
 def _plan(weights: Weights, dtype: torch.dtype | None, max_shard_bytes: int) -> list[_File]:
-    """In the mapping's order. A file is above `max_shard_bytes` for one key only."""
+    """Distribute the keys over files, in the order of the mapping. A file exceeds
+    `max_shard_bytes` only if it holds a single key.
+    """
     files: list[_File] = []
     for key, group in weights.groups.items():
         specs = {
@@ -175,7 +177,7 @@ def _plan(weights: Weights, dtype: torch.dtype | None, max_shard_bytes: int) -> 
 
 
 def _large_items_first(file: _File) -> None:
-    """As SafetensorsWriter asks for; where all have one dtype, the order stays."""
+    """Sort tensors by item size for SafetensorsWriter. Keeps the order of tensors of one dtype."""
 
     def itemsize(name: str) -> int:
         return -file.specs[name].dtype.itemsize
@@ -185,7 +187,7 @@ def _large_items_first(file: _File) -> None:
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """config.json names the dtype of the weights beside it: training may have changed it."""
+    """Set the dtype in config.json to that of the weights, which training may have changed."""
     config = json.loads(path.read_bytes())
     name = str(dtype).removeprefix("torch.")
     changed = False

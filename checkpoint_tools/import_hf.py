@@ -1,27 +1,62 @@
-"""HuggingFace folder -> checkpoint folder, with adapters or without."""
+"""Import of a HuggingFace folder as a checkpoint, with or without adapters."""
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint_tools.adapters import Adapters
-from checkpoint_tools.ahead import one_ahead
-from checkpoint_tools.output import output_folder
-from checkpoint_tools.progress import Show, silent
-from checkpoint_tools.ranks import Ranks
-from checkpoint_tools.step_adapters import Piece, adapter_pieces
+from checkpoint_tools.lora.adapters import AdapterPairs
+from checkpoint_tools.lora.step_adapters import StepTensor, adapter_tensors
+from checkpoint_tools.output_folder import output_folder
+from checkpoint_tools.streaming import ShowProgress, no_progress, prefetch
 from checkpoint_tools.weights import Weights, hub_weights
-from megavlm.checkpointing import atomic, folder
-from megavlm.checkpointing.adapters import AdapterSettings
-from megavlm.checkpointing.checksums import Sums, checksums
-from megavlm.checkpointing.writer import Record, RecordFile, write_contents
+from megavlm.checkpointing import atomic
+from megavlm.checkpointing.adapter_settings import AdapterSettings
+from megavlm.checkpointing.all_ranks import run_on_all_ranks
+from megavlm.checkpointing.checksums import Sums, file_checksums
+from megavlm.checkpointing.folder import HF_FILES, Manifest, publish, step_folder, write_hf_files
+from megavlm.checkpointing.writer import RecordFile, TensorPiece, write_contents
 from megavlm.models.common.loading import HUB, Form
 from megavlm.models.common.mapping import Entry
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Processes of one import: a single one, or the ranks that torchrun started."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_lead(self) -> bool:
+        return self.rank == 0
+
+    def run(self, what: str, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank as `run_on_all_ranks` does. Collective."""
+        return run_on_all_ranks(what, action) if self.size > 1 else [action()]
+
+
+@contextmanager
+def join_ranks() -> Iterator[Ranks]:
+    """Join the ranks under torchrun; no tensor is sent between them."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield Ranks()
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield Ranks(dist.get_rank(), size)
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -32,11 +67,11 @@ class Import:
 
 @dataclass(frozen=True)
 class _Written:
-    """One rank's file. `tensors`: on the meta device, the whole ones that it has pieces of."""
+    """File of one rank. tensors: the whole tensors that it has pieces of, on the meta device."""
 
     name: str
     sums: Sums
-    records: list[Record]
+    pieces: list[TensorPiece]
     tensors: dict[str, Tensor]
 
 
@@ -47,18 +82,18 @@ def import_hf(
     force: bool = False,
     experts: Form = HUB,
     ranks: Ranks | None = None,
-    show: Show = silent,
+    show: ShowProgress = no_progress,
 ) -> Import:
-    """Writes the weights as step 0, in the dtypes that they have.
+    """Write the weights as step 0, in their own dtypes.
 
-    Holds two tensors in memory, of experts one by one. With several `ranks` each reads its share
-    of the tensors and writes a file of its own. `experts`: the form of stacks, as in HubTensors.
-    ValueError, before anything is written, for what `hub_weights` refuses, an output folder that is
-    in use, or a disk without room.
+    Holds two tensors in memory; experts count one by one. With several `ranks` each reads its share
+    of the tensors and writes its own file. experts: the format of stacked experts, as in
+    HubTensors. Raises ValueError, before anything is written, as `hub_weights` and `output_folder`
+    do.
     """
     ranks = ranks or Ranks()
     opened: list[Weights] = []
-    ranks.together("reading", lambda: opened.append(hub_weights(hf_dir, experts)))
+    ranks.run("reading", lambda: opened.append(hub_weights(hf_dir, experts)))
     (weights,) = opened
     return write_checkpoint(weights, checkpoint_dir, force=force, ranks=ranks, show=show)
 
@@ -67,12 +102,12 @@ def write_checkpoint(
     weights: Weights,
     checkpoint_dir: Path,
     *,
-    adapters: Adapters | None = None,
+    adapters: AdapterPairs | None = None,
     force: bool = False,
     ranks: Ranks | None = None,
-    show: Show = silent,
+    show: ShowProgress = no_progress,
 ) -> Import:
-    """Weights and adapters as step 0; adapters by one process alone."""
+    """Write weights and adapters as step 0. Adapters need a single process."""
     ranks = ranks or Ranks()
     assert adapters is None or ranks.size == 1
     added = adapters.total_bytes if adapters else 0
@@ -88,45 +123,45 @@ def write_checkpoint(
                     checkpoint_dir, sources=sources, force=force, mark="step_*", nbytes=total
                 )
             )
-            folder.write_hf_files(weights.hf_files, output / folder.HF)
-            atomic.partial(folder.step_folder(output, 0)).mkdir()
+            write_hf_files(weights.hf_files, output / HF_FILES)
+            atomic.partial_path(step_folder(output, 0)).mkdir()
             return output
 
-        output, *_ = ranks.together("preparing", prepare)
+        output, *_ = ranks.run("preparing", prepare)
         assert output is not None
-        step = atomic.partial(folder.step_folder(output, 0))
-        bar = show if ranks.is_lead else silent
-        files = ranks.together("writing", lambda: _write(weights, adapters, step, ranks, bar))
+        step = atomic.partial_path(step_folder(output, 0))
+        bar = show if ranks.is_lead else no_progress
+        files = ranks.run("writing", lambda: _write(weights, adapters, step, ranks, bar))
 
-        def publish() -> None:
+        def finish() -> None:
             if ranks.is_lead:
                 if adapters is not None:
                     AdapterSettings(adapters.rank, adapters.alpha, adapters.base).write(step)
                 _describe(step, files)
-                folder.publish(output, 0)
+                publish(output, 0)
                 stack.close()
 
-        ranks.together("publishing", publish)
+        ranks.run("publishing", finish)
     tensors = {key for file in files for key in file.tensors}
     return Import(len(tensors), total)
 
 
 def _write(
-    weights: Weights, adapters: Adapters | None, step: Path, ranks: Ranks, show: Show
+    weights: Weights, adapters: AdapterPairs | None, step: Path, ranks: Ranks, show: ShowProgress
 ) -> _Written:
-    """This rank's share, and the adapters."""
+    """Write this rank's share, and the adapters."""
 
-    def read(entry: Entry) -> Piece:
+    def read(entry: Entry) -> StepTensor:
         tensor = weights.read(entry)
-        return Piece(entry.megatron, entry.expert, entry.checkpoint_shape, tensor)
+        return StepTensor(entry.megatron, entry.expert, entry.checkpoint_shape, tensor)
 
     entries = share(weights, ranks)
     nbytes = sum(weights.entry_bytes(entry) for entry in entries)
     nbytes += adapters.total_bytes if adapters else 0
     tensors = {}
-    added = adapter_pieces(adapters) if adapters else ()
+    added = adapter_tensors(adapters) if adapters else ()
     with RecordFile(step, ranks.rank) as file, show("import", nbytes) as advance:
-        for piece in chain(one_ahead(read, entries), added):
+        for piece in chain(prefetch(read, entries), added):
             tensor = piece.tensor
             tensors[piece.key] = torch.empty(piece.shape, dtype=tensor.dtype, device="meta")
             if piece.expert is None:
@@ -135,11 +170,11 @@ def _write(
                 offsets = (piece.expert, *(0 for _ in tensor.shape))
                 file.add(piece.key, tensor[None], offsets)
             advance(tensor.nbytes)
-    return _Written(file.name, file.sums, file.records, tensors)
+    return _Written(file.name, file.sums, file.pieces, tensors)
 
 
 def share(weights: Weights, ranks: Ranks) -> list[Entry]:
-    """The entries of one rank: about as many bytes as of any other, one after the other."""
+    """Return the consecutive entries of one rank, with about the same bytes for each rank."""
     entries, done, total = [], 0, weights.total_bytes
     for entry in weights.entries():
         nbytes = weights.entry_bytes(entry)
@@ -150,10 +185,10 @@ def share(weights: Weights, ranks: Ranks) -> list[Entry]:
 
 
 def _describe(step: Path, files: Iterable[_Written]) -> None:
-    """Contents and manifest of what the ranks have written."""
+    """Write contents and manifest of the ranks' files."""
     tensors = {key: tensor for file in files for key, tensor in file.tensors.items()}
-    write_contents(step, tensors, (record for file in files for record in file.records))
+    write_contents(step, tensors, (piece for file in files for piece in file.pieces))
     sums = {file.name: file.sums for file in files}
     others = {path.name for path in step.iterdir()} - sums.keys()
-    sums |= checksums(step, sorted(others))
-    folder.Manifest(step=0, has_optimizer=False, layout={}, files=sums).write(step)
+    sums |= file_checksums(step, sorted(others))
+    Manifest(step=0, has_optimizer=False, layout={}, files=sums).write(step)

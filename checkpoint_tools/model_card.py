@@ -1,4 +1,4 @@
-"""README.md of an exported model: what it is, what it was made from and how, how well it does."""
+"""README.md of an exported model: its origin, training and evaluation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
-from checkpoint_tools.adapters import Adapters
+from checkpoint_tools.lora.adapters import AdapterPairs
 from checkpoint_tools.weights import Weights
 from megavlm.config.dump import code_of, code_version
 from megavlm.observability.metrics import EVALUATIONS_FILE
@@ -23,13 +23,13 @@ tags:
 - megavlm
 ---
 """
-# Sections of a recipe that say how weights came to be. The others hold paths and addresses.
+# Sections of a recipe that describe training. The others hold paths and addresses.
 _SECTIONS = ("algorithm", "optimizer", "reward", "lora")
 
 
-def model_card(weights: Weights, adapters: Adapters | None = None) -> str:
-    """Markdown, of a step, or of a folder into which `adapters` were merged. Where its checkpoints
-    lie in a run's directory, what the run has left there is told too.
+def model_card(weights: Weights, adapters: AdapterPairs | None = None) -> str:
+    """Return Markdown for a step, or for a folder into which `adapters` were merged. If the
+    checkpoints are in the directory of a run, its recipe and evaluation are included.
     """
     parts = [_HEAD, *_what(weights, adapters)]
     run = _run(weights)
@@ -41,7 +41,7 @@ def model_card(weights: Weights, adapters: Adapters | None = None) -> str:
 
 
 def _run(weights: Weights) -> list[str] | None:
-    """What the run that saved the weights tells; None where none did."""
+    """Describe the run that saved the weights, None if no run did."""
     if weights.manifest is None:
         return None
     run_dir, step = weights.path.absolute().parents[1], weights.manifest.step
@@ -54,12 +54,12 @@ def _run(weights: Weights) -> list[str] | None:
 
 
 def _recipe(text: str) -> dict[str, Any] | None:
-    """None where it is no run's: a file of this name may be anything, also broken."""
+    """Parse the recipe of a run. Returns None for any other file of this name, valid or not."""
     try:
         if not isinstance(safe_load(text), dict):
             return None
         recipe = OmegaConf.to_container(OmegaConf.create(text))
-    except (YAMLError, OmegaConfBaseException, ValueError):  # ValueError: a date that is none
+    except (YAMLError, OmegaConfBaseException, ValueError):  # ValueError: an invalid date
         return None
     assert isinstance(recipe, dict)
     model, data, algorithm = (recipe.get(name) for name in ("model", "data", "algorithm"))
@@ -70,12 +70,14 @@ def _recipe(text: str) -> dict[str, Any] | None:
 
 
 def _name(base: str) -> str:
-    """Of a model: on the hub, or the last part of a path, whose others are of the machine."""
+    """Return a model's name on the hub, or the last part of a path, which hides the machine's
+    folders.
+    """
     path = Path(base)
     return path.name if path.is_absolute() or path.exists() else base
 
 
-def _what(weights: Weights, adapters: Adapters | None) -> Iterator[str]:
+def _what(weights: Weights, adapters: AdapterPairs | None) -> Iterator[str]:
     numel = sum(weights.nbytes(key) // dtype.itemsize for key, dtype in weights.dtypes.items())
     yield f"# {weights.config.model_type}, {numel / 1e9:.2f} billion parameters\n"
     step = weights.manifest
@@ -85,7 +87,7 @@ def _what(weights: Weights, adapters: Adapters | None) -> Iterator[str]:
 
 
 def _training(recipe: dict[str, Any], step: int, code: str | None) -> Iterator[str]:
-    """Paths are told by their last parts: the others are of the machine."""
+    """Describe training. Only the last parts of paths are shown, not the machine's folders."""
     algorithm = recipe["algorithm"]
     yield "## Training\n"
     yield f"- Base model: {Path(recipe['model']['folder']).name}"
@@ -102,7 +104,7 @@ def _training(recipe: dict[str, Any], step: int, code: str | None) -> Iterator[s
 
 
 def _evaluation(run_dir: Path, step: int) -> Iterator[str]:
-    """The evaluation at this step beside the one before training."""
+    """Tabulate the evaluations before training and at this step."""
     records = {record["step"]: record for record in read_records(run_dir / EVALUATIONS_FILE)}
     if step not in records:
         return

@@ -1,4 +1,4 @@
-"""A model's weights on the disk, in an HF folder or in a step, read alike."""
+"""Weights of a model on the disk, in a HuggingFace folder or in a step of a checkpoint."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,32 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_tools.family import read_config
-from checkpoint_tools.hub_files import HubFiles
-from megavlm.checkpointing import folder
+from checkpoint_tools.hf_config import read_config
+from checkpoint_tools.safetensors_io import UnmappedHFFolder
 from megavlm.checkpointing.checksums import first_difference, size_difference
-from megavlm.checkpointing.folder import Manifest
+from megavlm.checkpointing.folder import (
+    HF_FILES,
+    PEFT_CONFIG,
+    Manifest,
+    check_hf_files,
+    is_checkpoint,
+    locate_step,
+)
 from megavlm.checkpointing.reader import StepReader
 from megavlm.models.common.loading import HUB, Form, HubTensors
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry, Shape, by_key
 from megavlm.models.registry import family
 
-Group = list[Entry]  # the entries of one key
+KeyEntries = list[Entry]  # entries of one Megatron key
 
 
 @dataclass(frozen=True)
 class Weights:
-    """`path`: the HF folder, or the step's own. `hf_files`: where the model's other files lie.
-    `read` gives the full Megatron tensor of an entry. `dtypes`: by key. `extras`: shapes and dtypes
-    of a step's tensors that are the model's, but not its HF folder's: adapters, a value head.
-    `reader`: reads them.
+    """Weights of a model, read tensor by tensor.
+
+    path: the HuggingFace folder, or the folder of the step. hf_files: the folder of the model's
+    other files. groups and dtypes: by Megatron key. read: returns the full Megatron tensor of an
+    entry. extras: name, shape and dtype of the step's tensors that a HuggingFace folder does not
+    have, which are adapters and a value head. reader: reads them.
     """
 
     path: Path
     hf_files: Path
     config: Any
-    groups: dict[str, Group]
+    groups: dict[str, KeyEntries]
     dtypes: dict[str, torch.dtype]
     read: Callable[[Entry], Tensor]
     manifest: Manifest | None = None
@@ -43,7 +51,7 @@ class Weights:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """That everything is read from."""
+        """Folders that are read."""
         return self.path, self.hf_files
 
     def entries(self) -> Iterator[Entry]:
@@ -51,11 +59,11 @@ class Weights:
             yield from group
 
     def nbytes(self, key: str) -> int:
-        """The same on both sides: a transform moves numbers and adds none."""
+        """Return the size of a key's tensor, which is the same in both formats."""
         return sum(map(prod, self.groups[key][0].hf_shapes)) * self.dtypes[key].itemsize
 
     def entry_bytes(self, entry: Entry) -> int:
-        """Of one expert, where the key is of several."""
+        """Return the size of an entry's tensor, of one expert if the key stacks several."""
         return self.nbytes(entry.megatron) // len(self.groups[entry.megatron])
 
     @property
@@ -64,27 +72,29 @@ class Weights:
 
 
 def open_weights(path: Path, *, step: int | None = None, experts: Form = HUB) -> Weights:
-    """Of an HF folder (`experts` as in HubTensors), or of a checkpoint (default: its latest step).
+    """Open a HuggingFace folder (`experts` as in HubTensors), or a step of a checkpoint (default:
+    the latest).
 
-    ValueError where it is neither, or incomplete, or has no use for `step` or `experts`.
+    Raises ValueError if the path is neither, is incomplete, or if `step` or `experts` does not
+    apply to it.
     """
     if (path / "config.json").is_file():
         if step is not None:
-            raise ValueError(f"{path} is a model folder: it has no steps to choose from by --step.")
+            raise ValueError(f"{path} is a model folder: it has no steps; leave --step out.")
         return hub_weights(path, experts)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder.")
-    if not folder.complete_steps(path) and not (path / folder.MANIFEST).is_file():
+    if not is_checkpoint(path):
         raise ValueError(f"{path} is neither a HuggingFace model folder nor a checkpoint.")
     if experts != HUB:
         raise ValueError(
-            f"{path} is a checkpoint, where experts lie in one form: leave --experts out."
+            f"{path} is a checkpoint, which has one format of experts: leave --experts out."
         )
     return step_weights(path, step)
 
 
 def open_both(a: Path, b: Path, experts: tuple[Form, Form] = (HUB, HUB)) -> tuple[Weights, Weights]:
-    """To be compared. One folder on both sides is opened once, and warned of once."""
+    """Open two models to be compared. A folder that is on both sides is opened once."""
     left = open_weights(a, experts=experts[0])
     if a.resolve() == b.resolve() and experts[0] == experts[1]:
         return left, left
@@ -92,15 +102,16 @@ def open_both(a: Path, b: Path, experts: tuple[Form, Form] = (HUB, HUB)) -> tupl
 
 
 def hub_weights(path: Path, experts: Form = HUB, *, without_adapters: bool = False) -> Weights:
-    """ValueError for another family, a missing, truncated or pickled weight file, a missing or
-    unknown tensor, or a shape that config.json does not give. transformers loads adapters that lie
-    beside a model with it, so they are a ValueError too, unless the weights `without_adapters` are
-    what is asked for.
+    """Open a HuggingFace folder.
+
+    Raises ValueError for an unsupported family, a missing, truncated or pickled weight file, a
+    missing or unknown tensor, or a shape that differs from config.json; and, unless
+    `without_adapters`, for adapters beside the model, which transformers would load with it.
     """
     config = read_config(path)
     entries = family(config.model_type).mapping(config)
-    tensors = HubTensors(entries, HubFiles(path), experts)
-    if not without_adapters and (path / folder.ADAPTER).is_file():
+    tensors = HubTensors(entries, UnmappedHFFolder(path), experts)
+    if not without_adapters and (path / PEFT_CONFIG).is_file():
         raise ValueError(
             f"{path} holds adapters beside its model: merge them (megavlm-convert lora-merge "
             f"{path} OUTPUT --adapter {path}) or move them away."
@@ -111,10 +122,12 @@ def hub_weights(path: Path, experts: Form = HUB, *, without_adapters: bool = Fal
 
 
 def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:
-    """ValueError where the step is missing or its files are not as its manifest says, or it does
-    not hold the tensors of its config.json. Tensors are checked when they are read.
+    """Open a step of a checkpoint (default: the latest).
+
+    Raises ValueError if the step is missing, its files differ from its manifest, or it does not
+    hold the tensors of its config.json. Tensors are checked when they are read.
     """
-    path = folder.locate(checkpoint_dir, step)
+    path = locate_step(checkpoint_dir, step)
     manifest = Manifest.read(path)
     small = [name for name in manifest.files if not name.endswith(".distcp")]
     if problem := (
@@ -122,8 +135,8 @@ def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:
         or first_difference(path, manifest.files, small)
     ):
         raise ValueError(problem)
-    folder.check_hf_files(path.parent)
-    hf_files = path.parent / folder.HF
+    check_hf_files(path.parent)
+    hf_files = path.parent / HF_FILES
     config = read_config(hf_files)
     groups = by_key(family(config.model_type).mapping(config))
     reader = StepReader(path)
@@ -137,13 +150,13 @@ def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:
 
 
 def _check(
-    groups: dict[str, Group], reader: StepReader
+    groups: dict[str, KeyEntries], reader: StepReader
 ) -> Iterator[tuple[str, Shape, torch.dtype]]:
-    """The step holds the model's tensors, in its shapes. Gives those that it has besides."""
+    """Check that the step holds the model's tensors, and yield the extras (see Weights)."""
     path = reader.folder
     for key, group in groups.items():
         if key not in reader.tensors:
-            raise ValueError(f"{path} has no tensor {key}, which the model's config.json asks for.")
+            raise ValueError(f"{path} has no tensor {key}, which the model's config.json needs.")
         if reader.shape(key) != group[0].checkpoint_shape:
             raise ValueError(
                 f"{key} in {path} has shape {reader.shape(key)}; "

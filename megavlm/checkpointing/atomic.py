@@ -1,31 +1,31 @@
-"""Folders and files that are complete or not there at all, also after a kill or a power cut."""
+"""Folders and files that are complete or absent, even after a kill or a power failure."""
 
 import os
 import shutil
 from pathlib import Path
 
 
-def partial(target: Path) -> Path:
-    """Where a folder is written before it gets its name."""
+def partial_path(target: Path) -> Path:
+    """Return the path under which a file or folder is written before it is renamed."""
     return target.with_name(f".{target.name}.partial")
 
 
 def replace_folder(target: Path) -> None:
-    """Gives the partial folder its name. An older folder of that name steps aside, then goes."""
-    sync_tree(partial(target))
+    """Rename the partial folder to `target`. An older `target` is moved away, then deleted."""
+    sync_tree(partial_path(target))
     older = target.with_name(f".{target.name}.older")
     if older.exists():
         shutil.rmtree(older)
     if target.exists():
         target.rename(older)
-    partial(target).rename(target)
+    partial_path(target).rename(target)
     sync(target.parent)
     shutil.rmtree(older, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a small file."""
-    new = partial(path)
+    """Write or replace a small file atomically."""
+    new = partial_path(path)
     try:
         new.write_text(text)
         sync(new)
@@ -37,7 +37,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_folder(target: Path) -> None:
-    """All of it, or (killed) nothing that has its name."""
+    """Delete a folder. After a kill no part of it is left under its name."""
     doomed = target.with_name(f".{target.name}.deleted")
     target.rename(doomed)
     sync(target.parent)
@@ -45,7 +45,7 @@ def remove_folder(target: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Everything in the folder, and the folder, on the disk."""
+    """Flush a folder and everything in it to the disk."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 

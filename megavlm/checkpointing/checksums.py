@@ -1,4 +1,4 @@
-"""Sizes and checksums of a step's files: a flipped byte is found, and its file named."""
+"""Sizes and checksums of the files of a step."""
 
 import os
 import zlib
@@ -12,7 +12,8 @@ _BLOCK = 1 << 24
 Sums = dict[str, int]  # {"bytes": ..., "crc32": ...}
 
 
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, Sums]:
+def file_checksums(folder: Path, names: Iterable[str]) -> dict[str, Sums]:
+    """Read files and return the size and the CRC-32 of each."""
     return {
         name: {"bytes": (folder / name).stat().st_size, "crc32": _crc32(folder / name)}
         for name in names
@@ -22,32 +23,36 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, Sums]:
 def first_difference(
     folder: Path, files: Mapping[str, Mapping[str, int]], names: Iterable[str]
 ) -> str | None:
-    """One sentence about the first of `names` that is not as the manifest says."""
+    """Describe the first of `names` whose size or checksum differs from `files`, None if all
+    agree.
+    """
     for name in names:
         if problem := size_difference(folder, files, [name]):
             return problem
         if _crc32(folder / name) != files[name]["crc32"]:
-            return f"{folder / name} is damaged: its checksum differs from the manifest's."
+            return f"{folder / name} is damaged: its checksum differs from its manifest."
     return None
 
 
 def size_difference(
     folder: Path, files: Mapping[str, Mapping[str, int]], names: Iterable[str]
 ) -> str | None:
-    """The same without reading the files: about one that is missing or of another size."""
+    """Describe the first of `names` that is missing or differs from `files` in size. Reads no
+    file.
+    """
     for name in names:
         path, expected = folder / name, files[name]["bytes"]
         if not path.is_file():
             return f"{path} is missing."
         size = path.stat().st_size
         if size != expected:
-            return f"{path} has {size} bytes, its manifest says {expected}."
+            return f"{path} has {size} bytes; its manifest lists {expected}."
     return None
 
 
 class SummedFile:
-    """A new file that is summed up while it is written, so that nobody reads it again. It is on the
-    disk when it is closed.
+    """A new file whose checksum is computed while it is written, so that it need not be read again.
+    It is flushed to the disk when it is closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +72,7 @@ class SummedFile:
         return count
 
     def flush(self) -> None:
-        """torch.save asks for it after each tensor; close() is early enough."""
+        """Ignore flushes, which torch.save makes after each tensor: closing the file flushes it."""
 
     def __enter__(self) -> Self:
         return self

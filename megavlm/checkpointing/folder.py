@@ -1,21 +1,23 @@
-"""The form of a checkpoint folder. Imported and trained checkpoints have the same one.
+"""Layout of a checkpoint folder, the same for imported and trained checkpoints.
 
     CHECKPOINT_DIR/
       latest               name of the newest step
-      best                 name of the best one, where a metric is configured
+      best                 name of the best step, if a metric is configured
       hf/                  config, tokenizer and processor files of the model, and their checksums
       step_00000040/
-        manifest.json      step, contents, scores, and every other file's size and checksum
+        manifest.json      step, contents, scores, and size and checksum of every other file
         .metadata, metadata.json, common.pt, *.distcp    megatron-core dist_checkpointing
-        extra.json         the trainer's own state: loader, curriculum
-        lora.json          rank, alpha and base model of its adapters, where it has some
+        extra.json         state of the trainer: loader, curriculum
+        lora.json          rank, alpha and base model of the adapters, if there are any
         random_00000.pt    random states of rank 0
 
-A step is written under another name and renamed when all of it is on the disk, so a folder called
-`step_*` is complete. `latest` is replaced after that. Before it, `latest` gets a second line that
-announces the step with its manifest's checksum: killed between the two, a run goes on from the new
-step. A complete step that is not announced in this way is no newer one, whatever its number: a run
-that went back (`checkpoint.step`) has left it behind.
+A step is written under another name and renamed once all of it is on the disk, so a folder called
+`step_*` is complete. `latest` is replaced after the rename. Before it, `latest` gets a second line
+that announces the step with the checksum of its manifest: a run that is killed between the two
+resumes from the new step. A complete step that is not announced is not newer, whatever its number:
+a run that went back (`checkpoint.step`) has left it behind.
+
+This module imports neither torch nor megatron-core.
 """
 
 import json
@@ -27,15 +29,18 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.checkpointing import atomic
-from megavlm.checkpointing.checksums import checksums, first_difference
+from megavlm.checkpointing.checksums import file_checksums, first_difference
 
 FORMAT = 1
-HF = "hf"
 LATEST = "latest"
+BEST = "best"
+HF_FILES = "hf"
 MANIFEST = "manifest.json"
-ADAPTER = "adapter_config.json"  # PEFT's
-_HF_SUMS = "checksums"  # a name that no file of a model folder has, and no copy of hf/ takes along
-# Names, not contents, of an HF folder's files that hold no weights and no code.
+EXTRA_STATE = "extra.json"
+LORA_SETTINGS = "lora.json"
+PEFT_CONFIG = "adapter_config.json"
+_HF_SUMS = "checksums"  # no suffix: never the name of a model's file, and never copied from hf/
+# Files of a HuggingFace folder that hold neither weights nor code, by name alone.
 _HF_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*")
 
 logger = logging.getLogger(__name__)
@@ -43,8 +48,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Manifest:
-    """`layout`: ranks per axis of the run that saved; `files`: name -> {bytes, crc32}; `scores`:
-    metric -> value, what the run compares its steps by.
+    """Contents of a step.
+
+    layout: ranks per axis of the run that saved it. files: name -> {bytes, crc32}. scores: metric
+    -> value, by which the steps of a run are compared.
     """
 
     step: int
@@ -59,6 +66,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
+        """Read the manifest of a step's folder. Raises ValueError if it is not valid."""
         path = folder / MANIFEST
         try:
             values: dict[str, Any] = json.loads(path.read_bytes())
@@ -69,7 +77,7 @@ class Manifest:
             return manifest
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} cannot be read as a checkpoint's manifest: {error}."
+                f"{path} cannot be read as the manifest of a checkpoint: {error}."
             ) from error
 
 
@@ -99,18 +107,23 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The steps that can be loaded, oldest first."""
+    """Return the steps that can be loaded, oldest first."""
     matches = (
         re.fullmatch(r"step_(\d{8,})", path.parent.name) for path in folder.glob(f"*/{MANIFEST}")
     )
     return sorted(int(match[1]) for match in matches if match)
 
 
-def latest(folder: str | Path) -> int | None:
-    """The step to resume from; None where nothing is complete.
+def is_checkpoint(path: Path) -> bool:
+    """Return True for the folder of a step, and for a folder with at least one complete step."""
+    return (path / MANIFEST).is_file() or bool(complete_steps(path))
 
-    The tracker file decides. Where it is missing, garbage, or names a step that is not there, the
-    newest complete step is taken, with a warning.
+
+def latest_step(folder: str | Path) -> int | None:
+    """Return the step to resume from, None if no step is complete.
+
+    The file `latest` decides. If it is missing, damaged or names a step that is not there, the
+    newest complete step is used, with a warning.
     """
     folder = Path(folder)
     steps = complete_steps(folder)
@@ -120,13 +133,13 @@ def latest(folder: str | Path) -> int | None:
     if step is None:
         step = steps[-1]
         logger.warning(
-            "%s does not name a complete step: taking the newest one, %d.", folder / LATEST, step
+            "%s does not name a complete step: using the newest one, %d.", folder / LATEST, step
         )
     return step
 
 
 def _tracked(folder: Path) -> int | None:
-    """The step that the tracker file announces, if that has appeared, or else names."""
+    """Return the step that `latest` announces if it exists, else the step that it names."""
     tracker = folder / LATEST
     text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
     named, _, announced = text.partition("\n")
@@ -138,14 +151,17 @@ def _tracked(folder: Path) -> int | None:
 
 
 def _announcement(name: str, step: Path) -> str:
-    return f"{name} {checksums(step, [MANIFEST])[MANIFEST]['crc32']:08x}"
+    return f"{name} {file_checksums(step, [MANIFEST])[MANIFEST]['crc32']:08x}"
 
 
-def locate(folder: Path, step: int | None) -> Path:
-    """The folder of a step, the latest one by default. `folder` may be a step's own."""
+def locate_step(folder: Path, step: int | None) -> Path:
+    """Return the folder of a step, by default of the latest. `folder` may itself be a step's.
+
+    Raises ValueError if there is no such step.
+    """
     if step is None and (folder / MANIFEST).is_file():
         return folder
-    step = latest(folder) if step is None else step
+    step = latest_step(folder) if step is None else step
     if step is None:
         raise ValueError(f"{folder} holds no complete checkpoint.")
     path = step_folder(folder, step)
@@ -158,10 +174,10 @@ def locate(folder: Path, step: int | None) -> Path:
 
 
 def publish(folder: Path, step: int) -> None:
-    """The partial step becomes the latest one."""
+    """Rename the partial folder of a step and make the step the latest one."""
     path, before = step_folder(folder, step), _tracked(folder)
     if before is not None:
-        announcement = _announcement(path.name, atomic.partial(path))
+        announcement = _announcement(path.name, atomic.partial_path(path))
         lines = f"{step_folder(folder, before).name}\n{announcement}\n"
         atomic.write_text(folder / LATEST, lines)
     atomic.replace_folder(path)
@@ -169,17 +185,18 @@ def publish(folder: Path, step: int) -> None:
 
 
 def write_hf_files(source: Path, target: Path) -> None:
-    """A new `hf/`, with the checksums of its files."""
+    """Create `hf/`, with the checksums of its files."""
     copy_hf_files(source, target)
-    sums = checksums(target, sorted(path.name for path in target.iterdir()))
+    sums = file_checksums(target, sorted(path.name for path in target.iterdir()))
     (target / _HF_SUMS).write_text(json.dumps(sums, indent=1))
 
 
 def check_hf_files(folder: Path) -> None:
-    """ValueError where a file in `hf/` is not what was copied. Where no checksums lie, as megavlm
-    once wrote it, anything will do.
+    """Raise ValueError if a file in `hf/` was changed since it was copied.
+
+    Earlier versions wrote no checksums: such a folder is accepted as it is.
     """
-    path = folder / HF / _HF_SUMS
+    path = folder / HF_FILES / _HF_SUMS
     if not path.is_file():
         return
     try:
@@ -192,17 +209,19 @@ def check_hf_files(folder: Path) -> None:
 
 
 def copy_hf_files(source: Path, target: Path) -> None:
-    """Copies what belongs to an HF model folder besides its weights. Code (*.py) stays behind, and
-    so does what is said of adapters beside it, which transformers would look for.
+    """Copy the files of a HuggingFace folder that are not weights.
 
-    ValueError for a link to nothing.
+    Code (*.py) is not copied, and neither is the configuration of an adapter beside the model,
+    which transformers would load. Raises ValueError for a dangling link.
     """
     target.mkdir(parents=True, exist_ok=True)
     for pattern in _HF_PATTERNS:
         for path in sorted(source.glob(pattern)):
-            if path.name == ADAPTER or path.name.endswith(".index.json"):
+            if path.name == PEFT_CONFIG or path.name.endswith(".index.json"):
                 continue
             if path.is_symlink() and not path.exists():
-                raise ValueError(f"{path} points to nothing: fetch it again, or remove the link.")
+                raise ValueError(
+                    f"{path} is a link to a missing file: download it again, or remove the link."
+                )
             if path.is_file():
                 shutil.copyfile(path, target / path.name)

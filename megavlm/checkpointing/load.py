@@ -1,4 +1,4 @@
-"""Loads a step into a model of any layout: all of it, or the weights alone."""
+"""Loads a step into a model of any layout: the whole state, or the weights alone."""
 
 import json
 import logging
@@ -18,18 +18,18 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from megavlm.checkpointing import folder as form
-from megavlm.checkpointing import random_states
-from megavlm.checkpointing.adapters import adapter_keys
+from megavlm.checkpointing.adapter_settings import adapter_keys
+from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.checkpointing.checksums import first_difference
+from megavlm.checkpointing.folder import EXTRA_STATE, Manifest, check_hf_files, locate_step
+from megavlm.checkpointing.random_states import random_states_file, restore_random_states
 from megavlm.checkpointing.reader import StepReader
-from megavlm.checkpointing.state import layout, replica_group, sharded_state
-from megavlm.checkpointing.together import together
+from megavlm.checkpointing.state import current_layout, replica_group, sharded_state
 
 logger = logging.getLogger(__name__)
 
 
-def load(
+def load_checkpoint(
     folder: str | Path,
     *,
     step: int | None = None,
@@ -37,52 +37,55 @@ def load(
     optimizer: MegatronOptimizer | None = None,
     scheduler: OptimizerParamScheduler | None = None,
 ) -> dict[str, Any]:
-    """Loads a step (default: the latest) in place; returns its `extra`. Collective over all ranks.
+    """Load a step (default: the latest) in place and return its `extra`. Collective.
 
-    Without an optimizer only the weights are loaded, in the model's dtype; then any checkpoint will
-    do, an imported one too. With it this rank's random states come back as well, if the run has the
-    layout that saved them. An optimizer that was built before its model's weights were loaded alone
-    needs `optimizer.reload_model_params()`.
+    Without an optimizer only the weights are loaded, in the model's dtype, and an imported
+    checkpoint is accepted, too. With an optimizer this rank's random states are restored as well if
+    the run has the layout that saved them. An optimizer that was built before its model's weights
+    were loaded alone needs `optimizer.reload_model_params()`.
 
-    ValueError, the same on every rank, where there is no such step, a file of it or of the model's
-    is missing or damaged, a tensor is missing or of another shape, or the step's adapters would be
-    left behind.
+    Raises ValueError, the same on every rank, if there is no such step, a file of the step or of
+    the model is missing or damaged, a tensor is missing or of another shape, or the model has no
+    place for the step's adapters.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    def find() -> tuple[Path, form.Manifest] | None:
-        """One rank looks, and one warns."""
+    def find() -> tuple[Path, Manifest] | None:
+        """Locate the step on rank 0, so that warnings appear once."""
         if rank != 0:
             return None
-        path = form.locate(Path(folder), step)
-        return path, form.Manifest.read(path)
+        path = locate_step(Path(folder), step)
+        return path, Manifest.read(path)
 
-    (found, *_) = together("load", find)
+    (found, *_) = run_on_all_ranks("load", find)
     assert found is not None
     path, manifest = found
     if optimizer is not None and not manifest.has_optimizer:
-        raise ValueError(f"{path} holds weights alone, without the optimizer's state.")
+        raise ValueError(f"{path} holds weights only, without optimizer state.")
 
     def verify() -> None:
-        """Each rank reads its share of the files."""
+        """Check this rank's share of the files."""
         names = sorted(manifest.files)[rank::world_size]
         if problem := first_difference(path, manifest.files, names):
             raise ValueError(problem)
         if rank == 0:
-            form.check_hf_files(path.parent)
+            check_hf_files(path.parent)
 
     def compare() -> tuple[set[str], set[str]]:
-        """The keys that this rank's part of the model asks for; those of the step's adapters."""
+        """Return the keys that this rank's part of the model reads, and those of the step's
+        adapters.
+        """
         model = sharded_state(chunks, None, None, is_loading=True)["model"]
         tensors = [value for part in model.values() for value in part.values()]
         reader = StepReader(path)
         _check_tensors(tensors, reader, path, trains=optimizer is not None)
-        asked = {part.key for value in tensors for part in _parts(value)}
-        return asked, adapter_keys(reader.tensors)
+        wanted = {part.key for value in tensors for part in _parts(value)}
+        return wanted, adapter_keys(reader.tensors)
 
-    together("load", verify)  # all of it, before a rank reads what another one finds damaged
-    asked, held = zip(*together("load", compare), strict=True)
-    if left := held[0] - set().union(*asked):
+    # All files are checked before a rank reads one that another rank finds damaged.
+    run_on_all_ranks("load", verify)
+    wanted, held = zip(*run_on_all_ranks("load", compare), strict=True)
+    if left := held[0] - set().union(*wanted):
         raise ValueError(
             f"{path} holds adapters that this model has no place for ({min(left)}): merge them "
             "(megavlm-convert lora-merge), or set lora as the run that saved them did."
@@ -99,30 +102,30 @@ def load(
         missing, unexpected = unwrap_model(chunk).load_state_dict(part, strict=False)
         assert not unexpected and all(name.endswith("_extra_state") for name in missing), missing
     if scheduler is not None:
-        scheduler.num_steps = 0  # megatron-core adds the saved count to what is there
+        scheduler.num_steps = 0  # megatron-core adds the saved count to the present one
         scheduler.load_state_dict(state["scheduler"])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
-        if manifest.layout == layout():
-            random_states.restore(random_states.path(path, rank))
+        if manifest.layout == current_layout():
+            restore_random_states(random_states_file(path, rank))
         elif rank == 0:
             logger.warning(
-                "%s was saved by another layout (%s): random states start from the seed.",
+                "%s was saved under another layout (%s): random states start from the seed.",
                 path,
                 manifest.layout,
             )
-    extra = path / "extra.json"
+    extra = path / EXTRA_STATE
     return json.loads(extra.read_text()) if extra.is_file() else {}
 
 
 def _check_tensors(tensors: Sequence[Any], reader: StepReader, path: Path, *, trains: bool) -> None:
-    """The step holds the model's tensors, in the model's global shapes; `trains`: and the
-    optimizer's state of those that are trained.
+    """Check that the step holds the model's tensors in their global shapes, and with `trains` the
+    optimizer state of the trained ones.
     """
     for value in tensors:
         for part in _parts(value):
             if part.key not in reader.tensors:
-                raise ValueError(f"{path} has no tensor {part.key}, which the model asks for.")
+                raise ValueError(f"{path} has no tensor {part.key}, which the model needs.")
             if reader.shape(part.key) != tuple(part.global_shape):
                 raise ValueError(
                     f"{part.key} in {path} has shape {reader.shape(part.key)}; "
@@ -131,7 +134,7 @@ def _check_tensors(tensors: Sequence[Any], reader: StepReader, path: Path, *, tr
             if trains and value.data.requires_grad and _moment(part.key) not in reader.tensors:
                 raise ValueError(
                     f"{path} has no optimizer state of {part.key}, which the run that saved it did "
-                    "not train: train what it trained, or start another run from its weights "
+                    "not train: train the same parameters, or start another run from its weights "
                     "(model.checkpoint)."
                 )
 
@@ -143,5 +146,5 @@ def _parts(value: Any) -> list[ShardedTensor]:
 
 
 def _moment(key: str) -> str:
-    """A tensor of the optimizer's state, as megatron-core names it."""
+    """Return megatron-core's name of a tensor of the optimizer state."""
     return f"optimizer.state.exp_avg.{key}"

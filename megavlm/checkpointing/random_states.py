@@ -1,4 +1,4 @@
-"""This rank's random states: Python, numpy, torch, the device, and megatron-core's named ones."""
+"""Random states of a rank: Python, numpy, torch, the device, and megatron-core's named ones."""
 
 import random
 from pathlib import Path
@@ -9,25 +9,25 @@ import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
 
-def path(folder: Path, rank: int) -> Path:
-    return folder / f"random_{rank:05d}.pt"
+def random_states_file(step: Path, rank: int) -> Path:
+    return step / f"random_{rank:05d}.pt"
 
 
-def write(file: Path) -> None:
+def write_random_states(file: Path) -> None:
     state: Any = np.random.get_state(legacy=True)
     name, keys, *rest = state
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
-        # The device's generator, as megatron-core reads it: on a CPU it is torch's own.
+        # Read as megatron-core reads it: on a CPU the device's generator is torch's own.
         "device": megatron_random._get_cuda_rng_state(),
         "megatron": megatron_random.get_cuda_rng_tracker().get_states(),
     }
     torch.save(states, file)
 
 
-def restore(file: Path) -> None:
+def restore_random_states(file: Path) -> None:
     states = torch.load(file, weights_only=True)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])

@@ -1,7 +1,7 @@
-"""Reads tensors out of a step, whole and one at a time, in one process and without a model.
+"""Reads tensors of a step, whole and one at a time, in one process and without a model.
 
-torch keeps a checkpoint's table of contents (`.metadata`) as a pickle. It is read here by an
-unpickler that builds the table's own classes and nothing else: a prepared file cannot run code.
+torch stores the table of contents of a checkpoint (`.metadata`) as a pickle. It is read with an
+unpickler that allows only the classes of such a table: a malicious file cannot run code.
 """
 
 import io
@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-CONTENTS = ".metadata"
+from megavlm.models.common.mapping import Shape
 
-Shape = tuple[int, ...]
+CONTENTS = ".metadata"
 
 _SAFE = {
     "torch": {
@@ -43,8 +43,8 @@ _SAFE = {
 }  # fmt: skip
 
 
-# What reading a broken pickle may raise: what the pickle module says, and what comes of lengths and
-# arguments that nobody wrote.
+# Exceptions of a damaged pickle: those of the pickle module, and those of wrong lengths and
+# arguments.
 _BROKEN = (
     pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError,
     OverflowError, RuntimeError, TypeError, ValueError,
@@ -54,13 +54,14 @@ _BROKEN = (
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _SAFE.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed there")
         return super().find_class(module, name)
 
 
 def read_metadata(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[Any, Any]]:
-    """The tensors of a step's table of contents by key, and where each of their pieces lies.
-    ValueError where it is none.
+    """Return the tensors of a step's table of contents by key, and the places of their pieces.
+
+    Raises ValueError if the table is missing or damaged.
     """
     path = folder / CONTENTS
     try:
@@ -71,12 +72,14 @@ def read_metadata(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[
         found = metadata.state_dict_metadata.items()
         tensors = {key: x for key, x in found if isinstance(x, TensorStorageMetadata)}
         return tensors, dict(metadata.storage_data)
-    except (OSError, MemoryError, *_BROKEN) as error:  # MemoryError: of a length that is wrong
-        raise ValueError(f"{path} cannot be read as a checkpoint's contents: {error!r}.") from error
+    except (OSError, MemoryError, *_BROKEN) as error:  # MemoryError: from a wrong length
+        raise ValueError(
+            f"{path} cannot be read as the contents of a checkpoint: {error!r}."
+        ) from error
 
 
 class StepReader:
-    """The tensors of one step by key. Each is checked against its checksum as it is read."""
+    """Tensors of one step by key. Each is checked against its checksum when it is read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,9 +95,9 @@ class StepReader:
         return self.tensors[key].size.numel() * self.dtype(key).itemsize
 
     def read(self, key: str, row: int | None = None) -> Tensor:
-        """The full tensor, or one row of it, whatever layout saved it.
+        """Return the full tensor, or one row of it, whatever layout saved it.
 
-        ValueError where a part is missing or damaged.
+        Raises ValueError if a part is missing or damaged.
         """
         full = self.shape(key)
         start = (0,) * len(full) if row is None else (row, *(0 for _ in full[1:]))
@@ -103,7 +106,7 @@ class StepReader:
         return tensor if row is None else tensor[0]
 
     def _box(self, key: str, start: Shape, sizes: Shape) -> Tensor:
-        """The part of a tensor that begins at `start`, put together from the pieces in it."""
+        """Assemble the part of a tensor at `start` with `sizes` from the pieces that overlap it."""
         box: Tensor | None = None
         found = 0
         for chunk in self.tensors[key].chunks:
@@ -126,7 +129,7 @@ class StepReader:
         return box
 
     def _record(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A piece, as torch.save wrote it: a zip archive with a checksum of each of its files."""
+        """Load a piece: a zip archive of torch.save with a checksum of each of its files."""
         place = self._places[MetadataIndex(key, chunk.offsets)]
         path = self.folder / place.relative_path
         try:
@@ -144,19 +147,19 @@ class StepReader:
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing.") from error
         except (zipfile.BadZipFile, zlib.error, *_BROKEN) as error:
-            raise ValueError(f"{path} is damaged where {key} lies: {error}.") from error
+            raise ValueError(f"{path} is damaged at {key}: {error}.") from error
         if [_crc32(tensor)] != [info.CRC for info in numbers]:
             raise ValueError(f"{path} is damaged: the checksum of {key} differs.")
         if (tensor.dtype, tensor.shape) != (self.dtype(key), chunk.sizes):
             raise ValueError(
-                f"{path} holds {tensor.dtype} {tuple(tensor.shape)} as {key}; the contents say "
+                f"{path} holds {tensor.dtype} {tuple(tensor.shape)} as {key}; the contents list "
                 f"{self.dtype(key)} {tuple(chunk.sizes)}."
             )
         return tensor
 
 
 class _Part(io.RawIOBase):
-    """Part of a file as a file: what torch.load and zipfile ask for."""
+    """A range of a file as a file object for torch.load and zipfile."""
 
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
@@ -172,7 +175,7 @@ class _Part(io.RawIOBase):
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         self._position = origin + offset
         if not 0 <= self._position <= self._length:
-            raise ValueError("it names a place outside of itself")
+            raise ValueError("an offset is outside of it")
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
@@ -184,6 +187,6 @@ class _Part(io.RawIOBase):
 
 
 def _crc32(tensor: Tensor) -> int:
-    """Of the bytes as they lie in the tensor's storage."""
+    """Return the CRC-32 of the bytes of the tensor's storage."""
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return zlib.crc32(storage.numpy().data)

@@ -1,4 +1,4 @@
-"""Which steps of a run stay on the disk, and which of them is the best."""
+"""Selection of the steps of a run that are kept on the disk, and of the best one."""
 
 import logging
 import math
@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megavlm.checkpointing import atomic
-from megavlm.checkpointing import folder as form
-
-BEST = "best"
+from megavlm.checkpointing.folder import BEST, Manifest, complete_steps, step_folder
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Retention:
-    """A step stays if it is one of the `last`, a multiple of `every`, or the best by `metric`.
+    """Rule that keeps a step if it is one of the `last`, a multiple of `every`, or the best by
+    `metric`.
 
-    `last` None: all stay. `every` None: no multiple stays for being one. Among equals the earlier
-    step is the best; a step whose metric was not measured, or is not finite, is none.
+    last: None keeps all steps. every: None keeps no step for being a multiple. Of steps with equal
+    values the earliest is the best; a step whose metric is missing or not finite is never the best.
     """
 
     last: int | None = None
@@ -28,10 +27,13 @@ class Retention:
     higher_is_better: bool = True
 
     def __post_init__(self) -> None:
-        assert self.last is None or self.last > 0, "the latest step always stays"
+        assert self.last is None or self.last > 0, "the latest step is always kept"
 
     def best(self, scores: Mapping[int, Mapping[str, float]]) -> int | None:
-        """`scores`: step -> metric -> value."""
+        """Return the best step, None if no step has a finite metric.
+
+        scores: step -> metric -> value.
+        """
         found: dict[int, float] = {}
         for step, values in sorted(scores.items()):
             value = math.nan if self.metric is None else values.get(self.metric, math.nan)
@@ -40,7 +42,7 @@ class Retention:
         return max(found, key=found.__getitem__, default=None)
 
     def kept(self, steps: Sequence[int], best: int | None) -> set[int]:
-        """Of `steps`, all of them complete, the newest being the latest."""
+        """Return the steps to keep. steps: all complete steps, the newest being the latest."""
         newest_first = sorted(steps, reverse=True)
         return {
             step
@@ -53,28 +55,28 @@ class Retention:
 
 
 def prune(folder: Path, latest: int, retention: Retention) -> None:
-    """Names the best step and deletes those that do not stay; `latest` is complete.
+    """Write the name of the best step and delete the steps that `retention` does not keep.
 
-    Later steps, which a run that went back has not reached again, are left alone. A step that
-    cannot be deleted is a warning: the run is as well as before.
+    latest: a complete step. Later steps, which a run that went back has not reached again, are left
+    alone. Logs a warning if a step cannot be deleted.
     """
-    steps = [step for step in form.complete_steps(folder) if step <= latest]
+    steps = [step for step in complete_steps(folder) if step <= latest]
     best = None
     if retention.metric is not None:
         best = retention.best({step: _scores(folder, step) for step in steps})
     if best is not None:
-        atomic.write_text(folder / BEST, f"{form.step_folder(folder, best).name}\n")
+        atomic.write_text(folder / BEST, f"{step_folder(folder, best).name}\n")
     for step in sorted(set(steps) - retention.kept(steps, best)):
-        path = form.step_folder(folder, step)
+        path = step_folder(folder, step)
         try:
             atomic.remove_folder(path)
         except OSError as error:
-            logger.warning("%s was to be deleted, and cannot be: %s.", path, error)
+            logger.warning("%s could not be deleted: %s.", path, error)
 
 
 def _scores(folder: Path, step: int) -> Mapping[str, float]:
     try:
-        return form.Manifest.read(form.step_folder(folder, step)).scores
-    except ValueError as error:  # damaged since: a load would say so, and it is not the best
+        return Manifest.read(step_folder(folder, step)).scores
+    except ValueError as error:  # damaged since it was written: never the best
         logger.warning("%s", error)
         return {}

@@ -1,159 +1,184 @@
-"""Saves a training step: all ranks write, rank 0 makes it appear."""
+"""Saves a training step: all ranks write it, rank 0 publishes it."""
 
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megavlm.checkpointing import atomic, random_states
-from megavlm.checkpointing import folder as form
-from megavlm.checkpointing.adapters import SETTINGS, AdapterSettings
-from megavlm.checkpointing.checksums import Sums, checksums
+from megavlm.checkpointing import atomic
+from megavlm.checkpointing.adapter_settings import AdapterSettings
+from megavlm.checkpointing.all_ranks import CheckpointError, run_on_all_ranks
+from megavlm.checkpointing.checksums import Sums, file_checksums
+from megavlm.checkpointing.folder import (
+    EXTRA_STATE,
+    HF_FILES,
+    LORA_SETTINGS,
+    Manifest,
+    publish,
+    step_folder,
+    write_hf_files,
+)
+from megavlm.checkpointing.random_states import random_states_file, write_random_states
 from megavlm.checkpointing.retention import Retention, prune
 from megavlm.checkpointing.snapshot import Snapshot, Written
-from megavlm.checkpointing.state import layout
-from megavlm.checkpointing.together import CheckpointError, together
+from megavlm.checkpointing.state import TrainedState, current_layout
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A step on its way to the disk: everything in it is as it was when `begin` returned."""
+class SaveTarget:
+    """Checkpoint folder of a run, and what is the same for all of its steps.
+
+    hf_folder: the model folder whose configuration, tokenizer and processor files an export needs.
+    adapters: settings of the model's adapters, if it has any.
+    """
 
     folder: Path
+    hf_folder: Path | None = None
+    adapters: AdapterSettings | None = None
+    retention: Retention = field(default_factory=Retention)
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """A step that is being saved: its contents are those of the time when `begin_save` returned."""
+
+    target: SaveTarget
     step: int
     scores: dict[str, float]
-    retention: Retention
     snapshot: Snapshot
     small: dict[str, Sums]  # of the files that this rank has written
 
     @property
     def what(self) -> str:
-        return f"checkpoint of step {self.step} in {self.folder}"
+        return _what(self.target, self.step)
 
     def complete(self, group: dist.ProcessGroup | None = None) -> None:
-        """Writes the shards; once every rank has, the step appears, and then older ones may go.
+        """Write the shards, publish the step once every rank has written, and prune older steps.
 
-        Collective over `group`, which holds all ranks. CheckpointError as in `save`.
+        Collective over `group`, which holds all ranks. CheckpointError as in `save_checkpoint`.
         """
-        path = _path(self.folder, self.step)
+        folder = self.target.folder
+        path = _partial_step(folder, self.step)
 
-        def publish(parts: Sequence[Written]) -> None:
+        def finish(parts: Sequence[Written]) -> None:
             pieces: list[list[WriteResult]] = [part.pieces for part in parts]
             files = {name: part.files[name] for part in parts for name in part.files}
-            files |= checksums(path, self.snapshot.write_contents(pieces))
-            form.Manifest(
+            files |= file_checksums(path, self.snapshot.write_contents(pieces))
+            Manifest(
                 step=self.step,
                 has_optimizer=True,
-                layout=layout(),
+                layout=current_layout(),
                 files=dict(sorted(files.items())),
                 scores=self.scores,
             ).write(path)
-            form.publish(self.folder, self.step)
-            prune(self.folder, self.step, self.retention)
+            publish(folder, self.step)
+            prune(folder, self.step, self.target.retention)
 
         def write() -> Written:
             written = self.snapshot.write()
             return Written(written.pieces, {**self.small, **written.files})
 
-        with _nothing_left(path):
-            hint = partial(_hint, self.folder)
-            parts = together(self.what, write, group, hint=hint)
+        with _removed_on_error(path):
+            hint = partial(_hint, folder)
+            parts = run_on_all_ranks(self.what, write, group, hint=hint)
             is_first = dist.get_rank() == 0
-            together(self.what, lambda: publish(parts) if is_first else None, group, hint=hint)
+            run_on_all_ranks(
+                self.what, lambda: finish(parts) if is_first else None, group, hint=hint
+            )
 
     def abandon(self) -> None:
-        """Leaves nothing of it."""
-        _remove(_path(self.folder, self.step))
+        """Remove what was written of the step."""
+        _remove(_partial_step(self.target.folder, self.step))
 
 
-def begin(
-    folder: str | Path,
+def begin_save(
+    target: SaveTarget,
     step: int,
+    state: TrainedState,
     *,
-    chunks: Sequence[MegatronModule],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
     extra: dict[str, Any],
-    hf_folder: str | Path | None = None,
-    adapters: AdapterSettings | None = None,
     scores: Mapping[str, float] | None = None,
-    retention: Retention | None = None,
     copy: bool = True,
-) -> Saving:
-    """The first part of `save`: what training changes is taken, and the small files are written.
+) -> PendingSave:
+    """Take a snapshot of the state that training changes and write the small files. Collective.
 
-    Collective over all ranks. `copy`: what is on the host already is copied, so that training may
-    go on before the rest is written; device memory always is.
+    copy: also copy tensors that are in host memory already, so that training may go on before the
+    rest is written; device memory is always copied. Other arguments as in `save_checkpoint`.
     """
-    folder = Path(folder)
-    path = _path(folder, step)
+    folder = target.folder
+    path = _partial_step(folder, step)
     rank = dist.get_rank()
-    what = f"checkpoint of step {step} in {folder}"
+    what = _what(target, step)
 
     def prepare() -> None:
         if rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
         _clean(folder)
-        if hf_folder is not None and not (folder / form.HF).exists():
-            form.write_hf_files(Path(hf_folder), atomic.partial(folder / form.HF))
-            atomic.replace_folder(folder / form.HF)
+        if target.hf_folder is not None and not (folder / HF_FILES).exists():
+            write_hf_files(target.hf_folder, atomic.partial_path(folder / HF_FILES))
+            atomic.replace_folder(folder / HF_FILES)
         path.mkdir()
 
     def write_small(snapshot: Snapshot) -> dict[str, Sums]:
-        file = random_states.path(path, rank)
-        random_states.write(file)
+        file = random_states_file(path, rank)
+        write_random_states(file)
         names = [file.name]
         if rank == 0:
-            snapshot.write_common()
-            (path / "extra.json").write_text(json.dumps(extra))
-            names += ["common.pt", "extra.json"]
-            if adapters is not None:
-                adapters.write(path)
-                names.append(SETTINGS)
+            names.append(snapshot.write_common())
+            (path / EXTRA_STATE).write_text(json.dumps(extra))
+            names.append(EXTRA_STATE)
+            if target.adapters is not None:
+                target.adapters.write(path)
+                names.append(LORA_SETTINGS)
         for name in names:
             atomic.sync(path / name)
-        return checksums(path, names)
+        return file_checksums(path, names)
 
-    with _nothing_left(path):
+    with _removed_on_error(path):
         hint = partial(_hint, folder)
-        together(what, prepare, hint=hint)
-        snapshot = Snapshot(path, chunks, optimizer, scheduler, copy=copy)
-        small = together(what, lambda: write_small(snapshot), hint=hint)[rank]
-    return Saving(folder, step, dict(scores or {}), retention or Retention(), snapshot, small)
+        run_on_all_ranks(what, prepare, hint=hint)
+        snapshot = Snapshot(path, state, copy=copy)
+        small = run_on_all_ranks(what, lambda: write_small(snapshot), hint=hint)[rank]
+    return PendingSave(target, step, dict(scores or {}), snapshot, small)
 
 
-def save(folder: str | Path, step: int, **state: Any) -> None:
-    """Writes everything that training needs to go on from `step`. Collective over all ranks.
+def save_checkpoint(
+    target: SaveTarget,
+    step: int,
+    state: TrainedState,
+    *,
+    extra: dict[str, Any],
+    scores: Mapping[str, float] | None = None,
+) -> None:
+    """Write everything that training needs to resume from `step`. Collective.
 
-    The keywords are `begin`'s. `chunks`: this rank's part of the model. `extra`: the trainer's own
-    state, JSON-able, and `scores`, what `retention` compares, as rank 0 has them. `hf_folder`: the
-    model folder whose configuration, tokenizer and processor files an export needs. `adapters`: of
-    the model, where it has some.
-    CheckpointError, on every rank, where a rank cannot write; nothing partial is left then, and
-    older steps stay.
+    state: this rank's part. extra: state of the trainer, JSON-able, and scores: metric -> value
+    for `target.retention`, both taken from rank 0.
+    Raises CheckpointError on every rank if a rank cannot write; nothing partial is left then, and
+    older steps are kept.
     """
-    begin(folder, step, **state, copy=False).complete()
+    begin_save(target, step, state, extra=extra, scores=scores, copy=False).complete()
 
 
-def _path(folder: Path, step: int) -> Path:
-    """Where the step is written before it appears."""
-    return atomic.partial(form.step_folder(folder, step))
+def _what(target: SaveTarget, step: int) -> str:
+    return f"checkpoint of step {step} in {target.folder}"
+
+
+def _partial_step(folder: Path, step: int) -> Path:
+    return atomic.partial_path(step_folder(folder, step))
 
 
 @contextmanager
-def _nothing_left(path: Path) -> Iterator[None]:
-    """Removes the partial step if it cannot be finished."""
+def _removed_on_error(path: Path) -> Iterator[None]:
+    """Remove the partial step if it cannot be finished."""
     try:
         yield
     except CheckpointError:
@@ -173,7 +198,7 @@ def _hint(folder: Path) -> str:
 
 
 def _clean(folder: Path) -> None:
-    """Removes what a killed run left half-written, half-replaced or half-deleted."""
-    for pattern in (".step_*.partial", ".step_*.older", ".step_*.deleted", f".{form.HF}.partial"):
+    """Remove what a killed run left half-written, half-replaced or half-deleted."""
+    for pattern in (".step_*.partial", ".step_*.older", ".step_*.deleted", f".{HF_FILES}.partial"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=pattern.endswith((".older", ".deleted")))

@@ -3,55 +3,38 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import MegatronModule
 
-from megavlm.checkpointing.adapters import AdapterSettings
-from megavlm.checkpointing.retention import Retention
-from megavlm.checkpointing.save import Saving, begin
-from megavlm.checkpointing.together import CheckpointError
+from megavlm.checkpointing.all_ranks import CheckpointError
+from megavlm.checkpointing.save import PendingSave, SaveTarget, begin_save
+from megavlm.checkpointing.state import TrainedState
 from megavlm.parallel import platform
 
-PATIENCE = 60.0  # seconds
+JOIN_TIMEOUT = 60.0  # seconds
 
 logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """One save at a time; with `background` training goes on while a thread of each rank writes.
+    """Saves one step at a time; with `background` a thread of each rank writes while training goes
+    on.
 
-    A thread and not a forked process, because CUDA and NCCL do not survive a fork. The ranks'
-    threads agree over a gloo group of their own, so none of their collectives can meet one of
-    training's; a step that all ranks have written appears even if training fails meanwhile. Each
-    rank holds its own shards once more in host memory until they are written.
+    A thread rather than a forked process, because CUDA and NCCL do not survive a fork. The threads
+    of the ranks communicate over their own gloo group, so none of their collectives can meet one of
+    training's; a step that all ranks have written is published even if training fails meanwhile.
+    Each rank holds its own shards once more in host memory until they are written.
 
-    A save that failed raises CheckpointError on all ranks at the next call of any method. As a
-    context it finishes what was begun, also where the body raised.
+    A failed save raises CheckpointError on all ranks at the next call of any method. As a context
+    manager it finishes a save that was begun, even if the body raised.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        hf_folder: Path,
-        adapters: AdapterSettings | None = None,
-        retention: Retention,
-        background: bool,
-    ) -> None:
-        """Collective over all ranks."""
-        self._where: dict[str, Any] = {
-            "folder": folder,
-            "hf_folder": hf_folder,
-            "adapters": adapters,
-            "retention": retention,
-        }
+    def __init__(self, target: SaveTarget, *, background: bool) -> None:
+        """Create the ranks' group. Collective."""
+        self._target = target
         self._background = background
         self._running: Future[None] | None = None
         self._what = ""
@@ -63,52 +46,46 @@ class Saver:
     def save(
         self,
         step: int,
+        state: TrainedState,
         *,
-        chunks: Sequence[MegatronModule],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
         extra: dict[str, Any],
         scores: Mapping[str, float] | None = None,
-        companion: Callable[[bool], Saving] | None = None,
+        companion: Callable[[bool], PendingSave] | None = None,
     ) -> None:
-        """Takes the step, and writes it or lets a thread do so; waits for an earlier save first.
+        """Save a step, or begin to save it in the background, after any earlier save has finished.
+        Collective.
 
-        Collective, as `megavlm.checkpointing.save` is. `companion`: begins another save, told
-        whether training goes on meanwhile, that must be complete before the step appears.
+        companion: begins another save that must be complete before the step is published; its
+        argument is True if training goes on meanwhile. Other arguments as in `save_checkpoint`.
         """
         self.finish()
         before = [] if companion is None else [companion(self._background)]
-        saving = begin(
-            **self._where,
-            step=step,
-            chunks=chunks,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            extra=extra,
-            scores=scores,
-            copy=self._background,
+        pending = begin_save(
+            self._target, step, state, extra=extra, scores=scores, copy=self._background
         )
         if not self._background:
-            _complete([*before, saving], None)
+            _complete([*before, pending], None)
             return
-        self._what = saving.what
-        self._running = self._threads.submit(_complete, [*before, saving], self._group)
+        self._what = pending.what
+        self._running = self._threads.submit(_complete, [*before, pending], self._group)
 
     def poll(self) -> None:
-        """Between two steps: notes that a save has ended, on all ranks, and how. Collective."""
+        """Check without blocking whether a save has ended, and raise if it failed. Collective."""
         if self._running is not None:
-            running, failed = self._ask()
+            running, failed = self._status()
             if failed or not running:
                 self._end(failed)
 
     def finish(self) -> None:
-        """Waits until nothing is being written. Collective."""
+        """Block until nothing is being written. Collective."""
         if self._running is not None:
             wait([self._running])
-            self._end(self._ask()[1])
+            self._end(self._status()[1])
 
-    def _ask(self) -> tuple[bool, bool]:
-        """Whether the save runs on any rank, and whether it failed on any: the same on all."""
+    def _status(self) -> tuple[bool, bool]:
+        """Return whether the save is running on any rank, and whether it failed on any.
+        Collective.
+        """
         assert self._running is not None
         done = self._running.done()
         failed = done and self._running.exception() is not None
@@ -120,7 +97,7 @@ class Saver:
     def _end(self, failed: bool) -> None:
         running, self._running = self._running, None
         assert running is not None
-        wait([running], PATIENCE)  # where one rank's thread has failed, all know and end now
+        wait([running], JOIN_TIMEOUT)  # after a failure on one rank all threads end soon
         if running.done():
             running.result()  # raises what the thread raised
         if failed:
@@ -138,17 +115,17 @@ class Saver:
         if error is None:
             self.finish()
         elif self._running is not None:
-            # Not together: other ranks may be anywhere. Their threads go on while they live.
+            # No collective: other ranks may be anywhere. Their threads go on while they live.
             if problem := self._running.exception():
                 logger.warning("%s", problem)
 
 
-def _complete(savings: Sequence[Saving], group: dist.ProcessGroup | None) -> None:
-    """In order; after one that fails nothing is left of those behind it."""
-    for place, saving in enumerate(savings):
+def _complete(saves: Sequence[PendingSave], group: dist.ProcessGroup | None) -> None:
+    """Complete saves in order. If one fails, those after it are removed."""
+    for place, pending in enumerate(saves):
         try:
-            saving.complete(group)
+            pending.complete(group)
         except CheckpointError:
-            for later in savings[place + 1 :]:
+            for later in saves[place + 1 :]:
                 later.abandon()
             raise

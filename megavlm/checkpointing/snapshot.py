@@ -1,13 +1,14 @@
-"""This rank's share of a training state: planned with the other ranks, then written without them.
+"""Snapshot of one rank's training state: planned with the other ranks, written without them.
 
-megatron-core plans a save; its own writers are not used. They are forked processes: a fork while
-CUDA is initialised and NCCL's threads live is undefined, and its persistent writer is a second
-process that imports everything and outlives a kill. Here threads write: they copy what training
-may change before training goes on, and torch and zlib let go of the interpreter while they work.
+megatron-core plans a save; its writers are not used. They are forked processes: a fork while CUDA
+is initialised and NCCL's threads are running is undefined, and its persistent writer is a second
+process that imports everything and outlives a kill. Threads write here: the tensors that training
+may change are copied before training goes on, and torch and zlib release the interpreter lock while
+they work.
 """
 
 import queue
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
@@ -24,66 +25,64 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megavlm.checkpointing.checksums import SummedFile, Sums
-from megavlm.checkpointing.state import FORM, replica_group, sharded_state
+from megavlm.checkpointing.reader import CONTENTS
+from megavlm.checkpointing.state import FORM, TrainedState, replica_group, sharded_state
 from megavlm.checkpointing.writer import save_tensor
 
-# A file's path, its name, and what goes into it: (item of the plan, bytes), (item, tensor).
-Bucket = tuple[str, str, tuple[list[tuple[Any, BytesIO]], list[tuple[Any, torch.Tensor]]]]
+# Path and name of a file, and its contents: (item of the plan, bytes), (item, tensor).
+WriteBucket = tuple[str, str, tuple[list[tuple[Any, BytesIO]], list[tuple[Any, torch.Tensor]]]]
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote: where each piece lies, and the sums of its files."""
+    """Pieces that one rank wrote, with their places, and the checksums of its files."""
 
     pieces: list[WriteResult]
     files: dict[str, Sums]
 
 
 class Snapshot:
-    """In host memory until it is written: this rank's own shards, once."""
+    """One copy of this rank's own shards in host memory, held until it is written."""
 
     def __init__(
         self,
         path: Path,
-        chunks: Sequence[MegatronModule],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
+        state: TrainedState,
         *,
         copy: bool,
     ) -> None:
-        """Collective over all ranks; nothing is written yet, so that no rank can fail alone.
+        """Plan the save and copy the shards to the host. Collective.
 
-        `copy`: of tensors that are on the host already; without it training must wait.
+        copy: also copy tensors that are on the host already; otherwise training must wait until the
+        snapshot is written. Writes nothing, so that no rank can fail alone.
         """
         plan = _Plan("torch_dist", 1)
-        # Never used. megatron-core's is a process of its own, started by importing everything anew.
+        # Never used. megatron-core's queue starts a process that imports everything again.
         filesystem_async._results_queue = queue.Queue()
-        state = sharded_state(chunks, optimizer, scheduler, is_loading=False)
-        tensors, common = save_preprocess({**state, "content_metadata": dict(FORM)})
-        del state
+        sharded = sharded_state(state.chunks, state.optimizer, state.scheduler, is_loading=False)
+        tensors, common = save_preprocess({**sharded, "content_metadata": dict(FORM)})
+        del sharded
         FullyParallelSaveStrategyWrapper(plan, replica_group()).async_save(tensors, path)
         del tensors
         self._path, self._plan, self._common = path, plan, BytesIO()
         torch.save(common, self._common)
-        self._buckets: list[Bucket] = plan.writer.write_buckets
+        self._buckets: list[WriteBucket] = plan.writer.write_buckets
         for _, _, (_, shards) in self._buckets:
-            for index, (item, shard) in enumerate(shards):  # one at a time: the source may go
+            for index, (item, shard) in enumerate(shards):  # one by one, to free each source
                 shards[index] = (item, shard.to("cpu", copy=copy))
 
-    def write_common(self) -> None:
-        """What all ranks share; on rank 0."""
+    def write_common(self) -> str:
+        """Write the state that all ranks share, on rank 0. Returns the name of its file."""
         (self._path / COMMON_STATE_FNAME).write_bytes(self._common.getbuffer())
+        return str(COMMON_STATE_FNAME)
 
     def write(self) -> Written:
-        """Writes this rank's files. Touches nothing but the copy, so any thread may do it."""
+        """Write this rank's files. Reads nothing but the copy, so any thread may call it."""
         buckets, self._buckets = self._buckets, []
         with ThreadPoolExecutor(max(1, len(buckets)), "checkpoint-file") as pool:
             parts = list(pool.map(_write_bucket, buckets))
@@ -91,14 +90,14 @@ class Snapshot:
         return Written([piece for part in parts for piece in part.pieces], files)
 
     def write_contents(self, pieces: Iterable[list[WriteResult]]) -> list[str]:
-        """The table of contents, on rank 0, of every rank's pieces; the names of its files."""
+        """Write the table of contents of all ranks' pieces, on rank 0. Returns its files' names."""
         self._plan.writer.finish(self._plan.contents, list(pieces))
         save_config(CheckpointingConfig("torch_dist", 1), str(self._path))
-        return [".metadata", "metadata.json"]
+        return [CONTENTS, "metadata.json"]
 
 
 class _Plan(TorchDistSaveShardedStrategy):
-    """megatron-core's plan of a save, without its writing."""
+    """megatron-core's save strategy, which plans here and does not write."""
 
     writer: filesystem_async.FileSystemWriterAsync
     contents: Metadata | None  # on rank 0
@@ -108,7 +107,7 @@ class _Plan(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-def _write_bucket(bucket: Bucket) -> Written:
+def _write_bucket(bucket: WriteBucket) -> Written:
     path, name, (blobs, tensors) = bucket
     pieces = []
     with SummedFile(Path(path)) as file:

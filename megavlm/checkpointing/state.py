@@ -1,7 +1,7 @@
-"""What a checkpoint holds, in megatron-core's sharded form: the same keys under every layout."""
+"""State of a run in megatron-core's sharded form, with the same keys under every layout."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
@@ -19,6 +19,17 @@ FORM = {
 }
 
 
+class TrainedState(Protocol):
+    """Model chunks, optimizer and scheduler of this rank, such as training's Updater."""
+
+    @property
+    def chunks(self) -> Sequence[MegatronModule]: ...
+    @property
+    def optimizer(self) -> MegatronOptimizer: ...
+    @property
+    def scheduler(self) -> OptimizerParamScheduler: ...
+
+
 def sharded_state(
     chunks: Sequence[MegatronModule],
     optimizer: MegatronOptimizer | None,
@@ -26,6 +37,7 @@ def sharded_state(
     *,
     is_loading: bool,
 ) -> dict[str, Any]:
+    """Return the sharded state dict of model, optimizer and scheduler, as far as given."""
     metadata = {**FORM, "dp_cp_group": replica_group()}
     # Chunks of a pipeline stage share local names, not keys.
     state: dict[str, Any] = {
@@ -44,12 +56,12 @@ def sharded_state(
 
 
 def replica_group() -> Any:
-    """The ranks that hold the same shards of the model."""
+    """Return the process group of the ranks that hold the same shards of the model."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def layout() -> dict[str, int]:
-    """Ranks per axis of this run."""
+def current_layout() -> dict[str, int]:
+    """Return the ranks per axis of this run."""
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
@@ -63,5 +75,5 @@ def layout() -> dict[str, int]:
 
 
 def _tensors(state: ShardedStateDict) -> ShardedStateDict:
-    """Without Transformer Engine's fp8 states: HF has none, and a CPU model could not load them."""
+    """Drop Transformer Engine's fp8 states: HF has none, and a CPU model could not load them."""
     return {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}

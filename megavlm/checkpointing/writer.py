@@ -1,5 +1,5 @@
-"""Writes tensors as a step without a model, one piece at a time, in the form that megatron-core's
-`dist_checkpointing.load` reads. Its own writer wants all of a process's tensors in memory first.
+"""Writes tensors as a step without a model, one piece at a time, in the format that megatron-core's
+`dist_checkpointing.load` reads. Its own writer needs all tensors of a process in memory first.
 """
 
 import pickle
@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -22,13 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megavlm.checkpointing.checksums import SummedFile
-
-Shape = tuple[int, ...]
+from megavlm.checkpointing.reader import CONTENTS
+from megavlm.models.common.mapping import Shape
 
 
 @dataclass(frozen=True)
-class Record:
-    """A piece of the tensor `key` that begins at `offsets` and has `sizes`, and where it lies."""
+class TensorPiece:
+    """A piece of the tensor `key`, at `offsets` with `sizes`, and its place in a file [bytes]."""
 
     key: str
     offsets: Shape
@@ -39,38 +40,40 @@ class Record:
 
 
 class RecordFile(SummedFile):
-    """One file of pieces. `records` says where they lie, `sums` is for the manifest."""
+    """A file of tensor pieces. `pieces`: their places. `sums`: the file's entry in the manifest."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.name = f"__{rank}_0.distcp"
-        self.records: list[Record] = []
+        self.pieces: list[TensorPiece] = []
         super().__init__(folder / self.name)
 
     def add(self, key: str, piece: Tensor, offsets: Shape | None = None) -> None:
-        """`offsets`: where the piece begins in the tensor; by default it is all of it."""
+        """Append a piece. offsets: its start in the tensor; by default it is the whole tensor."""
         start = self.sums["bytes"]
         save_tensor(piece, self)
         sizes = tuple(piece.shape)
         length = self.sums["bytes"] - start
-        self.records.append(
-            Record(key, offsets or (0,) * len(sizes), sizes, self.name, start, length)
+        self.pieces.append(
+            TensorPiece(key, offsets or (0,) * len(sizes), sizes, self.name, start, length)
         )
 
 
 def save_tensor(tensor: Tensor, file: SummedFile) -> None:
-    """As torch.save has it. OSError where the file cannot be written."""
+    """Append a tensor in torch.save's format. Raises OSError if the file cannot be written."""
     if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes the whole storage
         tensor = tensor.clone()
     try:
         torch.save(tensor, cast(IO[bytes], file))
     except RuntimeError as error:
-        if file.problem is not None:  # torch says something else about a failed write
+        if file.problem is not None:  # torch hides the failed write
             raise file.problem from error
         raise
 
 
-def write_contents(folder: Path, tensors: Mapping[str, Tensor], records: Iterable[Record]) -> None:
-    """Writes what a step holds besides its record files. `tensors`: key -> the whole tensor, on the
+def write_contents(
+    folder: Path, tensors: Mapping[str, Tensor], pieces: Iterable[TensorPiece]
+) -> None:
+    """Write the files of a step that are not record files. tensors: key -> the whole tensor, on the
     meta device.
     """
     contents: dict[str, Any] = {
@@ -78,14 +81,14 @@ def write_contents(folder: Path, tensors: Mapping[str, Tensor], records: Iterabl
         for key, tensor in tensors.items()
     }
     places = {}
-    for record in records:
-        chunks = contents[record.key].chunks
-        index = MetadataIndex(record.key, record.offsets, len(chunks))
-        chunks.append(ChunkStorageMetadata(torch.Size(record.offsets), torch.Size(record.sizes)))
-        places[index] = _StorageInfo(record.file, record.start, record.length)
+    for piece in pieces:
+        chunks = contents[piece.key].chunks
+        index = MetadataIndex(piece.key, piece.offsets, len(chunks))
+        chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
+        places[index] = _StorageInfo(piece.file, piece.start, piece.length)
     metadata = Metadata(
         contents, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
     )
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    torch.save({}, folder / "common.pt")
+    (folder / CONTENTS).write_bytes(pickle.dumps(metadata))
+    torch.save({}, folder / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))

@@ -27,7 +27,7 @@ from megavlm.observability.records import finite, write_whole
 from megavlm.observability.text import failed_rewards, number, percent, points
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.scoring import make_reward_manager
-from megavlm.run.candidates import served_folder
+from megavlm.run.model_paths import served_folder
 from megavlm.training.dataset import read
 from megavlm.training.evaluation import EvaluationSet, sampling
 from megavlm.training.inputs import make_processor

@@ -1,5 +1,5 @@
-"""The trained model as a HuggingFace folder, and the proof that transformers computes with it what
-the trainer does.
+"""Export of the trained model as a HuggingFace folder, and comparison of its logits with the
+trainer's.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.export_hf import WriteOptions, export_hf
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Pack, join_targets, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
@@ -21,27 +21,27 @@ from megavlm.training.driver import Driver
 from megavlm.training.forward_backward import VisionFeatures, logits
 from megavlm.training.train_state import TrainState
 
-FOLDER = "hf"
+EXPORT_FOLDER = "hf"
 NUM_PROBES = 8
-# fp32 logits, relative to the largest; DESIGN's bound for every family and layout.
+# Bound of fp32 logit differences, relative to the largest logit, for every family and layout.
 TOLERANCE = 1e-5
 
 
-def export(train_state: TrainState, driver: Driver | None) -> Path:
-    """Writes the latest checkpoint as RUN_DIR/hf, on the driver."""
-    folder = Path(train_state.config.run.dir) / FOLDER
+def export_checkpoint(train_state: TrainState, driver: Driver | None) -> Path:
+    """Write the latest checkpoint as RUN_DIR/hf, on the driver. Returns the folder."""
+    folder = Path(train_state.config.run.dir) / EXPORT_FOLDER
     if driver is not None:
         with train_state.phases("export"):
-            export_hf(train_state.folder, folder, force=True)
+            export_hf(train_state.folder, folder, options=WriteOptions(force=True))
     return folder
 
 
-def verify(train_state: TrainState, driver: Driver | None, folder: Path) -> float | None:
-    """Largest difference between the trainer's logits and transformers' on the exported folder, on
-    the driver.
+def verify_export(train_state: TrainState, driver: Driver | None, folder: Path) -> float | None:
+    """Return the largest difference between the trainer's logits and those of transformers on the
+    exported folder, relative to the largest logit, over the answers of a few test rows. None on
+    ranks other than the driver. Collective.
 
-    Collective. Relative to the largest logit, over the answers of a few test rows. RuntimeError if
-    fp32 differs by more than TOLERANCE.
+    Raises RuntimeError if fp32 logits differ by more than TOLERANCE.
     """
     probes, parcel = [], None
     if driver is not None:
@@ -57,7 +57,7 @@ def verify(train_state: TrainState, driver: Driver | None, folder: Path) -> floa
     if train_state.config.model.dtype == "float32" and not difference <= TOLERANCE:
         raise RuntimeError(
             f"{folder}: transformers' logits differ from the trainer's by {difference:.1e} of the "
-            f"largest, more than {TOLERANCE:.0e}: the exported folder is not the trained model."
+            f"largest, more than {TOLERANCE:.0e}: the exported model is not the trained model."
         )
     return difference
 
@@ -65,7 +65,7 @@ def verify(train_state: TrainState, driver: Driver | None, folder: Path) -> floa
 def _trainer_logits(
     train_state: TrainState, pack: Pack, images: dict[str, ProcessedImage]
 ) -> Tensor:
-    """Logits [N, V] of a pack that every data rank computes alike, on every rank."""
+    """Compute the logits [N, V] of a pack, the same on every rank. Collective."""
     mesh, chunks = train_state.mesh, train_state.updater.chunks
     device = platform.device()
     part = pack.part(mesh.context_rank)
@@ -82,7 +82,7 @@ def _trainer_logits(
 
 
 def _probes(driver: Driver) -> list[tuple[Prompt, list[int]]]:
-    """A few rows with their answers, from the test files where there are any."""
+    """Return a few rows with their answers, from the test files if there are any."""
     rows = (driver.test_rows or driver.rows)[:NUM_PROBES]
     return [
         (driver.processor.prompt(row), driver.processor.encode_answer(row.answer)) for row in rows
@@ -107,7 +107,7 @@ def _pack(
 def _transformers_logits(
     folder: Path, probes: Sequence[tuple[Prompt, list[int]]], dtype: str, device: torch.device
 ) -> Tensor:
-    """Logits that predict each answer token, one plain sequence at a time."""
+    """Compute the logits [N, V] that predict each answer token, one sequence at a time."""
     from transformers import AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 
@@ -125,7 +125,7 @@ def _transformers_logits(
 
 
 def _inputs(prompt: Prompt, ids: Tensor, config: Any) -> dict[str, Tensor]:
-    """What transformers' processor would give for the prompt and an answer."""
+    """Return the inputs that transformers' processor makes of the prompt and an answer."""
     kinds = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id).long()
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}
     for is_video, patches, grids in (

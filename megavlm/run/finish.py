@@ -6,7 +6,7 @@ from megavlm.observability.console import print_closing
 from megavlm.observability.plots import reward_curve
 from megavlm.observability.report import REPORT_FILE, write_report
 from megavlm.observability.result import build_result, write_result
-from megavlm.run.export import export, verify
+from megavlm.run.export import export_checkpoint, verify_export
 from megavlm.training.driver import Driver
 from megavlm.training.train_state import TrainState
 
@@ -24,9 +24,9 @@ def finish(train_state: TrainState, driver: Driver | None, complete: bool) -> No
     paths = {"run": run_dir, "checkpoints": train_state.folder}
     difference = None
     if train_state.config.checkpoint.export_hf:
-        paths["HuggingFace folder"] = folder = export(train_state, driver)
+        paths["HuggingFace folder"] = folder = export_checkpoint(train_state, driver)
         if train_state.config.checkpoint.verify_export:
-            difference = verify(train_state, driver, folder)
+            difference = verify_export(train_state, driver, folder)
     if driver is None:
         return
     driver.close()

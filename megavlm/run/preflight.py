@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
+from megavlm.checkpointing.folder import MANIFEST, PEFT_CONFIG, is_checkpoint
 from megavlm.config.algorithm import SFT
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
@@ -29,12 +30,11 @@ from megavlm.models.registry import FAMILIES
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
 from megavlm.rollout.scoring import environments, make_reward_manager, parts
-from megavlm.run.candidate_paths import check_candidates
+from megavlm.run.model_paths import check_model_paths
 from megavlm.run.preflight_layout import check_ranks, check_sizes
 from megavlm.run.run_lock import check_free
 from megavlm.training.dataset import read
 
-MANIFEST = "manifest.json"  # checkpointing.folder's, without importing megatron-core
 SAMPLE = 2000  # rows of a data set whose images are decoded
 
 
@@ -70,7 +70,7 @@ def check(
     if phase == "train":
         check_free(config.run.dir)
     else:
-        check_candidates(config)
+        check_model_paths(config)
     check_ports(config.rollout)
     if phase == "train":
         check_handles(config.rollout)
@@ -105,7 +105,7 @@ def check_model(folder: Path, config: Config) -> None:
         )
     check_sizes(config, values, folder)
     check_weights(folder)
-    if (folder / "adapter_config.json").is_file():
+    if (folder / PEFT_CONFIG).is_file():
         raise ValueError(
             f"model.folder={folder} holds adapters beside its model, which would be ignored: "
             f"merge them (megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}), or move "
@@ -167,7 +167,7 @@ def check_checkpoint(folder: Path) -> None:
     """Raise ValueError if `folder` is neither a checkpoint folder with a complete step nor a step's
     own folder.
     """
-    if not any(folder.glob(MANIFEST)) and not any(folder.glob(f"step_*/{MANIFEST}")):
+    if not is_checkpoint(folder):
         raise ValueError(
             f"model.checkpoint={folder} holds no complete checkpoint (no {MANIFEST}): create one "
             "with megavlm-convert import, or set model.checkpoint=null to start from the weights "

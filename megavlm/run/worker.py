@@ -48,7 +48,7 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
         _explain(error, config)
     except RuntimeError as error:
         # Imports megatron-core, so not before the platform is installed.
-        from megavlm.checkpointing.together import CheckpointError
+        from megavlm.checkpointing.all_ranks import CheckpointError
 
         if isinstance(error, CheckpointError):
             _explain(error, config)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megavlm.checkpointing import Saving
+from megavlm.checkpointing.save import PendingSave
 from megavlm.observability.samples import SampledGroup
 from megavlm.parallel import platform
 from megavlm.training.colocate import Offloadable, SharedMemory, trainer_memory
@@ -52,7 +52,7 @@ class BaseTrainer:
         return trainer_memory(self.train_state.updater)
 
     @property
-    def companion(self) -> Callable[[bool], Saving] | None:
+    def companion(self) -> Callable[[bool], PendingSave] | None:
         """What begins a checkpoint beside the policy's, see Saver.save."""
         return None
 

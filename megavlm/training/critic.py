@@ -5,11 +5,11 @@ the policy's weights and is trained and saved beside it.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from megavlm import checkpointing
-from megavlm.checkpointing import Saving, atomic
+from megavlm.checkpointing import atomic
 from megavlm.checkpointing.folder import complete_steps, step_folder
+from megavlm.checkpointing.load import load_checkpoint
+from megavlm.checkpointing.save import PendingSave, SaveTarget, begin_save
 from megavlm.config.algorithm import PPO
 from megavlm.data.packing import Pack
 from megavlm.data.processor import ProcessedImage
@@ -47,7 +47,13 @@ class Critic:
     def resume(self) -> None:
         """Load the critic checkpoint of the step that the policy resumed from. Collective."""
         if self._train_state.step:
-            checkpointing.load(self._folder, step=self._train_state.step, **self._parts)
+            load_checkpoint(
+                self._folder,
+                step=self._train_state.step,
+                chunks=self.model,
+                optimizer=self.updater.optimizer,
+                scheduler=self.updater.scheduler,
+            )
 
     def features(
         self, of_policy: VisionFeatures, images: Mapping[str, ProcessedImage]
@@ -65,15 +71,15 @@ class Critic:
                 assert pack.columns is not None
                 pack.columns = replace(pack.columns, values=pack_scores.values)
 
-    def begin_save(self, copy: bool) -> Saving:
+    def begin_save(self, copy: bool) -> PendingSave:
         """Begin to save the critic at the current step. Collective.
 
         It is complete before the policy's checkpoint of the step appears, from which a run resumes.
         """
         step = self._train_state.step
         self._prune()
-        extra = {"step": step}
-        return checkpointing.begin(self._folder, step, extra=extra, copy=copy, **self._parts)
+        target = SaveTarget(self._folder)
+        return begin_save(target, step, self.updater, extra={"step": step}, copy=copy)
 
     def _prune(self) -> None:
         """Remove steps that the policy no longer has: no run can resume from them."""
@@ -81,11 +87,3 @@ class Critic:
             kept = complete_steps(self._train_state.folder)
             for step in set(complete_steps(self._folder)) - set(kept):
                 atomic.remove_folder(step_folder(self._folder, step))
-
-    @property
-    def _parts(self) -> dict[str, Any]:
-        return {
-            "chunks": self.model,
-            "optimizer": self.updater.optimizer,
-            "scheduler": self.updater.scheduler,
-        }

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from megavlm import checkpointing
-from megavlm.checkpointing.adapters import AdapterSettings, adapters, check_alpha
-from megavlm.checkpointing.folder import locate
-from megavlm.checkpointing.together import together
+from megavlm.checkpointing.adapter_settings import AdapterSettings, check_alpha, saved_adapter_keys
+from megavlm.checkpointing.all_ranks import run_on_all_ranks
+from megavlm.checkpointing.folder import locate_step
+from megavlm.checkpointing.load import load_checkpoint
 from megavlm.config.lora import LoRA
 from megavlm.config.schema import Config
 from megavlm.models.build import build_model
@@ -31,8 +31,8 @@ def starting_step(config: Config) -> Path | None:
     source = config.model.checkpoint
     if source is None:
         return None
-    (step, *_) = together(
-        "start", lambda: locate(Path(source), None) if dist.get_rank() == 0 else Path()
+    (step, *_) = run_on_all_ranks(
+        "start", lambda: locate_step(Path(source), None) if dist.get_rank() == 0 else Path()
     )
     return step
 
@@ -55,7 +55,7 @@ def start_model(
         _add(model, lora, config.run.seed)
     if step is not None:
         with _without_value_head(model):
-            checkpointing.load(step, chunks=model)
+            load_checkpoint(step, chunks=model)
     else:
         for chunk in model:
             load_hf(chunk, entries, HFFolder(config.model.folder), mesh)
@@ -80,12 +80,12 @@ def _goes_on(step: Path, alpha: float) -> bool:
     """Whether the step has adapters; ValueError where they had another alpha. Collective."""
 
     def look() -> bool:
-        if dist.get_rank() != 0 or not adapters(step):
+        if dist.get_rank() != 0 or not saved_adapter_keys(step):
             return False
         check_alpha(step, alpha)
         return True
 
-    (found, *_) = together("start", look)
+    (found, *_) = run_on_all_ranks("start", look)
     return found
 
 

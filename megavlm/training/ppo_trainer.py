@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megavlm.checkpointing import Saving
+from megavlm.checkpointing.save import PendingSave
 from megavlm.config.algorithm import PPO
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.training.batch import RankBatch
@@ -126,5 +126,5 @@ class PPOTrainer(PolicyTrainer):
         return metrics
 
     @property
-    def companion(self) -> Callable[[bool], Saving] | None:
+    def companion(self) -> Callable[[bool], PendingSave] | None:
         return None if self.critic is None else self.critic.begin_save

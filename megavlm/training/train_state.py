@@ -7,8 +7,11 @@ from typing import Any, Literal, Self
 
 from transformers import AutoConfig
 
-from megavlm import checkpointing
-from megavlm.checkpointing import Saving
+from megavlm.checkpointing.folder import latest_step
+from megavlm.checkpointing.load import load_checkpoint
+from megavlm.checkpointing.retention import Retention
+from megavlm.checkpointing.save import PendingSave, SaveTarget
+from megavlm.checkpointing.saver import Saver
 from megavlm.config.algorithm import PPO
 from megavlm.config.schema import Config
 from megavlm.models.common.mapping import Entry
@@ -38,7 +41,7 @@ class TrainState:
     initial_step: Path | None
     model: list[VisionLanguageModel]
     updater: Updater
-    saver: checkpointing.Saver
+    saver: Saver
     step: int = 0
     algorithm_state: dict[str, float] = field(default_factory=dict)
     phases: Phases = field(default_factory=lambda: Phases(platform.synchronize))
@@ -63,18 +66,18 @@ class TrainState:
             value_head_lr=algorithm.critic_lr if isinstance(algorithm, PPO) else None,
         )
         kept = config.checkpoint
-        saver = checkpointing.Saver(
+        target = SaveTarget(
             Path(config.run.dir) / POLICY_CHECKPOINTS,
             hf_folder=Path(config.model.folder),
             adapters=adapter_settings(config, initial_step),
-            retention=checkpointing.Retention(
+            retention=Retention(
                 last=kept.keep_last,
                 every=kept.keep_every,
                 metric=kept.best_metric,
                 higher_is_better=kept.best_mode == "max",
             ),
-            background=kept.async_save,
         )
+        saver = Saver(target, background=kept.async_save)
         return cls(
             config=config,
             mesh=mesh,
@@ -99,11 +102,11 @@ class TrainState:
             return None
         step = self.config.checkpoint.step
         if step is None:  # only one rank searches, so that only one warns
-            found = checkpointing.latest(self.folder) if self.mesh.is_driver else None
+            found = latest_step(self.folder) if self.mesh.is_driver else None
             step = broadcast_object(found, self.mesh)
         if step is None:
             return None
-        extra = checkpointing.load(
+        extra = load_checkpoint(
             self.folder,
             step=step,
             chunks=self.model,
@@ -118,7 +121,7 @@ class TrainState:
         self,
         driver_state: dict[str, Any] | None,
         scores: dict[str, float],
-        companion: Callable[[bool], Saving] | None = None,
+        companion: Callable[[bool], PendingSave] | None = None,
     ) -> None:
         """Save a checkpoint of the current step. Collective.
 
@@ -128,9 +131,7 @@ class TrainState:
         with self.phases("checkpoint"):
             self.saver.save(
                 self.step,
-                chunks=self.model,
-                optimizer=self.updater.optimizer,
-                scheduler=self.updater.scheduler,
+                self.updater,
                 extra={
                     "step": self.step,
                     "driver": driver_state,

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_tools.progress import size
-from checkpoint_tools.safetensors_file import SafetensorsWriter, Spec
+from checkpoint_tools.safetensors_io import SafetensorsWriter, Spec
+from checkpoint_tools.streaming import format_bytes
 from megavlm.models.registry import family
 from tests.unit.models.releases import released_config
 
@@ -37,7 +37,10 @@ def bench_conversion(tmp_path: Path) -> None:
     places = {"import": (hf, tmp_path / "checkpoint")}
     places["export"] = (tmp_path / "checkpoint", tmp_path / "out")
     files = len(list(hf.glob("*.safetensors")))
-    print(f"\n{RELEASE}'s shapes, {size(total)} in bf16, {files} files, {os.cpu_count()} cores")
+    print(
+        f"\n{RELEASE}'s shapes, {format_bytes(total)} in bf16, {files} files, "
+        f"{os.cpu_count()} cores"
+    )
     for name, (source, target) in places.items():
         copied = seconds_of_copy(hf, tmp_path / "copy")
         command = [sys.executable, "-m", "checkpoint_tools", name, str(source), str(target)]
@@ -46,7 +49,8 @@ def bench_conversion(tmp_path: Path) -> None:
         print(
             f"  {name}  {seconds:7.2f} s, {total / seconds / 1e9:5.2f} GB/s, "
             f"{seconds / copied:5.2f} x a copy ({copied:.2f} s); "
-            f"{size(peak - python)} above the interpreter and its imports ({size(python)})"
+            f"{format_bytes(peak - python)} above the interpreter and its imports "
+            f"({format_bytes(python)})"
         )
 
 

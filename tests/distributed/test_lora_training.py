@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megavlm import checkpointing
+from megavlm.checkpointing.load import load_checkpoint
+from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.lora import LoRA
 from megavlm.config.optimizer import Optimizer
 from megavlm.models.common.lora import adapters
@@ -131,7 +132,7 @@ def save(folder: Path, ranks: Ranks, targets: tuple[str, ...], saved: Path) -> A
     """Pairs at the step that is saved and one step later."""
     training = train(folder, ranks, targets)
     training.update()
-    checkpointing.save(saved, 1, **training.state, extra={})
+    save_checkpoint(SaveTarget(saved), 1, training.updater, extra={})
     pairs = whole_pairs(training.run)
     training.update()
     return pairs, whole_pairs(training.run)
@@ -139,7 +140,7 @@ def save(folder: Path, ranks: Ranks, targets: tuple[str, ...], saved: Path) -> A
 
 def resume(folder: Path, ranks: Ranks, targets: tuple[str, ...], saved: Path) -> Any:
     training = train(folder, ranks, targets)
-    checkpointing.load(saved, **training.state)
+    load_checkpoint(saved, **training.state)
     pairs = whole_pairs(training.run)
     training.update()
     return pairs, whole_pairs(training.run)

@@ -2,8 +2,7 @@
 
 import torch
 
-from megavlm import checkpointing
-from megavlm.checkpointing.folder import step_folder
+from megavlm.checkpointing.folder import latest_step, step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.run.run_lock import run_lock
 from tests.e2e.conftest import World
@@ -30,7 +29,7 @@ def test_stopped_and_resumed_equals_uninterrupted(world: World) -> None:
     for path in sorted(step_folder(folder, 4).iterdir()):
         path.unlink()
     step_folder(folder, 4).rmdir()
-    assert checkpointing.latest(folder) == 2
+    assert latest_step(folder) == 2
     with run_lock(world.root / "parts"):
         second = world.megavlm("train", parts)
     assert second.returncode == 2 and "is in use by process" in second.stderr

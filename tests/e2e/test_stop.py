@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megavlm import checkpointing
-from megavlm.checkpointing.folder import complete_steps, step_folder
+from megavlm.checkpointing.folder import complete_steps, latest_step, step_folder
 from megavlm.checkpointing.reader import StepReader
 from tests.e2e.conftest import World
 
@@ -44,7 +43,7 @@ def test_sigterm_stops_after_the_step_and_the_run_goes_on(world: World) -> None:
         run.send_signal(signal.SIGTERM)
         output = run.stdout.read()
     assert run.returncode == 128 + signal.SIGTERM, output
-    step = checkpointing.latest(folder)
+    step = latest_step(folder)
     assert step is not None and 2 <= step < STEPS, "it was stopped in time"
     assert f"Stopped after step {step}; the same command goes on from there." in output
     assert len(world.metrics("stopped")) == step

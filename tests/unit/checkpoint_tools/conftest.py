@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_tools.import_hf import import_hf
-from checkpoint_tools.lora_import import lora_import
+from checkpoint_tools.lora.import_adapters import import_adapters
 from tests.parity.models import make_model
 from tests.unit.checkpoint_tools.lora_models import make_adapters
 
@@ -47,7 +47,7 @@ def made(hf_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("adapters")
     make_adapters(hf_folder(ADAPTED), folder / "peft", target_modules=["self_attn.k_proj"])
-    lora_import(folder / "peft", folder / "checkpoint", base=hf_folder(ADAPTED))
+    import_adapters(folder / "peft", folder / "checkpoint", base=hf_folder(ADAPTED))
     return folder
 
 

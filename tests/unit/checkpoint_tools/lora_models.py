@@ -44,11 +44,11 @@ def load_adapters(hf: Path, folder: Path) -> Any:
     """PEFT's model, with every tensor of the folder in it and nothing else adapted."""
     from peft import PeftModel
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = PeftModel.from_pretrained(load(hf), folder)
     # It looks for the patterns' names among modules only, and finds those of parameters later.
-    problems = [str(one.message) for one in told if "_pattern keys did not match" not in str(one)]
+    problems = [str(one.message) for one in caught if "_pattern keys did not match" not in str(one)]
     assert not [problem for problem in problems if "adapter" in problem or "keys" in problem]
     adapted = {name for name, _ in model.named_parameters() if "lora_" in name}
     assert len(adapted) == len(load_file(folder / "adapter_model.safetensors"))

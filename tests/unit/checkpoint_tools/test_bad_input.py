@@ -110,7 +110,7 @@ CASES = {
         lambda hf: save_arrays({"x": np.ones(2, np.uint16)}, hf / "model.safetensors"),
         r"model\.safetensors holds x as U16; only F64, F32, F16, BF16, .* are read",
     ),
-    "family of nobody": (
+    "unknown family": (
         lambda hf: configure(hf, model_type="llava"),
         r"config\.json: model_type 'llava' is not supported: use one of qwen2_5_vl, qwen2_vl",
     ),
@@ -226,7 +226,7 @@ def transpose(tensors: Tensors) -> None:
 def test_experts_in_every_layout_become_one_checkpoint(
     change: Callable[[Tensors], None], form: str, hf: Path, hf_folder: Folder, tmp_path: Path
 ) -> None:
-    """A tensor each is told by its keys, whatever --experts says; stacks by --experts alone."""
+    """Unstacked experts are recognised by their keys; the format of stacks is --experts."""
     rewrite(hf, change)
     import_hf(hf, tmp_path / "checkpoint", experts=form)  # type: ignore[arg-type]
     export_hf(tmp_path / "checkpoint", tmp_path / "out")

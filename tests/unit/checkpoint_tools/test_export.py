@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools.adapters import Adapters, Pair, Projection
-from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.compare_logits import compare_logits
+from checkpoint_tools.export_hf import WriteOptions, export_hf
 from checkpoint_tools.import_hf import import_hf
-from checkpoint_tools.logits import compare_logits
+from checkpoint_tools.lora.adapters import AdapterPairs, Pair, Projection
 from checkpoint_tools.model_card import model_card
 from checkpoint_tools.weights import step_weights
 from megavlm.checkpointing.folder import copy_hf_files
@@ -29,7 +29,9 @@ def test_every_family_loads_in_transformers_with_the_same_logits(
     define_torchvision_operators()
     from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
-    done = export_hf(imported(family), tmp_path / "out", max_shard_bytes=2 * 10**6)
+    done = export_hf(
+        imported(family), tmp_path / "out", options=WriteOptions(max_shard_bytes=2 * 10**6)
+    )
     assert done.num_files > 1
     _, report = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "out", output_loading_info=True
@@ -51,7 +53,9 @@ def test_every_family_loads_in_transformers_with_the_same_logits(
 def test_the_index_names_every_tensor_and_shards_are_as_small_as_asked(
     hf_folder: Folder, imported: Folder, tmp_path: Path
 ) -> None:
-    done = export_hf(imported("qwen3_vl_moe"), tmp_path / "out", max_shard_bytes=10**6)
+    done = export_hf(
+        imported("qwen3_vl_moe"), tmp_path / "out", options=WriteOptions(max_shard_bytes=10**6)
+    )
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in tmp_path.glob("out/*.safetensors")}
     assert (
@@ -68,7 +72,9 @@ def test_the_index_names_every_tensor_and_shards_are_as_small_as_asked(
 def test_weights_and_their_configuration_get_the_dtype_that_is_asked_for(
     hf_folder: Folder, imported: Folder, tmp_path: Path
 ) -> None:
-    done = export_hf(imported("qwen3_vl_moe"), tmp_path / "out", dtype=torch.bfloat16)
+    done = export_hf(
+        imported("qwen3_vl_moe"), tmp_path / "out", options=WriteOptions(dtype=torch.bfloat16)
+    )
     before, after = HFFolder(hf_folder("qwen3_vl_moe")), HFFolder(tmp_path / "out")
     assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
     assert done.num_bytes == sum(x.nbytes for x in before.values()) // 2
@@ -120,11 +126,14 @@ def test_a_number_too_large_for_the_dtype_is_refused(
     import_hf(hf, tmp_path / "checkpoint")
     with pytest.raises(
         ValueError,
-        match=f"^{re.escape(name)} holds -1e[+]06, and float16 ends at 65504: .*--dtype bfloat16",
+        match=f"^{re.escape(name)} holds -1e[+]06, and float16 has a maximum of 65504: "
+        ".*--dtype bfloat16",
     ):
-        export_hf(tmp_path / "checkpoint", tmp_path / "out", dtype=torch.float16)
+        export_hf(
+            tmp_path / "checkpoint", tmp_path / "out", options=WriteOptions(dtype=torch.float16)
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
-    export_hf(tmp_path / "checkpoint", tmp_path / "out", dtype=torch.bfloat16)
+    export_hf(tmp_path / "checkpoint", tmp_path / "out", options=WriteOptions(dtype=torch.bfloat16))
     assert load_file(tmp_path / "out" / "model.safetensors")[name].flatten()[1] == -999424
 
 
@@ -133,7 +142,7 @@ def test_what_is_not_finite_anyway_is_exported_as_it_is(hf_folder: Folder, tmp_p
     numbers = (float("inf"), float("nan"), 65504)
     hf = spoiled(hf_folder("qwen2_5_vl"), tmp_path / "hf", name, *numbers)
     import_hf(hf, tmp_path / "checkpoint")
-    export_hf(tmp_path / "checkpoint", tmp_path / "out", dtype=torch.float16)
+    export_hf(tmp_path / "checkpoint", tmp_path / "out", options=WriteOptions(dtype=torch.float16))
     x = load_file(tmp_path / "out" / "model.safetensors")[name].flatten()[:3]
     assert torch.allclose(x.float(), torch.tensor(numbers), rtol=0, equal_nan=True)
 
@@ -155,7 +164,7 @@ def test_the_other_files_of_a_model(hf_folder: Folder, tmp_path: Path) -> None:
     assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (tmp_path / "blob").read_bytes()
     (hf / "adapter_config.json").unlink()
     (tmp_path / "blob").unlink()
-    with pytest.raises(ValueError, match=r"hf/tokenizer\.json points to nothing"):
+    with pytest.raises(ValueError, match=r"hf/tokenizer\.json is a link to a missing file"):
         import_hf(hf, tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
 
@@ -247,7 +256,7 @@ def test_the_card_of_imported_adapters_tells_their_base(
     base: str, shown: str, imported: Folder
 ) -> None:
     weights = step_weights(imported("qwen2_vl"))
-    adapters = Adapters(weights.path, 4, 8, torch.float32, {}, _nothing, base)
+    adapters = AdapterPairs(weights.path, 4, 8, torch.float32, {}, _nothing, base)
     assert f"- Base model: {shown}\n" in model_card(weights, adapters)
 
 

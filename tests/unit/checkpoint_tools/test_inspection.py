@@ -1,4 +1,4 @@
-"""`inspect`: what is told is what lies there."""
+"""`inspect` shows the contents of a folder."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from checkpoint_tools.inspection import components
+from checkpoint_tools.inspect_weights import weights_components
 from checkpoint_tools.weights import open_weights
 from tests.parity.table import FAMILIES
 from tests.unit.checkpoint_tools.command import run, sentence
@@ -25,7 +25,7 @@ def inspect(*arguments: object) -> None:
 def test_components_are_the_model(family: str, hf_folder: Folder, imported: Folder) -> None:
     tensors = load_file(hf_folder(family) / "model.safetensors")
     for folder in (hf_folder(family), imported(family)):
-        parts = {part.name: part for part in components(open_weights(folder))}
+        parts = {part.name: part for part in weights_components(open_weights(folder))}
         expected = {"tower", "embedding", "attention", "mlp", "output"}
         assert set(parts) == expected | ({"experts"} if family == "qwen3_vl_moe" else set())
         assert sum(part.parameters for part in parts.values()) == sum(

@@ -16,7 +16,8 @@ from transformers import AutoConfig
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.weights import step_weights
-from megavlm import checkpointing
+from megavlm.checkpointing.load import load_checkpoint
+from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
@@ -122,17 +123,9 @@ def load_and_save(sources: dict[Path, Path], ranks: Ranks, target: Path) -> None
         for chunk in chunks:
             for tensor in local_tensors(chunk):
                 tensor.data.detach().fill_(float("nan"))
-        checkpointing.load(checkpoint, chunks=chunks)
+        load_checkpoint(checkpoint, chunks=chunks)
         updater = build_updater(chunks, SETTINGS, mesh, num_steps=10)
-        checkpointing.save(
-            target / folder.name,
-            STEP,
-            chunks=chunks,
-            optimizer=updater.optimizer,
-            scheduler=updater.scheduler,
-            extra={},
-            hf_folder=folder,
-        )
+        save_checkpoint(SaveTarget(target / folder.name, folder), STEP, updater, extra={})
 
 
 @pytest.mark.distributed

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools.export_hf import export_hf
-from checkpoint_tools.lora_export import lora_export
-from checkpoint_tools.lora_import import lora_import
-from checkpoint_tools.lora_merge import adapters_of, lora_merge
-from checkpoint_tools.step_adapters import step_adapters
+from checkpoint_tools.export_hf import WriteOptions, export_hf
+from checkpoint_tools.lora.export_adapters import export_adapters
+from checkpoint_tools.lora.import_adapters import import_adapters
+from checkpoint_tools.lora.merge_adapters import merge_adapters, open_peft_adapters
+from checkpoint_tools.lora.step_adapters import step_adapters
 from checkpoint_tools.weights import hub_weights, step_weights
 from tests.parity.table import FAMILIES
 from tests.unit.checkpoint_tools.conftest import Folder
@@ -48,17 +48,17 @@ def test_every_family_there_and_back(family: str, hf_folder: Folder, tmp_path: P
     theirs = logits(make_adapters(hf, tmp_path / "peft", **MIXED))
     assert relative(logits(load(hf)), theirs) > 0.1
 
-    done = lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    done = import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
     assert (done.rank, done.alpha) == (8, 16)
-    lora_merge(tmp_path / "checkpoint", tmp_path / "merged")
+    merge_adapters(tmp_path / "checkpoint", tmp_path / "merged")
     assert relative(logits(load(tmp_path / "merged")), theirs) < 1e-5
-    lora_merge(hf, tmp_path / "directly", adapter=tmp_path / "peft")
+    merge_adapters(hf, tmp_path / "directly", adapter=tmp_path / "peft")
     assert filecmp.cmp(*(tmp_path / x / "model.safetensors" for x in ("merged", "directly")))
 
-    lora_export(tmp_path / "checkpoint", tmp_path / "exported")
+    export_adapters(tmp_path / "checkpoint", tmp_path / "exported")
     assert relative(logits(load_adapters(hf, tmp_path / "exported")), theirs) < 1e-5
-    lora_import(tmp_path / "exported", tmp_path / "again", base=hf)
-    lora_export(tmp_path / "again", tmp_path / "exported again")
+    import_adapters(tmp_path / "exported", tmp_path / "again", base=hf)
+    export_adapters(tmp_path / "again", tmp_path / "exported again")
     for name in FILES:
         pair = (tmp_path / x / name for x in ("exported", "exported again"))
         assert filecmp.cmp(*pair, shallow=False), name
@@ -67,11 +67,11 @@ def test_every_family_there_and_back(family: str, hf_folder: Folder, tmp_path: P
 def test_one_rank_goes_through_without_a_bit_changed(hf_folder: Folder, tmp_path: Path) -> None:
     hf = hf_folder("qwen2_5_vl")
     make_adapters(hf, tmp_path / "peft")
-    done = lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    done = import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
     assert (done.rank, done.alpha) == (4, 6)
     # PEFT has found projections of these names in the tower too.
     assert done.targets == ["vision.mlp", "language.attention", "language.mlp"]
-    lora_export(tmp_path / "checkpoint", tmp_path / "exported")
+    export_adapters(tmp_path / "checkpoint", tmp_path / "exported")
     before, after = (load_file(tmp_path / x / FILES[1]) for x in ("peft", "exported"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -91,8 +91,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_settings_of_peft(case: str, hf_folder: Folder, tmp_path: Path) -> None:
     hf = hf_folder("qwen2_5_vl")
     model = make_adapters(hf, tmp_path / "peft", **SETTINGS[case])
-    lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
-    lora_export(tmp_path / "checkpoint", tmp_path / "exported")
+    import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    export_adapters(tmp_path / "checkpoint", tmp_path / "exported")
     ours = load_adapters(hf, tmp_path / "exported")
     deltas = [
         {
@@ -118,10 +118,10 @@ def test_a_scale_may_be_negative(
     hf = hf_folder("qwen2_5_vl")
     model = make_adapters(hf, tmp_path / "peft", lora_alpha=alpha, alpha_pattern=pattern)
     theirs = logits(model)
-    assert lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf).alpha == 6
-    lora_merge(hf, tmp_path / "merged", adapter=tmp_path / "peft")
+    assert import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf).alpha == 6
+    merge_adapters(hf, tmp_path / "merged", adapter=tmp_path / "peft")
     assert relative(logits(load(tmp_path / "merged")), theirs) < 1e-5
-    lora_export(tmp_path / "checkpoint", tmp_path / "exported")
+    export_adapters(tmp_path / "checkpoint", tmp_path / "exported")
     assert relative(logits(load_adapters(hf, tmp_path / "exported")), theirs) < 1e-5
 
 
@@ -129,7 +129,7 @@ def test_what_a_recipe_must_say(hf_folder: Folder, tmp_path: Path) -> None:
     def targets(**settings: Any) -> list[str]:
         make_adapters(hf_folder(MOE), tmp_path / "peft", **settings)
         shutil.rmtree(tmp_path / "checkpoint", ignore_errors=True)
-        done = lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf_folder(MOE))
+        done = import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf_folder(MOE))
         return done.targets
 
     layers = "language_model.decoder.layers"
@@ -145,8 +145,8 @@ def test_one_stack_of_experts(name: str, hf_folder: Folder, tmp_path: Path) -> N
     hf = hf_folder(MOE)
     settings = {"target_modules": [], "target_parameters": [f"experts.{name}"]}
     theirs = logits(make_adapters(hf, tmp_path / "peft", **settings))
-    lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
-    lora_export(tmp_path / "checkpoint", tmp_path / "exported")
+    import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    export_adapters(tmp_path / "checkpoint", tmp_path / "exported")
     assert relative(logits(load_adapters(hf, tmp_path / "exported")), theirs) < 1e-5
 
 
@@ -196,12 +196,12 @@ def test_every_naming_is_one_checkpoint(
 ) -> None:
     hf = hf_folder(family)
     make_adapters(hf, tmp_path / "peft")
-    lora_import(tmp_path / "peft", tmp_path / "first", base=hf)
-    lora_export(tmp_path / "first", tmp_path / "exported")
+    import_adapters(tmp_path / "peft", tmp_path / "first", base=hf)
+    export_adapters(tmp_path / "first", tmp_path / "exported")
     rewrite(tmp_path / "exported", change)
     if change is not unstack:
         rewrite(tmp_path / "exported", rename("model.visual.", "visual."))
-    lora_import(tmp_path / "exported", tmp_path / "second", base=hf)
+    import_adapters(tmp_path / "exported", tmp_path / "second", base=hf)
     a, b = (step_adapters(step_weights(tmp_path / x)) for x in ("first", "second"))
     assert (a.rank, a.alpha, list(a.linears)) == (b.rank, b.alpha, list(b.linears))
     for projection in a.projections():
@@ -215,7 +215,7 @@ def test_dtypes_of_adapters(hf_folder: Folder, tmp_path: Path) -> None:
     make_adapters(hf, tmp_path / "peft", **MIXED | {"alpha_pattern": {"v_proj": 8}})
     rewrite(tmp_path / "peft", lambda tensors: {name: x.bfloat16() for name, x in tensors.items()})
     weights = hub_weights(hf)
-    exact = adapters_of(tmp_path / "peft", weights)
+    exact = open_peft_adapters(tmp_path / "peft", weights)
     assert exact.dtype == torch.bfloat16 and exact.scale == 2
     q, k, v = exact.linears["language_model.decoder.layers.0.self_attention.linear_qkv"]
     place = "base_model.model.model.language_model.layers.0.self_attn"
@@ -229,7 +229,7 @@ def test_dtypes_of_adapters(hf_folder: Folder, tmp_path: Path) -> None:
         assert not a[rank:].any() and not b[:, rank:].any()
         assert a.dtype == b.dtype == torch.bfloat16
     configure(tmp_path / "peft", alpha_pattern={"v_proj": 3})
-    assert adapters_of(tmp_path / "peft", weights).dtype == torch.float32
+    assert open_peft_adapters(tmp_path / "peft", weights).dtype == torch.float32
 
 
 def test_fp16_has_no_room_for_other_scales(hf_folder: Folder, tmp_path: Path) -> None:
@@ -245,10 +245,10 @@ def test_fp16_has_no_room_for_other_scales(hf_folder: Folder, tmp_path: Path) ->
 
     rewrite(tmp_path / "peft", fill)
     weights = hub_weights(hf)
-    assert adapters_of(tmp_path / "peft", weights).dtype == torch.float16
+    assert open_peft_adapters(tmp_path / "peft", weights).dtype == torch.float16
     for alpha, ratio in ((3, 0.5), (12, 2), (-6, -1)):
         configure(tmp_path / "peft", alpha_pattern={r"layers\.0\.self_attn\.k_proj": alpha})
-        adapters = adapters_of(tmp_path / "peft", weights)
+        adapters = open_peft_adapters(tmp_path / "peft", weights)
         assert adapters.dtype == (torch.float16 if ratio == -1 else torch.float32)
         linear = adapters.linears["language_model.decoder.layers.0.self_attention.linear_qkv"]
         (k,) = (one for one in linear if one.part == "k_proj")
@@ -262,9 +262,11 @@ def test_a_merge_adds_in_fp32_and_rounds_once(hf_folder: Folder, tmp_path: Path)
     hf = Path(shutil.copytree(hf_folder(MOE), tmp_path / "hf"))
     base = {name: x.bfloat16() for name, x in load_file(hf / "model.safetensors").items()}
     save_file(base, hf / "model.safetensors", {"format": "pt"})
-    lora_merge(hf, tmp_path / "bf16", adapter=tmp_path / "peft")
-    lora_merge(hf, tmp_path / "fp32", adapter=tmp_path / "peft", dtype=torch.float32)
-    lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    merge_adapters(hf, tmp_path / "bf16", adapter=tmp_path / "peft")
+    merge_adapters(
+        hf, tmp_path / "fp32", adapter=tmp_path / "peft", options=WriteOptions(dtype=torch.float32)
+    )
+    import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
     export_hf(tmp_path / "checkpoint", tmp_path / "export")
     rounded, exact = (load_file(tmp_path / x / "model.safetensors") for x in ("bf16", "fp32"))
     assert filecmp.cmp(*(tmp_path / x / "model.safetensors" for x in ("bf16", "export")))
@@ -281,8 +283,10 @@ def test_a_merge_adds_in_fp32_and_rounds_once(hf_folder: Folder, tmp_path: Path)
 def test_the_files_that_are_written(hf_folder: Folder, tmp_path: Path) -> None:
     hf = hf_folder(MOE)
     make_adapters(hf, tmp_path / "peft")
-    lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
-    lora_export(tmp_path / "checkpoint", tmp_path / "out", base="Qwen/Qwen3-VL-30B-A3B-Instruct")
+    import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    export_adapters(
+        tmp_path / "checkpoint", tmp_path / "out", base="Qwen/Qwen3-VL-30B-A3B-Instruct"
+    )
     config = json.loads((tmp_path / "out" / FILES[0]).read_text())
     assert config["base_model_name_or_path"] == "Qwen/Qwen3-VL-30B-A3B-Instruct"
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 6, False)
@@ -291,7 +295,7 @@ def test_the_files_that_are_written(hf_folder: Folder, tmp_path: Path) -> None:
     names = [*config["target_modules"], *config["target_parameters"]]
     assert all(name.startswith("model.language_model.layers.") for name in names)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(FILES)
-    lora_merge(hf, tmp_path / "merged", adapter=tmp_path / "out")
+    merge_adapters(hf, tmp_path / "merged", adapter=tmp_path / "out")
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "adapters of rank 4 merged" in card and str(tmp_path) not in card
     assert (tmp_path / "merged" / "tokenizer.json").is_file()

@@ -41,8 +41,8 @@ def test_adapters_beside_their_model(
     theirs = logits(load_adapters(hf, made / "peft"))
     assert torch.equal(logits(load(both)), theirs)
 
-    told = refusal(capsys, "import", both, tmp_path / "out")
-    assert f"{both} holds adapters beside its model: " in told and "or move them away" in told
+    message = refusal(capsys, "import", both, tmp_path / "out")
+    assert f"{both} holds adapters beside its model: " in message and "or move them away" in message
     for command in (
         ("inspect", both),
         ("verify", both, hf),
@@ -51,10 +51,10 @@ def test_adapters_beside_their_model(
         ("lora-merge", both, tmp_path / "out", "--adapter", made / "peft"),
         ("lora-import", made / "peft", tmp_path / "out", "--base", both),
     ):
-        assert refusal(capsys, *command) == told
+        assert refusal(capsys, *command) == message
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
-    match = re.search(r"\(megavlm-convert (.+)\)", told)
+    match = re.search(r"\(megavlm-convert (.+)\)", message)
     assert match
     command = shlex.split(match[1].replace("OUTPUT", str(tmp_path / "merged")))
     assert not run(*command)
@@ -87,8 +87,11 @@ def test_a_merge_that_does_not_fit_its_dtype(
 
     rewrite(peft, large)
     merge = ("lora-merge", hf_folder(FAMILY), tmp_path / "out", "--adapter", peft)
-    told = refusal(capsys, *merge, "--dtype", "float16")
+    message = refusal(capsys, *merge, "--dtype", "float16")
     name = "model.layers.0.self_attn.k_proj.weight"
-    assert told == f"{name} holds -90000, and float16 ends at 65504: export with --dtype bfloat16."
+    assert (
+        message
+        == f"{name} holds -90000, and float16 has a maximum of 65504: export with --dtype bfloat16."
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     assert not run(*merge, "--dtype", "bfloat16")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint_tools import peft_folder
-from megavlm.checkpointing.adapters import SETTINGS
+from megavlm.checkpointing.folder import LORA_SETTINGS as SETTINGS
 from tests.unit.checkpoint_tools.command import refusal, run
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import (
@@ -94,11 +94,11 @@ CASES: dict[str, tuple[Spoil, str]] = {
     "what is not known": (configured(use_tomorrow="yes"), r"has use_tomorrow='yes', and only"),
     "changed base": (
         configured(init_lora_weights="pissa_niter_4"),
-        r"has init_lora_weights='pissa_niter_4', which changes the base weights too: convert it",
+        r"has init_lora_weights='pissa_niter_4', which changes the base weights, too: convert it",
     ),
     "changed base, as PEFT reads it": (
         configured(init_lora_weights="OLoRA"),
-        r"has init_lora_weights='OLoRA', which changes the base weights too: convert it",
+        r"has init_lora_weights='OLoRA', which changes the base weights, too: convert it",
     ),
     "another method": (configured(peft_type="LOHA"), r"adapters: peft_type 'LOHA' is not LORA"),
     "no rank": (configured(r=None), r"is no configuration of LoRA adapters: int\(\) argument"),
@@ -109,11 +109,11 @@ CASES: dict[str, tuple[Spoil, str]] = {
     ),
     "alpha 0": (
         configured(lora_alpha=0),
-        r"is no configuration of LoRA adapters: an alpha is 0, with which adapters add nothing",
+        r"is no configuration of LoRA adapters: an alpha is 0, which disables the adapters",
     ),
     "alpha 0 of some": (
         configured(alpha_pattern={"k_proj": 0.0}),
-        r"is no configuration of LoRA adapters: an alpha is 0, with which adapters add nothing",
+        r"is no configuration of LoRA adapters: an alpha is 0, which disables the adapters",
     ),
     "infinite rank": (configured(r=float("inf")), r"is no configuration of LoRA adapters: cannot"),
     "a pattern": (configured(rank_pattern={"(": 3}), r"is no configuration of LoRA adapters: miss"),
@@ -129,13 +129,22 @@ CASES: dict[str, tuple[Spoil, str]] = {
         lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}"),
         r"adapter_model\.safetensors (is not a complete safetensors file|holds no adapters)",
     ),
-    "half a pair": (rewritten(without_b), r"holds .*k_proj\.lora_A\.weight without its other half"),
-    "embedding": (rewritten(embedding), r"embed_tokens\.lora_embedding_A, which is none of a pair"),
-    "magnitude": (rewritten(magnitude), r"k_proj\.lora_magnitude_vector, which is none of a pair"),
+    "half a pair": (
+        rewritten(without_b),
+        r"holds .*k_proj\.lora_A\.weight without the other of the pair",
+    ),
+    "embedding": (
+        rewritten(embedding),
+        r"embed_tokens\.lora_embedding_A, which is not one of a pair",
+    ),
+    "magnitude": (
+        rewritten(magnitude),
+        r"k_proj\.lora_magnitude_vector, which is not one of a pair",
+    ),
     "module": (rewritten(saved_module), r"holds base_model\.model\.lm_head\.weight, which is none"),
     "head": (
         rewritten(head),
-        r"adapts lm_head, which is no linear of this model that training puts",
+        r"adapts lm_head, which is not a linear of this model that training can adapt",
     ),
     "another model": (rewritten(narrow), r"self_attn\.k_proj as 64 x 100; the model's is 64 x 128"),
     "another rank": (
@@ -156,10 +165,10 @@ def test_adapters_that_cannot_be_held_are_one_sentence(
 ) -> None:
     spoil, message = CASES[case]
     spoil(peft)
-    told = refusal(capsys, "lora-import", peft, tmp_path / "out", "--base", hf_folder(FAMILY))
+    message = refusal(capsys, "lora-import", peft, tmp_path / "out", "--base", hf_folder(FAMILY))
     with pytest.raises(ValueError, match=message):
-        raise ValueError(told)
-    assert told == refusal(
+        raise ValueError(message)
+    assert message == refusal(
         capsys, "lora-merge", hf_folder(FAMILY), tmp_path / "out", "--adapter", peft
     )
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -169,13 +178,13 @@ def test_a_base_that_is_not_there(
     peft: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure(peft, base_model_name_or_path="Qwen/Qwen2.5-VL-3B-Instruct")
-    told = refusal(capsys, "lora-import", peft, tmp_path / "out")
-    assert "names 'Qwen/Qwen2.5-VL-3B-Instruct' as base model, which is no folder here" in told
+    message = refusal(capsys, "lora-import", peft, tmp_path / "out")
+    assert "names 'Qwen/Qwen2.5-VL-3B-Instruct' as base model, which is no folder here" in message
     for command in (
         ("lora-import", peft, tmp_path / "out", "--base", checkpoint),
         ("lora-merge", checkpoint, tmp_path / "out", "--adapter", peft),
     ):
-        assert "has adapters of its own: merge them first" in refusal(capsys, *command)
+        assert "already has adapters: merge them first" in refusal(capsys, *command)
 
 
 def test_adapters_that_may_not_be_read(
@@ -189,8 +198,10 @@ def test_adapters_that_may_not_be_read(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(peft_folder, "safe_open", forbidden)
-    told = refusal(capsys, "lora-import", peft, tmp_path / "out", "--base", hf_folder(FAMILY))
-    assert "adapter_model.safetensors cannot be read: " in told and "Permission denied" in told
+    message = refusal(capsys, "lora-import", peft, tmp_path / "out", "--base", hf_folder(FAMILY))
+    assert (
+        "adapter_model.safetensors cannot be read: " in message and "Permission denied" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,8 +215,8 @@ def test_settings_of_adapters_that_are_garbage(
     del manifest["files"][SETTINGS]
     path.write_text(json.dumps(manifest))
     (path.parent / SETTINGS).write_text(text)
-    told = refusal(capsys, "lora-export", checkpoint, tmp_path / "out")
-    assert f"{path.parent / SETTINGS} cannot be read as adapters' settings: " in told
+    message = refusal(capsys, "lora-export", checkpoint, tmp_path / "out")
+    assert f"{path.parent / SETTINGS} cannot be read as adapter settings: " in message
 
 
 @pytest.mark.parametrize("alpha", ["inf", "nan"])
@@ -213,8 +224,8 @@ def test_an_alpha_that_is_no_number(
     alpha: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("lora-export", "lora-merge", "export"):
-        told = refusal(capsys, command, checkpoint, tmp_path / "out", "--alpha", alpha)
-        assert told.endswith(f"adapters cannot have alpha {alpha}; it must be finite.")
+        message = refusal(capsys, command, checkpoint, tmp_path / "out", "--alpha", alpha)
+        assert message.endswith(f"adapters cannot have alpha {alpha}; it must be finite.")
 
 
 def test_an_alpha_or_a_base_that_nothing_tells(
@@ -227,10 +238,10 @@ def test_an_alpha_or_a_base_that_nothing_tells(
     path.write_text(json.dumps(manifest))
     (step / SETTINGS).unlink()
     for command in ("lora-export", "lora-merge", "export"):
-        told = refusal(capsys, command, checkpoint, tmp_path / "out")
-        assert "does not tell the alpha of its adapters" in told and "--alpha" in told
-    told = refusal(capsys, "lora-export", checkpoint, tmp_path / "out", "--alpha", 6)
-    assert "nothing tells which model the adapters in" in told and "--base" in told
+        message = refusal(capsys, command, checkpoint, tmp_path / "out")
+        assert "does not record the alpha of its adapters" in message and "--alpha" in message
+    message = refusal(capsys, "lora-export", checkpoint, tmp_path / "out", "--alpha", 6)
+    assert "does not record the base model of its adapters" in message and "--base" in message
     assert not run("lora-export", checkpoint, tmp_path / "out", "--alpha", 6, "--base", "x/y")
     assert "(rank 4, alpha 6) on 12 modules" in capsys.readouterr().out
 
@@ -239,10 +250,10 @@ def test_folders_without_adapters(
     imported: Folder, hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("lora-export", "lora-merge"):
-        told = refusal(capsys, command, imported(FAMILY), tmp_path / "out")
-        assert "step_00000000 holds no adapters" in told
-    told = refusal(capsys, "lora-merge", hf_folder(FAMILY), tmp_path / "out")
-    assert told.endswith("holds no adapters: name a PEFT folder by --adapter.")
+        message = refusal(capsys, command, imported(FAMILY), tmp_path / "out")
+        assert "step_00000000 holds no adapters" in message
+    message = refusal(capsys, "lora-merge", hf_folder(FAMILY), tmp_path / "out")
+    assert message.endswith("holds no adapters: name a PEFT folder by --adapter.")
     assert not list(tmp_path.iterdir())
 
 
@@ -313,7 +324,7 @@ def test_verify_compares_adapters(
     assert run("verify", peft, tmp_path / "out", "--json") == 1  # it has q and v besides
     record = json.loads(capsys.readouterr().out)
     assert (record["equal"], record["different"]) == (8, 16)
-    assert f"q_proj is in {tmp_path / 'out'} alone" in record["first"][0]
+    assert f"q_proj is only in {tmp_path / 'out'}" in record["first"][0]
 
     rewrite(peft, nudge)
     assert run("verify", made / "peft", peft) == 1
@@ -329,8 +340,8 @@ def test_verify_compares_adapters(
     assert run("verify", made / "peft", peft) == 1
     assert "is scaled by 1.5 and by -1.5" in capsys.readouterr().out
 
-    told = refusal(capsys, "verify", peft, hf_folder(FAMILY))
-    assert told.endswith("is a model folder: it holds no adapters to compare.")
+    message = refusal(capsys, "verify", peft, hf_folder(FAMILY))
+    assert message.endswith("is a model folder: it holds no adapters to compare.")
 
 
 def test_verify_of_checkpoints_sees_their_adapters(

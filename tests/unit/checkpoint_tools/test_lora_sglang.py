@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from checkpoint_tools.lora_export import lora_export
-from checkpoint_tools.lora_import import lora_import
+from checkpoint_tools.lora.export_adapters import export_adapters
+from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import make_adapters
@@ -24,8 +24,8 @@ def test_sglang_finds_every_pair(family: str, hf_folder: Folder, tmp_path: Path)
 
     hf = hf_folder(family)
     make_adapters(hf, tmp_path / "peft", alpha_pattern={"v_proj": 12})
-    lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
-    lora_export(tmp_path / "checkpoint", tmp_path / "out")
+    import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    export_adapters(tmp_path / "checkpoint", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
     text = AutoConfig.from_pretrained(hf).text_config
     nothing: Any = None  # neither a loader nor kernels are asked for

@@ -10,14 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoint_tools.adapters import linears
-from checkpoint_tools.lora_export import lora_export
-from checkpoint_tools.lora_import import lora_import
-from checkpoint_tools.lora_merge import lora_merge
-from checkpoint_tools.step_adapters import step_adapters
+from checkpoint_tools.lora.adapters import linears
+from checkpoint_tools.lora.export_adapters import export_adapters
+from checkpoint_tools.lora.import_adapters import import_adapters
+from checkpoint_tools.lora.merge_adapters import merge_adapters
+from checkpoint_tools.lora.step_adapters import step_adapters
 from checkpoint_tools.weights import hub_weights, step_weights
-from megavlm import checkpointing
-from megavlm.checkpointing.adapters import AdapterSettings
+from megavlm.checkpointing.adapter_settings import AdapterSettings
+from megavlm.checkpointing.load import load_checkpoint
+from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.lora import LoRA
 from megavlm.config.optimizer import Optimizer
 from megavlm.models.common.components import lora_component
@@ -51,15 +52,11 @@ def save(folder: Path, ranks: Ranks, targets: tuple[str, ...], run_dir: Path) ->
     run.add(LoRA(rank=RANK, alpha=ALPHA, targets=targets))
     set_pairs(run)
     updater = build_updater(run.chunks, Optimizer(lr=1e-2), run.mesh, num_steps=3)
-    checkpointing.save(
-        run_dir / "checkpoints",
+    save_checkpoint(
+        SaveTarget(run_dir / "checkpoints", folder, AdapterSettings(RANK, ALPHA, BASE)),
         1,
-        chunks=run.chunks,
-        optimizer=updater.optimizer,
-        scheduler=updater.scheduler,
+        updater,
         extra={},
-        hf_folder=folder,
-        adapters=AdapterSettings(RANK, ALPHA, BASE),
     )
 
 
@@ -77,7 +74,7 @@ def test_every_layout_exports_the_same_bytes(
     for layout in layouts:
         run_dir = tmp_path / layout
         launch(RANKS[layout].world_size, save, hf, RANKS[layout], targets, run_dir)
-        done = lora_export(run_dir / "checkpoints", run_dir / "peft")
+        done = export_adapters(run_dir / "checkpoints", run_dir / "peft")
         assert (done.step, done.rank, done.alpha) == (1, RANK, ALPHA)
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             assert filecmp.cmp(tmp_path / ONE / "peft" / name, run_dir / "peft" / name, False), name
@@ -92,7 +89,7 @@ def test_every_layout_exports_the_same_bytes(
     for ours, expected in zip((a, b), pair((linear, "k_proj"), len(b), a.size(1)), strict=True):
         assert torch.equal(ours, expected)
 
-    lora_merge(tmp_path / layouts[-1] / "checkpoints", tmp_path / "merged")
+    merge_adapters(tmp_path / layouts[-1] / "checkpoints", tmp_path / "merged")
     theirs = logits(load_adapters(hf, peft))
     assert relative(logits(load(tmp_path / "merged")), theirs) < 1e-5
     assert relative(logits(load(hf)), theirs) > 1e-2
@@ -104,7 +101,7 @@ def trained(folder: Path, merged: Path, checkpoint: Path, settings: LoRA) -> dic
     (model,) = run.chunks
     names = linear_names(model.config, model.visual)
     run.add(settings)
-    checkpointing.load(checkpoint, chunks=run.chunks)
+    load_checkpoint(checkpoint, chunks=run.chunks)
     reference, cases = Reference(merged), Inputs(folder).sequences("mixed")
     worst = 0.0
     for pack, group, ours in zip(run.packs, run.groups, run.logits(), strict=True):
@@ -123,8 +120,8 @@ def test_training_starts_from_imported_adapters(
 ) -> None:
     hf = hf_folder(family)
     make_adapters(hf, tmp_path / "peft", rank_pattern={"v_proj": 2})
-    done = lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
-    lora_merge(tmp_path / "checkpoint", tmp_path / "merged")
+    done = import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    merge_adapters(tmp_path / "checkpoint", tmp_path / "merged")
     settings = LoRA(rank=done.rank, alpha=done.alpha, targets=tuple(done.targets))
     (result,) = launch(1, trained, hf, tmp_path / "merged", tmp_path / "checkpoint", settings)
     assert result["difference"] < 1e-5
@@ -141,7 +138,7 @@ def test_zeros_are_all_that_is_added(hf_folder: Folder, tmp_path: Path) -> None:
     make_adapters(
         hf, tmp_path / "peft", target_modules=["self_attn.q_proj"], rank_pattern={"1.*": 2}
     )
-    lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
     adapters = step_adapters(step_weights(tmp_path / "checkpoint"))
     for projection in adapters.projections():
         a, b = adapters.read(projection)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools.lora_import import lora_import
-from megavlm.checkpointing.adapters import SETTINGS
+from checkpoint_tools.lora.import_adapters import import_adapters
+from megavlm.checkpointing.folder import LORA_SETTINGS as SETTINGS
 from tests.unit.checkpoint_tools.command import run
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import make_adapters
@@ -20,10 +20,10 @@ FAMILY, MOE = "qwen2_vl", "qwen3_vl_moe"
 def places(
     hf_folder: Folder, imported: Folder, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """A folder of each kind; the trained one has adapters whose alpha nothing tells."""
+    """A folder of each kind; the trained one has adapters without a recorded alpha."""
     folder = tmp_path_factory.mktemp("options")
     make_adapters(hf_folder(FAMILY), folder / "peft", target_modules=["self_attn.k_proj"])
-    lora_import(folder / "peft", folder / "trained", base=hf_folder(FAMILY))
+    import_adapters(folder / "peft", folder / "trained", base=hf_folder(FAMILY))
     step = folder / "trained" / "step_00000000"
     manifest = json.loads((step / "manifest.json").read_text())
     del manifest["files"][SETTINGS]
@@ -38,30 +38,30 @@ def places(
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "message"),
     [
-        ("inspect HF --step 4", "is a model folder: it has no steps to choose from by --step."),
+        ("inspect HF --step 4", "is a model folder: it has no steps; leave --step out."),
         ("inspect PEFT --step 4", "leave --step, --mapping and --experts out"),
         ("inspect PEFT --mapping", "leave --step, --mapping and --experts out"),
-        ("inspect PLAIN --experts memory", "is a checkpoint, where experts lie in one form"),
+        ("inspect PLAIN --experts memory", "is a checkpoint, which has one format of experts"),
         ("export PLAIN OUT --alpha 8", "holds no adapters."),
-        ("lora-merge HF OUT --adapter PEFT --step 4", "it has no steps to choose from"),
-        ("lora-merge HF OUT --adapter PEFT --alpha 8", "peft has an alpha of its own: leave"),
+        ("lora-merge HF OUT --adapter PEFT --step 4", "it has no steps"),
+        ("lora-merge HF OUT --adapter PEFT --alpha 8", "peft has its own alpha: leave"),
         ("lora-import PEFT OUT --base PLAIN --experts memory", "is a checkpoint, where experts"),
         ("verify HF PLAIN --alpha 8", "tensors are compared: --alpha is for --logits, or for"),
         ("verify HF PLAIN --tolerance 1", "bits are equal or not: --tolerance is for --logits."),
-        ("verify HF PLAIN --experts-b memory", "is a checkpoint, where experts lie in one form"),
+        ("verify HF PLAIN --experts-b memory", "is a checkpoint, which has one format of experts"),
         ("verify PEFT TRAINED --experts-a memory", "leave --experts-a and --experts-b out."),
-        ("verify PEFT PEFT --alpha 8", "have alphas of their own: leave --alpha out."),
+        ("verify PEFT PEFT --alpha 8", "have their own alphas: leave --alpha out."),
         ("verify HF PLAIN --logits --alpha 8", "holds adapters: leave --alpha out."),
         ("verify HF PLAIN --logits --experts-b memory", "is a checkpoint, where experts lie"),
-        ("verify HF PEFT --logits", "holds adapters and no model, so there are no logits: merge"),
-        ("verify HF TRAINED --logits", "does not tell the alpha of its adapters"),
+        ("verify HF PEFT --logits", "holds adapters without a model, which have no logits: merge"),
+        ("verify HF TRAINED --logits", "does not record the alpha of its adapters"),
     ],
 )
 def test_an_option_without_effect_is_refused(
     command: str,
-    told: str,
+    message: str,
     places: dict[str, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -70,11 +70,11 @@ def test_an_option_without_effect_is_refused(
     names = places | {"OUT": tmp_path / "out"}
     assert run(*(names.get(word, word) for word in command.split())) == 2
     out, error = capsys.readouterr()
-    assert not out and error.count("\n") == 1 and told in error, error
+    assert not out and error.count("\n") == 1 and message in error, error
     assert not list(tmp_path.iterdir())
 
 
-def test_logits_with_adapters_whose_alpha_is_told(
+def test_logits_with_adapters_and_an_alpha_option(
     places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("lora-merge", places["HF"], tmp_path / "out", "--adapter", places["PEFT"]) == 0

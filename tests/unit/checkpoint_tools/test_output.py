@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from checkpoint_tools import output
-from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools import output_folder
+from checkpoint_tools.export_hf import WriteOptions, export_hf
 from checkpoint_tools.import_hf import import_hf
-from checkpoint_tools.safetensors_file import SafetensorsWriter
+from checkpoint_tools.safetensors_io import SafetensorsWriter
 from checkpoint_tools.weights import open_weights
 from megavlm.checkpointing import atomic
 from megavlm.checkpointing.writer import RecordFile
@@ -85,7 +85,7 @@ def test_a_disk_without_room_is_known_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     free = SimpleNamespace(f_bavail=3, f_frsize=10**6)
-    monkeypatch.setattr(output.os, "statvfs", lambda _: free)
+    monkeypatch.setattr(output_folder.os, "statvfs", lambda _: free)
     assert run(*command, tmp_path / "out") == 2
     assert sentence(capsys) == f"{tmp_path}/out needs 54.97 MB, and 3 MB are free on its disk."
     assert not list(tmp_path.iterdir())
@@ -139,10 +139,10 @@ def test_a_disk_s_own_folder_is_refused_before_anything_is_read(
 ) -> None:
     """No folder can take its place in the end, and the room counted is that of the disk around."""
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(output.os.path, "ismount", lambda path: path == tmp_path / "out")
+    monkeypatch.setattr(output_folder.os.path, "ismount", lambda path: path == tmp_path / "out")
     assert run(*command, tmp_path / "out") == 2
-    told = f"{tmp_path}/out is where a disk is mounted: name a folder in it."
-    assert sentence(capsys) == told
+    message = f"{tmp_path}/out is a mount point, which cannot be replaced: name a folder in it."
+    assert sentence(capsys) == message
     assert run(*command, tmp_path / "out" / "deeper") == 0
 
 
@@ -151,20 +151,20 @@ def test_a_link_to_itself(
 ) -> None:
     (tmp_path / "out").symlink_to("out")
     assert run(*command, tmp_path / "out") == 2
-    assert sentence(capsys).endswith("/out is a link that leads back to itself: name a folder.")
+    assert sentence(capsys).endswith("/out is a link to itself: name a folder.")
 
 
 def test_a_folder_stopped_by_sigterm_leaves_nothing(
     command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = output._check_room
+    original = output_folder._check_room
 
     def stopped(target: Path, nbytes: int) -> None:
         original(target, nbytes)
         assert list(tmp_path.iterdir())
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(output, "_check_room", stopped)
+    monkeypatch.setattr(output_folder, "_check_room", stopped)
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         assert run(*command, tmp_path / "out") == 128 + signal.SIGTERM
@@ -177,7 +177,7 @@ def test_a_folder_stopped_by_sigterm_leaves_nothing(
 def test_one_process_writes_a_folder(
     command: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with output.output_folder(tmp_path / "out", **PLAIN) as partial:
+    with output_folder.output_folder(tmp_path / "out", **PLAIN) as partial:
         (partial / "kept").touch()
         assert run(*command, tmp_path / "out") == 2
         assert sentence(capsys) == f"{tmp_path}/out is being written by another process."
@@ -199,9 +199,9 @@ def test_the_older_folder_stays_until_the_new_one_is_whole(
     with monkeypatch.context() as patch:
         patch.setattr(SafetensorsWriter, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            export_hf(imported(FAMILY), hf, force=True)
+            export_hf(imported(FAMILY), hf, options=WriteOptions(force=True))
     assert {path.name for path in hf.iterdir()} == names
-    export_hf(imported(FAMILY), hf, force=True)
+    export_hf(imported(FAMILY), hf, options=WriteOptions(force=True))
     assert not (hf / "stale.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -242,9 +242,9 @@ def test_no_output_replaces_what_it_is_made_of(
         ("import", links, hf),
     ):
         assert run(command, source, target, "--force") == 2
-        assert "which is read: replacing it would delete that" in sentence(capsys)
+        assert "which is an input and would be deleted" in sentence(capsys)
     assert run("export", checkpoint, step / "out") == 2
-    assert "lies in a step, which holds nothing else" in sentence(capsys)
+    assert "lies in a step of a checkpoint" in sentence(capsys)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -261,5 +261,5 @@ def test_a_merge_does_not_replace_its_adapters(
     ):
         capsys.readouterr()
         assert run(*command, "--force") == 2
-        assert "which is read" in sentence(capsys)
+        assert "which is an input" in sentence(capsys)
     assert (adapter / "adapter_config.json").is_file()

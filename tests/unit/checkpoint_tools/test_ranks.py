@@ -8,13 +8,12 @@ from unittest.mock import patch
 
 import pytest
 
-from checkpoint_tools.comparison import compare
+from checkpoint_tools.compare_weights import compare_weights
 from checkpoint_tools.export_hf import export_hf
-from checkpoint_tools.hub_files import HubFiles
-from checkpoint_tools.import_hf import import_hf, share
-from checkpoint_tools.ranks import Ranks
+from checkpoint_tools.import_hf import Ranks, import_hf, share
+from checkpoint_tools.safetensors_io import UnmappedHFFolder
 from checkpoint_tools.weights import hub_weights, open_weights
-from megavlm.checkpointing.together import CheckpointError
+from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.checkpointing.writer import RecordFile
 from tests.distributed.fork import launch
 from tests.parity.table import FAMILIES
@@ -39,13 +38,13 @@ def read_and_write(source: Path, target: Path) -> set[str]:
     import torch.distributed as dist
 
     names: set[str] = set()
-    read = HubFiles._read
+    read = UnmappedHFFolder._read
 
-    def noting(self: HubFiles, name: str, *rest: object) -> object:
+    def noting(self: UnmappedHFFolder, name: str, *rest: object) -> object:
         names.add(name)
         return read(self, name, *rest)  # type: ignore[arg-type]
 
-    with patch.object(HubFiles, "_read", noting):
+    with patch.object(UnmappedHFFolder, "_read", noting):
         import_hf(source, target, ranks=Ranks(dist.get_rank(), dist.get_world_size()))
     return names
 
@@ -56,16 +55,18 @@ def test_ranks_share_the_work(
     family: str, hf_folder: Folder, imported: Folder, tmp_path: Path
 ) -> None:
     names = launch(3, read_and_write, hf_folder(family), tmp_path / "checkpoint")
-    assert set.union(*names) == set(HubFiles(hf_folder(family)))
+    assert set.union(*names) == set(UnmappedHFFolder(hf_folder(family)))
     # At the border of two shares a stack of experts may be cut.
     assert all(len(a & b) <= 1 for a, b in ((names[0], names[1]), (names[1], names[2])))
 
     step = tmp_path / "checkpoint" / "step_00000000"
     assert len(list(step.glob("*.distcp"))) == 3
-    result = compare(open_weights(tmp_path / "checkpoint"), open_weights(imported(family)))
+    result = compare_weights(open_weights(tmp_path / "checkpoint"), open_weights(imported(family)))
     assert result.equal and not result.different
     export_hf(tmp_path / "checkpoint", tmp_path / "out")
-    assert not compare(open_weights(tmp_path / "out"), open_weights(hf_folder(family))).different
+    assert not compare_weights(
+        open_weights(tmp_path / "out"), open_weights(hf_folder(family))
+    ).different
 
 
 def fail_on_rank_1(source: Path, target: Path) -> str:
@@ -111,7 +112,9 @@ def test_the_command_under_torchrun(hf_folder: Folder, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tensors,") == 1
     assert len(list(tmp_path.glob("checkpoint/*/*.distcp"))) == 2
-    assert not compare(open_weights(tmp_path / "checkpoint"), open_weights(Path(source))).different
+    assert not compare_weights(
+        open_weights(tmp_path / "checkpoint"), open_weights(Path(source))
+    ).different
 
     done = subprocess.run(
         [*command, "import", source, target], capture_output=True, text=True, check=False

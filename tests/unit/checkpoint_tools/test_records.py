@@ -8,8 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megavlm.checkpointing.adapters import adapters
-from megavlm.checkpointing.checksums import checksums
+from megavlm.checkpointing.adapter_settings import saved_adapter_keys
+from megavlm.checkpointing.checksums import file_checksums
 from megavlm.checkpointing.folder import Manifest
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.writer import RecordFile, write_contents
@@ -23,8 +23,8 @@ def write(folder: Path, pieces: list[tuple[tuple[int, ...], Tensor]], files: int
         with RecordFile(folder, rank) as file:
             for offsets, piece in pieces[rank::files]:
                 file.add("x", piece, offsets)
-        records += file.records
-        assert checksums(folder, [file.name]) == {file.name: file.sums}
+        records += file.pieces
+        assert file_checksums(folder, [file.name]) == {file.name: file.sums}
     write_contents(folder, {"x": torch.empty(WHOLE.shape, device="meta")}, records)
     return StepReader(folder)
 
@@ -57,7 +57,7 @@ def test_pieces_are_written_as_they_lie_without_what_is_around_them(tmp_path: Pa
     square = torch.randn(300, 300)
     with RecordFile(tmp_path) as file:
         file.add("x", square[10:20].t())
-    write_contents(tmp_path, {"x": torch.empty(300, 10, device="meta")}, file.records)
+    write_contents(tmp_path, {"x": torch.empty(300, 10, device="meta")}, file.pieces)
     assert torch.equal(StepReader(tmp_path).read("x"), square[10:20].t())
     assert file.sums["bytes"] < 2 * 10 * 300 * 4
 
@@ -111,10 +111,10 @@ def test_contents_with_any_bit_flipped_are_refused_before_they_are_read(tmp_path
     """Some would ask for more memory than there is."""
     with RecordFile(tmp_path) as file:
         file.add("x.lora_A", WHOLE)
-    write_contents(tmp_path, {"x.lora_A": WHOLE.to("meta")}, file.records)
+    write_contents(tmp_path, {"x.lora_A": WHOLE.to("meta")}, file.pieces)
     names = [path.name for path in tmp_path.iterdir()]
-    Manifest(0, False, {}, checksums(tmp_path, names)).write(tmp_path)
-    assert adapters(tmp_path) == {"x.lora_A"}
+    Manifest(0, False, {}, file_checksums(tmp_path, names)).write(tmp_path)
+    assert saved_adapter_keys(tmp_path) == {"x.lora_A"}
     path = tmp_path / ".metadata"
     whole = path.read_bytes()
     for place, bit in product(range(len(whole)), range(8)):
@@ -122,7 +122,7 @@ def test_contents_with_any_bit_flipped_are_refused_before_they_are_read(tmp_path
         damaged[place] ^= 1 << bit
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"\.metadata is damaged: its checksum differs"):
-            adapters(tmp_path)
+            saved_adapter_keys(tmp_path)
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:

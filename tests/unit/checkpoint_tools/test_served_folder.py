@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megavlm.run.candidates import served_folder
+from megavlm.run.model_paths import served_folder
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import load, logits, make_adapters, relative
 

@@ -8,9 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools.ahead import one_ahead
-from checkpoint_tools.hub_files import HubFiles
-from checkpoint_tools.safetensors_file import SafetensorsWriter, Spec
+from checkpoint_tools.safetensors_io import SafetensorsWriter, Spec, UnmappedHFFolder
+from checkpoint_tools.streaming import prefetch
 from megavlm.models.common.hf_source import HFFolder
 
 TENSORS = {
@@ -49,14 +48,14 @@ def test_rows_of_a_stack_are_written_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_file_with_a_hole_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="8 bytes were promised"):
+    with pytest.raises(AssertionError, match="8 bytes of the header were not written"):
         with SafetensorsWriter(tmp_path / "ours", {"x": Spec(torch.float32, (3,))}) as file:
             file.write(torch.ones(1))
 
 
 def test_tensors_read_into_memory_equal_mapped_ones(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    ours, theirs = HubFiles(tmp_path), HFFolder(tmp_path)
+    ours, theirs = UnmappedHFFolder(tmp_path), HFFolder(tmp_path)
     assert set(ours) == set(TENSORS)
     for name, tensor in TENSORS.items():
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], theirs[name]), name
@@ -66,7 +65,7 @@ def test_tensors_read_into_memory_equal_mapped_ones(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1000)}, tmp_path / "model.safetensors")
-    files = HubFiles(tmp_path)
+    files = UnmappedHFFolder(tmp_path)
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(2000)
     with pytest.raises(ValueError, match=r"model\.safetensors ends before x does"):
@@ -82,17 +81,17 @@ def test_one_item_is_made_while_the_caller_has_the_one_before() -> None:
         is_made[item].set()
         return 10 * item
 
-    results = one_ahead(make, range(5))
+    results = prefetch(make, range(5))
     for item in range(5):
         assert next(results) == 10 * item
         if item < 4:
             assert is_made[item + 1].wait(10)
             assert made == list(range(item + 2))  # and none further
-    assert list(results) == [] == list(one_ahead(make, []))
+    assert list(results) == [] == list(prefetch(make, []))
 
 
 def test_what_fails_ahead_is_raised_in_its_turn() -> None:
-    results = one_ahead(lambda item: 1 / item, [2, 1, 0, 4])
+    results = prefetch(lambda item: 1 / item, [2, 1, 0, 4])
     assert [next(results), next(results)] == [0.5, 1.0]
     with pytest.raises(ZeroDivisionError):
         next(results)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools import logits
-from checkpoint_tools.comparison import difference
-from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools import compare_logits
+from checkpoint_tools.compare_weights import difference
+from checkpoint_tools.export_hf import WriteOptions, export_hf
 from checkpoint_tools.import_hf import import_hf
-from megavlm.checkpointing.checksums import checksums
+from megavlm.checkpointing.checksums import file_checksums
 from megavlm.checkpointing.folder import Manifest
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.writer import RecordFile, write_contents
@@ -54,7 +54,7 @@ def with_value_head(hf: Path, folder: Path, value: float) -> Path:
         for name, tensor in tensors.items():
             file.add(name, tensor)
     write_contents(step, tensors, file.records)
-    sums = checksums(step, [path.name for path in step.iterdir()])
+    sums = file_checksums(step, [path.name for path in step.iterdir()])
     Manifest(step=0, has_optimizer=False, layout={}, files=sums).write(step)
     return folder
 
@@ -69,7 +69,7 @@ def test_value_heads_are_compared_and_an_export_says_that_it_has_none(
     assert verify(a, b) == 1
     assert "value_head.weight differs in 128 of 128 entries" in capsys.readouterr().out
     assert verify(a, imported("qwen2_vl")) == 1
-    assert f"value_head.weight is in {a}/step_00000000 alone" in capsys.readouterr().out
+    assert f"value_head.weight is only in {a}/step_00000000" in capsys.readouterr().out
     assert run("export", a, tmp_path / "out") == 0
     assert capsys.readouterr().out.endswith(" s; left out: value_head.weight\n")
     assert verify(hf, tmp_path / "out") == 0
@@ -91,7 +91,7 @@ def test_equal_models_of_either_kind(
     kind: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    export_hf(imported(MOE), tmp_path / "out", max_shard_bytes=10**6)
+    export_hf(imported(MOE), tmp_path / "out", options=WriteOptions(max_shard_bytes=10**6))
     sides = {
         "hf hf": (hf_folder(MOE), tmp_path / "out"),
         "hf checkpoint": (hf_folder(MOE), imported(MOE)),
@@ -124,7 +124,7 @@ def test_tensors_that_differ_are_named_with_place_and_count(
 def test_the_record_is_json_and_only_the_first_are_named(
     hf_folder: Folder, imported: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export_hf(imported("qwen2_vl"), tmp_path / "half", dtype=torch.bfloat16)
+    export_hf(imported("qwen2_vl"), tmp_path / "half", options=WriteOptions(dtype=torch.bfloat16))
     assert verify(hf_folder("qwen2_vl"), tmp_path / "half", "--json") == 1
     record = json.loads(capsys.readouterr().out)
     total = len(load_file(hf_folder("qwen2_vl") / "model.safetensors"))
@@ -144,7 +144,7 @@ def test_models_of_different_families_differ(
         "q_proj.weight makes a Megatron tensor (384, 128) and (256, 128)" in one
         for one in record["first"]
     )
-    assert any(f"is in {hf_folder('qwen3_vl')} alone" in one for one in record["first"])
+    assert any(f"is only in {hf_folder('qwen3_vl')}" in one for one in record["first"])
 
 
 def test_bits_count_not_values() -> None:
@@ -208,8 +208,8 @@ def test_logits_of_two_families_are_refused(
     a, b = hf_folder("qwen2_5_vl"), hf_folder("qwen2_vl")
     capsys.readouterr()  # of the fixture
     assert verify("--logits", a, b) == 2
-    told = f"{a} is a qwen2_5_vl and {b} a qwen2_vl: logits of one family are compared."
-    assert sentence(capsys) == told
+    message = f"{a} is a qwen2_5_vl and {b} a qwen2_vl: only logits of one family can be compared."
+    assert sentence(capsys) == message
 
 
 def test_a_comparison_that_is_stopped_leaves_no_model(
@@ -220,7 +220,7 @@ def test_a_comparison_that_is_stopped_leaves_no_model(
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(logits, "_inputs", stopped)
+    monkeypatch.setattr(compare_logits, "_inputs", stopped)
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         assert verify("--logits", imported("qwen2_vl"), imported("qwen2_vl")) == 143

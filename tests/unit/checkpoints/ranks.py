@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from megavlm import checkpointing
+from megavlm.checkpointing.load import load_checkpoint
+from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
@@ -72,17 +73,10 @@ class Run:
             yield from local_tensors(chunk)
 
     def save(self, folder: Path, step: int, extra: dict[str, Any] | None = None) -> None:
-        checkpointing.save(
-            folder,
-            step,
-            chunks=self.chunks,
-            optimizer=self.updater.optimizer,
-            scheduler=self.updater.scheduler,
-            extra=extra or {},
-        )
+        save_checkpoint(SaveTarget(folder), step, self.updater, extra=extra or {})
 
     def load(self, folder: Path, step: int | None = None) -> dict[str, Any]:
-        return checkpointing.load(
+        return load_checkpoint(
             folder,
             step=step,
             chunks=self.chunks,

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
-from megavlm import checkpointing
-from megavlm.checkpointing.folder import step_folder
+from megavlm.checkpointing.folder import latest_step, step_folder
+from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader
+from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.lora import LoRA
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.lora import add_adapters
@@ -157,15 +158,7 @@ def assert_equal_tensors(first: Path, second: Path, step: int) -> None:
 def save_weights(hf: Path, ranks: Ranks, folder: Path) -> dict[Any, torch.Tensor]:
     run = start(hf, ranks)
     run.train(range(1))
-    checkpointing.save(
-        folder,
-        1,
-        chunks=run.updater.chunks,  # wrapped for data parallelism
-        optimizer=run.updater.optimizer,
-        scheduler=run.updater.scheduler,
-        extra={},
-        hf_folder=hf,
-    )
+    save_checkpoint(SaveTarget(folder, hf), 1, run.updater, extra={})
     return run.weights()
 
 
@@ -200,7 +193,7 @@ def load_weights(hf: Path, ranks: Ranks, folder: Path, dtype: torch.dtype) -> bo
         for chunk in run.chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(7)
-    assert checkpointing.load(folder, chunks=run.chunks) == {}
+    assert load_checkpoint(folder, chunks=run.chunks) == {}
     found = run.weights()
     return all(torch.equal(found[key], expected[key]) for key in expected)
 
@@ -231,7 +224,7 @@ def load_error(
     run = start(hf, ranks, **options or {})
     try:
         if weights:
-            checkpointing.load(folder, step=step, chunks=run.chunks)
+            load_checkpoint(folder, step=step, chunks=run.chunks)
         else:
             run.load(folder, step)
     except ValueError as error:
@@ -247,11 +240,11 @@ def test_what_cannot_be_loaded_is_named_on_every_rank(hf: Path, tmp_path: Path) 
     deep = make_hf(tmp_path / "deep", num_layers=6)
 
     for source, folder, step, weights, message in (
-        (hf, tmp_path / "imported", None, False, "holds weights alone"),
+        (hf, tmp_path / "imported", None, False, "holds weights only"),
         (hf, tmp_path / "nothing", None, True, "holds no complete checkpoint."),
         (hf, tmp_path / "trained", 2, True, "no complete checkpoint of step 2; it has steps 3."),
         (wide, tmp_path / "imported", None, True, "(512, 128); the model's has (1024, 128)."),
-        (deep, tmp_path / "trained", None, True, "which the model asks for."),
+        (deep, tmp_path / "trained", None, True, "which the model needs."),
     ):
         for layout in ("TP2", "PP2"):  # of two stages, the first could do without what is missing
             first, second = launch(2, load_error, source, LAYOUTS[layout], folder, step, weights)
@@ -279,9 +272,8 @@ def adapters_error(hf: Path, ranks: Ranks, folder: Path) -> str:
     for chunk in run.chunks:
         add_adapters(chunk, ADAPTERS)
     updater = build_updater(run.chunks, SETTINGS, run.mesh, num_steps=10)
-    state = {"optimizer": updater.optimizer, "scheduler": updater.scheduler}
-    checkpointing.save(folder, 1, chunks=run.chunks, **state, extra={})
-    checkpointing.load(folder, chunks=run.chunks)
+    save_checkpoint(SaveTarget(folder), 1, updater, extra={})
+    load_checkpoint(folder, chunks=run.chunks)
     return load_error(hf, ranks, folder, None, True)
 
 
@@ -302,7 +294,7 @@ def test_a_flipped_byte_is_named_and_the_step_before_loads(
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
     first, second = launch(2, load_error, hf, TP2, tmp_path, None, False)
-    assert first == second == f"{path} is damaged: its checksum differs from the manifest's."
+    assert first == second == f"{path} is damaged: its checksum differs from its manifest."
     assert launch(2, load_error, hf, TP2, tmp_path, 1, False) == ["", ""]
 
 
@@ -316,7 +308,7 @@ def test_contents_that_cannot_be_parsed_are_named_on_every_rank(hf: Path, tmp_pa
     data[10] ^= 128
     path.write_bytes(data)
     first, second = launch(2, load_error, hf, TP2, tmp_path, None, False)
-    assert first == second == f"{path} is damaged: its checksum differs from the manifest's."
+    assert first == second == f"{path} is damaged: its checksum differs from its manifest."
 
 
 @pytest.mark.distributed
@@ -339,23 +331,23 @@ def two_steps(hf: Path, folder: Path) -> None:
 def test_latest_survives_a_bad_tracker(
     hf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert checkpointing.latest(tmp_path) is None
+    assert latest_step(tmp_path) is None
     launch(2, two_steps, hf, tmp_path)
     tracker = tmp_path / "latest"
     assert tracker.read_text() == "step_00000002\n"
-    assert checkpointing.latest(tmp_path) == 2
+    assert latest_step(tmp_path) == 2
     tracker.write_text("step_00000001\n")
-    assert checkpointing.latest(tmp_path) == 1
+    assert latest_step(tmp_path) == 1
     assert not caplog.records
     for text in ("", "step_00000009", "\0\xff garbage", "2"):
         tracker.write_text(text)
         caplog.clear()
-        assert checkpointing.latest(tmp_path) == 2
+        assert latest_step(tmp_path) == 2
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
     tracker.unlink()
-    assert checkpointing.latest(tmp_path) == 2
+    assert latest_step(tmp_path) == 2
     (step_folder(tmp_path, 2) / "manifest.json").unlink()
-    assert checkpointing.latest(tmp_path) == 1
+    assert latest_step(tmp_path) == 1
 
 
 def resume_elsewhere(hf: Path, folder: Path) -> list[str]:
@@ -368,7 +360,7 @@ def resume_elsewhere(hf: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_random_states_of_another_layout_are_left_with_a_warning(hf: Path, tmp_path: Path) -> None:
+def test_random_states_of_another_layout_are_not_restored(hf: Path, tmp_path: Path) -> None:
     launch(2, two_steps, hf, tmp_path)
     (messages,) = launch(1, resume_elsewhere, hf, tmp_path)
     assert len(messages) == 1 and "random states start from the seed" in messages[0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.export_hf import WriteOptions, export_hf
 from checkpoint_tools.import_hf import import_hf
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.common.hf_source import HFFolder
@@ -86,7 +86,9 @@ def test_every_family_comes_back_bit_by_bit(family: str, tmp_path: Path) -> None
     options = {"dense_layers": [1], "num_experts": 3} if family == "qwen3_vl_moe" else {}
     make_tiny_model(tmp_path / "hf", ["red"], seed=0, family=family, vision_depth=1, **options)
     import_hf(tmp_path / "hf", tmp_path / "checkpoint")
-    done = export_hf(tmp_path / "checkpoint", tmp_path / "out", max_shard_bytes=5 * 10**5)
+    done = export_hf(
+        tmp_path / "checkpoint", tmp_path / "out", options=WriteOptions(max_shard_bytes=5 * 10**5)
+    )
     before, after = HFFolder(tmp_path / "hf"), HFFolder(tmp_path / "out")
     assert set(before) == set(after) and done.num_tensors == len(before) and done.num_files > 1
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -110,7 +112,7 @@ def test_the_export_loads_in_transformers(imported: Path, original: Path, tmp_pa
     define_torchvision_operators()
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    export_hf(imported, tmp_path / "out", max_shard_bytes=10**6)
+    export_hf(imported, tmp_path / "out", options=WriteOptions(max_shard_bytes=10**6))
     weights = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(weights) > 1
     assert all(path.stat().st_size < 10**6 + 10**4 for path in weights)
@@ -170,7 +172,7 @@ def test_nothing_is_replaced_without_force(hf: Path, checkpoint: Path, tmp_path:
         import_hf(hf, other, force=True)
     assert (other / "thesis.txt").exists()
     (hf / "stale.txt").write_text("")
-    export_hf(checkpoint, hf, force=True)
+    export_hf(checkpoint, hf, options=WriteOptions(force=True))
     assert not (hf / "stale.txt").exists()
     import_hf(hf, checkpoint, force=True)
     assert_nothing_partial(tmp_path)
@@ -185,7 +187,7 @@ def test_an_export_keeps_the_old_folder_when_it_fails(
     monkeypatch.setattr("checkpoint_tools.export_hf.SafetensorsWriter", full_disk)
     before = (hf / "model.safetensors").read_bytes()
     with pytest.raises(OSError, match="No space left"):
-        export_hf(checkpoint, hf, force=True)
+        export_hf(checkpoint, hf, options=WriteOptions(force=True))
     assert (hf / "model.safetensors").read_bytes() == before
     assert_nothing_partial(tmp_path)
 
@@ -238,7 +240,7 @@ def damage(path: Path) -> None:
         (lambda step: shutil.rmtree(step.parent / "hf"), "is no HuggingFace model folder"),
         (
             lambda step: os.truncate(step.parent / "hf/tokenizer.json", 100),
-            r"hf/tokenizer\.json has 100 bytes, .* changed on purpose, delete .*/hf/checksums\.",
+            r"hf/tokenizer\.json has 100 bytes; .* changed on purpose, delete .*/hf/checksums\.",
         ),
         (lambda step: damage(step.parent / "hf/tokenizer.json"), r"hf/tokenizer\.json is damaged"),
         (lambda step: (step.parent / "hf/tokenizer.json").unlink(), r"tokenizer\.json is missing"),

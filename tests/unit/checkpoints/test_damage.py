@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megavlm import checkpointing
-from megavlm.checkpointing import Retention, Saver
-from megavlm.checkpointing.folder import step_folder
+from megavlm.checkpointing.folder import latest_step, step_folder
+from megavlm.checkpointing.save import SaveTarget
+from megavlm.checkpointing.saver import Saver
 from tests.distributed.fork import launch
 from tests.unit.checkpoints.ranks import ONE_RANK, make_hf, start
 
@@ -15,18 +15,12 @@ from tests.unit.checkpoints.ranks import ONE_RANK, make_hf, start
 def damage(hf: Path, folder: Path) -> list[str]:
     """Saves two steps in the background, harms the second, and goes on from the first."""
     run = start(hf, ONE_RANK)
-    where = Saver(folder, hf_folder=hf, retention=Retention(), background=True)
+    where = Saver(SaveTarget(folder, hf), background=True)
     fingerprints = []
     with where as saver:
         for step in (1, 2):
             run.train(range(step, step + 1))
-            saver.save(
-                step,
-                chunks=run.chunks,
-                optimizer=run.updater.optimizer,
-                scheduler=run.updater.scheduler,
-                extra={},
-            )
+            saver.save(step, run.updater, extra={})
             fingerprints.append(run.fingerprint())
     messages = []
     for name in ("__0_0.distcp", "__0_1.distcp", "common.pt", "extra.json", "manifest.json"):
@@ -60,7 +54,7 @@ def test_a_truncated_file_is_named_and_the_step_before_loads(tmp_path: Path) -> 
     (messages,) = launch(1, damage, hf, tmp_path / "run")
     for message in messages:
         assert str(step_folder(tmp_path / "run", 2)) in message and "\n" not in message
-    assert "bytes, its manifest says" in messages[0]
+    assert "bytes; its manifest lists" in messages[0]
 
 
 def test_an_empty_tracker_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -72,5 +66,5 @@ def test_an_empty_tracker_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptu
     for text in ("", "step_00000003\n", "\0\xff"):
         (tmp_path / "latest").write_text(text)
         caplog.clear()
-        assert checkpointing.latest(tmp_path) == 2
+        assert latest_step(tmp_path) == 2
         assert [record.levelno for record in caplog.records] == [logging.WARNING]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megavlm import checkpointing
 from megavlm.checkpointing.folder import step_folder
+from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.mapping import by_key
@@ -113,7 +113,7 @@ def load_weights(hf: Path, folder: Path) -> bool:
     with torch.no_grad():
         for parameter in run.chunks[0].parameters():
             parameter.fill_(7)
-    checkpointing.load(folder, chunks=run.chunks)
+    load_checkpoint(folder, chunks=run.chunks)
     found = run.weights()
     return all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -13,11 +13,14 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megavlm import checkpointing
-from megavlm.checkpointing import Retention, Saver, atomic, random_states, snapshot
-from megavlm.checkpointing import folder as form
+from megavlm.checkpointing import atomic, snapshot
+from megavlm.checkpointing import save as saving
+from megavlm.checkpointing.all_ranks import CheckpointError
+from megavlm.checkpointing.folder import Manifest, complete_steps, latest_step
+from megavlm.checkpointing.retention import Retention
+from megavlm.checkpointing.save import SaveTarget
+from megavlm.checkpointing.saver import Saver
 from megavlm.checkpointing.snapshot import Snapshot
-from megavlm.checkpointing.together import CheckpointError
 from tests.distributed.fork import launch
 from tests.unit.checkpoints.ranks import ONE_RANK, TP2, Run, make_hf, start
 
@@ -26,14 +29,14 @@ from tests.unit.checkpoints.ranks import ONE_RANK, TP2, Run, make_hf, start
 WRITE_POINTS: list[tuple[Any, ...]] = [
     (Path, "mkdir", False),
     (atomic, "replace_folder", True),  # of the model's files
-    (random_states, "write", True),
+    (saving, "write_random_states", True),
     (Snapshot, "write_common", True),
     (Snapshot, "write", False),
     (snapshot, "save_tensor", True),  # in mid-file
     (Snapshot, "write", True),
     (Snapshot, "write_contents", True),
-    (form.Manifest, "write", False),
-    (form.Manifest, "write", True),
+    (Manifest, "write", False),
+    (Manifest, "write", True),
     (Path, "write_text", True),
     (atomic, "write_text", True),  # the step is announced
     (atomic, "sync_tree", True, 2),
@@ -90,20 +93,12 @@ def save_first(hf: Path, folder: Path) -> list[str]:
 def saver(folder: Path, *, background: bool, **retention: Any) -> Saver:
     hf_folder = folder / "nothing"
     hf_folder.mkdir(parents=True, exist_ok=True)
-    return Saver(
-        folder, hf_folder=hf_folder, retention=Retention(**retention), background=background
-    )
+    target = SaveTarget(folder, hf_folder, retention=Retention(**retention))
+    return Saver(target, background=background)
 
 
 def save(keeper: Saver, run: Run, step: int) -> None:
-    updater = run.updater
-    keeper.save(
-        step,
-        chunks=run.chunks,
-        optimizer=updater.optimizer,
-        scheduler=updater.scheduler,
-        extra={},
-    )
+    keeper.save(step, run.updater, extra={})
 
 
 def save_and_die(hf: Path, folder: Path, point: int, background: bool) -> None:
@@ -136,13 +131,13 @@ def test_a_killed_save_leaves_the_step_before(
         launch(1, save_and_die, hf, folder, point, background)
 
     step = 2 if point >= STEP_IS_THERE else 1
-    assert checkpointing.latest(folder) == step
+    assert latest_step(folder) == step
     (resumed,) = launch(1, resume, hf, folder, step)
     assert (resumed == fingerprint) == (step == 1)
-    assert checkpointing.latest(folder) == step + 1
+    assert latest_step(folder) == step + 1
     # Where the kill hit the deletion, a half-deleted step has not kept its name.
     deleting = WRITE_POINTS[point][0] is shutil
-    assert form.complete_steps(folder) == ([2, 3] if deleting else [*range(1, step + 2)])
+    assert complete_steps(folder) == ([2, 3] if deleting else [*range(1, step + 2)])
     assert not list(folder.glob(".*")), "nothing partial"
 
 
@@ -193,16 +188,16 @@ def test_a_full_disk_is_an_error_on_every_rank(hf: Path, tmp_path: Path, backgro
         assert "\n" not in message
     assert messages[0] == messages[1]
     assert sorted(tmp_path.rglob("*")) == before
-    assert checkpointing.latest(tmp_path) == 1
+    assert latest_step(tmp_path) == 1
 
 
 # The first write that finds no room, and the rank that makes it.
 FULL = [
     (Snapshot, "write_common", 0),
-    (random_states, "write", 1),
+    (saving, "write_random_states", 1),
     (snapshot, "save_tensor", 1),
     (Snapshot, "write_contents", 0),
-    (form.Manifest, "write", 0),
+    (Manifest, "write", 0),
     (atomic, "replace_folder", 0),
 ]
 
@@ -240,5 +235,5 @@ def test_a_disk_may_be_full_at_any_write(hf: Path, tmp_path: Path, background: b
     assert first == second
     for message, (_, _, rank) in zip(first, FULL, strict=True):
         assert f"failed on rank {rank}: [Errno 28] No space left on device: 'a file'. O" in message
-    assert form.complete_steps(tmp_path) == [1, 3] and checkpointing.latest(tmp_path) == 3
+    assert complete_steps(tmp_path) == [1, 3] and latest_step(tmp_path) == 3
     assert not list(tmp_path.glob(".*"))

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.checkpointing import Retention, atomic, latest
-from megavlm.checkpointing.folder import Manifest, complete_steps, step_folder
-from megavlm.checkpointing.retention import prune
+from megavlm.checkpointing import atomic
+from megavlm.checkpointing.folder import Manifest, complete_steps, latest_step, step_folder
+from megavlm.checkpointing.retention import Retention, prune
 
 
 def save(
     folder: Path, step: int, score: float | None = None, retention: Retention | None = None
 ) -> None:
     """A step as a save leaves it."""
-    path = atomic.partial(step_folder(folder, step))
+    path = atomic.partial_path(step_folder(folder, step))
     path.mkdir()
     scores = {} if score is None else {"reward": score}
     Manifest(step, True, {}, {}, scores).write(path)
@@ -41,14 +41,14 @@ def best(folder: Path) -> str:
         (Retention(last=1, metric="reward"), [20, 60]),
         (Retention(last=1, metric="reward", higher_is_better=False), [30, 60]),
         (Retention(last=2, every=50, metric="reward"), [20, 50, 60]),
-        (Retention(last=1, metric="accuracy"), [60]),  # nobody measured it
+        (Retention(last=1, metric="accuracy"), [60]),  # was not measured
     ],
 )
 def test_the_exact_set(tmp_path: Path, retention: Retention, kept: list[int]) -> None:
     scores = {10: 0.5, 20: 0.9, 30: 0.1, 40: 0.9, 50: math.nan, 60: None}
     for step, score in scores.items():
         save(tmp_path, step, score, retention)
-        assert latest(tmp_path) == step
+        assert latest_step(tmp_path) == step
         assert step in complete_steps(tmp_path)
     assert complete_steps(tmp_path) == kept
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
@@ -75,7 +75,7 @@ def test_a_run_that_went_back_leaves_later_steps_alone(tmp_path: Path) -> None:
         save(tmp_path, step, score)
     retention = Retention(last=1, metric="reward")
     save(tmp_path, 2, 0.3, retention)
-    assert complete_steps(tmp_path) == [2, 3, 4] and latest(tmp_path) == 2
+    assert complete_steps(tmp_path) == [2, 3, 4] and latest_step(tmp_path) == 2
     assert best(tmp_path) == "step_00000002\n"
     save(tmp_path, 3, 0.2, retention)
     assert complete_steps(tmp_path) == [2, 3, 4] and best(tmp_path) == "step_00000002\n"
@@ -115,8 +115,8 @@ def test_what_is_damaged_or_cannot_be_deleted_is_a_warning(
     monkeypatch.setattr(atomic, "remove_folder", busy)
     caplog.clear()
     save(tmp_path, 4, None, Retention(last=2))
-    assert complete_steps(tmp_path) == [1, 2, 3, 4] and latest(tmp_path) == 4
+    assert complete_steps(tmp_path) == [1, 2, 3, 4] and latest_step(tmp_path) == 4
     assert [record.getMessage() for record in caplog.records] == [
-        f"{step_folder(tmp_path, step)} was to be deleted, and cannot be: Device or resource busy."
+        f"{step_folder(tmp_path, step)} could not be deleted: Device or resource busy."
         for step in (1, 2)
     ]

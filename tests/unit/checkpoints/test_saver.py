@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megavlm import checkpointing
-from megavlm.checkpointing import Retention, Saver, saver
-from megavlm.checkpointing.folder import Manifest, complete_steps, step_folder
+from megavlm.checkpointing import saver
+from megavlm.checkpointing.all_ranks import CheckpointError
+from megavlm.checkpointing.folder import Manifest, complete_steps, latest_step, step_folder
 from megavlm.checkpointing.reader import StepReader
+from megavlm.checkpointing.retention import Retention
+from megavlm.checkpointing.save import SaveTarget
+from megavlm.checkpointing.saver import Saver
 from megavlm.checkpointing.snapshot import Snapshot, Written
-from megavlm.checkpointing.together import CheckpointError
 from megavlm.parallel.collectives import any_rank
 from megavlm.training.guards import StopRequest
 from tests.distributed.fork import launch
@@ -29,18 +31,11 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keeper(hf: Path, folder: Path, **retention: Any) -> Saver:
-    return Saver(folder, hf_folder=hf, retention=Retention(**retention), background=True)
+    return Saver(SaveTarget(folder, hf, retention=Retention(**retention)), background=True)
 
 
 def save(to: Saver, run: Run, step: int, extra: dict[str, Any] | None = None, **more: Any) -> None:
-    to.save(
-        step,
-        chunks=run.chunks,
-        optimizer=run.updater.optimizer,
-        scheduler=run.updater.scheduler,
-        extra=extra or {},
-        **more,
-    )
+    to.save(step, run.updater, extra=extra or {}, **more)
 
 
 class Gate:
@@ -94,11 +89,11 @@ def save_twice(hf: Path, ranks: Ranks, folder: Path, options: dict[str, Any]) ->
             change_everything(run, extra)
             beside.poll()  # does not wait
             dist.barrier()
-            seen.append(checkpointing.latest(folder / "beside"))
+            seen.append(latest_step(folder / "beside"))
             dist.barrier()
             gate.open()
             beside.finish()
-            seen.append(checkpointing.latest(folder / "beside"))
+            seen.append(latest_step(folder / "beside"))
             beside.poll()
     return seen
 
@@ -136,15 +131,15 @@ def test_the_saved_bytes_are_the_snapshots(
 def save_in_order(hf: Path, folder: Path) -> list[str]:
     run = start(hf, TP2)
     order: list[str] = []
-    begin = saver.begin
+    begin = saver.begin_save
     with pytest.MonkeyPatch.context() as patch, keeper(hf, folder, last=1) as beside:
         gate = Gate(patch, rank=1)
 
-        def noted(*args: Any, **state: Any) -> Any:
-            order.append(f"begin {state['step']}")
-            return begin(*args, **state)
+        def noted(target: SaveTarget, step: int, *args: Any, **state: Any) -> Any:
+            order.append(f"begin {step}")
+            return begin(target, step, *args, **state)
 
-        patch.setattr(saver, "begin", noted)
+        patch.setattr(saver, "begin_save", noted)
 
         def later() -> None:
             order.append("open")
@@ -163,7 +158,7 @@ def test_a_second_save_waits_for_the_first(hf: Path, tmp_path: Path) -> None:
     """Leaving the context waits for the last."""
     orders = launch(2, save_in_order, hf, tmp_path)
     assert orders == [["begin 1", "open", "begin 2"]] * 2
-    assert complete_steps(tmp_path) == [2] and checkpointing.latest(tmp_path) == 2
+    assert complete_steps(tmp_path) == [2] and latest_step(tmp_path) == 2
 
 
 def save_with_companion(hf: Path, folder: Path, fails: bool) -> list[Any]:
@@ -175,10 +170,10 @@ def save_with_companion(hf: Path, folder: Path, fails: bool) -> list[Any]:
         gate = Gate(patch, rank=1)
         beside = keeper(hf, folder / "run")
 
-        def begin_other(copy: bool) -> saver.Saving:
+        def begin_other(copy: bool) -> saver.PendingSave:
             assert copy, "training goes on"
-            state = {"optimizer": run.updater.optimizer, "scheduler": run.updater.scheduler}
-            return saver.begin(folder / "other", 1, chunks=run.chunks, extra={}, copy=copy, **state)
+            target = SaveTarget(folder / "other")
+            return saver.begin_save(target, 1, run.updater, extra={}, copy=copy)
 
         def look() -> None:
             dist.barrier()
@@ -231,7 +226,7 @@ def fail_in_the_background(hf: Path, folder: Path) -> str:
             while beside._running is not None:
                 beside.poll()
         except CheckpointError as error:
-            beside.finish()  # told once
+            beside.finish()  # raised once
             return str(error)
     return ""
 
@@ -256,7 +251,7 @@ def fail_in_training(hf: Path, folder: Path) -> int | None:
             with pytest.raises(ZeroDivisionError), beside:
                 save(beside, run, 1)
                 raise ZeroDivisionError
-            found = checkpointing.latest(folder)
+            found = latest_step(folder)
             dist.barrier()
             return found
         save(beside, run, 1)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from checkpoint_tools.lora_import import lora_import
-from megavlm.checkpointing.adapters import AdapterSettings
+from checkpoint_tools.lora.import_adapters import import_adapters
+from megavlm.checkpointing.adapter_settings import AdapterSettings
 from megavlm.config.load import load
 from megavlm.models.options import layout
 from megavlm.models.registry import family
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 def recipe(tmp_path: Path) -> Path:
     hf = make_hf(tmp_path / "hf", num_layers=1)
     make_adapters(hf, tmp_path / "peft", target_modules=r".*language_model.*\.(q|v|down)_proj")
-    lora_import(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
+    import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
     targets = [
         f"language_model.decoder.layers.*.{x}"
         for x in ("self_attention.linear_qkv", "mlp.linear_fc2")
@@ -65,7 +65,7 @@ def test_a_bad_tracker_is_one_warning_of_a_run(recipe: Path) -> None:
     tracker.write_text("")
     first, second = launch(2, start, recipe)
     assert first[1:] == second[1:] == (AdapterSettings(4, 6.0, str(recipe.parent / "hf")), "")
-    assert first[0] == [f"{tracker} does not name a complete step: taking the newest one, 0."]
+    assert first[0] == [f"{tracker} does not name a complete step: using the newest one, 0."]
     assert second[0] == []
 
 
@@ -77,4 +77,4 @@ def test_damaged_contents_are_named_on_every_rank(recipe: Path, place: int) -> N
     data[place] ^= 128
     path.write_bytes(data)
     (*_, first), (*_, second) = launch(2, start, recipe)
-    assert first == second == f"{path} is damaged: its checksum differs from the manifest's."
+    assert first == second == f"{path} is damaged: its checksum differs from its manifest."

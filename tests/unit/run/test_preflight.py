@@ -17,13 +17,6 @@ def test_a_complete_run_passes_and_nothing_is_written(write_recipe: WriteRecipe)
     assert not (recipe.parent / "run").exists()
 
 
-def test_what_is_kept_here_to_import_little_is_still_true() -> None:
-    from megavlm.checkpointing import folder
-
-    assert preflight.MANIFEST == folder.MANIFEST
-    assert folder.step_folder(Path(), 3).match("step_*")
-
-
 def test_reward_and_data_are_needed_by_the_recipe_alone(write_recipe: WriteRecipe) -> None:
     recipe = write_recipe()
     assert "reward.name='exact' is unknown" in refused(recipe, "reward.name=exact", files=False)
@@ -85,9 +78,9 @@ def test_model_folder_and_checkpoint_exist(write_recipe: WriteRecipe, tmp_path: 
     assert "model.folder=none is not a folder" in refused(write_recipe(), "model.folder=none")
     override = f"model.checkpoint={tmp_path / 'checkpoint'}"
     assert "holds no complete checkpoint" in refused(write_recipe(), override)
-    (tmp_path / "checkpoint" / "step_3").mkdir(parents=True)
+    (tmp_path / "checkpoint" / "step_00000003").mkdir(parents=True)
     assert "holds no complete checkpoint" in refused(write_recipe(), override)
-    (tmp_path / "checkpoint" / "step_3" / "manifest.json").write_text("{}")
+    (tmp_path / "checkpoint" / "step_00000003" / "manifest.json").write_text("{}")
     check(write_recipe(), override)
 
 

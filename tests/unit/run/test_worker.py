@@ -14,7 +14,7 @@ from megavlm.parallel import platform
 from megavlm.run import worker
 
 platform.install()
-from megavlm.checkpointing.together import CheckpointError
+from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.rewards.base import RewardStop
 from megavlm.inference.errors import RolloutRequestError, WeightSyncError
 from megavlm.run import main, preflight

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from checkpoint_tools.lora_import import lora_import
+from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.config.load import load
@@ -32,7 +32,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapted(hf: Path) -> Path:
     make_adapters(hf, hf.parent / "peft", target_modules=r".*language_model.*\.(q|v|down)_proj")
-    lora_import(hf.parent / "peft", hf.parent / "checkpoint", base=hf)
+    import_adapters(hf.parent / "peft", hf.parent / "checkpoint", base=hf)
     return hf.parent / "checkpoint"
 
 
@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_a_checkpoint_s_adapters(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"targets": TARGETS, "alpha": 32.0}, "lora.alpha=32 is not what the .*alpha=6"),
+        ({"targets": TARGETS, "alpha": 32.0}, "lora.alpha=32 differs from the alpha .*alpha=6"),
         ({"targets": TARGETS, "rank": 8}, "has shape"),
         ({"targets": TARGETS[:1]}, "no place for .*linear_fc2.lora_A"),
         ({"rank": 0}, "no place for .*lora-merge"),

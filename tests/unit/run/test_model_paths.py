@@ -11,9 +11,8 @@ from megavlm.config.load import load
 from megavlm.data.processor import PromptTooLong
 from megavlm.data.rows import Columns, Row, Rows
 from megavlm.evaluation.questions import usable
-from megavlm.run import candidates, preflight
-from megavlm.run.candidate_paths import kind
-from megavlm.run.candidates import served_folder
+from megavlm.run import preflight
+from megavlm.run.model_paths import model_kind, served_folder
 
 WriteRecipe = Callable[..., Path]
 
@@ -26,17 +25,17 @@ def make(folder: Path, *names: str) -> Path:
 
 
 def test_kinds(tmp_path: Path) -> None:
-    assert kind(make(tmp_path / "hf", "config.json", "model.safetensors")) == "hf"
+    assert model_kind(make(tmp_path / "hf", "config.json", "model.safetensors")) == "hf"
     adapter = make(tmp_path / "peft", "adapter_config.json", "adapter_model.safetensors")
-    assert kind(adapter) == "adapter"
-    assert kind(make(tmp_path / "run", "step_3/manifest.json")) == "checkpoint"
+    assert model_kind(adapter) == "adapter"
+    assert model_kind(make(tmp_path / "run", "step_00000003/manifest.json")) == "checkpoint"
     assert (
-        kind(make(tmp_path / "step", "manifest.json", "config.json", "x.safetensors"))
+        model_kind(make(tmp_path / "step", "manifest.json", "config.json", "x.safetensors"))
         == "checkpoint"
     )
     for other in (tmp_path / "absent", make(tmp_path / "half", "config.json")):
         with pytest.raises(ValueError, match="is no model: give a Megatron checkpoint"):
-            kind(other)
+            model_kind(other)
 
 
 def test_each_kind_is_turned_into_a_folder(
@@ -44,9 +43,12 @@ def test_each_kind_is_turned_into_a_folder(
 ) -> None:
     config = load(write_recipe())
     calls: list[Any] = []
-    monkeypatch.setattr(candidates, "export_hf", lambda *a: calls.append(("export", *a)))
     monkeypatch.setattr(
-        candidates, "lora_merge", lambda *a, adapter: calls.append(("merge", a[0], adapter))
+        "checkpoint_tools.export_hf.export_hf", lambda *a: calls.append(("export", *a))
+    )
+    monkeypatch.setattr(
+        "checkpoint_tools.lora.merge_adapters.merge_adapters",
+        lambda *a, adapter: calls.append(("merge", a[0], adapter)),
     )
     with served_folder(config, None) as folder:
         assert folder == tmp_path / "model"
@@ -54,7 +56,7 @@ def test_each_kind_is_turned_into_a_folder(
     with served_folder(config, str(other)) as folder:
         assert folder == other
     assert calls == []
-    checkpoint = make(tmp_path / "run", "step_3/manifest.json")
+    checkpoint = make(tmp_path / "run", "step_00000003/manifest.json")
     with served_folder(config, str(checkpoint)) as folder:
         assert calls == [("export", checkpoint, folder)]
     assert not folder.parent.exists()

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json: which ranks and scales it gives, and what of it cannot be held."""
+"""PEFT's adapter_config.json: ranks and scales of its modules, and unsupported settings."""
 
 import json
 import math
@@ -9,29 +9,29 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-CONFIG = "adapter_config.json"
+from megavlm.checkpointing.folder import PEFT_CONFIG
 
 _READ = {
     "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
     "target_parameters",
 }  # fmt: skip
-# They say where adapters were put and how training began or ran; the tensors tell the outcome.
+# Settings of placement and training, which the tensors show or which do not matter any more.
 _IGNORED = {
     "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
     "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-# Ways of initialisation that change the base weights too, and PEFT repeats them when it loads.
-# It takes some of these names in any case of letters.
+# Initialisations that change the base weights, too, and that PEFT repeats when it loads. PEFT
+# ignores the case of some of these names.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _WAY_OUT = "merge it into its model with peft (merge_and_unload) and import that model instead"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What B A is multiplied by: alpha / rank, or alpha / sqrt(rank). Its square is exact; alpha
-    tells its sign.
+    """Factor of B A: alpha / rank, or alpha / sqrt(rank). Its square is exact, and its sign is that
+    of alpha.
     """
 
     alpha: float
@@ -48,7 +48,7 @@ class Scale:
         return math.copysign(math.sqrt(self.square), self.alpha)
 
     def alpha_for(self, rank: int) -> float:
-        """With which the plain form, alpha / rank, gives the same scale at another rank."""
+        """Return the alpha for which alpha / rank is the same scale at another rank."""
         if self.rank_stabilised:
             return self.alpha * rank / math.sqrt(self.rank)
         return self.alpha * rank / self.rank
@@ -66,7 +66,7 @@ class PeftConfig:
     base: str | None
 
     def scale(self, name: str) -> Scale:
-        """Rank and scale of a module or parameter, by its name in the model that was adapted."""
+        """Return the scale of a module or parameter, by its name in the adapted model."""
         rank = self.ranks.get(_pattern(self.ranks, name), self.rank)
         alpha = self.alphas.get(_pattern(self.alphas, name), self.alpha)
         return Scale(alpha, rank, self.rank_stabilised)
@@ -76,8 +76,11 @@ class PeftConfig:
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """ValueError where it is no configuration of LoRA, or asks for more than pairs (A, B)."""
-    path = folder / CONFIG
+    """Read adapter_config.json.
+
+    Raises ValueError if it is not a LoRA configuration, or needs more than pairs (A, B).
+    """
+    path = folder / PEFT_CONFIG
     try:
         values = json.loads(path.read_bytes())
         if values["peft_type"] != "LORA":
@@ -95,16 +98,16 @@ def read_peft_config(folder: Path) -> PeftConfig:
         if not all(map(math.isfinite, (config.alpha, *config.alphas.values()))):
             raise ValueError("an alpha is not finite")
         if 0 in (config.alpha, *config.alphas.values()):
-            raise ValueError("an alpha is 0, with which adapters add nothing")
+            raise ValueError("an alpha is 0, which disables the adapters")
         for pattern in (*config.ranks, *config.alphas):
             re.compile(pattern)
         if min(config.rank, *config.ranks.values(), 1) < 1:
             raise ValueError("a rank is below 1")
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} is no PEFT folder: it has no {CONFIG}.") from error
+        raise ValueError(f"{folder} is no PEFT folder: it has no {PEFT_CONFIG}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, re.error) as error:
         raise ValueError(f"{path} is no configuration of LoRA adapters: {error}.") from error
-    _check_held(path, values)
+    _check_supported(path, values)
     return config
 
 
@@ -117,8 +120,8 @@ def config_values(
     doubled: str | None,
     base: str,
 ) -> dict[str, Any]:
-    """What adapter_config.json says of adapters of one rank. `doubled`: the parameter that holds
-    two projections side by side, and so has twice the rank.
+    """Return adapter_config.json of adapters with one rank. doubled: pattern of the parameters that
+    hold two projections side by side, and so have twice the rank.
     """
     values: dict[str, Any] = {
         "alpha_pattern": {doubled: 2 * _plain(alpha)} if doubled else {},
@@ -148,7 +151,7 @@ def config_values(
     return values
 
 
-def _check_held(path: Path, values: Mapping[str, Any]) -> None:
+def _check_supported(path: Path, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if key in _READ | _IGNORED or not value:
             continue
@@ -158,20 +161,20 @@ def _check_held(path: Path, values: Mapping[str, Any]) -> None:
             if not str(value).lower().startswith(_CHANGES_BASE):
                 continue
             raise ValueError(
-                f"{path} has init_lora_weights={value!r}, which changes the base weights too: "
+                f"{path} has init_lora_weights={value!r}, which changes the base weights, too: "
                 f"convert it with peft (path_initial_model_for_weight_conversion) first."
             )
         raise ValueError(
-            f"{path} has {key}={value!r}, and only plain pairs of LoRA matrices can be held: "
+            f"{path} has {key}={value!r}, and only plain pairs of LoRA matrices are supported: "
             f"{_WAY_OUT}."
         )
 
 
 def _pattern(patterns: Iterable[str], name: str) -> str:
-    """The first that matches the end of a name, as PEFT looks them up."""
+    """Return the first pattern that matches the end of a name, as PEFT does, else the name."""
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), name)
 
 
 def _plain(alpha: float) -> float | int:
-    """As people write it."""
+    """Return an integral alpha as an int, as it is usually written."""
     return int(alpha) if alpha == int(alpha) else alpha

@@ -1,7 +1,7 @@
-"""A model's adapters, wherever they lie: pairs (A, B) of its HF projections, and what they add.
+"""Adapters of a model as pairs (A, B) of its HuggingFace projections, from any format on disk.
 
-A projection's weight is W + scale B A with scale = alpha / rank. Shapes: A [rank, columns],
-B [rows, rank].
+The weight of an adapted projection is W + scale B A with scale = alpha / rank. Shapes:
+A [rank, columns], B [rows, rank].
 """
 
 import re
@@ -23,9 +23,10 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Projection:
-    """One HF projection. `linear`: the checkpoint's key of the linear that it is a part of, without
-    `.weight`. `module`: its name in transformers 5, an expert's as if experts were modules
-    (`...mlp.experts.3.gate_proj`).
+    """A HuggingFace projection.
+
+    linear: checkpoint key of the linear that contains it, without `.weight`. module: its name in
+    transformers 5, with experts named as modules (`...mlp.experts.3.gate_proj`).
     """
 
     linear: str
@@ -37,15 +38,17 @@ class Projection:
 
     @property
     def part(self) -> str:
-        """Its name in the linear."""
+        """Name within the linear."""
         return self.module.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
-class Adapters:
-    """`linears`: the adapted ones, each with all of its projections in the order of the mapping.
-    `read` gives a projection's pair. `path`: the folder that they lie in. `base`: the model that
-    they were trained on, by name or path.
+class AdapterPairs:
+    """Adapters of a model.
+
+    path: the folder that holds them. linears: the adapted linears, each with all of its projections
+    in the order of the mapping. read: returns the pair of a projection. base: name or path of the
+    model that they were trained on.
     """
 
     path: Path
@@ -73,7 +76,7 @@ class Adapters:
 
 
 def module_name(name: str) -> str:
-    """A name of a module or tensor in any naming of the Qwen families, as transformers 5 has it."""
+    """Return transformers 5's name of a module or tensor, given any naming of the Qwen families."""
     for old, new in (
         ("model.language_model.", "model.language_model."),
         ("model.visual.", "model.visual."),
@@ -88,7 +91,7 @@ def module_name(name: str) -> str:
 
 
 def linears(weights: Weights) -> dict[str, list[Projection]]:
-    """Every linear of a model that adapters can be put on, and the projections in it."""
+    """Return the projections of every linear of a model that can be adapted."""
     found: dict[str, list[Projection]] = defaultdict(list)
     for entry in weights.entries():
         linear = entry.megatron.removesuffix(".weight")
@@ -97,9 +100,9 @@ def linears(weights: Weights) -> dict[str, list[Projection]]:
     return found
 
 
-def targets(adapted: Iterable[str], whole: Iterable[str]) -> list[str]:
-    """What `lora.targets` must say for a run to have adapters on these linears of the whole model:
-    components, or paths with a wildcard for the layer, or single paths.
+def lora_targets(adapted: Iterable[str], whole: Iterable[str]) -> list[str]:
+    """Return the value of `lora.targets` that adapts these linears of the whole model: components,
+    paths with a wildcard for the layer, or single paths.
     """
     left, whole = {_trained_name(x) for x in adapted}, [_trained_name(x) for x in whole]
     found = []
@@ -114,9 +117,9 @@ def targets(adapted: Iterable[str], whole: Iterable[str]) -> list[str]:
     return found
 
 
-def merged(weights: Weights, adapters: Adapters) -> Weights:
-    """The weights with the adapters in them: an adapted tensor is read in fp32, to be rounded once
-    by who writes it.
+def merged_weights(weights: Weights, adapters: AdapterPairs) -> Weights:
+    """Return the weights with the adapters merged. An adapted tensor is read in fp32, so that the
+    caller rounds it once.
     """
     found = {
         (linear, expert): list(group)
@@ -136,7 +139,7 @@ def merged(weights: Weights, adapters: Adapters) -> Weights:
 
 
 def _added(entry: Entry, pairs: list[Pair], scale: float) -> Tensor:
-    """What they add to the Megatron tensor, in fp32."""
+    """Return the sum of the adapters' products in the layout of the Megatron tensor, in fp32."""
     products = [(b.float() * scale) @ a.float() for a, b in pairs]
     if entry.expert is not None:  # the hub's stacks hold gate and up as one, transposed
         products = [torch.cat(products).t()]
@@ -157,7 +160,7 @@ def _projections(linear: str, entry: Entry) -> Iterator[Projection]:
 
 
 def _trained_name(linear: str) -> str:
-    """As `lora_targets` names a linear: the experts of a layer share a name."""
+    """Return the name of a linear in `lora.targets`, which the experts of a layer share."""
     return linear.replace(".experts.experts.", ".experts.")
 
 

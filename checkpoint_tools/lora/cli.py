@@ -1,4 +1,4 @@
-"""The commands for adapters: lora-export, lora-import, lora-merge."""
+"""Commands for adapters: lora-export, lora-import, lora-merge."""
 
 import time
 from dataclasses import asdict
@@ -7,167 +7,151 @@ from typing import Annotated
 
 import typer
 
-from checkpoint_tools.command import (
-    Alpha,
-    Dtype,
+from checkpoint_tools.options import (
+    ConsoleOptions,
     Experts,
     Force,
-    Json,
-    MaxShardSize,
-    Quiet,
-    Step,
-    files,
+    HFOutputOptions,
+    StepOptions,
+    command,
+    count_files,
     one_process,
-    parse_size,
-    show,
-    tell,
 )
-from checkpoint_tools.progress import size
+from checkpoint_tools.streaming import format_bytes
 
-app = typer.Typer()
+lora_app = typer.Typer()
 
 
-@app.command(
+@command(
+    lora_app,
     "lora-export",
     epilog="Example: megavlm-convert lora-export runs/mine/checkpoints adapters/mine",
 )
-def lora_export(
+def _lora_export(
     checkpoint_dir: Path,
     peft_dir: Path,
+    source: StepOptions,
+    console: ConsoleOptions,
     base: Annotated[
         str | None,
-        typer.Option(help="Name or folder of the base model (default: what the run names)."),
+        typer.Option(help="Name or folder of the base model (default: as the run recorded it)."),
     ] = None,
-    alpha: Alpha = None,
     force: Force = False,
-    step: Step = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
 ) -> None:
-    """Take the adapters out of a checkpoint, trained under any layout, as a PEFT folder.
+    """Export the adapters of a checkpoint, trained under any layout, as a PEFT folder.
 
-    peft loads it on the base model of transformers 5; SGLang serves it. Experts are the exception:
-    they become target_parameters, which peft reads and servers do not: use lora-merge for these.
+    peft loads it on the base model of transformers 5, and SGLang serves it. Adapters of experts
+    become target_parameters, which peft reads and servers do not: use lora-merge for these.
     """
     one_process("lora-export")
-    from checkpoint_tools import lora_export as work
+    from checkpoint_tools.lora.export_adapters import export_adapters
 
     start = time.perf_counter()
-    done = work.lora_export(
+    done = export_adapters(
         checkpoint_dir,
         peft_dir,
-        step=step,
-        alpha=alpha,
+        step=source.step,
+        alpha=source.alpha,
         base=base,
         force=force,
-        show=show(quiet, as_json),
+        show=console.progress,
     )
     seconds = time.perf_counter() - start
-    tell(
+    console.report(
         {**asdict(done), "seconds": seconds},
         f"{checkpoint_dir}: adapters of step {done.step} (rank {done.rank}, alpha {done.alpha:g}) "
-        f"on {done.num_modules} modules, {size(done.num_bytes)}, exported to {peft_dir} in "
+        f"on {done.num_modules} modules, {format_bytes(done.num_bytes)}, exported to {peft_dir} in "
         f"{seconds:.1f} s",
-        quiet,
-        as_json,
     )
 
 
-@app.command(
+@command(
+    lora_app,
     "lora-import",
     epilog="Example: megavlm-convert lora-import adapters/theirs checkpoints/theirs "
     "--base models/Qwen2.5-VL-3B-Instruct",
 )
-def lora_import(
+def _lora_import(
     peft_dir: Path,
     checkpoint_dir: Path,
+    console: ConsoleOptions,
     base: Annotated[
         Path | None,
         typer.Option(
             help="Model folder or checkpoint that the adapters belong to (default: the folder that "
-            "they name)."
+            "their configuration names)."
         ),
     ] = None,
     force: Force = False,
     experts: Experts = "hub",
-    quiet: Quiet = False,
-    as_json: Json = False,
 ) -> None:
     """Turn PEFT adapters and their base model into a checkpoint with the same adapters, exactly.
 
-    Other ranks are filled up with zeros to the largest, other scales are multiplied into B: without
-    rounding where their ratio is a power of two, else in fp32.
+    Lower ranks are padded with zeros to the largest, and different scales are multiplied into B:
+    without rounding if their ratio is a power of two, else in fp32.
     """
     one_process("lora-import")
-    from checkpoint_tools import lora_import as work
+    from checkpoint_tools.lora.import_adapters import import_adapters
 
     start = time.perf_counter()
-    done = work.lora_import(
+    done = import_adapters(
         peft_dir,
         checkpoint_dir,
         base=base,
         force=force,
         experts=experts,
-        show=show(quiet, as_json),
+        show=console.progress,
     )
     seconds = time.perf_counter() - start
-    tell(
+    console.report(
         {**asdict(done), "seconds": seconds},
         f"{peft_dir}: {done.num_tensors} tensors with those of the base model, "
-        f"{size(done.num_bytes)}, imported into {checkpoint_dir} in {seconds:.1f} s\n"
+        f"{format_bytes(done.num_bytes)}, imported into {checkpoint_dir} in {seconds:.1f} s\n"
         f"A recipe with these adapters has lora.rank={done.rank} lora.alpha={done.alpha:g} "
         f"lora.targets=[{','.join(done.targets)}]",
-        quiet,
-        as_json,
     )
 
 
-@app.command(
+@command(
+    lora_app,
     "lora-merge",
     epilog="Examples: megavlm-convert lora-merge runs/mine/checkpoints models/mine; "
     "megavlm-convert lora-merge models/Qwen2.5-VL-3B-Instruct models/mine --adapter adapters/mine",
 )
-def lora_merge(
+def _lora_merge(
     source: Annotated[
         Path, typer.Argument(help="A checkpoint with adapters; with --adapter, the base model.")
     ],
     hf_dir: Path,
+    output: HFOutputOptions,
+    chosen: StepOptions,
+    console: ConsoleOptions,
     adapter: Annotated[Path | None, typer.Option(help="A PEFT folder to merge.")] = None,
-    alpha: Alpha = None,
-    force: Force = False,
-    step: Step = None,
     experts: Experts = "hub",
-    max_shard_size: MaxShardSize = "5GB",
-    dtype: Dtype = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
 ) -> None:
     """Merge adapters into their base model, in fp32 and rounded once, as a HuggingFace folder."""
-    max_shard_bytes = parse_size(max_shard_size)
+    max_shard_bytes = output.max_shard_bytes
     one_process("lora-merge")
     import torch
 
-    from checkpoint_tools import lora_merge as work
+    from checkpoint_tools.export_hf import WriteOptions
+    from checkpoint_tools.lora.merge_adapters import merge_adapters
 
+    dtype = getattr(torch, output.dtype) if output.dtype else None
     start = time.perf_counter()
-    done = work.lora_merge(
+    done = merge_adapters(
         source,
         hf_dir,
         adapter=adapter,
-        step=step,
-        alpha=alpha,
-        force=force,
+        step=chosen.step,
+        alpha=chosen.alpha,
         experts=experts,
-        max_shard_bytes=max_shard_bytes,
-        dtype=getattr(torch, dtype) if dtype else None,
-        show=show(quiet, as_json),
+        options=WriteOptions(output.force, max_shard_bytes, dtype, console.progress),
     )
     seconds = time.perf_counter() - start
-    tell(
+    console.report(
         {**asdict(done), "seconds": seconds},
         f"{source}: adapters of {done.num_merged} projections merged, {done.num_tensors} tensors, "
-        f"{size(done.num_bytes)}, in {hf_dir}, {files(done.num_files)}, {seconds:.1f} s"
-        + done.remarks(),
-        quiet,
-        as_json,
+        f"{format_bytes(done.num_bytes)}, in {hf_dir}, {count_files(done.num_files)}, "
+        f"{seconds:.1f} s" + done.remarks(),
     )

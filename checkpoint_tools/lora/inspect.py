@@ -1,15 +1,15 @@
-"""What a PEFT folder holds, as a table."""
+"""Table of the contents of a PEFT folder."""
 
 from collections import defaultdict
 from typing import Any
 
 from rich.console import RenderableType
 
-from checkpoint_tools.inspection import Component, component, render
-from checkpoint_tools.peft_folder import PeftFolder, PeftModule
-from checkpoint_tools.safetensors_file import Spec
+from checkpoint_tools.inspect_weights import ComponentSize, component_size, component_table
+from checkpoint_tools.lora.peft_folder import PeftFolder, PeftModule
+from checkpoint_tools.safetensors_io import Spec
 
-_COMPONENTS = {
+_COMPONENT_NAMES = {
     ".visual.": "tower",
     ".self_attn.": "attention",
     ".experts.": "experts",
@@ -17,9 +17,9 @@ _COMPONENTS = {
 }
 
 
-def summary(peft: PeftFolder) -> dict[str, Any]:
-    """Everything about the adapters, JSON-able. `scale`: what B A is multiplied by."""
-    parts = components(peft)
+def peft_summary(peft: PeftFolder) -> dict[str, Any]:
+    """Return everything that `inspect` shows of adapters, JSON-able. scale: factor of B A."""
+    parts = _components(peft)
     return {
         "path": str(peft.path),
         "kind": "PEFT adapters",
@@ -33,15 +33,15 @@ def summary(peft: PeftFolder) -> dict[str, Any]:
     }
 
 
-def components(peft: PeftFolder) -> list[Component]:
+def _components(peft: PeftFolder) -> list[ComponentSize]:
     found: dict[str, list[Spec]] = defaultdict(list)
     for module in peft.modules:
         found[_component(module)] += [module.a, module.b]
-    return [component(name, specs) for name, specs in found.items()]
+    return [component_size(name, specs) for name, specs in found.items()]
 
 
-def table(peft: PeftFolder) -> RenderableType:
-    facts = summary(peft)
+def peft_table(peft: PeftFolder) -> RenderableType:
+    facts = peft_summary(peft)
     rows = {
         facts["kind"]: facts["path"],
         "base model": facts["base"] or "unknown",
@@ -49,9 +49,9 @@ def table(peft: PeftFolder) -> RenderableType:
         "scale": ", ".join(f"{scale:g}" for scale in facts["scale"]),
         "modules": f"{facts['modules']:,}",
     }
-    return render(rows, components(peft))
+    return component_table(rows, _components(peft))
 
 
 def _component(module: PeftModule) -> str:
-    found = (name for part, name in _COMPONENTS.items() if part in f"{module.name}.")
+    found = (name for part, name in _COMPONENT_NAMES.items() if part in f"{module.name}.")
     return next(found, "other")

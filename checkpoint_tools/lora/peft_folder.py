@@ -1,4 +1,4 @@
-"""A PEFT folder: adapter_config.json and the pairs in adapter_model.safetensors."""
+"""PEFT folder: adapter_config.json and the pairs in adapter_model.safetensors."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,26 +11,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoint_tools.adapters import Pair, module_name
-from checkpoint_tools.peft_config import CONFIG, PeftConfig, Scale, read_peft_config
-from checkpoint_tools.safetensors_file import Spec, read_spans
+from checkpoint_tools.lora.adapters import Pair, module_name
+from checkpoint_tools.lora.peft_config import PeftConfig, Scale, read_peft_config
+from checkpoint_tools.safetensors_io import Spec, read_spans
+from megavlm.checkpointing.folder import PEFT_CONFIG
 from megavlm.models.common.mapping import Shape
 
-TENSORS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-# Stacks of experts, in the order in which PEFT wraps them: the later around the earlier.
+PEFT_TENSORS = "adapter_model.safetensors"
+_KEY_PREFIX = "base_model.model."
+# Stacks of experts, in the order in which PEFT wraps them: later ones around earlier ones.
 STACKS = ("gate_up_proj", "down_proj")
 _KEY = re.compile(r"(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
-# Some tensors belong to several experts, and each of them reads the whole.
+# Tensors that are kept in memory: some belong to several experts, each of which reads the whole.
 _KEPT_TENSORS = 4
 
 
 @dataclass(frozen=True)
 class PeftModule:
-    """An adapted module of transformers 5, or a parameter that PEFT adapts: a stack of experts,
-    `...mlp.experts.down_proj`. `a` and `b`: what the pair's tensors are, A [rank, columns] and
-    B [rows, rank]. Of a stack of E experts A is [E * rank, columns], an expert's rows together, and
-    B [rows, rank * E], an expert's columns E apart. `place`: what the tensors' names begin with.
+    """Adapted module of transformers 5, or adapted parameter: a stack of experts such as
+    `...mlp.experts.down_proj`.
+
+    place: prefix of the tensors' names. a, b: dtypes and shapes of A [rank, columns] and
+    B [rows, rank]. Of a stack of E experts A is [E * rank, columns], with the rows of an expert
+    together, and B is [rows, rank * E], with the columns of an expert E apart.
     """
 
     name: str
@@ -49,9 +52,9 @@ class PeftModule:
         return self.a.nbytes + self.b.nbytes
 
     def tensors(self) -> Iterator[tuple[str, Spec]]:
-        """Names and forms in a PEFT folder's file."""
-        yield f"{PREFIX}{self.place}.lora_A.weight", self.a
-        yield f"{PREFIX}{self.place}.lora_B.weight", self.b
+        """Yield names and specs of the tensors in the file of a PEFT folder."""
+        yield f"{_KEY_PREFIX}{self.place}.lora_A.weight", self.a
+        yield f"{_KEY_PREFIX}{self.place}.lora_B.weight", self.b
 
 
 @dataclass(frozen=True)
@@ -62,17 +65,20 @@ class PeftFolder:
 
 
 def is_peft_folder(path: Path) -> bool:
-    return (path / CONFIG).is_file() and not (path / "config.json").is_file()
+    return (path / PEFT_CONFIG).is_file() and not (path / "config.json").is_file()
 
 
 def open_peft(path: Path) -> PeftFolder:
-    """ValueError where the folder is incomplete or damaged, or holds more than pairs (A, B)."""
+    """Open a PEFT folder.
+
+    Raises ValueError if it is incomplete or damaged, or holds more than pairs (A, B).
+    """
     config = read_peft_config(path)
-    file = path / TENSORS
+    file = path / PEFT_TENSORS
     if not file.is_file():
         raise ValueError(
-            f"{path} has no {TENSORS}; pickled adapters (.bin) can run code when read: convert "
-            f"them to safetensors."
+            f"{path} has no {PEFT_TENSORS}; pickled adapters (.bin) can run code when read: "
+            f"convert them to safetensors."
         )
     source = _open(file)
     spans = read_spans(file)
@@ -81,24 +87,26 @@ def open_peft(path: Path) -> PeftFolder:
         match = _KEY.fullmatch(key)
         if match is None:
             raise ValueError(
-                f"{file} holds {key}, which is none of a pair of LoRA matrices: merge these "
+                f"{file} holds {key}, which is not one of a pair of LoRA matrices: merge these "
                 f"adapters into their model with peft (merge_and_unload) and import that instead."
             )
-        pair = halves.setdefault(match[1].removeprefix(PREFIX), {})
+        pair = halves.setdefault(match[1].removeprefix(_KEY_PREFIX), {})
         if pair.setdefault(match[2], key) != key:
             raise ValueError(f"{file} holds two adapters for {match[1]}: {pair[match[2]]}, {key}.")
     tensor = lru_cache(_KEPT_TENSORS)(source.get_tensor)
     modules: dict[str, PeftModule] = {}
     for place, pair in halves.items():
         if len(pair) < 2:
-            raise ValueError(f"{file} holds {', '.join(pair.values())} without its other half.")
+            raise ValueError(
+                f"{file} holds {', '.join(pair.values())} without the other of the pair."
+            )
         a, b = (
             Spec(spans[key].dtype, tuple(source.get_slice(key).get_shape()))
             for key in (pair["A"], pair["B"])
         )
         name = _target(place, config)
         scale = config.scale(name)
-        # Names tell where a module is, whatever they begin with in the model that was adapted.
+        # The prefix of a name depends on the class that was adapted; module_name removes it.
         module = PeftModule(
             module_name(name),
             module_name(place),
@@ -122,8 +130,8 @@ def _read(tensor: Callable[[str], Tensor], a: str, b: str) -> Pair:
 
 
 def _target(place: str, config: PeftConfig) -> str:
-    """The module or parameter that tensors of this name adapt. Adapters of several parameters of
-    one module are wrapped around each other; only the wrapping tells them apart.
+    """Return the module or parameter that tensors of this name adapt. PEFT wraps adapters of
+    several parameters of one module around each other; only the depth distinguishes them.
     """
     name = re.sub(r"(\.base_layer)+$", "", place)
     if not name.endswith(".experts"):
@@ -139,7 +147,7 @@ def _target(place: str, config: PeftConfig) -> str:
 
 
 def _check_pair(file: Path, module: PeftModule) -> None:
-    """The matrices have the rank of the configuration."""
+    """Check that the matrices have the rank of the configuration."""
     rank, a, b = module.scale.rank, module.a.shape, module.b.shape
     fits = len(a) == len(b) == 2 and a[0] == b[1]
     if module.is_stack:
@@ -148,8 +156,8 @@ def _check_pair(file: Path, module: PeftModule) -> None:
         fits = a[0] == rank
     if not fits or not (module.a.dtype.is_floating_point and module.b.dtype.is_floating_point):
         raise ValueError(
-            f"{file} holds {module.place} with A {_form(module.a)} and B {_form(module.b)}, and "
-            f"{CONFIG} makes its rank {rank}."
+            f"{file} holds {module.place} with A {_form(module.a)} and B {_form(module.b)}, but "
+            f"{PEFT_CONFIG} sets its rank to {rank}."
         )
 
 
@@ -171,7 +179,7 @@ def _open(file: Path) -> Any:
 
 
 def common_dtype(modules: tuple[PeftModule, ...]) -> torch.dtype:
-    """That holds the numbers of all of them."""
+    """Return the dtype that represents the values of all modules."""
     dtype = modules[0].a.dtype
     for module in modules:
         dtype = torch.promote_types(dtype, torch.promote_types(module.a.dtype, module.b.dtype))

@@ -1,4 +1,4 @@
-"""What an HF folder or a checkpoint holds, as a table."""
+"""Tables of the contents of a HuggingFace folder or a checkpoint."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from checkpoint_tools.safetensors_file import Spec
-from checkpoint_tools.step_adapters import describe, has_adapters
+from checkpoint_tools.lora.step_adapters import describe_adapters, has_adapters
+from checkpoint_tools.safetensors_io import Spec
 from checkpoint_tools.weights import Weights
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Shape
@@ -21,8 +21,8 @@ from megavlm.models.sizes import ParameterSize
 
 
 @dataclass(frozen=True)
-class Component:
-    """Tensors, parameters and bytes of one part of the model; bytes by dtype."""
+class ComponentSize:
+    """Tensors, parameters and bytes of one part of a model. dtypes: bytes by dtype."""
 
     name: str
     tensors: int
@@ -31,27 +31,27 @@ class Component:
     dtypes: dict[str, int]
 
 
-def components(weights: Weights) -> list[Component]:
-    """In the order of the model, adapters last."""
+def weights_components(weights: Weights) -> list[ComponentSize]:
+    """Return the size of each part in the order of the model, adapters last."""
     found: dict[str, list[Spec]] = defaultdict(list)
     for key, shape, dtype in _tensors(weights):
         size = ParameterSize(key, shape, dtype, trained=False, pieces=1)
         found["adapters" if is_adapter(key) else size.component].append(Spec(dtype, shape))
-    return [component(name, specs) for name, specs in found.items()]
+    return [component_size(name, specs) for name, specs in found.items()]
 
 
-def component(name: str, specs: Iterable[Spec]) -> Component:
+def component_size(name: str, specs: Iterable[Spec]) -> ComponentSize:
     specs = list(specs)
     dtypes: dict[str, int] = defaultdict(int)
     for spec in specs:
         dtypes[_name(spec.dtype)] += spec.nbytes
     parameters = sum(prod(spec.shape) for spec in specs)
-    return Component(name, len(specs), parameters, sum(dtypes.values()), dict(dtypes))
+    return ComponentSize(name, len(specs), parameters, sum(dtypes.values()), dict(dtypes))
 
 
-def summary(weights: Weights) -> dict[str, Any]:
-    """Everything about `weights`, JSON-able."""
-    parts = components(weights)
+def weights_summary(weights: Weights) -> dict[str, Any]:
+    """Return everything that `inspect` shows of weights, JSON-able."""
+    parts = weights_components(weights)
     step = weights.manifest
     return {
         "path": str(weights.path),
@@ -63,13 +63,13 @@ def summary(weights: Weights) -> dict[str, Any]:
         "parameters": sum(part.parameters for part in parts),
         "bytes": sum(part.bytes for part in parts),
         "components": [vars(part) for part in parts],
-        "adapters": describe(weights) if has_adapters(weights) else None,
+        "adapters": describe_adapters(weights) if has_adapters(weights) else None,
     }
 
 
 def mapping_rows(weights: Weights) -> Iterator[dict[str, Any]]:
-    """One of each Megatron tensor: what it is made of, and how tensor parallelism cuts it. Shapes
-    and dims count the experts of a stack.
+    """Yield for each Megatron tensor its HuggingFace tensors and how tensor parallelism splits it.
+    Shapes and dims include the dim of stacked experts.
     """
     for key, group in weights.groups.items():
         shard = group[0].shard
@@ -84,23 +84,23 @@ def mapping_rows(weights: Weights) -> Iterator[dict[str, Any]]:
         }
 
 
-def table(weights: Weights) -> RenderableType:
-    facts = summary(weights)
+def weights_table(weights: Weights) -> RenderableType:
+    facts = weights_summary(weights)
     rows = {facts["kind"]: facts["path"], "family": facts["family"]}
     if weights.manifest is not None:
         cut = ", ".join(f"{axis} {size}" for axis, size in facts["layout"].items() if size > 1)
         rows["step"] = str(facts["step"])
         rows["saved under"] = cut or ("one rank" if facts["layout"] else "no layout")
-        rows["optimizer"] = "its state is there" if facts["has_optimizer"] else "none"
+        rows["optimizer"] = "saved" if facts["has_optimizer"] else "none"
     if known := facts["adapters"]:
         alpha = "unknown" if known["alpha"] is None else f"{known['alpha']:g}"
         rows["adapters"] = f"rank {known['rank']}, alpha {alpha}"
         rows["on"] = ", ".join(known["targets"])
-    return render(rows, components(weights))
+    return component_table(rows, weights_components(weights))
 
 
-def render(rows: Mapping[str, str], parts: Sequence[Component]) -> RenderableType:
-    """Facts, and below them the parts with their sum."""
+def component_table(rows: Mapping[str, str], parts: Sequence[ComponentSize]) -> RenderableType:
+    """Lay out facts above a table of parts and their sum."""
     head = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     head.add_column(style="dim", no_wrap=True)
     head.add_column(overflow="fold")
@@ -112,7 +112,7 @@ def render(rows: Mapping[str, str], parts: Sequence[Component]) -> RenderableTyp
         body.add_column(name, justify="right", no_wrap=True)
     for part in parts:
         body.add_row(*_cells(part), end_section=part is parts[-1])
-    total = Component(
+    total = ComponentSize(
         "all",
         sum(part.tensors for part in parts),
         sum(part.parameters for part in parts),
@@ -145,7 +145,7 @@ def _tensors(weights: Weights) -> Iterator[tuple[str, Shape, torch.dtype]]:
     yield from weights.extras
 
 
-def _cells(part: Component) -> list[str]:
+def _cells(part: ComponentSize) -> list[str]:
     return [
         part.name,
         f"{part.tensors:,}",

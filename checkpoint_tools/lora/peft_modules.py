@@ -1,18 +1,18 @@
-"""Adapters of a model's projections, and the modules of PEFT that hold them.
+"""Conversion between adapters of projections and the modules of PEFT.
 
-A linear is a module on both sides. transformers 5 stacks experts into parameters, gate on top of
-up, so there PEFT has one pair of twice the rank for both:
+A linear is a module in both formats. transformers 5 stacks experts into parameters, gate above up,
+so PEFT has one pair of twice the rank for both:
 
     A = [A of gate; A of up]        B = [B of gate, 0; 0, B of up]
 
-Read back, pairs of this form are parted again; of any other, gate and up both get the whole A.
+On import, pairs of this form are split again; of any other pair, gate and up both get the whole A.
 
-A checkpoint has one rank R and one scale for all. What has another is put in that form exactly: A
-and B get zeros up to R, the largest rank, which training leaves as they are; B is multiplied by the
-ratio of the scales. A ratio that is a power of two rounds nothing in bf16 and fp32; fp16 has too
-few exponents even for that. With any other ratio, and in fp16 with any but 1, the adapters become
-fp32, so that B is rounded once and to fp32. The one scale is positive, as a recipe's must be: where
-a module's is negative, B changes its sign.
+A checkpoint has one rank R and one scale for all modules. Modules with other values are converted
+exactly: A and B are padded with zeros up to R, the largest rank, and training leaves the zeros
+unchanged; B is multiplied by the ratio of the scales. A ratio that is a power of two is exact in
+bf16 and fp32, but not in fp16, whose range of exponents is too small. With any other ratio, and in
+fp16 with any ratio but 1, the adapters become fp32, so that B is rounded once, to fp32. The common
+scale is positive, as in a recipe: a negative scale changes the sign of B.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,16 +27,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint_tools.adapters import Adapters, Pair, Projection
-from checkpoint_tools.peft_config import Scale
-from checkpoint_tools.peft_folder import PeftFolder, PeftModule, common_dtype
-from checkpoint_tools.safetensors_file import Spec
+from checkpoint_tools.lora.adapters import AdapterPairs, Pair, Projection
+from checkpoint_tools.lora.peft_config import Scale
+from checkpoint_tools.lora.peft_folder import PeftFolder, PeftModule, common_dtype
+from checkpoint_tools.safetensors_io import Spec
 
 Split = Callable[[Tensor, Tensor], Pair]
 
 
-def to_modules(adapters: Adapters) -> list[PeftModule]:
-    """What PEFT holds of them, for transformers 5. Nothing is read yet."""
+def to_modules(adapters: AdapterPairs) -> list[PeftModule]:
+    """Return the PEFT modules of adapters, for transformers 5. Tensors are read on access."""
     modules = []
     stacks = {_stack(projection) for projection in adapters.projections()}
     for projections in adapters.linears.values():
@@ -47,19 +47,21 @@ def to_modules(adapters: Adapters) -> list[PeftModule]:
     return modules
 
 
-def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> Adapters:
-    """Of a model with these linears. Projections without an adapter get zeros where they share
-    their linear with one that has. ValueError for an adapter that is not of this model.
+def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> AdapterPairs:
+    """Return the adapters of a PEFT folder for a model with the linears `whole`.
+
+    Projections without an adapter get zeros if they share a linear with an adapted one. Raises
+    ValueError for an adapter that does not fit the model.
     """
     projections = {one.module: one for group in whole.values() for one in group}
-    is_parted = all(_is_parted(module) for module in peft.modules if _holds_two(module))
+    is_split = all(_is_split(module) for module in peft.modules if _holds_two(module))
     sources: dict[Projection, _Source] = {}
     for module in peft.modules:
-        for name, source in _sources(module, projections, is_parted):
+        for name, source in _sources(module, projections, is_split):
             if name not in projections:
                 raise ValueError(
-                    f"{peft.path} adapts {module.name}, which is no linear of this model that "
-                    f"training puts adapters on: merge it into its model with peft "
+                    f"{peft.path} adapts {module.name}, which is not a linear of this model that "
+                    f"training can adapt: merge it into its model with peft "
                     f"(merge_and_unload) and import that instead."
                 )
             _check_shape(peft, source, projections[name])
@@ -92,13 +94,13 @@ def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> Adap
         linear: group for linear, group in whole.items() if not sources.keys().isdisjoint(group)
     }
     alpha, base = abs(scale.alpha_for(rank)), peft.config.base
-    return Adapters(peft.path, rank, alpha, dtype, adapted, read, base)
+    return AdapterPairs(peft.path, rank, alpha, dtype, adapted, read, base)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a projection's pair comes from: `split` takes it out of the module's. `a` and `b`: the
-    shapes that this gives.
+    """Source of a projection's pair. split: extracts it from the pair of the module. rank, rows and
+    columns: of the result.
     """
 
     module: PeftModule
@@ -108,7 +110,7 @@ class _Source:
     split: Split
 
 
-def _linear(adapters: Adapters, projection: Projection) -> PeftModule:
+def _linear(adapters: AdapterPairs, projection: Projection) -> PeftModule:
     rank, name = adapters.rank, projection.module
     return PeftModule(
         name,
@@ -120,13 +122,13 @@ def _linear(adapters: Adapters, projection: Projection) -> PeftModule:
     )
 
 
-def _in_dtype(adapters: Adapters, projection: Projection) -> Pair:
+def _in_dtype(adapters: AdapterPairs, projection: Projection) -> Pair:
     a, b = adapters.read(projection)
     return a.to(adapters.dtype), b.to(adapters.dtype)
 
 
 def _experts(
-    adapters: Adapters, projections: Sequence[Projection], stacks: set[str | None]
+    adapters: AdapterPairs, projections: Sequence[Projection], stacks: set[str | None]
 ) -> PeftModule:
     experts = [list(group) for _, group in groupby(projections, key=lambda one: one.expert)]
     parts = experts[0]
@@ -155,7 +157,7 @@ def _experts(
 
 
 def _stack(projection: Projection) -> str | None:
-    """The parameter of transformers 5 that holds an expert's projection."""
+    """Return the parameter of transformers 5 that holds an expert's projection."""
     if projection.expert is None:
         return None
     layer = projection.module.split(".experts.")[0]
@@ -167,8 +169,8 @@ def _holds_two(module: PeftModule) -> bool:
     return module.is_stack and module.name.endswith(".gate_up_proj")
 
 
-def _is_parted(module: PeftModule) -> bool:
-    """Whether gate and up have a half of the rank each, and none of the other's."""
+def _is_split(module: PeftModule) -> bool:
+    """Return True if gate and up each have a half of the rank, with zeros in the other's."""
     rank, (rows, columns) = module.scale.rank, module.b.shape
     if rank % 2 or rows % 2:
         return False
@@ -178,9 +180,9 @@ def _is_parted(module: PeftModule) -> bool:
 
 
 def _sources(
-    module: PeftModule, projections: Mapping[str, Projection], is_parted: bool
+    module: PeftModule, projections: Mapping[str, Projection], is_split: bool
 ) -> Iterator[tuple[str, _Source]]:
-    """By the names of the projections that a module adapts."""
+    """Yield name and source of each projection that a module adapts."""
     rank, (rows, _), (a_rows, columns) = module.scale.rank, module.b.shape, module.a.shape
     layer, _, kind = module.name.rpartition(".")
     experts, first = a_rows // rank, projections.get(f"{layer}.0.down_proj")
@@ -188,7 +190,7 @@ def _sources(
         yield module.name, _Source(module, rank, rows, columns, lambda a, b: (a, b))
         return
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-    ranks = 2 if len(parts) > 1 and is_parted else 1
+    ranks = 2 if len(parts) > 1 and is_split else 1
     for expert in range(experts):
         for index, part in enumerate(parts):
             split = partial(_split, experts, expert, len(parts), ranks, index)
@@ -199,7 +201,7 @@ def _sources(
 def _split(
     experts: int, expert: int, parts: int, ranks: int, index: int, a: Tensor, b: Tensor
 ) -> Pair:
-    """An expert's part: rows of A and columns of B if ranks are parted, and rows of B."""
+    """Extract an expert's part: rows of B, and if `ranks` > 1 also rows of A and columns of B."""
     a = a.view(experts, -1, a.size(1))[expert]
     b = b.view(b.size(0), -1, experts)[:, :, expert].chunk(parts)[index]
     if ranks > 1:

@@ -1,4 +1,4 @@
-"""Work that succeeds on all ranks, or raises on all ranks."""
+"""Actions that succeed on all ranks or raise on all ranks."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,19 +14,19 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; older ones are intact."""
 
 
-def together(
+def run_on_all_ranks(
     what: str,
     action: Callable[[], T],
     group: dist.ProcessGroup | None = None,
     *,
     hint: Callable[[], str] = str,
 ) -> list[T]:
-    """Runs `action` on every rank and returns the results by rank. A barrier of `group`, which
-    holds all ranks; a thread beside the main one needs a group of its own.
+    """Run `action` on every rank and return the results by rank. Collective.
 
-    If it fails on one rank, all raise: a ValueError stays one, another failure is a CheckpointError
-    that names `what` and the rank, and ends with what `hint` gives there. The rank's own traceback
-    is kept as the cause.
+    group: holds all ranks; a thread other than the main one needs a group of its own. If the action
+    fails on one rank, every rank raises: a ValueError stays a ValueError, any other failure becomes
+    a CheckpointError that names `what` and the rank and ends with the text that `hint` returns on
+    that rank. The original exception is kept as its cause on the rank that failed.
     """
     result: T | None = None
     problem: ValueError | CheckpointError | None = None

@@ -1,4 +1,4 @@
-"""Logits of two models, through transformers, on a text and on an image."""
+"""Comparison of two models by transformers' logits on a text and on an image."""
 
 import tempfile
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from checkpoint_tools.export_hf import write_hf
-from checkpoint_tools.peft_folder import is_peft_folder
-from checkpoint_tools.progress import Show, silent
-from checkpoint_tools.step_adapters import has_adapters, step_adapters
+from checkpoint_tools.export_hf import WriteOptions, write_hf
+from checkpoint_tools.lora.peft_folder import is_peft_folder
+from checkpoint_tools.lora.step_adapters import has_adapters, step_adapters
+from checkpoint_tools.streaming import ShowProgress, no_progress
 from checkpoint_tools.weights import Weights, open_both
 from megavlm.models.common.loading import HUB, Form
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
@@ -23,10 +23,11 @@ _TEXT = "The quick brown fox jumps over the lazy dog, and then?"
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The largest over all positions and the vocabulary. `relative`: to the largest logit of the
-    first model, or of the second where the first has nothing but zeros. `token`: what stands at
-    `position`; `vocabulary`: the entry that differs most.
+class LogitDifference:
+    """Largest difference over all positions and the vocabulary.
+
+    relative: to the largest logit of the first model, or of the second if the first has only
+    zeros. token: at `position`. vocabulary: the entry that differs most.
     """
 
     prompt: str
@@ -52,26 +53,27 @@ def compare_logits(
     *,
     experts: tuple[Form, Form] = (HUB, HUB),
     alpha: float | None = None,
-    show: Show = silent,
-) -> list[Difference]:
-    """Of HF folders or checkpoints, in fp32, one model in memory at a time. Both get the inputs
-    that the processor of `a` makes. `experts`: the forms of their stacks, as in HubTensors.
-    `alpha`: of adapters in a checkpoint, where nothing tells it.
+    show: ShowProgress = no_progress,
+) -> list[LogitDifference]:
+    """Compare the fp32 logits of two HuggingFace folders or checkpoints, one model in memory at a
+    time, on inputs of the processor of `a`.
 
-    ValueError for adapters without a model, models of two families, vocabularies of different
-    sizes, or logits that are not finite.
+    experts: formats of their stacked experts, as in HubTensors. alpha: of adapters in a checkpoint
+    that does not record it. Raises ValueError for adapters without a model, models of two families,
+    vocabularies of different sizes, or logits that are not finite.
     """
     for path in (a, b):
         if is_peft_folder(path):
             raise ValueError(
-                f"{path} holds adapters and no model, so there are no logits: merge them "
+                f"{path} holds adapters without a model, which have no logits: merge them "
                 f"(megavlm-convert lora-merge MODEL OUTPUT --adapter {path}) and compare that."
             )
     sides = open_both(a, b, experts)
     families = [weights.config.model_type for weights in sides]
     if families[0] != families[1]:
         raise ValueError(
-            f"{a} is a {families[0]} and {b} a {families[1]}: logits of one family are compared."
+            f"{a} is a {families[0]} and {b} a {families[1]}: only logits of one family can be "
+            f"compared."
         )
     if alpha is not None and not any(map(has_adapters, sides)):
         raise ValueError(f"neither {a} nor {b} holds adapters: leave --alpha out.")
@@ -88,14 +90,14 @@ def compare_logits(
         y = second[prompt]
         if x.shape != y.shape:
             raise ValueError(
-                f"{a} and {b} have {x.shape[1]} and {y.shape[1]} logits a token: they cannot be "
-                f"compared."
+                f"{a} and {b} have {x.shape[1]} and {y.shape[1]} logits per token: they cannot "
+                f"be compared."
             )
         for path, logits in ((a, x), (b, y)):
             if not logits.isfinite().all():
                 raise ValueError(
-                    f"{path} has logits on the {prompt} prompt that are no numbers (NaN or "
-                    f"infinite): they cannot be compared."
+                    f"{path} has logits on the {prompt} prompt that are NaN or infinite: they "
+                    f"cannot be compared."
                 )
         gap = (x - y).abs()
         place = int(gap.argmax())
@@ -104,26 +106,28 @@ def compare_logits(
         token = tokenizer.convert_ids_to_tokens(int(inputs[prompt]["input_ids"][0, position]))
         scale = float(x.abs().max()) or float(y.abs().max())
         relative = largest / scale if scale else 0.0
-        differences.append(Difference(prompt, largest, relative, position, token, vocabulary))
+        differences.append(LogitDifference(prompt, largest, relative, position, token, vocabulary))
     return differences
 
 
 @contextmanager
-def _hf_folder(weights: Weights, experts: Form, alpha: float | None, show: Show) -> Iterator[Path]:
-    """The folder itself, or what is made of it for as long as it is needed: an export of a
-    checkpoint, or the same model with its experts as on the hub.
+def _hf_folder(
+    weights: Weights, experts: Form, alpha: float | None, show: ShowProgress
+) -> Iterator[Path]:
+    """Yield a HuggingFace folder with experts as on the hub: the folder of the weights if it is
+    one, else a temporary export.
     """
     if weights.manifest is None and experts == HUB:
         yield weights.path
         return
     adapters = step_adapters(weights, alpha=alpha) if has_adapters(weights) else None
     with tempfile.TemporaryDirectory(prefix="megavlm-verify-") as folder:
-        write_hf(weights, Path(folder) / "hf", adapters=adapters, show=show)
+        write_hf(weights, Path(folder) / "hf", adapters=adapters, options=WriteOptions(show=show))
         yield Path(folder) / "hf"
 
 
 def _inputs(folder: Path) -> dict[str, Any]:
-    """A text and an image that is not alike anywhere, as the model's processor makes them."""
+    """Return the inputs of a text, and of an image without repeating parts, by prompt."""
     processor = _processor(folder)
     steps = torch.linspace(0, 255, 112)
     channels = [steps.expand(112, 112), steps[:, None].expand(112, 112), steps.outer(steps) / 255]
@@ -146,7 +150,7 @@ def _inputs(folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def _logits(folder: Path, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """By prompt: [T, V]."""
+    """Compute the logits [T, V] of each prompt."""
     define_torchvision_operators()
     from transformers import AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar

@@ -1,4 +1,4 @@
-"""Two models on the disk, tensor by tensor and bit by bit."""
+"""Bitwise comparison of two models on the disk, tensor by tensor."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,22 +6,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from checkpoint_tools.ahead import one_ahead
-from checkpoint_tools.progress import Show, silent
-from checkpoint_tools.step_adapters import has_adapters, known_settings
+from checkpoint_tools.lora.step_adapters import has_adapters, recorded_settings
+from checkpoint_tools.streaming import ShowProgress, no_progress, prefetch
 from checkpoint_tools.weights import Weights
 from megavlm.models.common.mapping import Entry
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LISTED = 10
 
-Tensors = tuple[Tensor, ...]
-
 
 @dataclass
-class Comparison:
-    """Counts of the hub's tensors, of experts row by row. `first`: a sentence about each of the
-    first that differ.
+class WeightComparison:
+    """Counts of equal and different hub tensors; experts count row by row. first: a description of
+    each of the first that differ.
     """
 
     equal: int = 0
@@ -37,9 +34,11 @@ class Comparison:
             self.first.append(problem)
 
 
-def compare(a: Weights, b: Weights, *, show: Show = silent) -> Comparison:
-    """Tensors are equal when dtype, shape and every bit are. ValueError for an unreadable one."""
-    result = Comparison()
+def compare_weights(
+    a: Weights, b: Weights, *, show: ShowProgress = no_progress
+) -> WeightComparison:
+    """Compare dtype, shape and every bit of all tensors. Raises ValueError if one is unreadable."""
+    result = WeightComparison()
     others = {(entry.megatron, entry.expert): entry for entry in b.entries()}
     pairs: list[tuple[Entry, Entry]] = []
     for entry in a.entries():
@@ -55,12 +54,12 @@ def compare(a: Weights, b: Weights, *, show: Show = silent) -> Comparison:
             result.add(f"{name} {_alone(b)}")
     _compare_extras(a, b, result)
 
-    def read(pair: tuple[Entry, Entry]) -> tuple[list[str], Tensors, Tensors]:
+    def read(pair: tuple[Entry, Entry]) -> tuple[list[str], tuple[Tensor, ...], tuple[Tensor, ...]]:
         entry, other = pair
         return _names(entry), entry.to_hf(a.read(entry)), other.to_hf(b.read(other))
 
     with show("verify", a.total_bytes) as advance:
-        for names, left, right in one_ahead(read, pairs):
+        for names, left, right in prefetch(read, pairs):
             for name, x, y in zip(names, left, right, strict=True):
                 problem = difference(x, y)
                 result.add(problem and f"{name} {problem}")
@@ -68,11 +67,11 @@ def compare(a: Weights, b: Weights, *, show: Show = silent) -> Comparison:
     return result
 
 
-def _compare_extras(a: Weights, b: Weights, result: Comparison) -> None:
-    """Adapters and value heads, tensor by tensor, as checkpoints hold them."""
+def _compare_extras(a: Weights, b: Weights, result: WeightComparison) -> None:
+    """Compare adapters and value heads in the format of checkpoints."""
     left, right = ({name for name, *_ in x.extras} for x in (a, b))
     if has_adapters(a) and has_adapters(b):
-        alphas = [known_settings(x.path).get("alpha") for x in (a, b)]
+        alphas = [recorded_settings(x.path).get("alpha") for x in (a, b)]
         if alphas[0] != alphas[1]:
             result.add(f"adapters have alpha {alphas[0]} and {alphas[1]}")
     for name in sorted(left | right):
@@ -89,15 +88,15 @@ def _compare_extras(a: Weights, b: Weights, result: Comparison) -> None:
 
 
 def difference(a: Tensor, b: Tensor) -> str | None:
-    """How many entries of two tensors, alike in dtype and shape, differ in their bits, and where
-    they do so first.
+    """Describe how many entries of two tensors of one dtype and shape differ in their bits, and
+    the first that does. None if all are equal.
     """
     bits = _BITS[a.dtype.itemsize]
     unequal = a.contiguous().view(bits) != b.contiguous().view(bits)
     count = int(unequal.sum())
     if not count:
         return None
-    place = unequal.flatten().view(torch.uint8).argmax()  # of the first
+    place = unequal.flatten().view(torch.uint8).argmax()
     where = tuple(int(x) for x in torch.unravel_index(place, a.shape))
     return (
         f"differs in {count} of {a.numel()} entries, first at {list(where)}: "
@@ -106,7 +105,7 @@ def difference(a: Tensor, b: Tensor) -> str | None:
 
 
 def _unlike(a: Weights, entry: Entry, b: Weights, other: Entry) -> str | None:
-    """What tells entries of one Megatron tensor apart without their numbers."""
+    """Describe how shapes or dtypes of two entries differ, None if they agree."""
     if entry.hf_shapes != other.hf_shapes:
         return f"makes a Megatron tensor {entry.megatron_shape} and {other.megatron_shape}"
     left, right = a.dtypes[entry.megatron], b.dtypes[entry.megatron]
@@ -114,15 +113,15 @@ def _unlike(a: Weights, entry: Entry, b: Weights, other: Entry) -> str | None:
 
 
 def _alone(weights: Weights) -> str:
-    return f"is in {weights.path} alone"
+    return f"is only in {weights.path}"
 
 
 def _names(entry: Entry) -> list[str]:
     return [name if entry.expert is None else f"{name}[{entry.expert}]" for name in entry.hf]
 
 
-def sentences(result: Comparison) -> Iterator[str]:
-    """The result for a reader."""
+def sentences(result: WeightComparison) -> Iterator[str]:
+    """Describe the result, line by line."""
     total = result.equal + result.different
     if not result.different:
         yield f"All {total} tensors are equal, bit by bit."

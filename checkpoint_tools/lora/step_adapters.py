@@ -1,9 +1,9 @@
-"""Adapters in a checkpoint's step, in the form that training saves and loads.
+"""Adapters of a step, in the format that training saves and loads.
 
-    LINEAR.lora_A           [sum of ranks, columns]: the projections' A's below each other
-    LINEAR.lora_B_<part>    [rows, rank]: of each projection
+    LINEAR.lora_A           [sum of ranks, columns]: A of the projections, concatenated
+    LINEAR.lora_B_<part>    [rows, rank]: B of each projection
 
-Experts are stacked in front, as their weights are. What A and B do not tell lies in `lora.json`.
+Experts are stacked in a leading dim, as their weights are. Other settings are in `lora.json`.
 """
 
 from collections.abc import Iterator
@@ -16,16 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_tools.adapters import Adapters, Pair, Projection, linears, targets
+from checkpoint_tools.lora.adapters import (
+    AdapterPairs,
+    Pair,
+    Projection,
+    linears,
+    lora_targets,
+)
 from checkpoint_tools.weights import Weights
-from megavlm.checkpointing.adapters import SETTINGS, AdapterSettings
+from megavlm.checkpointing.adapter_settings import AdapterSettings
+from megavlm.checkpointing.folder import LORA_SETTINGS
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Shape
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor of a step, or an expert's row of it. `shape`: of the whole tensor."""
+class StepTensor:
+    """A tensor of a step, or one expert's row of it. shape: of the whole tensor."""
 
     key: str
     expert: int | None
@@ -37,25 +44,25 @@ def has_adapters(weights: Weights) -> bool:
     return any(is_adapter(name) for name, *_ in weights.extras)
 
 
-def describe(weights: Weights) -> dict[str, Any]:
-    """Rank, alpha and base model, None where nothing tells them, and what the adapters are on."""
+def describe_adapters(weights: Weights) -> dict[str, Any]:
+    """Return rank, alpha, base model and targets. Alpha and base are None if not recorded."""
     whole = linears(weights)
     adapted = {name.rpartition(".")[0] for name, *_ in weights.extras if is_adapter(name)}
-    known = known_settings(weights.path)
+    known = recorded_settings(weights.path)
     return {
         "rank": _rank(weights),
         "alpha": known.get("alpha"),
         "base": known.get("base"),
-        "targets": targets([linear for linear in whole if linear in adapted], whole),
+        "targets": lora_targets([linear for linear in whole if linear in adapted], whole),
     }
 
 
 def step_adapters(
     weights: Weights, *, alpha: float | None = None, base: str | None = None
-) -> Adapters:
-    """Of a step. `alpha` and `base` (a model's name or folder) overrule what is known.
+) -> AdapterPairs:
+    """Open the adapters of a step. `alpha` and `base` (name or folder) override recorded values.
 
-    ValueError where the step has none, does not hold those of its model, or nothing tells alpha.
+    Raises ValueError if the step has none, if they do not fit its model, or if alpha is unknown.
     """
     reader, path = weights.reader, weights.path
     if reader is None or not has_adapters(weights):
@@ -72,12 +79,12 @@ def step_adapters(
                 raise ValueError(
                     f"{key} in {path} has shape {found[key][0]}; its model makes it {shape}."
                 )
-    known = known_settings(path)
+    known = recorded_settings(path)
     if alpha is None:
         alpha = known.get("alpha")
     if alpha is None:
         raise ValueError(
-            f"{path} does not tell the alpha of its adapters (no {SETTINGS}): give --alpha."
+            f"{path} does not record the alpha of its adapters (no {LORA_SETTINGS}): give --alpha."
         )
     if not isfinite(alpha):
         raise ValueError(f"{path}: adapters cannot have alpha {alpha}; it must be finite.")
@@ -92,20 +99,20 @@ def step_adapters(
     dtype = dtypes[0]
     for other in dtypes:
         dtype = torch.promote_types(dtype, other)
-    return Adapters(path, rank, alpha, dtype, adapted, read, base or known.get("base"))
+    return AdapterPairs(path, rank, alpha, dtype, adapted, read, base or known.get("base"))
 
 
-def adapter_pieces(adapters: Adapters) -> Iterator[Piece]:
-    """The adapters' part of a step, tensor by tensor, of experts one by one."""
+def adapter_tensors(adapters: AdapterPairs) -> Iterator[StepTensor]:
+    """Yield the adapters' tensors of a step, experts one by one."""
     for linear, parts in adapters.linears.items():
         shapes = dict(_shapes(linear, parts, adapters.rank))
         for expert, group in groupby(parts, key=lambda projection: projection.expert):
             pairs = {projection.part: adapters.read(projection) for projection in group}
             key = f"{linear}.lora_A"
-            yield Piece(key, expert, shapes[key], torch.cat([a for a, _ in pairs.values()]))
+            yield StepTensor(key, expert, shapes[key], torch.cat([a for a, _ in pairs.values()]))
             for part, (_, b) in pairs.items():
                 key = f"{linear}.lora_B_{part}"
-                yield Piece(key, expert, shapes[key], b)
+                yield StepTensor(key, expert, shapes[key], b)
 
 
 def _rank(weights: Weights) -> int:
@@ -118,14 +125,14 @@ def _rank(weights: Weights) -> int:
     return rank
 
 
-def known_settings(step: Path) -> dict[str, Any]:
-    """What is known of the adapters in a step: their alpha, and the model that they belong to."""
+def recorded_settings(step: Path) -> dict[str, Any]:
+    """Return the recorded AdapterSettings of a step as a dict, empty if there are none."""
     settings = AdapterSettings.read(step)
     return asdict(settings) if settings else {}
 
 
 def _names(linear: str, parts: list[Projection]) -> Iterator[tuple[str, list[Projection]]]:
-    """Keys of a linear's tensors, and the projections (of one expert) in each."""
+    """Yield the keys of a linear's tensors, and the projections (of one expert) in each."""
     one = [projection for projection in parts if projection.expert == parts[0].expert]
     yield f"{linear}.lora_A", one
     for projection in one:

@@ -1,4 +1,4 @@
-"""An output folder: refused where something is, complete or not there at all."""
+"""Output folders that are complete or absent, and never replace other data."""
 
 import errno
 import fcntl
@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpoint_tools.progress import size
-from megavlm.checkpointing import atomic, folder
+from checkpoint_tools.streaming import format_bytes
+from megavlm.checkpointing import atomic
+from megavlm.checkpointing.folder import MANIFEST
 
-# For configuration, tokenizer and tables of contents, beside the weights.
+# Room for configuration, tokenizer and tables of contents, beside the weights.
 _SPARE_BYTES = 50 * 10**6
 
 
@@ -19,27 +20,29 @@ _SPARE_BYTES = 50 * 10**6
 def output_folder(
     target: Path, *, sources: Iterable[Path], force: bool, mark: str, nbytes: int
 ) -> Iterator[Path]:
-    """Yields a partial folder beside `target`, and gives it that name at the end.
+    """Yield a partial folder beside `target`, and rename it to `target` at the end.
 
-    `sources`: the folders that it is made of, none of which it may replace. With `force` an older
-    folder is replaced, but only one that holds a file like `mark`, so that a mistyped path does not
-    delete a home directory. On an error nothing is left; what a killed conversion left is removed.
-    ValueError where another conversion writes the same folder, or its disk has less room than
-    `nbytes` of weights need.
+    sources: the folders that are read, none of which may be replaced. force: replace an older
+    folder, but only one that holds a file that matches `mark`, so that a mistyped path does not
+    delete a home directory. nbytes: size of the weights. On an error nothing is left; partial
+    output of a killed conversion is removed. Raises ValueError if the folder may not be replaced,
+    if another process is writing it, or if its disk has no room.
     """
     target = _resolved(target)
     for path in (target, *target.parents):
         if path.is_file():
             raise ValueError(f"{path} is a file: name a folder.")
-    if os.path.ismount(target):  # which no other folder can replace
-        raise ValueError(f"{target} is where a disk is mounted: name a folder in it.")
+    if os.path.ismount(target):
+        raise ValueError(
+            f"{target} is a mount point, which cannot be replaced: name a folder in it."
+        )
     _check_sources(target, sources)
     if target.is_dir() and any(target.iterdir()):
         if not force:
             raise ValueError(f"{target} is not empty: choose another folder, or add --force.")
         if not any(target.glob(mark)):
             raise ValueError(f"{target} holds no {mark}: --force does not replace such a folder.")
-    partial = atomic.partial(target)
+    partial = atomic.partial_path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target):
         if partial.exists():
@@ -54,32 +57,30 @@ def output_folder(
 
 
 def _resolved(target: Path) -> Path:
-    """A link stays, and what it points to is replaced."""
+    """Follow links: a link is kept, and the folder that it points to is replaced."""
     try:
         return target.resolve()
     except RuntimeError as error:
-        raise ValueError(f"{target} is a link that leads back to itself: name a folder.") from error
+        raise ValueError(f"{target} is a link to itself: name a folder.") from error
 
 
 def _check_sources(target: Path, sources: Iterable[Path]) -> None:
-    """None of the files goes when the target is replaced, and the target not when a step goes."""
+    """Check that no source lies in the target, and that the target does not lie in a step."""
     for source in sources:
         # A file may be a link to another place.
         for path in (source, *filter(Path.is_file, source.iterdir())):
             if path.resolve().is_relative_to(target):
                 raise ValueError(
-                    f"{target} holds {path}, which is read: replacing it would delete that; choose "
+                    f"{target} holds {path}, which is an input and would be deleted: choose "
                     f"another folder."
                 )
-        if (source / folder.MANIFEST).is_file() and target.is_relative_to(source.resolve()):
-            raise ValueError(
-                f"{target} lies in a step, which holds nothing else: choose another folder."
-            )
+        if (source / MANIFEST).is_file() and target.is_relative_to(source.resolve()):
+            raise ValueError(f"{target} lies in a step of a checkpoint: choose another folder.")
 
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """One conversion at a time: a second would remove the partial folder of the first."""
+    """Lock the target: a second conversion would remove the partial folder of the first."""
     path = target.with_name(f".{target.name}.lock")
     with path.open("w") as file:
         try:
@@ -99,4 +100,6 @@ def _check_room(target: Path, nbytes: int) -> None:
     disk = os.statvfs(target.parent)
     free, needed = disk.f_bavail * disk.f_frsize, nbytes + _SPARE_BYTES
     if free < needed:
-        raise ValueError(f"{target} needs {size(needed)}, and {size(free)} are free on its disk.")
+        raise ValueError(
+            f"{target} needs {format_bytes(needed)}, and {format_bytes(free)} are free on its disk."
+        )

@@ -1,33 +1,35 @@
-"""Adapters on the disk, in PEFT folders or in checkpoints, compared bit by bit."""
+"""Bitwise comparison of adapters, in PEFT folders or in checkpoints."""
 
 from math import isclose
 from pathlib import Path
 
-from checkpoint_tools.comparison import Comparison, difference
-from checkpoint_tools.peft_folder import PeftModule, is_peft_folder, open_peft
-from checkpoint_tools.peft_modules import to_modules
-from checkpoint_tools.progress import Show, silent
-from checkpoint_tools.safetensors_file import Spec
-from checkpoint_tools.step_adapters import step_adapters
+from checkpoint_tools.compare_weights import WeightComparison, difference
+from checkpoint_tools.lora.peft_folder import PeftModule, is_peft_folder, open_peft
+from checkpoint_tools.lora.peft_modules import to_modules
+from checkpoint_tools.lora.step_adapters import step_adapters
+from checkpoint_tools.safetensors_io import Spec
+from checkpoint_tools.streaming import ShowProgress, no_progress
 from checkpoint_tools.weights import step_weights
 
 
 def compare_adapters(
-    a: Path, b: Path, *, alpha: float | None = None, show: Show = silent
-) -> Comparison:
-    """Modules are equal when A, B and their scale are. `alpha`: of a checkpoint's, where nothing
-    tells it. ValueError for a folder that holds no adapters.
+    a: Path, b: Path, *, alpha: float | None = None, show: ShowProgress = no_progress
+) -> WeightComparison:
+    """Compare A, B and scale of each adapted module.
+
+    alpha: of the adapters of a checkpoint that does not record it. Raises ValueError for a folder
+    without adapters.
     """
     if alpha is not None and is_peft_folder(a) and is_peft_folder(b):
-        raise ValueError(f"{a} and {b} have alphas of their own: leave --alpha out.")
-    result = Comparison()
+        raise ValueError(f"{a} and {b} have their own alphas: leave --alpha out.")
+    result = WeightComparison()
     left, right = _modules(a, alpha), _modules(b, alpha)
     with show("verify", sum(module.nbytes for module in left.values())) as advance:
         for name in left | right:
             x, y = left.get(name), right.get(name)
             if x is None or y is None:
                 for side in "AB":
-                    result.add(f"{side} of {name} is in {b if x is None else a} alone")
+                    result.add(f"{side} of {name} is only in {b if x is None else a}")
                 continue
             for side, problem in zip("AB", _problems(x, y), strict=True):
                 result.add(problem and f"{side} of {name} {problem}")
@@ -45,7 +47,7 @@ def _modules(path: Path, alpha: float | None) -> dict[str, PeftModule]:
 
 
 def _problems(x: PeftModule, y: PeftModule) -> list[str | None]:
-    """Of A and of B: how they differ."""
+    """Describe how A and B of two modules differ, None for equal ones."""
     left, right = x.scale.value, y.scale.value
     if not isclose(left, right, rel_tol=1e-12):
         return [f"is scaled by {left:g} and by {right:g}"] * 2

@@ -1,33 +1,33 @@
-"""What a step's tensors do not tell of the adapters in it."""
+"""Adapters of a step: their settings in lora.json, and the keys of their tensors."""
 
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megavlm.checkpointing import folder as form
 from megavlm.checkpointing.checksums import first_difference
+from megavlm.checkpointing.folder import LORA_SETTINGS, Manifest
 from megavlm.checkpointing.reader import CONTENTS, StepReader
 from megavlm.models.common.lora_linear import is_adapter
-
-SETTINGS = "lora.json"
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """`base`: the model that they belong to, by its name or folder; None where it is unknown."""
+    """Settings that the tensors do not show. base: name or folder of the model that the adapters
+    belong to, None if unknown.
+    """
 
     rank: int
     alpha: float
     base: str | None
 
     def write(self, step: Path) -> None:
-        (step / SETTINGS).write_text(json.dumps(asdict(self)))
+        (step / LORA_SETTINGS).write_text(json.dumps(asdict(self)))
 
     @staticmethod
     def read(step: Path) -> "AdapterSettings | None":
-        """None where the step has no such file; ValueError where it is garbage."""
-        path = step / SETTINGS
+        """Read the settings of a step, None if it has none. Raises ValueError if damaged."""
+        path = step / LORA_SETTINGS
         if not path.is_file():
             return None
         try:
@@ -35,12 +35,14 @@ class AdapterSettings:
             rank, alpha, base = values["rank"], values["alpha"], values["base"]
             return AdapterSettings(int(rank), float(alpha), None if base is None else str(base))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"{path} cannot be read as adapters' settings: {error!r}.") from error
+            raise ValueError(f"{path} cannot be read as adapter settings: {error!r}.") from error
 
 
-def adapters(step: Path) -> set[str]:
-    """The keys of a step's adapters; ValueError where its table of contents is damaged."""
-    files = form.Manifest.read(step).files
+def saved_adapter_keys(step: Path) -> set[str]:
+    """Return the keys of a step's adapters. Raises ValueError if its table of contents is
+    damaged.
+    """
+    files = Manifest.read(step).files
     if problem := first_difference(step, files, files.keys() & {CONTENTS}):
         raise ValueError(problem)
     return adapter_keys(StepReader(step).tensors)
@@ -51,10 +53,10 @@ def adapter_keys(tensors: Iterable[str]) -> set[str]:
 
 
 def check_alpha(step: Path, alpha: float) -> None:
-    """ValueError where the step's adapters were trained with another."""
+    """Raise ValueError if the adapters of the step were trained with another alpha."""
     settings = AdapterSettings.read(step)
     if settings is not None and settings.alpha != alpha:
         raise ValueError(
-            f"lora.alpha={alpha:g} is not what the adapters in {step} were trained with: set "
-            f"lora.alpha={settings.alpha:g}"
+            f"lora.alpha={alpha:g} differs from the alpha that the adapters in {step} were trained "
+            f"with: set lora.alpha={settings.alpha:g}"
         )

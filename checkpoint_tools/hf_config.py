@@ -1,4 +1,4 @@
-"""What an HF folder's config.json says about its tensors."""
+"""config.json of a HuggingFace folder."""
 
 import json
 from collections.abc import Iterator
@@ -9,10 +9,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from megavlm.models.common.mapping import Entry
 from megavlm.models.registry import family
 
-# Of which there must be some, wherever a configuration has them.
+# Keys whose values must be at least 1 wherever they appear.
 _COUNTS = {
     "head_dim", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads",
     "num_heads", "num_hidden_layers", "num_key_value_heads", "spatial_merge_size", "vocab_size",
@@ -20,7 +19,10 @@ _COUNTS = {
 
 
 def read_config(folder: Path) -> Any:
-    """transformers' configuration of an HF folder; ValueError where it is of no family of ours."""
+    """Load transformers' configuration of a HuggingFace folder.
+
+    Raises ValueError if it is missing, invalid, or of an unsupported family.
+    """
     path = folder / "config.json"
     try:
         values = json.loads(path.read_bytes())
@@ -43,7 +45,7 @@ def read_config(folder: Path) -> Any:
 
 
 def dtype_keys(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a config.json, or its section of a part of the model, names a dtype."""
+    """Yield (section, key) for each place in a config.json that names a dtype."""
     for section in _sections(values):
         for key in ("dtype", "torch_dtype"):
             if section.get(key) is not None:
@@ -55,7 +57,7 @@ def _sections(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _check(path: Path, values: dict[str, Any]) -> None:
-    """What transformers divides by, or looks up, before it checks it."""
+    """Check values that transformers divides by or looks up before it validates them."""
     for section in _sections(values):
         for key in _COUNTS & section.keys():
             count = section[key]
@@ -65,9 +67,3 @@ def _check(path: Path, values: dict[str, Any]) -> None:
         name = section[key]
         if not isinstance(name, str) or not isinstance(getattr(torch, name, None), torch.dtype):
             raise ValueError(f"{path} has {key}={name!r}, which is no dtype of torch.")
-
-
-def read_mapping(folder: Path) -> list[Entry]:
-    """The mapping of the model in an HF folder; ValueError as in read_config."""
-    config = read_config(folder)
-    return family(config.model_type).mapping(config)

@@ -1,0 +1,1 @@
+"""Adapters: PEFT folders, and the adapters of a step."""

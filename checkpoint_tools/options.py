@@ -1,0 +1,134 @@
+"""Options that the commands share, and the output of a command."""
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal
+
+import typer
+
+from checkpoint_tools.streaming import ShowProgress, no_progress, progress_bar
+
+Force = Annotated[bool, typer.Option("--force", help="Replace the output folder.")]
+StepOption = Annotated[int | None, typer.Option(help="Step of a checkpoint (default: the latest).")]
+Alpha = Annotated[
+    float | None,
+    typer.Option(help="Alpha of the adapters (default: as their run or import recorded it)."),
+]
+Experts = Annotated[
+    Literal["hub", "memory"],
+    typer.Option(help="Format of stacked experts: as on the hub, or as transformers 5 saves them."),
+]
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Step of a checkpoint, and alpha of the adapters in it."""
+
+    step: StepOption = None
+    alpha: Alpha = None
+
+
+@dataclass(frozen=True)
+class ConsoleOptions:
+    """Output of a command on the terminal."""
+
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no progress.")] = (
+        False
+    )
+
+    @property
+    def progress(self) -> ShowProgress:
+        return no_progress if self.quiet or self.as_json else progress_bar
+
+    def report(self, record: dict[str, Any], sentence: str) -> None:
+        """Print the result of a command, as JSON or as a sentence."""
+        if self.as_json:
+            typer.echo(json.dumps(record))
+        elif not self.quiet:
+            typer.echo(sentence)
+
+
+@dataclass(frozen=True)
+class HFOutputOptions:
+    """Weight files of a HuggingFace folder."""
+
+    force: Force = False
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = "5GB"
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Dtype of the weights (default: unchanged)."),
+    ] = None
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """Size of the largest weight file. Raises ValueError if `max_shard_size` is not a size."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B|)", self.max_shard_size.strip().upper())
+        if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+            raise ValueError(
+                f"--max-shard-size {self.max_shard_size!r} is not a size: write it as 5GB or 500MB."
+            )
+        return int(float(match[1]) * _UNITS[match[2]])
+
+
+def command(app: typer.Typer, name: str, *, epilog: str) -> Callable[[Callable[..., None]], None]:
+    """Register a function as a command of `app`. A parameter whose type is a dataclass becomes one
+    option per field.
+    """
+
+    def register(function: Callable[..., None]) -> None:
+        parameters: list[inspect.Parameter] = []
+        groups: dict[str, Any] = {}
+        for parameter in inspect.signature(function).parameters.values():
+            kind = parameter.annotation
+            if is_dataclass(kind):
+                groups[parameter.name] = kind
+                parameters += [
+                    _option(field.name, field.type, field.default) for field in fields(kind)
+                ]
+            else:
+                parameters.append(_option(parameter.name, kind, parameter.default))
+
+        def run(**values: Any) -> None:
+            for group, kind in groups.items():
+                values[group] = kind(
+                    **{field.name: values.pop(field.name) for field in fields(kind)}
+                )
+            function(**values)
+
+        expanded: Any = run
+        expanded.__doc__ = function.__doc__
+        expanded.__signature__ = inspect.Signature(parameters)
+        expanded.__annotations__ = {one.name: one.annotation for one in parameters}
+        app.command(name, epilog=epilog)(expanded)
+
+    return register
+
+
+def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    if default is MISSING:
+        default = inspect.Parameter.empty
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def one_process(name: str) -> None:
+    """Install the platform. Raises ValueError under torchrun, which `name` does not support."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"{name} runs in one process: start it without torchrun.")
+    install_platform()
+
+
+def install_platform() -> None:
+    """Install the platform, which must precede the first import of megatron-core."""
+    from megavlm.parallel import platform
+
+    platform.install()
+
+
+def count_files(count: int) -> str:
+    return f"{count} file{'s' * (count > 1)}"

@@ -1,0 +1,72 @@
+"""Models that `megavlm evaluate` is given by path: their kinds, and folders that a server loads."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from megavlm.checkpointing.folder import PEFT_CONFIG, is_checkpoint
+from megavlm.config.schema import Config
+
+
+def model_kind(path: Path) -> Literal["adapter", "hf", "checkpoint"]:
+    """Return the kind of model at `path`. Raises ValueError if there is none."""
+    if (path / PEFT_CONFIG).is_file():
+        return "adapter"
+    if is_checkpoint(path):  # before "hf": its folder may hold a config.json, too
+        return "checkpoint"
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        return "hf"
+    raise ValueError(
+        f"{path} is no model: give a Megatron checkpoint, a HuggingFace folder with its weights, "
+        "or a PEFT adapter's folder"
+    )
+
+
+def check_model_paths(config: Config) -> None:
+    """Raise ValueError if evaluation.model or evaluation.baseline cannot be served."""
+    for key in ("model", "baseline"):
+        name = getattr(config.evaluation, key)
+        if name is None:
+            continue
+        if config.rollout.mode == "external":
+            raise ValueError(
+                f"evaluation.{key}={name} with rollout.mode=external: external servers answer with "
+                "their own model; use rollout.mode=managed, or leave it out"
+            )
+        try:
+            model_kind(Path(name))
+        except ValueError as error:
+            raise ValueError(f"evaluation.{key}: {error}") from error
+
+
+@contextmanager
+def served_folder(config: Config, name: str | None) -> Iterator[Path]:
+    """Yield a HuggingFace folder of a model, which lasts as long as the context.
+
+    name: a checkpoint, a HuggingFace folder, or the folder of an adapter, which is merged into the
+    recipe's model; None is the recipe's model. Raises ValueError if it is none of these, or if the
+    adapter does not fit the model.
+    """
+    # Imported late: preflight imports this module before the platform is installed.
+    from checkpoint_tools.export_hf import export_hf
+    from checkpoint_tools.lora.merge_adapters import merge_adapters
+
+    model = config.model
+    own = Path(model.checkpoint or model.folder)
+    if config.rollout.mode == "external":
+        yield Path(model.folder)  # for its processor, which the servers' model shares
+        return
+    path = own if name is None else Path(name)
+    kind = model_kind(path)
+    if kind == "hf":
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="megavlm-evaluate-") as folder:
+        target = Path(folder) / "hf"
+        if kind == "adapter":
+            merge_adapters(own, target, adapter=path)
+        else:
+            export_hf(path, target)
+        yield target
