@@ -1,4 +1,4 @@
-"""Real servers killed in mid-generation: the run starts them again, refits them, loses nothing."""
+"""Real servers killed during generation: the run restarts and refits them, and loses nothing."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def test_killed_in_mid_generation(world: World) -> None:
 
 
 def test_one_of_two_killed(world: World) -> None:
-    """The other answers what it had; it comes back, is refitted, and gets requests again."""
+    """The other server takes its requests; it restarts, is refitted, and gets requests again."""
     recipe = world.recipe(
         "two",
         algorithm={**GRPO, "steps": 1000, "prompts_per_step": 8},
@@ -122,8 +122,8 @@ def test_one_of_two_killed(world: World) -> None:
     assert min(shares) >= 2, "requests went to both"
     assert killed in logs and output[0].count("exit code -9") == 1
     assert output[0].count("waits for weights") == 1
-    anew = killed.read_text()[before:]
-    paths = [line.split()[-4] for line in anew.splitlines() if '"POST ' in line and " 200" in line]
+    after = killed.read_text()[before:]
+    paths = [line.split()[-4] for line in after.splitlines() if '"POST ' in line and " 200" in line]
     first = paths.index("/generate")
     for needed in ("/update_weights_from_tensor", "/update_weight_version"):
         assert needed in paths[:first], "weights come before requests"

@@ -1,4 +1,4 @@
-"""A fake server that keeps the weights that it is sent and says their checksums, as SGLang does.
+"""A fake server that keeps the weights that it is sent and reports their checksums, as SGLang does.
 
 `GlooEngine` is one in a process of its own, which joins update groups and can die in mid-update.
 """
@@ -60,7 +60,7 @@ class FakeEngine(FakeServer):
 
 
 def bucket(body: Any) -> tuple[Tensor, Any]:
-    """What SGLang takes out of an update."""
+    """Return the flattened tensor and the places in it, as SGLang unpacks an update."""
     (content,) = body["serialized_named_tensors"]
     loaded = pickle.load(io.BytesIO(base64.b64decode(content)))  # noqa: S301  # our own
     return loaded["flattened_tensor"], loaded["metadata"]
@@ -77,7 +77,7 @@ class GlooEngine:
         return self
 
     def restart(self) -> None:
-        """With another process at the same address."""
+        """Replace the process by another at the same address."""
         self.__exit__()
         self._start(int(self.url.rpartition(":")[2]))
 
@@ -89,7 +89,7 @@ class GlooEngine:
         self.url: str = self._pipe.recv()
 
     def state(self) -> tuple[str, dict[str, Tensor]]:
-        """Version and weights."""
+        """Return its weight version and weights."""
         self._pipe.send("state")
         version, weights = self._pipe.recv()
         return version, {name: torch.tensor(values) for name, values in weights.items()}

@@ -1,4 +1,4 @@
-"""An HTTP server that answers as SGLang does, except where a test tells it to fail.
+"""An HTTP server that answers as SGLang does, except where a test scripts a failure.
 
 `script` holds the fault of each coming request, in order (`/generate` alone where `only_generate`);
 when it is empty, requests succeed. Answers have the form recorded from SGLang 0.5.23. Nothing here
@@ -17,7 +17,7 @@ Fault = Literal[
     "500", "400", "reset", "garbage", "list", "wrong form", "hang", "slow body", "head only"
 ]
 HEALTH = ("/health", "/health_generate")  # open to all
-PROMPT_IDS = 3  # of the prompts that tests make: what follows are tokens to go on from
+PROMPT_IDS = 3  # of the prompts that tests make; more ids are tokens to continue from
 
 
 class Refusal(Exception):
@@ -29,7 +29,7 @@ class Refusal(Exception):
 
 class FakeServer:
     """Context manager. `requests` lists (path, body, authorization) of what came in. A paused one
-    is ill, since SGLang generates a token to tell its health.
+    is unhealthy, since SGLang generates a token for /health.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class FakeServer:
         self.keys = keys  # what reads, what changes; None: everyone may
         self.refused: dict[str, set[int]] = {}  # path -> which of its calls, from 1, get 400
         self.faults: dict[tuple[str, int], Fault] = {}  # of such calls
-        self.info: dict[str, Any] = {}  # what it says of itself besides
+        self.info: dict[str, Any] = {}  # further fields of /server_info
         self.adapters: list[str] = []
-        self.deaf = False  # says that it took a new weight version, and did not
+        self.deaf = False  # acknowledges a new weight version and keeps the old one
         self.held: set[int] = set()  # first ids of prompts whose answers wait for an abort
         self.held_once = False  # what is asked for again is not
         self.num_held_tokens = 2  # that they have got by then
@@ -105,8 +105,8 @@ class FakeServer:
         return {"success": True, "message": "Success."}
 
     def _generate(self, body: Any) -> Any:
-        """Tokens that tell which prompt and which sample they answer: [first prompt id, sample], or
-        after tokens to go on from, how many those are: [first prompt id, number].
+        """Return tokens that identify the prompt and the sample: [first prompt id, sample], or for
+        a continuation its number of earlier tokens: [first prompt id, number].
         """
         inputs, parameters = body["input_ids"], body["sampling_params"]
         is_held = any(ids[0] in self.held for ids in inputs)

@@ -1,4 +1,4 @@
-"""An HTTP service that a reward might be computed by, with the faults that a test tells it."""
+"""An HTTP service that a reward might be computed by, with faults scripted by the test."""
 
 import json
 import threading

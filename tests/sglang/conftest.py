@@ -38,7 +38,7 @@ class Served:
 
     @property
     def target(self) -> Target:
-        """With every tensor, whatever the tests before have pushed."""
+        """Return a target that needs no frozen tensors."""
         server = self.server
         return Target(
             server.url,
@@ -58,7 +58,7 @@ class Served:
             return Servers([self.target], http=http).post(path, body)[self.server.url]
 
     def restore(self) -> "Served":
-        """With the folder's weights, whatever the test before left in it."""
+        """Load the folder's weights into the server."""
         self.post(
             "/update_weights_from_disk", {"model_path": str(self.folder), "weight_version": "start"}
         )
@@ -67,7 +67,10 @@ class Served:
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
-    """The server of a family. That of PLAIN stays; of the others one runs at a time, for memory."""
+    """Return a function from a family to its server. PLAIN's stays; of the others
+    one runs at a time,
+    for memory.
+    """
     root = tmp_path_factory.mktemp("sglang")
     running: dict[str, Served] = {}
     with ExitStack() as plain, ExitStack() as others:
@@ -110,7 +113,7 @@ def make_model(folder: Path, family: str) -> None:
 
 @pytest.fixture(scope="session")
 def started(servers: Callable[[str], Served]) -> Served:
-    """A server with whatever weights the test before left in it."""
+    """Return a server, with the weights that the test before left in it."""
     return servers(PLAIN)
 
 

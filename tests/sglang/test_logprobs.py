@@ -1,4 +1,4 @@
-"""What the server samples and says of it, against transformers in fp32 on the same weights."""
+"""The server's samples and log-probs against transformers in fp32 on the same weights."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the real server does with requests that are aborted and gone on with, and its memory."""
+"""Aborted and continued requests at the real server, and the release of its memory."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def cut(response: Response, length: int) -> Response:
     )
 
 
-def test_aborted_responses_are_gone_on_with_as_if_nothing_had_happened(served: Served) -> None:
+def test_continued_responses_equal_uninterrupted_ones(served: Served) -> None:
     """Images too. The first group lacks half its tokens; when it has them the others are aborted,
     which have some of theirs then. Not on a machine that stops one of them for long: then again.
     """

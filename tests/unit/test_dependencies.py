@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,23 @@ def broken_rules(name: str, source: str) -> list[str]:
 @pytest.mark.parametrize(("path", "name"), MODULES, ids=[name for _, name in MODULES])
 def test_a_module_keeps_the_rules(path: Path, name: str) -> None:
     assert broken_rules(name, path.read_text(encoding="utf-8")) == []
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Return the modules of ours that each module imports, under TYPE_CHECKING and in functions,
+    too.
+    """
+    names = {name for _, name in MODULES}
+    graph = {}
+    for path, name in MODULES:
+        imported = set(imports(ast.parse(path.read_text(encoding="utf-8"))))
+        parents = {item.rpartition(".")[0] for item in imported - names}
+        graph[name] = (imported | parents) & names - {name}
+    return graph
+
+
+def test_no_modules_import_each_other() -> None:
+    TopologicalSorter(import_graph()).prepare()  # raises CycleError with the modules
 
 
 def test_every_package_has_a_level() -> None:

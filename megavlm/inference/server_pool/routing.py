@@ -20,7 +20,7 @@ class Address:
 
 
 class Outlook(Enum):
-    """What can make a server routable when none is."""
+    """Prospect of a routable server when none is."""
 
     WAIT = "wait"  # one may become routable by itself, or come back stale
     REFIT = "refit"  # one answers and lacks the weights

@@ -56,7 +56,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When servers restart and when they are given up. Times in seconds.
+    """Policy of restarting servers and of giving them up. Times in seconds.
 
     max_restarts: of a managed server; the counter resets after `reset_after` healthy seconds.
     back_off: pause before the first restart, doubled with each. max_failures: probes in a row that

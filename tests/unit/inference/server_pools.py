@@ -1,4 +1,4 @@
-"""Fleets for tests, and what is done to them."""
+"""Server pools for tests, and helpers on them."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def external(*fakes: FakeServer, **options: Any) -> ServerPool:
 
 
 def push(pool: ServerPool, version: int, fakes: tuple[FakeServer, ...] = ()) -> list[str]:
-    """What a weight push does to the fleet and, here, nothing else. Returns who got it."""
+    """Report a successful weight push to the pool, and return the servers that got it."""
     targets = pool.targets()
     for target in targets:
         for fake in fakes:

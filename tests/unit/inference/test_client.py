@@ -127,7 +127,7 @@ def test_other_weight_version_stops_where_nobody_watches_the_server() -> None:
 
 
 def test_a_rollout_stops_when_enough_groups_are_complete() -> None:
-    """What is aborted keeps its tokens and their weights, and is gone on with under new ones."""
+    """Aborted responses keep their tokens and weight versions, and are continued by new weights."""
     prompts = [make_prompt(first_id=i) for i in range(5)]
     with FakeServer(weight_version="3") as fake:
         asking = client(fake)
@@ -163,7 +163,7 @@ def test_a_rollout_stops_when_enough_groups_are_complete() -> None:
     assert [p["n"] for p in continued["sampling_params"]] == [1, 1]
 
 
-def test_what_somebody_else_aborts_is_gone_on_with() -> None:
+def test_responses_that_another_client_aborts_are_continued() -> None:
     with FakeServer() as fake:
         fake.held = {7}
         fake.aborted.set()

@@ -113,7 +113,7 @@ def test_sharing_keeps_a_copy_of_the_weights_on_the_host(write_recipe: Any) -> N
 
 
 def test_launch_script_arguments(write_recipe: Any) -> None:
-    """The same arguments as servers of ours have, in words that bash takes as they are."""
+    """Managed servers have the same arguments; bash must not change them."""
     sections: dict[str, Any] = {
         "model": {"folder": "models/a b", "dtype": "bfloat16", "freeze_tower": False},
         "rollout": {"mode": "external", "urls": ["http://a:1"], "tensor_parallel": 4},

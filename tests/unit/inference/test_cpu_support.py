@@ -1,4 +1,4 @@
-"""What the CPU support changes in a server's process, and what it leaves alone."""
+"""CPU support in a server's process: its changes, and that there are no others."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Servers that were started elsewhere: what they must be, and how they are taken up."""
+"""Servers that were started elsewhere: their requirements, and their start in a pool."""
 
 from dataclasses import replace
 from typing import Any
@@ -74,15 +74,15 @@ def test_an_answer_in_another_form_is_no_sign_of_life(fault: Any) -> None:
             assert fake.paths().count("/model_info") == 2
 
 
-def test_a_wrong_key_is_told_at_once() -> None:
+def test_a_wrong_key_is_reported_at_once() -> None:
     with FakeServer(keys=("reads", "writes")) as fake:
         pool = ServerPool([ServerHandle(fake.url, "other")], policy=POLICY)
         with pytest.raises(RolloutServerError, match=r"refused our key .* MEGAVLM_ROLLOUT_API_KEY"):
             pool.__enter__()
 
 
-def test_a_server_that_a_dead_trainer_left_paused_is_told_to_go_on() -> None:
-    """It answers no question about its health, which takes a token; one of mid-run too."""
+def test_a_server_that_a_dead_trainer_left_paused_resumes() -> None:
+    """Its health probe, which takes a token, fails while it is paused; during a run, too."""
     with FakeServer(keys=("reads", "writes")) as fake:
         fake.is_paused = True
         handle = ServerHandle(fake.url, "reads", "writes")
@@ -90,7 +90,7 @@ def test_a_server_that_a_dead_trainer_left_paused_is_told_to_go_on() -> None:
             assert state(pool, fake.url) is State.STALE
             fake.is_paused = True
             pool.request_failed(fake.url, "timed out")
-            pool.failed(fake.url, "its continue was lost")
+            pool.failed(fake.url, "the request to continue was lost")
             wait_for(lambda: state(pool, fake.url) is State.DEAD)
             wait_for(lambda: state(pool, fake.url) is State.STALE)
     assert fake.bodies("/continue_generation")[0] == {"torch_empty_cache": False}

@@ -1,4 +1,4 @@
-"""Which server a request goes to."""
+"""Choice of the server for a request."""
 
 from collections import Counter
 

@@ -36,7 +36,7 @@ def managed(tmp_path: Path, **options: Any) -> ManagedServer:
 
 
 def worker(log: str) -> psutil.Process | None:
-    """The stub's worker process, by what it logged; None when it is gone."""
+    """Return the stub's worker process, found in its log; None if it has ended."""
     match = re.search(r"^worker (\d+)$", log, re.MULTILINE)
     assert match
     try:
@@ -67,7 +67,7 @@ def test_nothing_is_left(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         temporary = Path(server._temporary.name)
     _, alive = psutil.wait_procs(started, timeout=10)
     assert not alive and not temporary.exists()
-    server.stop()  # again: does nothing
+    server.stop()  # a second time does nothing
 
 
 def test_keys_are_in_no_list_environment_or_log(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_port_in_use(tmp_path: Path) -> None:
 def test_ports_of_ours_are_none_that_the_kernel_gives_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server listens 20 s after it was launched, and may be started anew in days."""
+    """A server listens 20 s after it was launched, and may restart days later."""
     first = int(server_module.KERNEL_PORT_RANGE.read_text().split()[0])
     assert first <= free_port()
     (tmp_path / "range").write_text("20400\t60999\n")
@@ -141,7 +141,7 @@ def test_a_port_of_ours_that_another_program_has_taken(tmp_path: Path) -> None:
         taken.listen()
         with pytest.raises(RolloutServerError, match=rf"port {server.port}, .* is in use"):
             server.launch()
-    with server:  # the fleet tries again
+    with server:  # the pool tries again
         server.check()
 
 

@@ -1,4 +1,4 @@
-"""Faults of servers under a fleet: stubs that run as processes of their own, and fakes."""
+"""Faults of servers in a pool: stubs that run as processes of their own, and fakes."""
 
 import os
 import signal
@@ -117,7 +117,7 @@ def test_a_killed_server_starts_again_and_gets_nothing_before_it_is_refitted(
     assert "died" in lines[0] and "exit code -9" in lines[0] and "waits for weights" in lines[1]
 
 
-def test_restarts_exhausted_tell_the_log(
+def test_exhausted_restarts_report_the_log(
     tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB", "mortal")
@@ -139,7 +139,7 @@ def test_restarts_exhausted_tell_the_log(
         assert launches.count(url.rpartition(":")[2]) == 1 + POLICY.max_restarts
 
 
-def test_above_the_floor_the_rest_goes_on(
+def test_with_enough_servers_left_the_run_continues(
     tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB", "mortal")
@@ -156,7 +156,7 @@ def test_above_the_floor_the_rest_goes_on(
 
 
 def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
-    """What it had in flight is asked of the other; nothing that was answered is asked again."""
+    """The other server gets its requests in flight; no answered request is sent again."""
     prompts = [make_prompt(first_id=i) for i in range(12)]
     with FakeServer() as a, FakeServer() as b:
         with external(a, b) as pool, RolloutClient(pool, NO_DELAY) as client:
@@ -180,7 +180,9 @@ def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
         b.held.clear()
 
 
-def test_when_all_are_gone_a_refit_lets_the_rest_go_on(tmp_path: Path, lines: list[str]) -> None:
+def test_when_all_servers_died_the_batch_continues_after_a_refit(
+    tmp_path: Path, lines: list[str]
+) -> None:
     """Finished groups stay; the refit is asked for once the server is back."""
     prompts = [make_prompt(first_id=i) for i in range(3)]
     refits = []
@@ -211,7 +213,7 @@ def test_another_weight_version_makes_the_server_stale_and_is_asked_elsewhere() 
     with FakeServer() as a, FakeServer() as b:
         with external(a, b) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 5, (a, b))
-            a.weight_version = "default"  # somebody started it anew
+            a.weight_version = "default"  # another process restarted it
             groups = client.generate(prompts, n=1, sampling=SAMPLING, weight_version=5)
             assert {r.weight_version for group in groups for r in group} == {"5"}
             assert state(pool, a.url) is State.STALE
@@ -236,7 +238,7 @@ def test_a_server_that_will_not_hold_the_weights_ends_the_rollout() -> None:
 
 
 def test_a_failed_request_waits_for_a_real_answer() -> None:
-    """One 5xx makes a suspect; /health_generate clears it, and the request comes again."""
+    """After a 5xx the server is suspect until /health_generate succeeds; then a retry."""
     with FakeServer("500", only_generate=True) as fake:
         with external(fake) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 1)

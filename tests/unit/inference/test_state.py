@@ -1,4 +1,4 @@
-"""The life of a server as a pure function: single steps, and what no sequence of events can do."""
+"""State machine of a server: single transitions, and invariants of all sequences of events."""
 
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def test_a_failed_push_is_a_suspicion_that_leaves_it_stale() -> None:
 @pytest.mark.parametrize(("kind", "most"), [(EventKind.SYNC_FAILED, 3), (EventKind.MISMATCH, 2)])
 def test_pushes_that_fail_in_a_row_give_a_server_up(kind: EventKind, most: int) -> None:
     record = healthy()
-    for now in range(10, 50, 10):  # one that comes through forgets those before
+    for now in range(10, 50, 10):  # a successful push resets the counts
         missed = [(kind, now), (EventKind.ANSWERED, now + 1)] * (most - 1)
         record = run(record, *missed, (EventKind.REFITTED, now + 2, "8"))
         assert record.state is State.HEALTHY
@@ -112,7 +112,7 @@ def test_restarts_back_off_and_end() -> None:
     assert record.reason == "given up after 2 restarts (rollout.max_restarts): killed"
 
 
-def test_long_health_forgets_restarts() -> None:
+def test_the_restart_counter_resets_after_long_health() -> None:
     record = replace(healthy(), restarts=2)
     assert run(record, (EventKind.TICK, 101.9)).restarts == 2
     assert run(record, (EventKind.TICK, 102.0)).restarts == 0
@@ -158,7 +158,7 @@ def test_no_request_goes_to_weights_that_were_not_verified_since_the_last_start(
     events: list[tuple[Event, float]], managed: bool
 ) -> None:
     record, now = ServerRecord(managed), 0.0
-    verified: str | None = None  # by a plain account of what was told
+    verified: str | None = None  # by the events alone
     for event, pause in events:
         now += pause
         before = record
@@ -179,16 +179,16 @@ def test_no_request_goes_to_weights_that_were_not_verified_since_the_last_start(
 
 @given(EVENTS, st.booleans())
 def test_restarts_never_exceed_the_bound(events: list[tuple[Event, float]], managed: bool) -> None:
-    record, now, starts, forgotten = ServerRecord(managed), 0.0, 0, 0
+    record, now, starts, reset = ServerRecord(managed), 0.0, 0, 0
     for event, pause in events:
         now += pause
         before = record
         record, action = transition(record, event, now, POLICY)
         starts += action is Action.START
         if record.restarts < before.restarts:
-            forgotten += before.restarts
+            reset += before.restarts
         if record.state is not State.RETIRED:
-            assert starts - forgotten == record.restarts <= POLICY.max_restarts
+            assert starts - reset == record.restarts <= POLICY.max_restarts
         if before.state is State.RETIRED:
             assert record == before and action is Action.NOTHING
         if action is Action.START:

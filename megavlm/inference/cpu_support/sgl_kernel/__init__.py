@@ -26,7 +26,7 @@ LOOKED_UP_AT_IMPORT = (
 
 
 def missing(name: str) -> Callable[..., NoReturn]:
-    """A function that raises NotImplementedError naming `name`."""
+    """Return a function that raises NotImplementedError with `name`."""
 
     def call(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"sgl_kernel.{name} needs a GPU; this is the CPU stand-in")
