@@ -67,9 +67,8 @@ class Served:
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
-    """Return a function from a family to its server. PLAIN's stays; of the others
-    one runs at a time,
-    for memory.
+    """Return a function from a family to its server. PLAIN's stays; of the others one
+    runs at a time, for memory.
     """
     root = tmp_path_factory.mktemp("sglang")
     running: dict[str, Served] = {}

@@ -1,4 +1,4 @@
-"""Started in SGLang's place by server_main.py: it has a worker and answers, or acts as STUB demands.
+"""Started in SGLang's place by server_main.py: it has a worker and answers, or acts by STUB.
 
 ok | crash (at once) | silent (never listens) | stubborn (ignores SIGTERM) | mortal (one launch that
 answers; later ones crash: the file STUB_LAUNCHES counts them)
