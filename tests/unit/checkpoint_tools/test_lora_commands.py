@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint_tools import peft_folder
+from checkpoint_tools.lora import peft_folder
 from megavlm.checkpointing.folder import LORA_SETTINGS as SETTINGS
 from tests.unit.checkpoint_tools.command import refusal, run
 from tests.unit.checkpoint_tools.conftest import Folder
