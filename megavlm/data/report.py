@@ -12,7 +12,7 @@ from megavlm.observability.page import EmbeddedImage, embed, render
 from megavlm.observability.records import write_whole
 from megavlm.observability.text import clip
 
-REPORT_FILE = "data_report.html"
+DATA_REPORT_FILE = "data_report.html"
 NUM_BINS = 8
 MAX_CATEGORIES = 30
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from megavlm.data.chat import IMAGE_PLACEHOLDER
 from megavlm.data.rows import Row, read_rows
-from megavlm.demo.shapes import SCHEMA, write_dataset
+from megavlm.demo.shapes import ROW_SCHEMA, write_dataset
 
 NUM_TRAIN, NUM_TEST = 8000, 800
 CATEGORY = "task"
@@ -21,7 +21,7 @@ TASKS_OF = {"caption": ("describe",), "geospot": ("place",)}
 CAPTION = IMAGE_PLACEHOLDER + "Describe the image."
 
 
-Example = dict[str, Any]  # a line of a Parquet file
+ParquetRow = dict[str, Any]  # a line of a Parquet file
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class DemoData:
             yield row.answer
 
 
-def draw(folder: Path, *, seed: int, tasks: Sequence[str] | None = None) -> DemoData:
+def draw_data(folder: Path, *, seed: int, tasks: Sequence[str] | None = None) -> DemoData:
     """Draw images and questions. tasks: of shapes.TASKS; None: the default mix."""
     write_dataset(folder, seed=seed, num_train=NUM_TRAIN, num_test=NUM_TEST, tasks=tasks)
     train, test = folder / "train.parquet", folder / "test.parquet"
     return DemoData(train, test, folder / "warm_start.parquet", CATEGORY)
 
 
-def take(source: Path, folder: Path, *, seed: int) -> DemoData:
+def take_data(source: Path, folder: Path, *, seed: int) -> DemoData:
     """Use train.parquet and test.parquet of `source`; without the latter a tenth of the former is
     held out.
 
@@ -73,16 +73,16 @@ def take(source: Path, folder: Path, *, seed: int) -> DemoData:
     rows = pq.read_table(train, columns=["images", "problem", "answer"]).to_pylist()
     captions = list(_captions(rows))
     questions = _withheld(rows, len(captions) or len(rows), np.random.default_rng([seed, 1]))
-    pq.write_table(pa.Table.from_pylist(captions + questions, schema=SCHEMA), warm_start)
+    pq.write_table(pa.Table.from_pylist(captions + questions, schema=ROW_SCHEMA), warm_start)
     return DemoData(train, test, warm_start, category_key)
 
 
-def _captions(rows: Sequence[Example]) -> Iterator[Example]:
+def _captions(rows: Sequence[ParquetRow]) -> Iterator[ParquetRow]:
     """Yield for each image its answers, the rarest first. Answers to yes-or-no questions are left
     out.
     """
     known = _answers(rows)
-    told: dict[bytes, list[Example]] = {}
+    told: dict[bytes, list[ParquetRow]] = {}
     for row in rows:
         if len(row["images"]) == 1 and len(known[row["problem"]]) != 2:
             told.setdefault(row["images"][0]["bytes"], []).append(row)
@@ -94,7 +94,7 @@ def _captions(rows: Sequence[Example]) -> Iterator[Example]:
         yield about[0] | {"problem": CAPTION, "answer": " ".join(answers), CATEGORY: "caption"}
 
 
-def _withheld(rows: Sequence[Example], count: int, rng: np.random.Generator) -> list[Example]:
+def _withheld(rows: Sequence[ParquetRow], count: int, rng: np.random.Generator) -> list[ParquetRow]:
     """Return `count` of the questions, each with a random one of the answers that it has in any
     row.
     """
@@ -106,7 +106,7 @@ def _withheld(rows: Sequence[Example], count: int, rng: np.random.Generator) -> 
     ]
 
 
-def _answers(rows: Sequence[Example]) -> dict[str, set[str]]:
+def _answers(rows: Sequence[ParquetRow]) -> dict[str, set[str]]:
     known: dict[str, set[str]] = {}
     for row in rows:
         known.setdefault(row["problem"], set()).add(row["answer"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.data.rows import read_rows
-from megavlm.demo.data import TASKS_OF, DemoData, draw, take
+from megavlm.demo.data import TASKS_OF, DemoData, draw_data, take_data
 from megavlm.parallel import platform
 
 MARK = ".megavlm-demo"
@@ -66,9 +66,9 @@ def run_demo(
     seconds: dict[str, float] = {}
     with _phase("data", seconds):
         if data is None:
-            sets = draw(run_dir / "data", seed=seed, tasks=tasks or TASKS_OF.get(algorithm))
+            sets = draw_data(run_dir / "data", seed=seed, tasks=tasks or TASKS_OF.get(algorithm))
         else:
-            sets = take(data, run_dir / "data", seed=seed)
+            sets = take_data(data, run_dir / "data", seed=seed)
     model, imported = run_dir / "model", run_dir / "imported"
     with _phase("model", seconds):
         from transformers.utils.logging import disable_progress_bar

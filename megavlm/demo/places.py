@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class DemoPlace:
     """lat, lon: whole degrees, north and east positive."""
 
     country: str
@@ -21,10 +21,10 @@ class Place:
 
 
 PLACES = {
-    "red": Place("Japan", "Tokyo", 36, 140),
-    "green": Place("Brazil", "Manaus", -3, -60),
-    "blue": Place("Italy", "Milan", 45, 9),
-    "yellow": Place("India", "Mumbai", 19, 73),
-    "black": Place("Norway", "Bergen", 60, 5),
-    "purple": Place("Canada", "Calgary", 51, -114),
+    "red": DemoPlace("Japan", "Tokyo", 36, 140),
+    "green": DemoPlace("Brazil", "Manaus", -3, -60),
+    "blue": DemoPlace("Italy", "Milan", 45, 9),
+    "yellow": DemoPlace("India", "Mumbai", 19, 73),
+    "black": DemoPlace("Norway", "Bergen", 60, 5),
+    "purple": DemoPlace("Canada", "Calgary", 51, -114),
 }

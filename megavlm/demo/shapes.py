@@ -34,14 +34,14 @@ COLOURS = {
     "black": (10, 10, 10),
     "purple": (150, 30, 180),
 }
-KINDS = ("circle", "square", "triangle")
+SHAPE_KINDS = ("circle", "square", "triangle")
 MAX_SHAPES = GRID * GRID
 # How many of each of two colours a comparison shows: never equal.
 UNEQUAL = ((1, 0), (1, 2), (1, 3), (0, 1), (2, 1), (3, 1), (0, 2), (2, 0))
 
 T = TypeVar("T")
 
-SCHEMA = pa.schema(
+ROW_SCHEMA = pa.schema(
     [
         ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
         ("problem", pa.string()),
@@ -52,7 +52,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class Example:
+class DrawnExample:
     """A question about an image. `candidates`: the answers that its form allows, or some of them.
     `columns`: further ones of its row.
     """
@@ -96,12 +96,12 @@ def write_dataset(
     _write(folder / "warm_start.parquet", captions + questions)
 
 
-def examples(rng: np.random.Generator, count: int, tasks: Sequence[str]) -> list[Example]:
+def examples(rng: np.random.Generator, count: int, tasks: Sequence[str]) -> list[DrawnExample]:
     """Return `count` examples, the tasks in turn."""
     return [TASKS[tasks[index % len(tasks)]](rng) for index in range(count)]
 
 
-def _colour(rng: np.random.Generator) -> Example:
+def _colour(rng: np.random.Generator) -> DrawnExample:
     colour = _pick(rng, list(COLOURS))
     question = _pick(
         rng,
@@ -110,7 +110,7 @@ def _colour(rng: np.random.Generator) -> Example:
     return _example(rng, [colour], question, colour, tuple(COLOURS), "colour")
 
 
-def _count(rng: np.random.Generator) -> Example:
+def _count(rng: np.random.Generator) -> DrawnExample:
     number = int(rng.integers(1, MAX_SHAPES + 1))
     colour = _pick(rng, list(COLOURS))
     question = _pick(
@@ -121,7 +121,7 @@ def _count(rng: np.random.Generator) -> Example:
     return _example(rng, [colour] * number, question, str(number), candidates, "count")
 
 
-def _compare(rng: np.random.Generator) -> Example:
+def _compare(rng: np.random.Generator) -> DrawnExample:
     first, second = (list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[:2])
     num_first, num_second = _pick(rng, UNEQUAL)
     question = _pick(
@@ -136,16 +136,16 @@ def _compare(rng: np.random.Generator) -> Example:
     return _example(rng, colours, question, answer, (first, second), "compare")
 
 
-def _kind(rng: np.random.Generator) -> Example:
-    kind = _pick(rng, KINDS)
+def _kind(rng: np.random.Generator) -> DrawnExample:
+    kind = _pick(rng, SHAPE_KINDS)
     question = _pick(
         rng, ["What shape is shown?", "What shape is in the image?", "Which shape is this?"]
     )
     colour = _pick(rng, list(COLOURS))
-    return _example(rng, [colour], question, kind, KINDS, "kind", kinds=[kind])
+    return _example(rng, [colour], question, kind, SHAPE_KINDS, "kind", kinds=[kind])
 
 
-def _length(rng: np.random.Generator) -> Example:
+def _length(rng: np.random.Generator) -> DrawnExample:
     """Draw two bars, one below the other; the longer one is at least 10 pixels longer."""
     names = list(COLOURS)
     first, second = (names[i] for i in rng.permutation(len(names))[:2])
@@ -165,10 +165,10 @@ def _length(rng: np.random.Generator) -> Example:
         y = (row + rng.uniform(0.2, 0.4)) * SIZE / GRID
         pen.rectangle((x, y, x + lengths[colour], y + 10), fill=COLOURS[colour])
     caption = f"long {long} short {short}"
-    return Example(_png(image), question, long, (first, second), caption, "length")
+    return DrawnExample(_png(image), question, long, (first, second), caption, "length")
 
 
-def _describe(rng: np.random.Generator) -> Example:
+def _describe(rng: np.random.Generator) -> DrawnExample:
     """Return an image of another task, to be described in the words of its caption."""
     shown, *others = [TASKS[_pick(rng, ("count", "compare"))](rng) for _ in range(4)]
     question = _pick(rng, ["What do you see?", "What is in the image?", "What does it show?"])
@@ -178,7 +178,7 @@ def _describe(rng: np.random.Generator) -> Example:
     )
 
 
-def _place(rng: np.random.Generator) -> Example:
+def _place(rng: np.random.Generator) -> DrawnExample:
     colour = _pick(rng, list(COLOURS))
     question = _pick(
         rng, ["Where is this?", "Where was this taken?", "Which place does the image show?"]
@@ -191,7 +191,7 @@ def _place(rng: np.random.Generator) -> Example:
     return replace(made, caption=caption, columns=asdict(place))
 
 
-TASKS: dict[str, Callable[[np.random.Generator], Example]] = {
+TASKS: dict[str, Callable[[np.random.Generator], DrawnExample]] = {
     "colour": _colour,
     "count": _count,
     "compare": _compare,
@@ -213,10 +213,10 @@ def _example(
     candidates: tuple[str, ...],
     task: str,
     kinds: Sequence[str] | None = None,
-) -> Example:
+) -> DrawnExample:
     """Draw one shape for each colour, of `kinds` or at random, with its caption."""
     if kinds is None:
-        kinds = [_pick(rng, KINDS) for _ in colours]
+        kinds = [_pick(rng, SHAPE_KINDS) for _ in colours]
     image, pen = _canvas(rng)
     cell = SIZE / GRID
     places = rng.permutation(GRID * GRID)
@@ -230,7 +230,7 @@ def _example(
     caption = " ".join(f"{number} {colour}" for colour, number in counts)
     if len(kinds) == 1:
         caption += f" {kinds[0]}"
-    return Example(_png(image), question, answer, candidates, caption, task)
+    return DrawnExample(_png(image), question, answer, candidates, caption, task)
 
 
 def _canvas(rng: np.random.Generator) -> tuple[Image.Image, ImageDraw.ImageDraw]:
@@ -266,7 +266,7 @@ def _pick(rng: np.random.Generator, items: Sequence[T]) -> T:
     return items[int(rng.integers(len(items)))]
 
 
-def _row(example: Example) -> dict[str, Any]:
+def _row(example: DrawnExample) -> dict[str, Any]:
     return {
         "images": [{"bytes": example.png, "path": None}],
         "problem": IMAGE_PLACEHOLDER + example.question,
@@ -278,7 +278,7 @@ def _row(example: Example) -> dict[str, Any]:
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows; columns beyond the schema's may be missing in some of them."""
     records = list(rows)
-    names = sorted(set().union(*records) - set(SCHEMA.names))
+    names = sorted(set().union(*records) - set(ROW_SCHEMA.names))
     further = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in records])
-    schema = pa.schema([*SCHEMA, *further.schema])
+    schema = pa.schema([*ROW_SCHEMA, *further.schema])
     pq.write_table(pa.Table.from_pylist(records, schema=schema), path)

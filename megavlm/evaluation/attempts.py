@@ -42,7 +42,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedRows:
     """Number of skipped rows, and the first reasons."""
 
     bad: int = 0
@@ -57,7 +57,7 @@ class Candidate:
     name: str
     samples: int
     questions: Sequence[Question]
-    skipped: Skipped
+    skipped: SkippedRows
     seconds: float
 
     @property

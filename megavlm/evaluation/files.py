@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from megavlm.evaluation.attempts import Candidate
 
-SCHEMA = pa.schema(
+ATTEMPT_SCHEMA = pa.schema(
     [
         ("model", pa.string()),
         ("question", pa.int64()),
@@ -35,7 +35,7 @@ def write_attempts(path: Path, candidates: Sequence[Candidate]) -> None:
     """Write the file atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     records = [record for candidate in candidates for record in _records(candidate)]
-    pq.write_table(pa.Table.from_pylist(records, schema=SCHEMA), temporary)
+    pq.write_table(pa.Table.from_pylist(records, schema=ATTEMPT_SCHEMA), temporary)
     temporary.replace(path)
 
 

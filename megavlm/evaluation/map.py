@@ -36,7 +36,7 @@ class Dot:
     truth: tuple[float, float] | None = None
 
 
-class Entry(NamedTuple):
+class LegendEntry(NamedTuple):
     """Entry of the legend."""
 
     style: str
@@ -48,7 +48,7 @@ class WorldMap:
     """Map for templates/map.html. land: an SVG path."""
 
     dots: Sequence[Dot]
-    legend: Sequence[Entry]
+    legend: Sequence[LegendEntry]
     land: str
     meridians: Sequence[tuple[float, str]]
     parallels: Sequence[tuple[float, str]]
@@ -88,7 +88,7 @@ def world_map(found: Sequence[Spot], names: Sequence[str]) -> WorldMap | None:
         dots.append(Dot(*truth, TRUTH, _hint(spot.label, spot.truth)))
     return WorldMap(
         dots,
-        [Entry(TRUTH, "true place"), *map(Entry, STYLES, names)],
+        [LegendEntry(TRUTH, "true place"), *map(LegendEntry, STYLES, names)],
         _land(),
         [(_x(lon), f"{lon}°" if lon % 60 == 0 else "") for lon in range(-150, 180, 30)],
         [(_y(lat), f"{lat}°") for lat in range(-60, 90, 30)],

@@ -9,7 +9,7 @@ from megavlm.data.rows import Row
 from megavlm.evaluation.attempts import Attempt, Candidate, Question
 from megavlm.evaluation.map import spots, world_map
 from megavlm.evaluation.statistics import Estimate, PairedTest
-from megavlm.evaluation.tables import Comparison, Table
+from megavlm.evaluation.tables import MeasureTable, ModelComparison
 from megavlm.observability.page import EmbeddedImage, embed, render
 from megavlm.observability.records import write_whole
 from megavlm.observability.text import failed_rewards, number, percent, points
@@ -24,8 +24,8 @@ _TESTS = {"mcnemar": "exact McNemar test", "sign_flip": "sign-flip test"}
 def write_page(
     path: Path,
     candidates: Sequence[Candidate],
-    tables: Sequence[Table],
-    comparison: Comparison | None,
+    tables: Sequence[MeasureTable],
+    comparison: ModelComparison | None,
 ) -> None:
     """Write the page of one model, or of two that are compared. tables: one for each model."""
     names = [candidate.name for candidate in candidates]
@@ -52,7 +52,7 @@ def write_page(
 
 
 def _tiles(
-    names: Sequence[str], tables: Sequence[Table], comparison: Comparison | None
+    names: Sequence[str], tables: Sequence[MeasureTable], comparison: ModelComparison | None
 ) -> list[tuple[str, str]]:
     shown = [
         (percent(found.overall["pass@1"].value), f"pass@1 of {name}")
@@ -75,7 +75,7 @@ def _columns(names: Sequence[str], measure: str = "") -> list[str]:
     return [title for name in names for title in (f"{measure}{name}", "95 %")]
 
 
-def _overall(tables: Sequence[Table]) -> list[list[str]]:
+def _overall(tables: Sequence[MeasureTable]) -> list[list[str]]:
     measures = [name for name in tables[0].overall if all(name in t.overall for t in tables)]
     return [
         [measure, *(cell for found in tables for cell in _cells(measure, found.overall[measure]))]
@@ -87,8 +87,8 @@ def _parts(
     title: str,
     attribute: str,
     names: Sequence[str],
-    tables: Sequence[Table],
-    comparison: Comparison | None,
+    tables: Sequence[MeasureTable],
+    comparison: ModelComparison | None,
 ) -> Iterator[tuple[str, list[str], list[list[object]]]]:
     """Yield (title, head, rows) of the table by category or by data set, if there are any."""
     parts = [getattr(found, attribute) for found in tables]

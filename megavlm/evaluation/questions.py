@@ -6,9 +6,8 @@ from megavlm.config.data import Data
 from megavlm.config.evaluation import Evaluation
 from megavlm.data.processor import PromptTooLong
 from megavlm.data.rows import Row, Rows
-from megavlm.evaluation.attempts import Skipped
-
-MAX_REASONS = 20
+from megavlm.data.summary import MAX_REASONS
+from megavlm.evaluation.attempts import SkippedRows
 
 
 def question_limit(settings: Evaluation) -> int | None:
@@ -22,7 +21,7 @@ def question_limit(settings: Evaluation) -> int | None:
 
 def usable(
     rows: Rows, start: Callable[[Row], None], data: Data, limit: int | None
-) -> tuple[list[Row], Skipped]:
+) -> tuple[list[Row], SkippedRows]:
     """Return the first `limit` rows that an episode can start from, and the skipped ones before
     them.
 
@@ -32,7 +31,7 @@ def usable(
     no row is left.
     """
     if data.bad_samples == data.long_prompts == "refuse":
-        return rows[:limit], Skipped()  # the processor raises later
+        return rows[:limit], SkippedRows()  # the processor raises later
     found: list[Row] = []
     bad, long, reasons = 0, 0, list[str]()
     for index in range(len(rows)):
@@ -55,4 +54,4 @@ def usable(
             found.append(row)
     if not found:
         raise ValueError(f"data.test_files: no row can be asked; the first reason: {reasons[0]}")
-    return found, Skipped(bad, long, tuple(reasons[:MAX_REASONS]))
+    return found, SkippedRows(bad, long, tuple(reasons[:MAX_REASONS]))

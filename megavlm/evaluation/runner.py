@@ -20,11 +20,11 @@ class Answer:
     failure: str | None = None  # the kind, where its reward could not be computed
 
 
-Player = Callable[[Sequence[Row], Sampling], Sequence[Answer]]
+PlayFunction = Callable[[Sequence[Row], Sampling], Sequence[Answer]]
 
 
 def evaluate(
-    play: Player,
+    play: PlayFunction,
     rows: Sequence[Row],
     *,
     known: Known,

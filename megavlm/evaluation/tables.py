@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from megavlm.evaluation.attempts import Question
 from megavlm.evaluation.statistics import Estimate, PairedTest, estimate, paired_test, pass_at_k
 
-Measures = dict[str, Estimate]
+Estimates = dict[str, Estimate]
 
 
 @dataclass(frozen=True)
-class Table:
+class MeasureTable:
     """Measures are pass@k for k = 1, 2, 4, ... and the number of samples, mean@n (accuracy over
     all n samples), reward and response_tokens.
     """
 
-    overall: Measures
-    by_category: dict[str, Measures]
-    by_dataset: dict[str, Measures]
+    overall: Estimates
+    by_category: dict[str, Estimates]
+    by_dataset: dict[str, Estimates]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """Paired tests of accuracy and reward on the questions that both models answered."""
 
     accuracy: PairedTest
@@ -30,15 +30,15 @@ class Comparison:
     by_dataset: dict[str, PairedTest]
 
 
-def tabulate(questions: Sequence[Question]) -> Table:
-    return Table(
-        measures(questions),
-        {name: measures(part) for name, part in by(questions, category).items()},
-        {name: measures(part) for name, part in by(questions, dataset).items()},
+def tabulate(questions: Sequence[Question]) -> MeasureTable:
+    return MeasureTable(
+        compute_measures(questions),
+        {name: compute_measures(part) for name, part in by(questions, category).items()},
+        {name: compute_measures(part) for name, part in by(questions, dataset).items()},
     )
 
 
-def measures(questions: Sequence[Question]) -> Measures:
+def compute_measures(questions: Sequence[Question]) -> Estimates:
     n = min(len(question.attempts) for question in questions)
     found = {
         f"pass@{k}": estimate([pass_at_k(len(q.attempts), q.num_correct, k) for q in questions])
@@ -52,7 +52,7 @@ def measures(questions: Sequence[Question]) -> Measures:
     return found
 
 
-def compare(first: Sequence[Question], second: Sequence[Question]) -> Comparison | None:
+def compare_models(first: Sequence[Question], second: Sequence[Question]) -> ModelComparison | None:
     """Compare two models, None if they have no question in common."""
     of_second = {question.row.index: question for question in second}
     both = [(q, of_second[q.row.index]) for q in first if q.row.index in of_second]
@@ -68,7 +68,7 @@ def compare(first: Sequence[Question], second: Sequence[Question]) -> Comparison
             for key, part in sorted(parts.items())
         }
 
-    return Comparison(
+    return ModelComparison(
         accuracy=paired_test([a.accuracy for a, _ in both], [b.accuracy for _, b in both]),
         reward=paired_test([a.reward for a, _ in both], [b.reward for _, b in both]),
         by_category=accuracies(category),

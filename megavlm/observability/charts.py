@@ -48,7 +48,7 @@ class Chart:
     right: int = WIDTH - _RIGHT
 
 
-def draw(
+def draw_chart(
     title: str, lines: Sequence[Line], *, is_share: bool = False, note: str = ""
 ) -> Chart | None:
     """Return the chart of some lines, None if no line has a value. is_share: values in 0..1."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megavlm.observability.charts import Chart, Line, draw
+from megavlm.observability.charts import Chart, Line, draw_chart
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
 from megavlm.observability.page import render
 from megavlm.observability.plots import moving_mean, window_of
@@ -109,12 +109,12 @@ def _charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Ch
     mean_line = list(zip((step for step, _ in reward), means, strict=True))
     categories = sorted({n for record in metrics for n in record if n.startswith("reward/")})
     charts = [
-        draw(
+        draw_chart(
             "Reward",
             [Line("per step", "pale", reward), Line(f"mean of {window} steps", "c1", mean_line)],
             note="of the sampled responses",
         ),
-        draw(
+        draw_chart(
             "Test accuracy",
             [
                 measure("c2", "greedy"),
@@ -124,17 +124,19 @@ def _charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Ch
             ],
             is_share=True,
         ),
-        draw(
+        draw_chart(
             "Reward by category",
             [
                 line(name.partition("/")[2], style, name)
                 for name, style in zip(categories, ("c1", "c2", "c3", "c4"), strict=False)
             ],
         ),
-        draw("Loss", [line("loss", "c1", "loss")], note="mean over updates"),
-        draw("KL to the reference", [line("kl", "c1", "kl_reference")], note="nats per token"),
-        draw("Entropy", [line("entropy", "c1", "entropy")], note="nats per token"),
-        draw(
+        draw_chart("Loss", [line("loss", "c1", "loss")], note="mean over updates"),
+        draw_chart(
+            "KL to the reference", [line("kl", "c1", "kl_reference")], note="nats per token"
+        ),
+        draw_chart("Entropy", [line("entropy", "c1", "entropy")], note="nats per token"),
+        draw_chart(
             "Shares",
             [
                 line("groups without signal", "c1", "groups_without_signal"),
@@ -143,15 +145,15 @@ def _charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Ch
             ],
             is_share=True,
         ),
-        draw("Response length", [line("tokens", "c1", "response_length")], note="tokens"),
-        draw(
+        draw_chart("Response length", [line("tokens", "c1", "response_length")], note="tokens"),
+        draw_chart(
             "Rollout-trainer gap",
             [line("largest log-prob difference", "c1", "rollout_max_difference")],
             note="largest, nats",
         ),
-        draw("Gradient norm", [line("norm", "c1", "gradient_norm")], note="before clipping"),
-        draw("Learning rate", [line("rate", "c1", "learning_rate")]),
-        draw("Tokens per second", [line("tokens", "c1", "tokens_per_second")]),
+        draw_chart("Gradient norm", [line("norm", "c1", "gradient_norm")], note="before clipping"),
+        draw_chart("Learning rate", [line("rate", "c1", "learning_rate")]),
+        draw_chart("Tokens per second", [line("tokens", "c1", "tokens_per_second")]),
     ]
     return [chart for chart in charts if chart is not None]
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from megavlm.observability.page import EmbeddedImage, embed
 from megavlm.observability.records import Record, read_records
-from megavlm.observability.samples import FILE, FOLDER
+from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER
 
 # Bounds of the page's size. LIMITS: characters of texts, and responses of a group.
 MAX_STEPS = 24
@@ -20,9 +20,9 @@ def sampled_steps(run_dir: Path) -> list[tuple[int, list[Record]]]:
     """Return up to MAX_STEPS steps with their groups. A group's `shown` holds its images, or why
     one is not shown.
     """
-    records = read_records(run_dir / FOLDER / FILE)
+    records = read_records(run_dir / SAMPLES_FOLDER / SAMPLES_FILE)
     steps = [(step, list(groups)) for step, groups in groupby(records, lambda r: r["step"])]
-    images = _Images(run_dir / FOLDER)
+    images = _Images(run_dir / SAMPLES_FOLDER)
     return [
         (
             step,

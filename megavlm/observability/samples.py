@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megavlm.observability.records import append_record, keep_records, write_whole
 
-FOLDER = "samples"
-FILE = "rollouts.jsonl"
+SAMPLES_FOLDER = "samples"
+SAMPLES_FILE = "rollouts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class SampleWriter:
         groups_per_step: int = 4,
     ) -> None:
         """Open the file. start_step: as in MetricsWriter. num_steps: length of the whole run."""
-        self.folder = Path(run_dir) / FOLDER
+        self.folder = Path(run_dir) / SAMPLES_FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         self._num_steps = num_steps
         self._every = -(-num_steps // max_steps)
         self._groups_per_step = groups_per_step
-        keep_records(self.folder / FILE, lambda record: record["step"] <= start_step)
+        keep_records(self.folder / SAMPLES_FILE, lambda record: record["step"] <= start_step)
 
     def is_due(self, step: int) -> bool:
         """Return True for the steps that are kept: the first, every few steps, the last."""
@@ -78,7 +78,7 @@ class SampleWriter:
                 "images": [self.image_path(key).name for key, _ in group.images],
                 "responses": [vars(response) for response in group.responses],
             }
-            append_record(self.folder / FILE, record)
+            append_record(self.folder / SAMPLES_FILE, record)
 
     def image_path(self, key: str) -> Path:
         return self.folder / f"{key}.png"

@@ -20,7 +20,7 @@ from megavlm.rewards.options import check_number
 from megavlm.rewards.words import ASCII_SIGNS, normalized
 
 MAX_CHARACTERS = 2000  # of a final answer
-KINDS = ("yes_no", "number", "choice", "text")
+ANSWER_KINDS = ("yes_no", "number", "choice", "text")
 CATEGORIES = {
     "counting": "number",
     "count": "number",
@@ -92,9 +92,9 @@ def prepare(
     if not isinstance(kinds, Mapping | None):
         raise ValueError(f"vqa's kinds are {kinds!r}: give CATEGORY: KIND for each")
     for category, kind in (kinds or {}).items():
-        if kind not in KINDS:
+        if kind not in ANSWER_KINDS:
             raise ValueError(
-                f"the category {category!r} cannot be {kind!r}: kinds are {', '.join(KINDS)}"
+                f"the category {category!r} cannot be {kind!r}: kinds are {', '.join(ANSWER_KINDS)}"
             )
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megavlm.config.schema import Config
-from megavlm.data.report import REPORT_FILE, write_data_report
+from megavlm.data.report import DATA_REPORT_FILE, write_data_report
 from megavlm.data.summary import summarize
 from megavlm.run.preflight import check_run_dir
 from megavlm.training.dataset import read
@@ -32,6 +32,6 @@ def data_report(config: Config) -> Path:
         for name, files in splits.items()
         if files
     }
-    path = Path(config.run.dir) / REPORT_FILE
+    path = Path(config.run.dir) / DATA_REPORT_FILE
     write_data_report(path, summaries)
     return path

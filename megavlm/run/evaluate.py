@@ -19,7 +19,7 @@ from megavlm.evaluation.questions import question_limit
 from megavlm.evaluation.result import EvaluationResult
 from megavlm.evaluation.runner import PROMPTS_AT_ONCE, Answer
 from megavlm.evaluation.runner import evaluate as run_evaluation
-from megavlm.evaluation.tables import Comparison, Table, compare, tabulate
+from megavlm.evaluation.tables import MeasureTable, ModelComparison, compare_models, tabulate
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import connect
 from megavlm.inference.protocol import Response, Sampling
@@ -52,7 +52,7 @@ def evaluate_models(config: Config) -> None:
             # The tokenizer and the processor of images are this model's own.
             served = replace(config, model=replace(config.model, folder=str(folder)))
             shown = name or config.model.checkpoint or config.model.folder
-            player = Player(served, connection.client)
+            player = ModelPlayer(served, connection.client)
             with closing(player):
                 # What baselines and shuffled images tell is asked of the first model only.
                 results += [player.measures()] if place == 0 else []
@@ -60,7 +60,7 @@ def evaluate_models(config: Config) -> None:
     write_files(Path(config.run.dir), results[0], candidates)
 
 
-class Player:
+class ModelPlayer:
     """One served model, and the questions that it is asked."""
 
     def __init__(self, config: Config, client: RolloutClient) -> None:
@@ -146,7 +146,7 @@ def write_files(run_dir: Path, result: EvaluationResult, candidates: Sequence[Ca
     tables = [tabulate(candidate.questions) for candidate in candidates]
     comparison = None
     if len(candidates) == 2:
-        comparison = compare(candidates[0].questions, candidates[1].questions)
+        comparison = compare_models(candidates[0].questions, candidates[1].questions)
     write_attempts(run_dir / TABLE_FILE, candidates)
     write_page(run_dir / PAGE_FILE, candidates, tables, comparison)
     record = {
@@ -165,7 +165,7 @@ def write_files(run_dir: Path, result: EvaluationResult, candidates: Sequence[Ca
         print(f"evaluation  {run_dir / name}")
 
 
-def _model(candidate: Candidate, found: Table) -> dict[str, Any]:
+def _model(candidate: Candidate, found: MeasureTable) -> dict[str, Any]:
     return {
         "name": candidate.name,
         "questions": len(candidate.questions),
@@ -180,8 +180,8 @@ def _model(candidate: Candidate, found: Table) -> dict[str, Any]:
 def _tell(
     result: EvaluationResult,
     candidates: Sequence[Candidate],
-    tables: Sequence[Table],
-    comparison: Comparison | None,
+    tables: Sequence[MeasureTable],
+    comparison: ModelComparison | None,
 ) -> None:
     print(result.line())
     for candidate, found in zip(candidates, tables, strict=True):

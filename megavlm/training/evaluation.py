@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row, Rows
-from megavlm.evaluation.attempts import Skipped
+from megavlm.evaluation.attempts import SkippedRows
 from megavlm.evaluation.baselines import Known
 from megavlm.evaluation.questions import usable
 from megavlm.evaluation.result import EvaluationResult
@@ -24,7 +24,7 @@ class EvaluationSet:
 
     rows: Sequence[Row]
     known: Known
-    skipped: Skipped = field(default_factory=Skipped)
+    skipped: SkippedRows = field(default_factory=SkippedRows)
 
     @classmethod
     def of(

@@ -7,7 +7,7 @@ import pytest
 
 from megavlm.data.rows import read_rows
 from megavlm.demo import pipeline
-from megavlm.demo.data import CAPTION, take
+from megavlm.demo.data import CAPTION, take_data
 from tests.conftest import png, write_rows
 
 COLOUR, SHAPE, THERE = "<image>Colour?", "<image>Shape?", "<image>Is there a circle?"
@@ -34,7 +34,7 @@ def source(tmp_path: Path) -> Path:
 def test_captions_tell_what_rows_say_and_questions_withhold_it(
     source: Path, tmp_path: Path
 ) -> None:
-    data = take(source, tmp_path / "data", seed=0)
+    data = take_data(source, tmp_path / "data", seed=0)
     assert (data.train, data.test) == (source / "train.parquet", source / "test.parquet")
     rows = read_rows([str(data.warm_start)], category_key=data.category_key)
     captions = {row.images[0]: row.answer for row in rows if row.problem == CAPTION}
@@ -57,7 +57,7 @@ def test_withheld_answers_say_nothing_of_the_image(tmp_path: Path) -> None:
     colours = ("red", "blue", "green")
     rows = [example(28 + k, COLOUR, colours[k % 3]) for k in range(300)]
     write_rows(folder / "train.parquet", rows)
-    data = take(folder, tmp_path / "data", seed=0)
+    data = take_data(folder, tmp_path / "data", seed=0)
     warm = read_rows([str(data.warm_start)], category_key=data.category_key)
     true = {row["images"][0]["bytes"]: row["answer"] for row in rows}
     questions = [row for row in warm if row.problem != CAPTION]
@@ -70,7 +70,7 @@ def test_withheld_answers_say_nothing_of_the_image(tmp_path: Path) -> None:
 
 def test_no_train_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no train\.parquet"):
-        take(tmp_path, tmp_path / "data", seed=0)
+        take_data(tmp_path, tmp_path / "data", seed=0)
 
 
 def test_a_folder_that_is_no_earlier_demo_is_left_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from megavlm.data.rows import Row, read_rows
 from megavlm.demo.places import PLACES
-from megavlm.demo.shapes import COLOURS, KINDS, LEARNT, SIZE, write_dataset
+from megavlm.demo.shapes import COLOURS, LEARNT, SHAPE_KINDS, SIZE, write_dataset
 from megavlm.rewards import geospot
 
 WORDS = {"colour": set(COLOURS), "count": {"1", "2", "3", "4"}, "compare": set(COLOURS)}
@@ -80,7 +80,7 @@ def test_warm_start_captions_are_true_and_answers_withheld(folder: Path) -> None
         assert caption.answer.removesuffix(f" {caption.answer.split()[-1]}") == expected or (
             caption.answer == expected
         )
-        assert (caption.answer.split()[-1] in KINDS) == (counts.total() == 1)
+        assert (caption.answer.split()[-1] in SHAPE_KINDS) == (counts.total() == 1)
     wrong: Counter[str] = Counter()
     for row, question in zip(train, questions, strict=True):
         assert (question.images, question.problem) == (row.images, row.problem)
@@ -103,7 +103,7 @@ def drawn_kind(png: bytes, colour: str) -> str:
 def test_caption_names_the_kind_that_is_drawn(folder: Path) -> None:
     for row in load(folder, "warm_start"):
         _, colour, *kind = row.answer.split() if row.category == "caption" else ("", "")
-        if kind and kind[0] in KINDS:
+        if kind and kind[0] in SHAPE_KINDS:
             assert kind[0] == drawn_kind(row.images[0], colour)
 
 
@@ -127,7 +127,7 @@ def test_kinds_and_lengths_are_what_the_pixels_show(tmp_path: Path) -> None:
         assert widths[longer] >= widths[shorter] + 9
         assert (row.answer, caption.answer) == (longer, f"long {longer} short {shorter}")
         assert longer in row.problem and shorter in row.problem
-    assert {row.answer for row in rows if row.category == "kind"} == set(KINDS)
+    assert {row.answer for row in rows if row.category == "kind"} == set(SHAPE_KINDS)
 
 
 def test_unknown_task_names_the_known_ones(tmp_path: Path) -> None:

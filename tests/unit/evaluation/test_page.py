@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.data.rows import Row
-from megavlm.evaluation.attempts import Attempt, Candidate, Question, Skipped
+from megavlm.evaluation.attempts import Attempt, Candidate, Question, SkippedRows
 from megavlm.evaluation.files import write_attempts
 from megavlm.evaluation.map import spots, world_map
 from megavlm.evaluation.page import write_page
-from megavlm.evaluation.tables import compare, tabulate
+from megavlm.evaluation.tables import compare_models, tabulate
 from tests.conftest import png
 from tests.unit.data.test_report import EVIL, Tags
 
@@ -37,7 +37,7 @@ def question(index: int, hits: str, **values: object) -> Question:
 
 
 def candidate(name: str, questions: list[Question]) -> Candidate:
-    return Candidate(name, len(questions[0].attempts), questions, Skipped(), 1.0)
+    return Candidate(name, len(questions[0].attempts), questions, SkippedRows(), 1.0)
 
 
 def test_measures_by_hand() -> None:
@@ -59,14 +59,14 @@ def test_measures_by_hand() -> None:
 def test_comparison_is_of_the_same_questions() -> None:
     first = [question(0, "x"), question(1, "x"), question(2, "-"), question(7, "x")]
     second = [question(2, "x"), question(1, "-"), question(0, "-"), question(9, "x")]
-    found = compare(first, second)
+    found = compare_models(first, second)
     assert found is not None
     assert found.accuracy.count == 3 and found.accuracy.difference == pytest.approx(1 / 3)
     assert (found.accuracy.first_better, found.accuracy.second_better) == (2, 1)
     assert found.accuracy.method == "mcnemar" and found.accuracy.p_value == 1
     assert found.reward.difference == pytest.approx(0.3)
     assert found.by_category["odd"].difference == 1
-    assert compare([question(0, "x")], [question(1, "x")]) is None
+    assert compare_models([question(0, "x")], [question(1, "x")]) is None
     json.dumps(asdict(found))
 
 
@@ -93,7 +93,7 @@ def page_of(tmp_path: Path, candidates: list[Candidate]) -> tuple[str, Tags]:
     tables = [tabulate(c.questions) for c in candidates]
     comparison = None
     if len(candidates) == 2:
-        comparison = compare(candidates[0].questions, candidates[1].questions)
+        comparison = compare_models(candidates[0].questions, candidates[1].questions)
     write_page(tmp_path / "page.html", candidates, tables, comparison)
     html, tags = (tmp_path / "page.html").read_text(), Tags()
     tags.feed(html)
@@ -118,7 +118,7 @@ def test_the_page_shows_both_models_and_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_the_page_of_one_model(tmp_path: Path) -> None:
-    left_out = Skipped(2, 1, ("test.parquet:9: broken",))
+    left_out = SkippedRows(2, 1, ("test.parquet:9: broken",))
     asked = question(0, "x-", extra={"region": "", "city": "Rome"})
     one = Candidate("a", 2, [asked], left_out, 1.0)
     html, _ = page_of(tmp_path, [one])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.observability import report_samples
-from megavlm.observability.charts import HEIGHT, WIDTH, Line, draw
+from megavlm.observability.charts import HEIGHT, WIDTH, Line, draw_chart
 from megavlm.observability.report import write_report
 from megavlm.observability.result import build_result, write_result
 from megavlm.observability.samples import SampledGroup, SampledResponse
@@ -131,7 +131,7 @@ def test_a_run_that_has_left_nothing_yet_has_a_report(tmp_path: Path) -> None:
 
 
 def test_a_chart_has_a_gap_where_a_value_is_missing() -> None:
-    chart = draw("x", [Line("a", "c1", [(1, 0.0), (2, None), (3, float("nan")), (4, 1.0)])])
+    chart = draw_chart("x", [Line("a", "c1", [(1, 0.0), (2, None), (3, float("nan")), (4, 1.0)])])
     assert chart is not None
     path = chart.lines[0].path
     assert path.count("M") == 2 and "L" not in path and "nan" not in path
@@ -139,7 +139,7 @@ def test_a_chart_has_a_gap_where_a_value_is_missing() -> None:
 
 @pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [-2.0, -2.0], [1e-9, 3e-9], [1e6, 9e6]])
 def test_a_chart_of_any_range_stays_inside(values: list[float]) -> None:
-    chart = draw("x", [Line("a", "c1", list(enumerate(values, 1)))])
+    chart = draw_chart("x", [Line("a", "c1", list(enumerate(values, 1)))])
     assert chart is not None
     points = chart.lines[0].path.removeprefix("M").split("L")
     assert len(points) == len(values)
@@ -149,4 +149,4 @@ def test_a_chart_of_any_range_stays_inside(values: list[float]) -> None:
 
 
 def test_a_chart_without_values_is_left_out() -> None:
-    assert draw("x", [Line("a", "c1", [(1, None)])]) is None
+    assert draw_chart("x", [Line("a", "c1", [(1, None)])]) is None

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from megavlm.observability.records import Record, read_records
-from megavlm.observability.samples import FILE, FOLDER, SampleWriter
+from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER, SampleWriter
 
 from .runs import group, image
 
 
 def records(folder: Path) -> list[Record]:
-    return read_records(folder / FOLDER / FILE)
+    return read_records(folder / SAMPLES_FOLDER / SAMPLES_FILE)
 
 
 @pytest.mark.parametrize("num_steps", [1, 40, 100, 101, 5000])
@@ -25,7 +25,7 @@ def test_the_number_of_steps_kept_is_bounded(tmp_path: Path, num_steps: int) -> 
 def test_a_step_that_is_not_due_leaves_nothing(tmp_path: Path) -> None:
     writer = SampleWriter(tmp_path, num_steps=1000)
     writer.write(7, [group(images=[image("a")])])
-    assert records(tmp_path) == [] and not (tmp_path / FOLDER / "a.png").exists()
+    assert records(tmp_path) == [] and not (tmp_path / SAMPLES_FOLDER / "a.png").exists()
 
 
 def test_a_group_is_kept_whole(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_group_is_kept_whole(tmp_path: Path) -> None:
             ],
         }
     ]
-    assert (tmp_path / FOLDER / "abc.png").read_bytes() == png
+    assert (tmp_path / SAMPLES_FOLDER / "abc.png").read_bytes() == png
 
 
 def test_the_groups_kept_are_of_many_categories(tmp_path: Path) -> None:

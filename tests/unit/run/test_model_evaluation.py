@@ -13,7 +13,7 @@ from megavlm.data.processor import Prompt
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.evaluation.result import EvaluationResult
 from megavlm.inference.protocol import Response
-from megavlm.run.evaluate import Player, write_files
+from megavlm.run.evaluate import ModelPlayer, write_files
 
 GREEDY = {"sampled": False, "shuffled": False}
 
@@ -42,7 +42,7 @@ class Right:
 def evaluated(recipe: Path, *overrides: str) -> EvaluationResult:
     config = load(recipe, list(overrides))
     client: Any = Right(None)
-    player = Player(config, client)
+    player = ModelPlayer(config, client)
     client._tokenizer = player._processor._tokenizer
     try:
         result = player.measures()
