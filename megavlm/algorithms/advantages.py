@@ -1,54 +1,82 @@
-"""Advantages of whole responses, relative to the other responses to their prompt.
+"""Interface of advantage estimators.
 
-S responses; `rewards` [S]; `groups` [S] int64, the group that each response belongs to, in
-0..S-1. A group whose rewards are all equal gets exactly zero: subtracting a rounded mean would
-leave noise that a division by a tiny deviation, or Adam, makes large. Sums are in float64.
+An estimator is a function of (AdvantageInputs, the `algorithm` section) that returns the advantage
+[N] of each token. Built-in ones are named in registry.py; a recipe names one of your own by import
+path: `algorithm.advantage_estimator: my_package.module:function`. For example
 
-`counted` [S] bool: responses whose reward is known, None for all. The others have the advantage
-zero, and are in no sum and no count: the group is what it would be without them.
+    def centred(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
+        rewards = inputs.sequence_rewards
+        return (rewards - rewards[inputs.has_reward].mean())[inputs.sequence_ids]
+
+`advantage_estimator` declares what the trainer should know of one:
+
+    @advantage_estimator(whiten=True)
+    def whitened(inputs: AdvantageInputs, settings: GRPO) -> Tensor: ...
 """
 
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from megavlm.algorithms.filters import differs
 from megavlm.algorithms.segments import segment_sum
-
-# Only keeps the division defined: rewards that differ at all differ by far more than this.
-_EPSILON = 1e-6
+from megavlm.config.algorithm import GRPO
 
 
-def grpo(
-    rewards: Tensor, groups: Tensor, *, normalize_by_std: bool, counted: Tensor | None = None
-) -> Tensor:
-    """(r - mean) / (std + 1e-6) over the group, std with n - 1: GRPO (arXiv 2402.03300). Without
-    the division: Dr. GRPO (arXiv 2503.20783).
+@dataclass(frozen=True, kw_only=True)
+class AdvantageInputs:
+    """Rewards of a pack: N tokens of S sequences, grouped by prompt. Sequences are whole, whatever
+    context-parallel ranks hold them.
     """
-    num = len(rewards)
-    exact, ones = _known(rewards, counted)
-    count = segment_sum(ones, groups, num)
-    mean = segment_sum(exact, groups, num) / count.clamp(min=1.0)
-    centred = (exact - mean[groups]) * ones
-    if normalize_by_std:
-        variance = segment_sum(centred.square(), groups, num) / (count - 1).clamp(min=1.0)
-        centred = centred / (variance.sqrt() + _EPSILON)[groups]
-    return centred.where(differs(rewards, groups, counted), 0.0).to(rewards.dtype)
+
+    rewards: Tensor
+    """[N], at the last token of what earned them; with algorithm.kl_in=reward, less the KL penalty
+    of each token."""
+
+    sequence_ids: Tensor
+    """[N] int64, the sequence of each token, in 0..S-1."""
+
+    group_ids: Tensor
+    """[S] int64, the group of each sequence, in 0..S-1; groups may differ in size."""
+
+    has_reward: Tensor
+    """[S] bool, False where the reward is not known; such sequences are not trained on."""
+
+    @property
+    def sequence_rewards(self) -> Tensor:
+        """Reward [S] of each sequence."""
+        return segment_sum(self.rewards, self.sequence_ids, len(self.group_ids))
 
 
-def rloo(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> Tensor:
-    """r minus the mean of the group's other rewards: RLOO (arXiv 2402.14740). 0 for a response that
-    is alone.
+EstimatorFunction = Callable[[AdvantageInputs, GRPO], Tensor]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Advantage estimator and what the trainer needs to know of it.
+
+    whiten: its advantages are normalised over all tokens of the step (whitening.py).
+    needs_group: it compares the responses to a prompt, so that one response has no advantage.
     """
-    num = len(rewards)
-    exact, ones = _known(rewards, counted)
-    count = segment_sum(ones, groups, num)[groups]
-    others = (segment_sum(exact, groups, num)[groups] - exact) / (count - 1).clamp(min=1.0)
-    made = (exact - others) * ones
-    return made.where(differs(rewards, groups, counted), 0.0).to(rewards.dtype)
+
+    function: EstimatorFunction
+    whiten: bool = False
+    needs_group: bool = False
+
+    def __call__(self, inputs: AdvantageInputs, settings: GRPO) -> Tensor:
+        """Compute advantages [N]. Raises ValueError if the function returns another shape."""
+        made = self.function(inputs, settings)
+        if made.shape != inputs.rewards.shape:
+            raise ValueError(
+                f"algorithm.advantage_estimator={settings.advantage_estimator} returned advantages "
+                f"of shape {list(made.shape)} for {list(inputs.rewards.shape)} tokens: return one "
+                "for each token"
+            )
+        return made
 
 
-def _known(rewards: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The rewards, 0 where not counted, and 1 where counted; both [S] in float64."""
-    exact = rewards.double()
-    ones = torch.ones_like(exact) if counted is None else counted.double()
-    return exact * ones, ones
+def advantage_estimator(
+    *, whiten: bool = False, needs_group: bool = False
+) -> Callable[[EstimatorFunction], Estimator]:
+    """Return a decorator that declares an estimator's properties."""
+    return lambda function: Estimator(function, whiten, needs_group)

@@ -1,26 +1,20 @@
 """CISPO: clipped importance sampling weights (MiniMax-M1, arXiv 2506.13585)."""
 
-from torch import Tensor
+import torch
 
-from megavlm.algorithms.ratios import PolicyTerm, ratios
+from megavlm.algorithms.policy_loss import PolicyInputs, PolicyTerm, ratios
+from megavlm.config.algorithm import PolicyOptimization
 
 
-def weighted_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> PolicyTerm:
-    """-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p. All tensors [N].
+def cispo(inputs: PolicyInputs, settings: PolicyOptimization) -> PolicyTerm:
+    """Compute -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p per token.
 
     A token whose ratio is beyond a bound keeps its gradient, with the bound as its weight. The
     paper sets no lower bound: clip_low=1.
     """
-    ratio = ratios(logprobs, old_logprobs).detach()
-    weights = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    low, high = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
-    return PolicyTerm(
-        loss=-weights * advantages * logprobs, ratio=ratio, low=low, high=high, dual=low & high
-    )
+    ratio = ratios(inputs.logprobs, inputs.old_logprobs).detach()
+    least, most = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+    low, high = ratio < least, ratio > most
+    none = torch.zeros_like(low)
+    loss = -ratio.clamp(least, most) * inputs.advantages * inputs.logprobs
+    return PolicyTerm(loss=loss, ratio=ratio, low=low, high=high, dual=none, stopped=none)

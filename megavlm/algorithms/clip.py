@@ -3,46 +3,34 @@
 import torch
 from torch import Tensor
 
-from megavlm.algorithms.ratios import PolicyTerm, ratios
+from megavlm.algorithms.policy_loss import PolicyInputs, PolicyTerm, ratios
+from megavlm.config.algorithm import PolicyOptimization
 
 
-def clipped_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyTerm:
-    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); bounds set apart are DAPO's
-    clip-higher (arXiv 2503.14476). All tensors are [N]; the gradient flows through `logprobs`
-    alone.
-
-    dual_clip c > 1: where A < 0 the loss is at most -c A (arXiv 1912.09729), so that one token with
-    a huge ratio cannot dominate.
+def clip(inputs: PolicyInputs, settings: PolicyOptimization) -> PolicyTerm:
+    """Compute -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) per token. A `clip_high`
+    above `clip_low` is DAPO's clip-higher (arXiv 2503.14476).
     """
-    ratio = ratios(logprobs, old_logprobs)
-    return clip_ratio(ratio, advantages, clip_low, clip_high, dual_clip)
+    return clip_ratio(ratios(inputs.logprobs, inputs.old_logprobs), inputs.advantages, settings)
 
 
-def clip_ratio(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
-) -> PolicyTerm:
-    """The surrogate of a ratio that may be of tokens or of sequences."""
+def clip_ratio(ratio: Tensor, advantages: Tensor, settings: PolicyOptimization) -> PolicyTerm:
+    """Compute the surrogate of a ratio [N] of tokens or of sequences.
+
+    With dual_clip c > 1 the loss is at most -c A where A < 0 (arXiv 1912.09729), so that one token
+    with a huge ratio cannot dominate.
+    """
     free = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    bounded = -advantages * ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     active = bounded.detach() > free.detach()
     loss = torch.maximum(free, bounded)
     dual = torch.zeros_like(active)
-    if dual_clip is not None:
-        most = -dual_clip * advantages
+    if settings.dual_clip is not None:
+        most = -settings.dual_clip * advantages
         dual = (advantages < 0) & (loss.detach() > most)
         loss = loss.where(~dual, most)
+    low = active & (advantages < 0) & ~dual
+    high = active & (advantages > 0)
     return PolicyTerm(
-        loss=loss,
-        ratio=ratio.detach(),
-        low=active & (advantages < 0) & ~dual,
-        high=active & (advantages > 0),
-        dual=dual,
+        loss=loss, ratio=ratio.detach(), low=low, high=high, dual=dual, stopped=low | high | dual
     )

@@ -10,7 +10,7 @@ sequence, of `num`; `reduce` sums over ranks that hold parts of the same sequenc
 import torch
 from torch import Tensor
 
-from megavlm.algorithms.ratios import LOG_RATIO_LIMIT
+from megavlm.algorithms.policy_loss import LOG_RATIO_LIMIT
 from megavlm.algorithms.segments import Reduce, alone, segment_mean, segment_sum
 
 

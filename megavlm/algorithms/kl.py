@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megavlm.algorithms.ratios import LOG_RATIO_LIMIT, ratios
+from megavlm.algorithms.policy_loss import LOG_RATIO_LIMIT, ratios
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

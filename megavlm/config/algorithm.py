@@ -30,9 +30,10 @@ class PolicyOptimization(Section):
     epochs: int = bounded(1, least=1)
     """Passes over a step's rollouts."""
 
-    policy_loss: Literal["clip", "gspo", "cispo"] = "clip"
+    policy_loss: str = "clip"
     """Policy loss: clip (PPO's clipped surrogate, arXiv 1707.06347), gspo (one ratio per sequence,
-    arXiv 2507.18071) or cispo (ratios as clipped weights, arXiv 2506.13585)."""
+    arXiv 2507.18071), cispo (ratios as clipped weights, arXiv 2506.13585), or a function of your
+    own as package.module:function, as megavlm/algorithms/policy_loss.py describes."""
 
     clip_low: float = bounded(0.2, above=0, most=1)
     """Ratios below 1 - `clip_low` are clipped (PPO's epsilon). GSPO takes about 3e-4; 1 sets no
@@ -220,11 +221,10 @@ class GRPO(PolicyOptimization):
     name: Literal["grpo"] = "grpo"
     """Algorithm: grpo, the default."""
 
-    advantage_estimator: Literal[
-        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    ] = "grpo"
-    """Advantage estimator: grpo (arXiv 2402.03300), rloo (arXiv 2402.14740), reinforce_plus_plus or
-    reinforce_plus_plus_baseline (arXiv 2501.03262)."""
+    advantage_estimator: str = "grpo"
+    """Advantage estimator: grpo (arXiv 2402.03300), rloo (arXiv 2402.14740), reinforce_plus_plus,
+    reinforce_plus_plus_baseline (arXiv 2501.03262), or a function of your own as
+    package.module:function, as megavlm/algorithms/advantages.py describes."""
 
     normalize_by_std: bool = True
     """Divide GRPO's advantages by the standard deviation of their group. False is Dr. GRPO (arXiv
@@ -233,12 +233,7 @@ class GRPO(PolicyOptimization):
     def check(self) -> None:
         super().check()
         estimator = self.advantage_estimator
-        if self.responses_per_prompt == 1 and estimator != "reinforce_plus_plus":
-            raise ValueError(
-                "algorithm.responses_per_prompt=1 leaves nothing to compare a response with under "
-                f"algorithm.advantage_estimator={estimator}: raise it, or use reinforce_plus_plus"
-            )
-        if not self.normalize_by_std and estimator != "grpo":
+        if not self.normalize_by_std and estimator != "grpo" and ":" not in estimator:
             raise ValueError(
                 "algorithm.normalize_by_std=false is about algorithm.advantage_estimator=grpo, and "
                 f"it is {estimator}: leave normalize_by_std out"

@@ -1,13 +1,12 @@
 """Names of environments in a recipe: a built-in one, or package.module:Class."""
 
 import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from megavlm.config.import_path import IMPORT_PATH, import_module
 from megavlm.environments.base import Context, Environment
-from megavlm.rewards.registry import import_module
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ BUILT_IN = {
     "caption": BuiltIn(_SINGLE, "caption"),
     "geospot": BuiltIn(_SINGLE, "geospot"),
 }
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def default_reward(name: str) -> str:
@@ -44,7 +42,7 @@ def check(name: str) -> None:
     """Check the form of an environment's name, without loading it. Raises ValueError for an unknown
     one.
     """
-    if name not in BUILT_IN and not _IMPORT_PATH.fullmatch(name):
+    if name not in BUILT_IN and not IMPORT_PATH.fullmatch(name):
         raise ValueError(
             f"environment.name={name!r} is unknown: choose one of {', '.join(BUILT_IN)}, or a "
             "class as package.module:Class"

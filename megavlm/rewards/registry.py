@@ -1,14 +1,10 @@
 """Names of rewards in a recipe: a built-in one, `package.module:function`, or a service's URL."""
 
-import importlib
 import inspect
-import os
-import re
-import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
+from megavlm.config.import_path import IMPORT_PATH, import_module
 from megavlm.rewards.base import check_answer
 
 RewardFunction = Callable[..., Any]  # of base.py's form
@@ -24,12 +20,11 @@ BUILT_IN = {
 }
 _CHECK_ROWS = ("caption", "geospot")  # by a check_row of their own; the others want an answer
 REWARD_MODEL = "reward_model"
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def check(name: str, key: str = "reward.name") -> None:
     """Check the form of a reward's name without loading it. Raises ValueError if it is unknown."""
-    if name not in BUILT_IN and not is_remote(name) and not _IMPORT_PATH.fullmatch(name):
+    if name not in BUILT_IN and not is_remote(name) and not IMPORT_PATH.fullmatch(name):
         known = ", ".join(sorted([*BUILT_IN, REWARD_MODEL]))
         raise ValueError(
             f"{key}={name!r} is unknown: choose one of {known}, a function as "
@@ -72,13 +67,6 @@ def check_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> 
         import_module(BUILT_IN[name].partition(":")[0]).check_row(row, **options)
     elif name in BUILT_IN:
         check_answer(row)
-
-
-def import_module(name: str) -> ModuleType:
-    """Import a module, from the working directory too, as `python -m` does."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    return importlib.import_module(name)
 
 
 def arguments(function: RewardFunction) -> set[str]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms.aggregation import token_weights
-from megavlm.algorithms.filters import has_signal
-from megavlm.algorithms.shaping import overlong_penalty
+from megavlm.algorithms.dapo import has_signal, overlong_penalty
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Prompt

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
+from megavlm.algorithms.registry import check as check_algorithm
 from megavlm.checkpointing.folder import MANIFEST, PEFT_CONFIG, is_checkpoint
-from megavlm.config.algorithm import SFT
+from megavlm.config.algorithm import SFT, PolicyOptimization
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.data.images import decode
@@ -53,6 +54,8 @@ def check(
     check_ranks(config, world_size)
     check_name(config.environment.name)
     check_partial_rollouts(config)
+    if isinstance(config.algorithm, PolicyOptimization):
+        check_algorithm(config.algorithm)
     for part in parts(config):
         registry.check(part.name)
     key = "data.train_files" if phase == "train" else "data.test_files"

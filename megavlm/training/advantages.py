@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megavlm.algorithms import advantages as relative
 from megavlm.algorithms import kl
+from megavlm.algorithms.advantages import AdvantageInputs, Estimator
 from megavlm.algorithms.gae import gae, turn_gae
-from megavlm.algorithms.reinforce import returns_to_go
-from megavlm.algorithms.segments import Reduce, segment_sum
+from megavlm.algorithms.registry import load_advantage_estimator
+from megavlm.algorithms.segments import Reduce
 from megavlm.algorithms.whitening import whiten
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packing import Pack
@@ -35,17 +35,28 @@ def add_advantages(
     where the KL is in the reward; 0 elsewhere. `over_context` and `over_all` sum over the context
     ranks of a pack, and over all ranks that hold packs.
     """
+    estimator: Estimator | None = None
+    if isinstance(settings, GRPO):
+        estimator = load_advantage_estimator(settings.advantage_estimator)
+        is_whitened = estimator.whiten
+    else:
+        is_whitened = settings.normalize_advantages
     for pack in packs:
         columns = _whole(pack, over_context)
         columns = replace(columns, sequence_ids=_numbered(columns.sequence_ids))
         if kl_coefficient:
             rewards = columns.rewards - kl_coefficient * _kl(columns, settings)
-            advantages, returns = _made(replace(columns, rewards=rewards), settings)
         else:
-            advantages, returns = _made(columns, settings)
-        columns = replace(columns, advantages=advantages, returns=returns)
+            rewards = columns.rewards
+        if isinstance(settings, PPO):
+            advantages, returns = _gae(rewards, columns, settings)
+            columns = replace(columns, advantages=advantages, returns=returns)
+        else:
+            assert estimator is not None
+            advantages = estimator(_inputs(rewards, columns), settings)
+            columns = replace(columns, advantages=advantages)
         pack.columns = columns.select(pack.target_index)
-    if _is_whitened(settings):
+    if is_whitened:
         columns = concatenate([pack.columns for pack in packs if pack.columns is not None])
         assert columns.advantages is not None
         whitened = whiten(columns.advantages, columns.loss_weights > 0, over_all)
@@ -55,34 +66,26 @@ def add_advantages(
             pack.columns = replace(pack.columns, advantages=part)
 
 
-def _made(columns: TargetColumns, settings: GRPO | PPO) -> tuple[Tensor, Tensor | None]:
-    """Return advantages and, with a critic, returns."""
-    rewards, ids = columns.rewards, columns.sequence_ids
-    if isinstance(settings, PPO):
-        assert columns.values is not None
-        discounts = {"gamma": settings.gamma, "lam": settings.lam}
-        if settings.gae_level == "token":
-            return gae(rewards, columns.values, ids, **discounts)
-        return turn_gae(rewards, columns.values, ids, columns.turn_ids, **discounts)
-    if settings.advantage_estimator == "reinforce_plus_plus":
-        return returns_to_go(rewards, ids), None
+def _gae(rewards: Tensor, columns: TargetColumns, settings: PPO) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns, each [N]."""
+    ids, values = columns.sequence_ids, columns.values
+    assert values is not None
+    if settings.gae_level == "token":
+        return gae(rewards, values, ids, gamma=settings.gamma, lam=settings.lam)
+    turns = columns.turn_ids
+    return turn_gae(rewards, values, ids, turns, gamma=settings.gamma, lam=settings.lam)
+
+
+def _inputs(rewards: Tensor, columns: TargetColumns) -> AdvantageInputs:
+    ids = columns.sequence_ids
     num = int(ids.max()) + 1 if len(ids) else 0
-    totals = segment_sum(rewards, ids, num)
     groups = _numbered(columns.group_ids)
-    of_sequence = groups.new_zeros(num).index_put((ids,), groups)
-    known = columns.has_reward.new_zeros(num).index_put((ids,), columns.has_reward)
-    if settings.advantage_estimator == "rloo":
-        made = relative.rloo(totals, of_sequence, known)
-    else:
-        by_std = settings.normalize_by_std and settings.advantage_estimator == "grpo"
-        made = relative.grpo(totals, of_sequence, normalize_by_std=by_std, counted=known)
-    return made[ids], None
-
-
-def _is_whitened(settings: GRPO | PPO) -> bool:
-    if isinstance(settings, PPO):
-        return settings.normalize_advantages
-    return settings.advantage_estimator.startswith("reinforce")
+    return AdvantageInputs(
+        rewards=rewards,
+        sequence_ids=ids,
+        group_ids=groups.new_zeros(num).index_put((ids,), groups),
+        has_reward=columns.has_reward.new_zeros(num).index_put((ids,), columns.has_reward),
+    )
 
 
 def _kl(columns: TargetColumns, settings: GRPO | PPO) -> Tensor:

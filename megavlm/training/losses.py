@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms import importance
-from megavlm.algorithms.cispo import weighted_loss
-from megavlm.algorithms.clip import clipped_loss
-from megavlm.algorithms.gspo import sequence_loss
 from megavlm.algorithms.kl import estimator
-from megavlm.algorithms.losses import entropy_bonus, negative_log_likelihood
-from megavlm.algorithms.ratios import PolicyTerm
+from megavlm.algorithms.policy_loss import PolicyInputs
+from megavlm.algorithms.registry import load_policy_loss
 from megavlm.algorithms.segments import Reduce, alone
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.data.packing import Pack
@@ -20,6 +17,7 @@ from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.forward_backward import LossFunction
 
 Measures = dict[str, Tensor]
+CUSTOM = "policy_loss/"  # prefix of the metrics that a policy loss adds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +44,7 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
     The first update on a rollout adds old_logprobs where there are none. Measures are sums over
     tokens, and `signal`: tokens with a gradient that is not rounding alone.
     """
+    loss_of_tokens = load_policy_loss(settings.policy_loss)
     kl = estimator(settings.kl_estimator)
     kl_coefficient = update.kl_coefficient if settings.kl_in == "loss" else 0.0
 
@@ -60,10 +59,23 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
         else:
             old = columns.old_logprobs
         num_sequences = len(pack.parents)  # a bound that needs no look at a tensor
-        term = _policy_term(settings, logprobs, old, columns, num_sequences, update.reduce)
+        inputs = PolicyInputs(
+            logprobs=logprobs,
+            old_logprobs=old,
+            advantages=columns.advantages,
+            sequence_ids=columns.sequence_ids,
+            num_sequences=num_sequences,
+            reduce=update.reduce,
+        )
+        term = loss_of_tokens(inputs, settings)
+        if term.loss.shape != logprobs.shape:
+            raise ValueError(
+                f"algorithm.policy_loss={settings.policy_loss} returned losses of shape "
+                f"{list(term.loss.shape)} for {list(logprobs.shape)} tokens: return one for each"
+            )
         correction, measures = _correction(settings, old, columns, num_sequences, update.reduce)
         loss = correction * term.loss
-        signal = (correction * columns.advantages != 0) & ~_stopped(settings, term)
+        signal = (correction * columns.advantages != 0) & ~term.stopped
         has_gap = settings.old_logprobs == "trainer" or update.is_first
         sampled = old if settings.old_logprobs == "trainer" else logprobs.detach()
         measures |= engine_gap(sampled, columns, is_known=has_gap)
@@ -77,6 +89,8 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
             "clipped_high": term.high.float().sum(),
             "clipped_dual": term.dual.float().sum(),
         }
+        for name, value in term.metrics.items():
+            measures[f"{CUSTOM}{name}"] = value.detach().float().sum()
         if columns.reference_logprobs is not None:
             reference_kl = kl(logprobs, columns.reference_logprobs, old)
             measures["kl_reference"] = reference_kl.detach().sum()
@@ -84,7 +98,7 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
                 loss = loss + kl_coefficient * reference_kl
                 signal |= torch.tensor(update.has_moved, device=signal.device)
         if settings.entropy_coefficient:
-            loss = loss + entropy_bonus(scores.entropy, settings.entropy_coefficient)
+            loss = loss - settings.entropy_coefficient * scores.entropy
             signal = torch.ones_like(signal)
         total = (loss * columns.loss_weights).sum()
         signal &= columns.loss_weights != 0
@@ -97,39 +111,11 @@ def supervised_loss(num_targets: int) -> LossFunction:
     """Mean negative log-likelihood of the batch's `num_targets` answer tokens."""
 
     def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
-        loss = negative_log_likelihood(scores.logprobs).sum()
+        loss = -scores.logprobs.sum()
         tokens = scores.logprobs.new_tensor(float(pack.num_targets))
         return loss / num_targets, {"tokens": tokens, "loss": loss.detach()}
 
     return loss_function
-
-
-def _policy_term(
-    settings: PolicyOptimization,
-    logprobs: Tensor,
-    old: Tensor,
-    columns: TargetColumns,
-    num_sequences: int,
-    reduce: Reduce,
-) -> PolicyTerm:
-    advantages = columns.advantages
-    assert advantages is not None
-    low, high, dual = settings.clip_low, settings.clip_high, settings.dual_clip
-    if settings.policy_loss == "cispo":
-        return weighted_loss(logprobs, old, advantages, clip_low=low, clip_high=high)
-    if settings.policy_loss == "clip":
-        return clipped_loss(logprobs, old, advantages, clip_low=low, clip_high=high, dual_clip=dual)
-    return sequence_loss(
-        logprobs,
-        old,
-        advantages,
-        columns.sequence_ids,
-        num_sequences,
-        clip_low=low,
-        clip_high=high,
-        dual_clip=dual,
-        reduce=reduce,
-    )
 
 
 def _correction(
@@ -176,11 +162,6 @@ def engine_gap(logprobs: Tensor, columns: TargetColumns, *, is_known: bool = Tru
         "rollout_train_kl": kl.sum(),
         "largest_rollout_difference": largest,
     }
-
-
-def _stopped(settings: PolicyOptimization, term: PolicyTerm) -> Tensor:
-    """Tokens whose gradient the clip takes away."""
-    return torch.zeros_like(term.low) if settings.policy_loss == "cispo" else term.clipped
 
 
 def _largest(values: Tensor) -> Tensor:

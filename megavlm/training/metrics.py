@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from megavlm.algorithms.value_loss import explained_variance
+from megavlm.training.losses import CUSTOM
 
 Report = Mapping[str, float]
 
@@ -30,6 +31,9 @@ def policy_metrics(reports: Sequence[Report]) -> dict[str, float]:
     for metric, name in _SHARES.items():
         if name in reports[0]:
             metrics[metric] = _per_token(reports, name)
+    for name in reports[0]:
+        if name.startswith(CUSTOM):
+            metrics[name] = _per_token(reports, name)
     return metrics | engine_metrics(reports) | _update(reports)
 
 

@@ -68,6 +68,11 @@ SETTINGS: dict[str, GRPO | PPO] = {
     "reinforce++": replace(
         PLAIN, kl_in="reward", kl_estimator="k1", advantage_estimator="reinforce_plus_plus"
     ),
+    "the user's own": replace(
+        PLAIN,
+        advantage_estimator="tests.unit.algorithms.own:baseline",
+        policy_loss="tests.unit.algorithms.own:plain",
+    ),
     "reinforce++ baseline": replace(PLAIN, advantage_estimator="reinforce_plus_plus_baseline"),
     "ppo": PPO(kl_coefficient=0.1, kl_in="reward", critic="shared", lam=0.9, gamma=0.95),
     "ppo by turn": PPO(critic="shared", gae_level="turn", mask_truncated=True),

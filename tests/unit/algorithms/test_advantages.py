@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.algorithms.advantages import grpo, rloo
-from megavlm.algorithms.filters import differs, has_signal
-from megavlm.algorithms.reinforce import returns_to_go
+from megavlm.algorithms.advantages import AdvantageInputs
+from megavlm.algorithms.dapo import has_signal
+from megavlm.algorithms.grpo import differs, group_relative, leave_one_out
+from megavlm.algorithms.reinforce_plus_plus import reinforce_plus_plus
 from megavlm.algorithms.whitening import whiten
+from megavlm.config.algorithm import GRPO
 
 # Groups of unequal size, 1 included.
 GROUPS = st.lists(
@@ -29,8 +31,8 @@ def flat(groups: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
 @given(GROUPS)
 def test_grpo_equals_its_definition(groups: list[list[float]]) -> None:
     rewards, numbers = flat(groups)
-    made = grpo(rewards, numbers, normalize_by_std=True)
-    plain = grpo(rewards, numbers, normalize_by_std=False)
+    made = group_relative(rewards, numbers, normalize_by_std=True)
+    plain = group_relative(rewards, numbers, normalize_by_std=False)
     for reward, number, normalized, centred in zip(
         rewards.tolist(), numbers.tolist(), made.tolist(), plain.tolist(), strict=True
     ):
@@ -45,7 +47,7 @@ def test_grpo_equals_its_definition(groups: list[list[float]]) -> None:
 def test_rloo_equals_its_definition(groups: list[list[float]]) -> None:
     rewards, numbers = flat(groups)
     for reward, number, made in zip(
-        rewards.tolist(), numbers.tolist(), rloo(rewards, numbers).tolist(), strict=True
+        rewards.tolist(), numbers.tolist(), leave_one_out(rewards, numbers).tolist(), strict=True
     ):
         group = groups[number]
         others = (sum(group) - reward) / (len(group) - 1) if len(group) > 1 else reward
@@ -60,9 +62,9 @@ def test_what_is_not_counted_is_as_if_it_were_not_there(
     counted = torch.tensor([bool(mask >> (index % 12) & 1) for index in range(len(rewards))])
     kept, kept_numbers = rewards[counted], numbers[counted]
     for estimate in (
-        lambda r, g, **k: grpo(r, g, normalize_by_std=True, **k),
-        lambda r, g, **k: grpo(r, g, normalize_by_std=False, **k),
-        rloo,
+        lambda r, g, **k: group_relative(r, g, normalize_by_std=True, **k),
+        lambda r, g, **k: group_relative(r, g, normalize_by_std=False, **k),
+        leave_one_out,
     ):
         made = estimate(rewards, numbers, counted=counted)
         assert not made[~counted].any()
@@ -76,17 +78,17 @@ def test_equal_rewards_give_exactly_zero(n: int) -> None:
     # The mean of three 0.1 is not 0.1 in float32: the difference must not be blown up.
     rewards, groups = torch.full((2 * n,), 0.1), torch.arange(2).repeat_interleave(n)
     zero = torch.zeros(2 * n)
-    assert torch.equal(grpo(rewards, groups, normalize_by_std=True), zero)
-    assert torch.equal(grpo(rewards, groups, normalize_by_std=False), zero)
-    assert torch.equal(rloo(rewards, groups), zero)
+    assert torch.equal(group_relative(rewards, groups, normalize_by_std=True), zero)
+    assert torch.equal(group_relative(rewards, groups, normalize_by_std=False), zero)
+    assert torch.equal(leave_one_out(rewards, groups), zero)
     assert torch.equal(whiten(rewards, torch.ones(2 * n, dtype=torch.bool)), zero)
 
 
 def test_one_group_does_not_touch_another() -> None:
-    together = grpo(
+    together = group_relative(
         torch.tensor([0.0, 1.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1]), normalize_by_std=True
     )
-    alone = grpo(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), normalize_by_std=True)
+    alone = group_relative(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), normalize_by_std=True)
     assert torch.equal(together, torch.cat([alone, torch.zeros(2)]))
 
 
@@ -102,7 +104,13 @@ def test_whitening_has_mean_zero_and_deviation_one_over_what_is_counted() -> Non
 
 def test_returns_to_go_are_what_is_still_to_come() -> None:
     rewards = torch.tensor([-0.1, -0.2, 0.7, 1.0])
-    made = returns_to_go(rewards, torch.tensor([0, 0, 0, 1]))
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        sequence_ids=torch.tensor([0, 0, 0, 1]),
+        group_ids=torch.zeros(2, dtype=torch.long),
+        has_reward=torch.ones(2, dtype=torch.bool),
+    )
+    made = reinforce_plus_plus(inputs, GRPO())
     torch.testing.assert_close(made, torch.tensor([0.4, 0.5, 0.7, 1.0]))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megavlm.algorithms.aggregation import token_weights
-from megavlm.algorithms.shaping import overlong_penalty
+from megavlm.algorithms.dapo import overlong_penalty
 
 LENGTHS = [3, 1, 6, 2]
 LOSSES = [[0.5, 1.0, -2.0], [3.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [7.0, -1.0]]

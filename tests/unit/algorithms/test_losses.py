@@ -1,19 +1,38 @@
 """The policy losses per token: values, gradients, and where a bound is active."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megavlm.algorithms.cispo import weighted_loss
-from megavlm.algorithms.clip import clipped_loss
-from megavlm.algorithms.gspo import sequence_loss
-from megavlm.algorithms.losses import entropy_bonus, negative_log_likelihood
-from megavlm.algorithms.ratios import PolicyTerm
+from megavlm.algorithms.policy_loss import PolicyInputs, PolicyTerm
+from megavlm.algorithms.registry import load_policy_loss
+from megavlm.config.algorithm import GRPO
 from tests.unit.algorithms.literal import ROW, row
 
-BOUNDS = {"clip_low": 0.2, "clip_high": 0.3}
+SETTINGS = GRPO(clip_low=0.2, clip_high=0.3)
+
+
+def term_of(
+    name: str,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    ids: Tensor | None = None,
+    dual_clip: float | None = None,
+) -> PolicyTerm:
+    """Compute a policy loss; without ids all tokens are of one sequence."""
+    ids = torch.zeros(len(logprobs), dtype=torch.int64) if ids is None else ids
+    inputs = PolicyInputs(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        sequence_ids=ids,
+        num_sequences=len(ids),
+    )
+    return load_policy_loss(name)(inputs, replace(SETTINGS, dual_clip=dual_clip))
 
 
 def gradient(term: PolicyTerm, logprobs: Tensor) -> Tensor:
@@ -39,7 +58,7 @@ def test_the_clipped_surrogate(
 ) -> None:
     old = row([-1.0])
     logprobs = (old + math.log(ratio)).requires_grad_()
-    term = clipped_loss(logprobs, old, row([advantage]), **BOUNDS, dual_clip=3.0)
+    term = term_of("clip", logprobs, old, row([advantage]), dual_clip=3.0)
     assert term.loss.item() == pytest.approx(loss)
     assert [name for name in ("low", "high", "dual") if getattr(term, name)] == (
         [bound] if bound else []
@@ -52,7 +71,7 @@ def test_the_clipped_surrogate(
 
 def test_without_a_dual_clip_a_bad_token_s_loss_has_no_bound() -> None:
     logprobs = row([-1.0 + math.log(4.0)])
-    term = clipped_loss(logprobs, row([-1.0]), row([-2.0]), **BOUNDS)
+    term = term_of("clip", logprobs, row([-1.0]), row([-2.0]))
     assert term.loss.item() == pytest.approx(8.0) and not term.clipped
 
 
@@ -65,7 +84,7 @@ def test_gspo_equals_loops_and_its_gradient_is_that_of_the_sequence_ratio(
     logprobs = (old + row(ROW.draw(3, 0.5))).requires_grad_()
     of_sequence = [1.0, -1.5, 0.7, 9.0, -0.4]
     advantages = row([of_sequence[i] for i in ROW.ids])
-    term = sequence_loss(logprobs, old, advantages, ids, ROW.num, **BOUNDS, dual_clip=dual_clip)
+    term = term_of("gspo", logprobs, old, advantages, ids, dual_clip)
     lengths = torch.tensor([float(ROW.ids.count(i)) for i in ROW.ids])
     ours = torch.autograd.grad((term.loss / lengths).sum(), logprobs)[0]
 
@@ -98,7 +117,7 @@ def test_cispo_keeps_every_gradient_with_a_bounded_weight(
 ) -> None:
     old = row([-1.0])
     logprobs = (old + math.log(ratio)).requires_grad_()
-    term = weighted_loss(logprobs, old, row([advantage]), **BOUNDS)
+    term = term_of("cispo", logprobs, old, row([advantage]))
     assert term.loss.item() == pytest.approx(-weight * advantage * logprobs.item())
     assert gradient(term, logprobs).item() == pytest.approx(-weight * advantage)
     assert (term.low.item(), term.high.item()) == (ratio < 0.8, ratio > 1.3)
@@ -109,9 +128,9 @@ def test_only_the_current_policy_gets_a_gradient() -> None:
     old = torch.tensor([-1.1], requires_grad=True)
     ids = torch.zeros(1, dtype=torch.int64)
     for term in (
-        clipped_loss(logprobs, old, torch.ones(1), **BOUNDS),
-        sequence_loss(logprobs, old, torch.ones(1), ids, 1, **BOUNDS),
-        weighted_loss(logprobs, old, torch.ones(1), **BOUNDS),
+        term_of("clip", logprobs, old, torch.ones(1)),
+        term_of("gspo", logprobs, old, torch.ones(1), ids),
+        term_of("cispo", logprobs, old, torch.ones(1)),
     ):
         term.loss.sum().backward()
         assert old.grad is None and logprobs.grad is not None
@@ -121,9 +140,9 @@ def test_the_first_update_has_the_gradient_of_the_plain_policy_gradient() -> Non
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     advantages, ids = torch.tensor([1.0, -0.5, 0.0]), torch.tensor([0, 0, 1])
     for term in (
-        clipped_loss(logprobs, logprobs, advantages, **BOUNDS),
-        sequence_loss(logprobs, logprobs, advantages, ids, 2, **BOUNDS),
-        weighted_loss(logprobs, logprobs, advantages, **BOUNDS),
+        term_of("clip", logprobs, logprobs, advantages),
+        term_of("gspo", logprobs, logprobs, advantages, ids),
+        term_of("cispo", logprobs, logprobs, advantages),
     ):
         assert torch.equal(gradient(term, logprobs), -advantages)
 
@@ -133,13 +152,8 @@ def test_extreme_differences_stay_finite() -> None:
     old, advantages = torch.tensor([-300.0, 0.0]), torch.tensor([-1.0, 1.0])
     ids = torch.tensor([0, 1])
     for term in (
-        clipped_loss(logprobs, old, advantages, **BOUNDS),
-        sequence_loss(logprobs, old, advantages, ids, 2, **BOUNDS),
-        weighted_loss(logprobs, old, advantages, **BOUNDS),
+        term_of("clip", logprobs, old, advantages),
+        term_of("gspo", logprobs, old, advantages, ids),
+        term_of("cispo", logprobs, old, advantages),
     ):
         assert term.loss.isfinite().all() and gradient(term, logprobs).isfinite().all()
-
-
-def test_entropy_lowers_the_loss_and_likelihood_is_negated() -> None:
-    assert entropy_bonus(torch.tensor([2.0, 0.0]), 0.5).tolist() == [-1.0, 0.0]
-    assert negative_log_likelihood(torch.tensor([-3.0])).tolist() == [3.0]

@@ -64,7 +64,6 @@ BROKEN = {
         "algorithm.overlong_buffer=2",
         "algorithm.mask_truncated=true",
     ): "algorithm.overlong_buffer=2 punishes what algorithm.mask_truncated=true leaves out",
-    ("algorithm.responses_per_prompt=1",): "leaves nothing to compare a response with under algor",
     (
         "algorithm.name=ppo",
         "algorithm.responses_per_prompt=1",

@@ -137,3 +137,24 @@ def test_a_pack_without_targets(settings: GRPO | PPO) -> None:
     pack: Any = Targets(columns(), torch.arange(0), 1)
     add_advantages([pack], settings, kl_coefficient=0.1, over_context=alone, over_all=alone)
     assert pack.columns.advantages.shape == (0,)
+
+
+OWN = "tests.unit.algorithms.own"
+
+
+@pytest.mark.parametrize(
+    ("own", "built_in"),
+    [("grpo", "grpo"), ("baseline", "reinforce_plus_plus_baseline")],
+)
+def test_a_user_s_estimator_is_as_good_as_a_built_in_one(own: str, built_in: str) -> None:
+    has_reward = torch.ones(12, dtype=torch.bool)
+    has_reward[3:5] = False
+    for changed in ({}, {"has_reward": has_reward}):
+        made = whole(GRPO(advantage_estimator=f"{OWN}:{own}"), **changed)
+        expected = whole(GRPO(advantage_estimator=built_in), **changed)
+        assert torch.equal(made["advantages"], expected["advantages"])
+
+
+def test_a_user_s_estimator_returns_one_number_for_each_token() -> None:
+    with pytest.raises(ValueError, match=r"own:of_sequences returned .*\[5\] for \[12\] tok"):
+        whole(GRPO(advantage_estimator=f"{OWN}:of_sequences"))

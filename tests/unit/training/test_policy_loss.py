@@ -2,6 +2,7 @@
 a signal.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,20 +91,51 @@ def test_cutting_into_packs_changes_nothing(settings: GRPO, first_update: bool) 
 
 
 def test_against_the_formula() -> None:
-    settings = GRPO(kl_coefficient=0.1, clip_low=0.2, clip_high=0.3, importance_cap=1.2)
+    settings = GRPO(
+        kl_coefficient=0.1,
+        clip_low=0.2,
+        clip_high=0.3,
+        importance_cap=1.2,
+        entropy_coefficient=0.05,
+    )
     loss, _, _ = run(slice(None), settings)
     c = columns()
     expected = 0.0
-    for logp, old, advantage, rollout, reference in zip(
-        *(c[k].double() for k in ("logprobs", "old", "advantages", "rollout", "reference")),
-        strict=True,
+    names = ("logprobs", "old", "advantages", "rollout", "reference", "entropy")
+    for logp, old, advantage, rollout, reference, entropy in zip(
+        *(c[name].double() for name in names), strict=True
     ):
         ratio = (logp - old).exp()
         policy = -min(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
         weight = min((-rollout).exp(), torch.tensor(1.2, dtype=torch.double))
         gap = old + reference - logp
-        expected += float(weight * policy + 0.1 * (gap.exp() - 1 - gap)) / N
+        expected += float(weight * policy + 0.1 * (gap.exp() - 1 - gap) - 0.05 * entropy) / N
     assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+OWN = "tests.unit.algorithms.own"
+
+
+def test_a_user_s_loss_is_as_good_as_a_built_in_one() -> None:
+    settings = GRPO(dual_clip=1.3, kl_coefficient=0.1)
+    loss, measures, gradient = run(slice(None), settings)
+    own = run(slice(None), replace(settings, policy_loss=f"{OWN}:clip"))
+    assert torch.equal(own[0], loss) and torch.equal(own[2], gradient)
+    assert own[1] == measures
+
+
+def test_a_user_s_loss_reports_metrics_and_may_have_no_bounds() -> None:
+    settings = GRPO(kl_coefficient=0, policy_loss=f"{OWN}:plain")
+    _, measures, _ = run(slice(None), settings)
+    c = columns()
+    squares = (c["logprobs"] - c["old"]).exp().square()
+    torch.testing.assert_close(measures["policy_loss/squared_ratio"], squares.sum())
+    assert measures["clipped"] == 0 and measures["signal"] == N
+
+
+def test_a_user_s_loss_returns_one_number_for_each_token() -> None:
+    with pytest.raises(ValueError, match=r"own:total returned losses of shape \[\] for \[12\] tok"):
+        run(slice(None), GRPO(policy_loss=f"{OWN}:total"))
 
 
 def test_the_first_update_is_never_clipped_and_has_the_plain_policy_gradient() -> None:

@@ -1,0 +1,86 @@
+"""Advantages of whole responses, relative to the other responses to their prompt.
+
+S responses; `rewards` [S]; `groups` [S] int64, the group that each response belongs to, in
+0..S-1. A group whose rewards are all equal gets exactly zero: subtracting a rounded mean would
+leave noise that a division by a tiny deviation, or Adam, makes large. Sums are in float64.
+
+`counted` [S] bool: responses whose reward is known, None for all. The others have the advantage
+zero, and are in no sum and no count: the group is what it would be without them.
+"""
+
+import torch
+from torch import Tensor
+
+from megavlm.algorithms.advantages import AdvantageInputs, advantage_estimator
+from megavlm.algorithms.segments import segment_sum
+from megavlm.config.algorithm import GRPO
+
+# Only keeps the division defined: rewards that differ at all differ by far more than this.
+_EPSILON = 1e-6
+
+
+@advantage_estimator(needs_group=True)
+def grpo(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
+    """Compute `group_relative` advantages, with `normalize_by_std` false those of Dr. GRPO."""
+    made = group_relative(
+        inputs.sequence_rewards,
+        inputs.group_ids,
+        normalize_by_std=settings.normalize_by_std,
+        counted=inputs.has_reward,
+    )
+    return made[inputs.sequence_ids]
+
+
+@advantage_estimator(needs_group=True)
+def rloo(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
+    """Compute `leave_one_out` advantages."""
+    made = leave_one_out(inputs.sequence_rewards, inputs.group_ids, inputs.has_reward)
+    return made[inputs.sequence_ids]
+
+
+def group_relative(
+    rewards: Tensor, groups: Tensor, *, normalize_by_std: bool, counted: Tensor | None = None
+) -> Tensor:
+    """Compute (r - mean) / (std + 1e-6) over the group, std with n - 1: GRPO (arXiv 2402.03300).
+    Without the division: Dr. GRPO (arXiv 2503.20783).
+    """
+    num = len(rewards)
+    exact, ones = _known(rewards, counted)
+    count = segment_sum(ones, groups, num)
+    mean = segment_sum(exact, groups, num) / count.clamp(min=1.0)
+    centred = (exact - mean[groups]) * ones
+    if normalize_by_std:
+        variance = segment_sum(centred.square(), groups, num) / (count - 1).clamp(min=1.0)
+        centred = centred / (variance.sqrt() + _EPSILON)[groups]
+    return centred.where(differs(rewards, groups, counted), 0.0).to(rewards.dtype)
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Compute r minus the mean of the group's other rewards: RLOO (arXiv 2402.14740). 0 for a
+    response that is alone.
+    """
+    num = len(rewards)
+    exact, ones = _known(rewards, counted)
+    count = segment_sum(ones, groups, num)[groups]
+    others = (segment_sum(exact, groups, num)[groups] - exact) / (count - 1).clamp(min=1.0)
+    made = (exact - others) * ones
+    return made.where(differs(rewards, groups, counted), 0.0).to(rewards.dtype)
+
+
+def differs(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Return [S] bool, True for a response in whose group the counted rewards differ."""
+    known = torch.ones_like(groups, dtype=torch.bool) if counted is None else counted
+    bounds = [
+        torch.zeros_like(rewards).scatter_reduce(
+            0, groups[known], rewards[known], how, include_self=False
+        )
+        for how in ("amin", "amax")
+    ]
+    return (bounds[0] != bounds[1])[groups]
+
+
+def _known(rewards: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the rewards, 0 where not counted, and 1 where counted; both [S] in float64."""
+    exact = rewards.double()
+    ones = torch.ones_like(exact) if counted is None else counted.double()
+    return exact * ones, ones

@@ -1,0 +1,30 @@
+"""REINFORCE++ (arXiv 2501.03262): no critic, and one normalisation over the whole step, not over
+each group.
+"""
+
+from torch import Tensor
+
+from megavlm.algorithms.advantages import AdvantageInputs, advantage_estimator
+from megavlm.algorithms.grpo import group_relative
+from megavlm.algorithms.segments import discounted_sums
+from megavlm.config.algorithm import GRPO
+
+
+@advantage_estimator(whiten=True)
+def reinforce_plus_plus(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
+    """Compute the sum of a sequence's rewards from each token on, KL penalty included, before
+    whitening.
+    """
+    return discounted_sums(inputs.rewards, inputs.sequence_ids, 1.0)
+
+
+@advantage_estimator(whiten=True, needs_group=True)
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
+    """Compute rewards less the mean of their group, before whitening."""
+    made = group_relative(
+        inputs.sequence_rewards,
+        inputs.group_ids,
+        normalize_by_std=False,
+        counted=inputs.has_reward,
+    )
+    return made[inputs.sequence_ids]
