@@ -1,5 +1,5 @@
-"""How losses per token become one number: a weight for each token, the denominator in it, so that a
-loss is a plain sum whatever packs and ranks hold the tokens.
+"""Aggregation of token losses: weights with the denominator in them, so that the loss of an update
+is a plain sum whatever packs and ranks hold the tokens.
 
     token_mean      sum / tokens of the batch                   DAPO (arXiv 2503.14476)
     sequence_mean   mean over sequences of their mean           GRPO (arXiv 2402.03300), GSPO
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 def token_weights(
     lengths: Sequence[int], counted: Sequence[bool], aggregation: str, max_length: int
 ) -> list[float]:
-    """The weight of each token of a sequence, by sequence of the batch; 0 where it is not counted.
+    """Return the weight of each token of a sequence, for every sequence of an update.
 
-    lengths: of all sequences of the batch (one update), > 0; counted: which of them take part.
-    Sequences that do not count are not in the denominators either.
+    lengths: tokens of each sequence, > 0. counted: False for sequences that are not trained on;
+    their weight is 0, and they are in no denominator. max_length: longest possible sequence.
     """
     num_sequences = max(sum(counted), 1)
     num_tokens = max(

@@ -1,8 +1,8 @@
 """Generalised advantage estimation (arXiv 1506.02438) over tokens and over turns.
 
-All tensors are [N] over whole sequences; ids: each token's sequence; values: the critic's, of the
-state in which the token is chosen. The state after a sequence's last token is worth 0, also where
-the response ran into its limit.
+All tensors are [N] over whole sequences. ids: the sequence of each token. values: the critic's, of
+the state in which the token is chosen. The state after a sequence's last token is worth 0, also
+where the response reached its limit.
 """
 
 import torch
@@ -14,8 +14,8 @@ from megavlm.algorithms.segments import discounted_sums, next_in_sequence
 def gae(
     rewards: Tensor, values: Tensor, ids: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns: delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam
-    A_(t+1), R_t = A_t + V_t.
+    """Compute advantages and returns: delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t +
+    gamma lam A_(t+1), R_t = A_t + V_t.
     """
     deltas = rewards + gamma * next_in_sequence(values, ids) - values
     advantages = discounted_sums(deltas, ids, gamma * lam)
@@ -25,9 +25,9 @@ def gae(
 def turn_gae(
     rewards: Tensor, values: Tensor, ids: Tensor, turns: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """The same with a turn as one action: its reward is the sum over its tokens, its state is that
-    of its first token. Every token of a turn has the turn's advantage and, for its value, the
-    turn's return. turns: [N], ascending within a sequence.
+    """Compute advantages and returns with a turn as one action: its reward is the sum over its
+    tokens, its state is that of its first token. Every token of a turn has the turn's advantage and
+    return. turns: [N], ascending within a sequence.
     """
     if not len(rewards):
         return rewards.clone(), values.clone()

@@ -1,10 +1,11 @@
-"""The rollout engine's log-probs differ from the trainer's, for equal tokens and weights. What
-corrects that: importance weights of the loss per token or per sequence, truncated (TIS, Yao et al.,
-fengyao.notion.site/off-policy-rl, 2025) or masked (IcePop, arXiv 2510.18855), and the rejection of
+"""Correction for the gap between rollout engine and trainer, whose log-probs differ for equal
+tokens and weights: importance weights of the loss per token or per sequence, truncated (TIS, Yao et al.,
+fengyao.notion.site/off-policy-rl, 2025) or masked (IcePop, arXiv 2510.18855), and rejection of
 whole sequences.
 
-Log-probs are [N], in nats, of tokens that the rollout engine sampled; ids [N]: each token's
-sequence, of `num`; `reduce` sums over ranks that hold parts of the same sequences. No gradient.
+Log-probs are [N], in nats, of tokens that the rollout engine sampled. ids [N]: the sequence of each
+token, in 0..num-1. `reduce` sums over ranks that hold parts of the same sequences. No result has a
+gradient.
 """
 
 import torch
@@ -15,7 +16,7 @@ from megavlm.algorithms.segments import Reduce, alone, segment_mean, segment_sum
 
 
 def token_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """p_trainer / p_rollout of each token."""
+    """Return p_trainer / p_rollout of each token [N]."""
     return _exp((old_logprobs - rollout_logprobs).detach())
 
 
@@ -26,20 +27,20 @@ def sequence_ratios(
     num: int,
     reduce: Reduce = alone,
 ) -> Tensor:
-    """The ratio of the whole sequence's probabilities, the product over its tokens, at each of
-    them.
+    """Return the ratio of the whole sequence's probabilities, the product over its tokens, at each
+    token [N].
     """
     difference = (old_logprobs - rollout_logprobs).detach()
     return _exp(segment_sum(difference, ids, num, reduce))[ids]
 
 
 def truncated(ratios: Tensor, cap: float) -> Tensor:
-    """min(ratio, cap): one badly predicted token cannot dominate."""
+    """Return min(ratio, cap) [N]: one badly predicted token cannot dominate."""
     return ratios.clamp(max=cap)
 
 
 def masked(ratios: Tensor, floor: float, cap: float) -> Tensor:
-    """The ratio within floor..cap, and 0 outside of it."""
+    """Return the ratio [N] within floor..cap, and 0 outside of it."""
     return ratios.where((ratios >= floor) & (ratios <= cap), 0.0)
 
 
@@ -53,8 +54,8 @@ def rejected(
     above: float | None,
     reduce: Reduce = alone,
 ) -> Tensor:
-    """[N] bool: tokens of sequences whose ratio per token (the geometric mean) is outside of
-    below..above; None is no bound.
+    """Return [N] bool, True for tokens of sequences whose ratio per token (the geometric mean) is
+    outside of below..above; None is no bound.
     """
     difference = (old_logprobs - rollout_logprobs).detach()
     means = _exp(segment_mean(difference, ids, num, reduce))
@@ -67,7 +68,7 @@ def rejected(
 
 
 def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """How far the two engines are apart.
+    """Measure how far the two engines are apart.
 
     Returns the k3 estimate of KL(rollout || trainer) per token, [N], and the largest absolute
     log-prob difference, a scalar tensor (zero for N = 0). Sums and maxima over ranks are the

@@ -16,31 +16,31 @@ from megavlm.algorithms.policy_loss import LOG_RATIO_LIMIT, ratios
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """log p - log q."""
+    """Return log p - log q."""
     return logprobs - reference_logprobs
 
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2."""
+    """Return (log p - log q)^2 / 2."""
     return 0.5 * (logprobs - reference_logprobs).square()
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p), with log(q/p) held within LOG_RATIO_LIMIT (no gradient outside of it)."""
+    """Return q/p - 1 - log(q/p), log(q/p) held within LOG_RATIO_LIMIT (no gradient outside)."""
     log_ratio = (reference_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(log_ratio) - log_ratio
 
 
 def unbiased(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """k3 times p / p_old, where p_old made the samples: unbiased in value and in gradient, which is
+    """Return k3 times p / p_old, where p_old sampled: unbiased in value and in gradient, which is
     (p / p_old) (log p - log q) grad(log p), also after updates (DeepSeek-V3.2, arXiv 2512.02556).
     """
     return ratios(logprobs, old_logprobs) * k3(logprobs, reference_logprobs)
 
 
 def estimator(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The estimator of that name, of (log-probs, reference's, old ones); an unknown name is a
-    ValueError.
+    """Return the estimator of that name, a function of (log-probs, reference log-probs, old
+    log-probs). Raises ValueError if the name is unknown.
     """
     plain = {"k1": k1, "k2": k2, "k3": k3}
     if name == "unbiased":
@@ -52,9 +52,9 @@ def estimator(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def adapted(coefficient: float, kl: float, *, target: float, horizon: int, samples: int) -> float:
-    """The next coefficient of an adaptive controller (arXiv 1909.08593, section 2.2): raised where
-    the measured `kl` is above the target, lowered where it is below, by at most a fifth per
-    `horizon` sampled responses.
+    """Return the next coefficient of an adaptive controller (arXiv 1909.08593, section 2.2): higher
+    if the measured `kl` is above the target, lower if it is below, by at most a fifth per `horizon`
+    sampled responses.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coefficient * (1.0 + error * samples / horizon)

@@ -1,8 +1,8 @@
-"""Sums and scans over sequences that lie in one flat row of tokens.
+"""Sums and scans over sequences in one flat row of tokens.
 
 N tokens, S sequences. `ids` [N] int64 in 0..S-1 names each token's sequence; a sequence's tokens
-come in their own order, and other sequences' tokens may stand between them. Where a sequence is cut
-over ranks (context parallelism), `reduce` sums a tensor over those ranks; nothing here knows how.
+come in their own order, and other sequences' tokens may be between them. Where a sequence is split
+over ranks (context parallelism), `reduce` sums a tensor over those ranks.
 """
 
 from collections.abc import Callable
@@ -14,25 +14,25 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """The `reduce` of a rank that holds whole sequences."""
+    """Return the tensor: the `reduce` of a rank that holds whole sequences."""
     return tensor
 
 
 def segment_sum(values: Tensor, ids: Tensor, num: int, reduce: Reduce = alone) -> Tensor:
-    """[S] sums of `values` [N], S = `num`."""
+    """Return the sum [S] of `values` [N] over each sequence, S = `num`."""
     return reduce(values.new_zeros(num).index_add(0, ids, values))
 
 
 def segment_mean(values: Tensor, ids: Tensor, num: int, reduce: Reduce = alone) -> Tensor:
-    """[S] means; 0 for a sequence without tokens."""
+    """Return the mean [S] over each sequence; 0 for a sequence without tokens."""
     both = torch.stack([values, torch.ones_like(values)])
     sums, counts = reduce(values.new_zeros(2, num).index_add(1, ids, both))
     return sums / counts.clamp(min=1.0)
 
 
 def next_in_sequence(values: Tensor, ids: Tensor) -> Tensor:
-    """[N]: at each token the value at its sequence's next token, 0 at the last one. Whole sequences
-    only.
+    """Return [N] the value at the next token of each token's sequence, 0 at the last one. Whole
+    sequences only.
     """
     order = ids.argsort(stable=True)
     following, same = values[order].roll(-1), ids[order] == ids[order].roll(-1)
@@ -44,8 +44,8 @@ def next_in_sequence(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def discounted_sums(values: Tensor, ids: Tensor, discount: float) -> Tensor:
-    """[N]: y_t = values_t + discount * y_(t+1) within each sequence, from its last token backward.
-    Whole sequences only. One step of tensor work per token of the longest.
+    """Compute y_t = values_t + discount * y_(t+1) [N] within each sequence, from its last token
+    backward. Whole sequences only. The longest one makes the number of tensor operations.
     """
     if not len(values):
         return values.clone()

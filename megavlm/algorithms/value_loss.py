@@ -7,9 +7,9 @@ from torch import Tensor
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """(V - R)^2 / 2 per token; with `clip` the larger of it and the loss of V held within `clip` of
-    the old value (PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729). All tensors [N].
-    Returns the loss and where the bound is active.
+    """Compute (V - R)^2 / 2 per token; with `clip` the larger of it and the loss of V held within
+    `clip` of the old value (PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729). All tensors
+    are [N]. Returns the loss, and a bool that is True where the bound is active.
     """
     free = (values - returns).square()
     if clip is None:
@@ -22,8 +22,10 @@ def value_loss(
 def explained_variance(
     count: float, returns: float, squares: float, errors: float, error_squares: float
 ) -> float:
-    """1 - Var(R - V) / Var(R) from sums over tokens: of 1, R, R^2, R - V, (R - V)^2. 1: the critic
-    knows all; 0: no more than the mean; negative: less. NaN where all returns are equal, or none.
+    """Compute 1 - Var(R - V) / Var(R) from sums over tokens: of 1, R, R^2, R - V, (R - V)^2.
+
+    1: the critic predicts every return; 0: no better than their mean; negative: worse. NaN if all
+    returns are equal, or there are none.
     """
     if not count:
         return float("nan")

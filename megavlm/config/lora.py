@@ -43,7 +43,7 @@ class LoRA(Section):
 
     @property
     def adapts_tower(self) -> bool:
-        """True if adapters are put on the vision tower or its mergers."""
+        """Return True if adapters are put on the vision tower or its mergers."""
         in_tower = any(target.startswith(("vision.", VISION)) for target in self.targets)
         return self.rank > 0 and in_tower
 

@@ -40,7 +40,7 @@ class Config:
 
     @property
     def trains_tower(self) -> bool:
-        """True if image features change from step to step, by training or by adapters."""
+        """Return True if image features change from step to step, by training or by adapters."""
         model = self.model
         return not (model.freeze_tower and model.freeze_merger) or self.lora.adapts_tower
 
