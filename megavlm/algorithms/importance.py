@@ -1,6 +1,6 @@
 """Correction for the gap between rollout engine and trainer, whose log-probs differ for equal
-tokens and weights: importance weights of the loss per token or per sequence, truncated (TIS, Yao et al.,
-fengyao.notion.site/off-policy-rl, 2025) or masked (IcePop, arXiv 2510.18855), and rejection of
+tokens and weights: importance weights of the loss per token or per sequence, truncated (TIS, Yao et
+al., fengyao.notion.site/off-policy-rl, 2025) or masked (IcePop, arXiv 2510.18855), and rejection of
 whole sequences.
 
 Log-probs are [N], in nats, of tokens that the rollout engine sampled. ids [N]: the sequence of each
