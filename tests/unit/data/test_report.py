@@ -119,7 +119,7 @@ def test_a_recipe_s_report(
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     folder = f"model.folder={folder_of('qwen2_5_vl')}"
     files = f"data.test_files=[{tmp_path / 'x.jsonl'}]"
-    html = data_report.write(load(write_recipe(), [folder, files])).read_text()
+    html = data_report.data_report(load(write_recipe(), [folder, files])).read_text()
     assert "Training data" in html and "Test data" in html
     assert "x.jsonl:1: the line has half a surrogate pair" in html
 
@@ -135,7 +135,7 @@ def test_a_report_that_cannot_be_made_is_refused(
     write_recipe: Callable[..., Path], overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        data_report.write(load(write_recipe(), overrides))
+        data_report.data_report(load(write_recipe(), overrides))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
