@@ -1,15 +1,15 @@
 """Components of a model, by the names of its tensors and linears.
 
-A name is a path in the whole model, as in checkpoints and in `lora.targets`. Of a family's tower it
-is known that it has `blocks` with `attn` and `mlp`, and that the modules with "merger" in their
-name are its mergers.
+A name is a path in the whole model, as in checkpoints and in `lora.targets`. The tower of every
+family has `blocks` with `attn` and `mlp`; modules with "merger" in their name are its mergers,
+which `model.freeze_merger` freezes.
 """
 
 import re
 from typing import Literal
 
-# Components that `lora.targets` names (as in config): the linears that adapters are put on,
-# in the tower with their norms. Checkpoints name experts `experts.experts`.
+# The linears of each component of `lora.targets` (config.lora.COMPONENTS), in the mergers with their
+# norms. Experts are `experts.experts` in checkpoints, and share a name in `lora.targets`.
 LINEARS = {
     "language.attention": r"language_model\..*\.self_attention\.linear_(qkv|proj)",
     "language.mlp": r"language_model\..*\.mlp\.linear_fc[12]",

@@ -62,7 +62,7 @@ def rewrite(folder: Path, **changes: Tensor | None) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_memory_and_files_give_the_same_tensors(family: str, tmp_path: Path) -> None:
-    """transformers' own loading is the judge of what the names and layouts in files mean."""
+    """transformers' own loading defines what the names and layouts in files mean."""
     make(tmp_path, family)
     from transformers import AutoModelForImageTextToText
 
