@@ -8,8 +8,8 @@ which `model.freeze_merger` freezes.
 import re
 from typing import Literal
 
-# The linears of each component of `lora.targets` (config.lora.COMPONENTS), in the mergers with their
-# norms. Experts are `experts.experts` in checkpoints, and share a name in `lora.targets`.
+# Linears of each component of `lora.targets` (config.lora.COMPONENTS), of mergers with their norms.
+# Experts are `experts.experts` in checkpoints, and share a name in `lora.targets`.
 LINEARS = {
     "language.attention": r"language_model\..*\.self_attention\.linear_(qkv|proj)",
     "language.mlp": r"language_model\..*\.mlp\.linear_fc[12]",
