@@ -5,17 +5,16 @@ from types import ModuleType
 from typing import Any
 
 from megavlm.demo.tiny_configs import TinySizes, tiny_config
+from megavlm.models import registry
 from megavlm.models.common.mapping import Entry
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-_FOLDERS = {"qwen3_vl_moe": "qwen3_vl"}
+FAMILIES = tuple(registry.FAMILIES)
 _TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 
 
 def part(model_type: str, name: str) -> ModuleType:
-    """The module `config`, `mapping` or `vision` of a family."""
-    folder = _FOLDERS.get(model_type, model_type)
-    return importlib.import_module(f"megavlm.models.{folder}.{name}")
+    """The module `config`, `mapping`, `vision` or `inputs` of a family."""
+    return importlib.import_module(f"{registry.FAMILIES[model_type].package}.{name}")
 
 
 def entries_of(config: Any) -> list[Entry]:
