@@ -163,7 +163,7 @@ class Attention(nn.Module):
         return self.proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, segments).flatten(1))
 
 
-class Block(nn.Module):
+class VisionBlock(nn.Module):
     """Transformer block. `norm`: makes a norm of a size. `mlp`: the family's."""
 
     def __init__(

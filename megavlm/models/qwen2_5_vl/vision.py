@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from megavlm.data.videos import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
-    Block,
     Merger,
     PatchEmbed,
     Segments,
+    VisionBlock,
     activation,
     cache_frames,
     inverse_order,
@@ -109,7 +109,7 @@ class VisionTower(Tower):
         self.theta = rotary_theta(config)
         self.patch_embed = PatchEmbed(config, size, bias=False)
         self.blocks = nn.ModuleList(
-            Block(
+            VisionBlock(
                 size,
                 config.num_heads,
                 RMSNorm,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from megavlm.data.videos import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
-    Block,
     Merger,
     PatchEmbed,
     Segments,
+    VisionBlock,
     activation,
     layer_norm,
     pack_values,
@@ -51,7 +51,7 @@ class VisionTower(Tower):
         self.theta = rotary_theta(config)
         self.patch_embed = PatchEmbed(config, size, bias=False)
         self.blocks = nn.ModuleList(
-            Block(
+            VisionBlock(
                 size,
                 config.num_heads,
                 layer_norm,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from megavlm.data.videos import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
-    Block,
     PatchEmbed,
     Segments,
+    VisionBlock,
     activation,
     cache_frames,
     layer_norm,
@@ -105,7 +105,7 @@ class VisionTower(Tower):
         self.patch_embed = PatchEmbed(config, size, bias=True)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, size)
         self.blocks = nn.ModuleList(
-            Block(
+            VisionBlock(
                 size,
                 config.num_heads,
                 layer_norm,

@@ -219,7 +219,7 @@ def test_runs_that_go_on_are_one_sequence() -> None:
 
 
 def test_core_attention_contract() -> None:
-    """[t, 1, heads, D] in, [t, 1, heads x D] out; scaled by the size of a head unless a scale is given."""
+    """[t, 1, heads, D] in, [t, 1, heads x D] out; scaled by the head size by default."""
     shapes = FORESTS["several trees"]
     pack = make_pack(forest(shapes), vision_token_ids=())
     attention = TreeAttention(
