@@ -30,6 +30,19 @@ def test_partial_rollouts_start_from_the_row(write_recipe: WriteRecipe, name: st
     )
 
 
+def test_a_policy_loss_and_an_estimator_are_found_before_anything_starts(
+    write_recipe: WriteRecipe,
+) -> None:
+    data = "data.train_files=[t]"
+    own = "tests.unit.algorithms.own"
+    names = [f"algorithm.policy_loss={own}:plain", f"algorithm.advantage_estimator={own}:grpo"]
+    check(write_recipe(), data, *names, files=False)
+    message = refused(write_recipe(), data, "algorithm.advantage_estimator=rlo", files=False)
+    assert "algorithm.advantage_estimator='rlo' is unknown: did you mean rloo?" in message
+    message = refused(write_recipe(), data, f"algorithm.policy_loss={own}:nothing", files=False)
+    assert f"algorithm.policy_loss={own}:nothing cannot be imported" in message
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "message"),
     [
