@@ -8,7 +8,7 @@ from megavlm.config.section import Section, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class CurriculumStage:
     """A stage of the curriculum. All but the last end, at `until` or `reward`, whichever comes
     first."""
 
@@ -27,10 +27,10 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curriculum(Section):
+class CurriculumConfig(Section):
     """Stages of training, each with its own reward. Evaluations use the plain `reward` section."""
 
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[CurriculumStage] = field(default_factory=list)
     """Stages in order; the last one lasts to the end of the run. Empty keeps one reward."""
 
     window: int = bounded(10, least=1)

@@ -7,7 +7,7 @@ from megavlm.config.section import Section, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment(Section):
+class EnvironmentConfig(Section):
     """The environment of every episode, built in or a user's own."""
 
     name: str = "single_turn"

@@ -7,7 +7,7 @@ from megavlm.config.section import MISSING, Section, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Section):
+class RunConfig(Section):
     """The run itself, whatever it trains."""
 
     dir: str = MISSING

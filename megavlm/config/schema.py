@@ -5,9 +5,9 @@ from typing import Any
 
 from megavlm.config.algorithm import Algorithm
 from megavlm.config.checkpoint import Checkpoint
-from megavlm.config.curriculum import Curriculum
+from megavlm.config.curriculum import CurriculumConfig
 from megavlm.config.data import Data
-from megavlm.config.environment import Environment
+from megavlm.config.environment import EnvironmentConfig
 from megavlm.config.evaluation import Evaluation
 from megavlm.config.lora import LoRA
 from megavlm.config.model import Model
@@ -16,23 +16,23 @@ from megavlm.config.parallel import Parallel
 from megavlm.config.recompute import Recompute
 from megavlm.config.reward import Reward
 from megavlm.config.rollout import Rollout
-from megavlm.config.run import Run
+from megavlm.config.run import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A run's complete configuration. Each key is documented in its section's file."""
 
-    run: Run
+    run: RunConfig
     model: Model
     lora: LoRA
     parallel: Parallel
     recompute: Recompute
     data: Data
     algorithm: Algorithm
-    environment: Environment
+    environment: EnvironmentConfig
     reward: Reward
-    curriculum: Curriculum
+    curriculum: CurriculumConfig
     rollout: Rollout
     optimizer: Optimizer
     evaluation: Evaluation

@@ -5,7 +5,7 @@ import tempfile
 import weakref
 from dataclasses import replace
 
-from megavlm.config.environment import Environment
+from megavlm.config.environment import EnvironmentConfig
 from megavlm.config.schema import Config
 from megavlm.data.caption_corpus import with_corpus
 from megavlm.environments.curriculum import Curriculum, Term
@@ -55,7 +55,7 @@ def make_reward_manager(config: Config) -> RewardManager:
     return reward_manager
 
 
-def environments(settings: Environment) -> Local | EnvironmentPool:
+def environments(settings: EnvironmentConfig) -> Local | EnvironmentPool:
     """Classes that are not ours run in processes, the first of which starts here.
 
     Raises ValueError for one that cannot be had, or does not take the options.

@@ -40,4 +40,13 @@ def test_each_key_has_a_docstring(cls: ast.ClassDef) -> None:
 
 def test_each_section_is_found() -> None:
     names = {cls.name for cls in dataclasses()}
-    assert {"Run", "Data", "Rollout", "GRPO", "PPO", "SFT", "Stage", "RewardPart"} <= names
+    assert {
+        "RunConfig",
+        "Data",
+        "Rollout",
+        "GRPO",
+        "PPO",
+        "SFT",
+        "CurriculumStage",
+        "RewardPart",
+    } <= names

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.config.curriculum import Stage
+from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.dump import to_yaml
 from megavlm.config.load import load
 
@@ -52,8 +52,8 @@ def test_stages_and_parts_survive_the_written_recipe(
     stages = "curriculum.stages=[{until: 5, reward: 0.5, weights: {a: 1}}, {tolerance: 2}]"
     config = load(write_recipe(), [PARTS, stages])
     assert config.curriculum.stages == [
-        Stage(until=5, reward=0.5, weights={"a": 1.0}),
-        Stage(tolerance=2.0),
+        CurriculumStage(until=5, reward=0.5, weights={"a": 1.0}),
+        CurriculumStage(tolerance=2.0),
     ]
     assert [part.weight for part in config.reward.parts.values()] == [1.0, 2.0]
     (tmp_path / "again.yaml").write_text(to_yaml(config))

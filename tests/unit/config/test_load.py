@@ -10,7 +10,7 @@ from megavlm.config.algorithm import GRPO, SFT
 from megavlm.config.dump import code_of, to_yaml, write
 from megavlm.config.load import load
 from megavlm.config.optimizer import Optimizer
-from megavlm.config.run import Run
+from megavlm.config.run import RunConfig
 from megavlm.config.schema import Config
 
 REQUIRED = "run: {dir: runs/x}\nmodel: {folder: m}\n"
@@ -28,7 +28,7 @@ def test_defaults_are_the_dataclasses(tmp_path: Path) -> None:
     assert config.algorithm == GRPO()
     assert config.optimizer == Optimizer()
     assert config.optimizer.betas == (0.9, 0.95)
-    assert config.run == Run(dir="runs/x")
+    assert config.run == RunConfig(dir="runs/x")
     assert config.parallel.num_ranks == 1
 
 

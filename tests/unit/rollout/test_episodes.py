@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.config.environment import Environment
+from megavlm.config.environment import EnvironmentConfig
 from megavlm.data.chat import Message
 from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor, Prompt
@@ -68,7 +68,7 @@ def episode_runner(
     **settings: Any,
 ) -> EpisodeRunner:
     config: Any = SimpleNamespace(
-        environment=Environment(name=name, **settings),
+        environment=EnvironmentConfig(name=name, **settings),
         run=SimpleNamespace(seed=1),
         data=SimpleNamespace(system_prompt=processor._system_prompt, long_prompts=long_prompts),
     )
