@@ -2,7 +2,7 @@
 
 The configuration reference is read from the dataclasses in megavlm/config: type, default, range and
 the docstring under each field. The command-line reference is what typer prints. The changelog and
-the parity results are copied from the repository.
+the parity results are copied from the repository, the import order from its test.
 """
 
 import ast
@@ -36,6 +36,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     pages = {
+        "reference/configuration.md": configuration_page(),
         "reference/cli.md": command_page(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         "parity-results.md": (ROOT / "tests/parity/RESULTS.md").read_text(encoding="utf-8"),
@@ -43,6 +44,23 @@ def on_files(files: Any, config: Any) -> Any:
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in what pages take from the code. Called by mkdocs."""
+    return markdown.replace("IMPORT_ORDER", import_order())
+
+
+def import_order() -> str:
+    """Return the levels of tests/unit/test_dependencies.py as a numbered list."""
+    tree = ast.parse((ROOT / "tests/unit/test_dependencies.py").read_text(encoding="utf-8"))
+    levels = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LEVELS"
+    )
+    names = (", ".join(f"`{name}`" for name in sorted(level)) for level in levels)
+    return "\n".join(f"{number}. {line}" for number, line in enumerate(names, 1))
 
 
 def command_page() -> str:
@@ -59,10 +77,10 @@ def command_page() -> str:
 
 def configuration_page() -> str:
     """Return the reference of all keys. Raises ValueError if a key has no docstring."""
-    from megavlm.config.schema import Config
+    from megavlm.config import schema
 
     text = INTRODUCTION
-    for name, hint in typing.get_type_hints(Config).items():
+    for name, hint in typing.get_type_hints(schema.Config).items():
         text += f"\n## `{name}` {{ #{name} }}\n"
         choices = typing.get_args(hint) or (hint,)  # of `algorithm`: one class per algorithm
         for cls in dict.fromkeys(base for choice in choices for base in _bases(choice)):
@@ -70,7 +88,7 @@ def configuration_page() -> str:
             if len(choices) > 1:
                 text += f"\n**Keys of {' and '.join(users)}**\n"
             text += f"\n{inspect.getdoc(cls)}\n"
-            for key, entry in _entries(cls):
+            for key, entry in entries(cls):
                 anchor = f"{name}.{key}"
                 if f"{{ #{anchor} }}" in text:  # SFT has `steps`, too
                     anchor += f".{users[0].lower()}"
@@ -87,7 +105,7 @@ def _bases(cls: type) -> list[type]:
     ]
 
 
-def _entries(cls: type) -> Iterator[tuple[str, str]]:
+def entries(cls: type) -> Iterator[tuple[str, str]]:
     """Yield (key, text) of the fields that `cls` declares, each followed by its inner keys."""
     fields = {item.name: item for item in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
@@ -103,7 +121,7 @@ def _entries(cls: type) -> Iterator[tuple[str, str]]:
         yield key, f"{'; '.join(facts)}\n{{ .facts }}\n\n{docstring}\n"
         for inner in filter(dataclasses.is_dataclass, typing.get_args(hints[key])):
             # Keys of each item of a list (curriculum.stages) or mapping (reward.parts).
-            for name, entry in _entries(inner):
+            for name, entry in entries(inner):
                 yield f"{key}.{name}", entry
 
 

@@ -1,0 +1,6 @@
+from dataclasses import dataclass
+
+
+@dataclass
+class Section:
+    key: int = 0
