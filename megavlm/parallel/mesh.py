@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megavlm.config.parallel import Parallel
 from megavlm.parallel import platform
 
 ShardAxis = Literal["tensor", "expert_tensor"]
@@ -34,6 +35,25 @@ class Layout:
     def model_size(self) -> int:
         """Ranks that hold one copy of the model and share one microbatch."""
         return self.tensor * self.context * self.pipeline
+
+    @classmethod
+    def from_config(cls, parallel: Parallel) -> "Layout":
+        """Return a recipe's layout. Raises ValueError for one that gloo's collectives cannot do."""
+        cut, together = parallel.expert_tensor, parallel.tensor * parallel.context
+        if cut > 1 and together % cut and not platform.has_gpu():
+            raise ValueError(
+                f"parallel.expert_tensor={cut} cuts experts over data ranks, whose tokens differ "
+                "in number, and gloo gathers equal numbers only: on a CPU set it to 1 or to a "
+                f"divisor of parallel.tensor x parallel.context = {together}"
+            )
+        return cls(
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            virtual=parallel.virtual,
+            context=parallel.context,
+            expert=parallel.expert,
+            expert_tensor=cut,
+        )
 
 
 @dataclass(frozen=True)

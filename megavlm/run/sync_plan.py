@@ -5,9 +5,8 @@ from transformers import AutoConfig
 from megavlm.config.schema import Config
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
-from megavlm.models.options import layout
 from megavlm.models.registry import family
-from megavlm.parallel.mesh import check_world
+from megavlm.parallel.mesh import Layout, check_world
 from megavlm.weight_sync.plan import Plan, TrainerRanks
 from megavlm.weight_sync.plan_table import Serving, render, table
 from megavlm.weight_sync.sglang_layout import Engine
@@ -20,7 +19,11 @@ ASSUMED_RANK, ASSUMED_TARGETS = 16, ("language.attention",)
 def sync_plan(config: Config, world_size: int) -> str:
     """ValueError for a layout that the model or the world size does not fit."""
     hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
-    text, options, axes = hf_config.text_config, ModelOptions.from_config(config), layout(config)
+    text, options, axes = (
+        hf_config.text_config,
+        ModelOptions.from_config(config),
+        Layout.from_config(config.parallel),
+    )
     parts = family(hf_config.model_type)
     check_world(axes, world_size)
     check_model_layout(

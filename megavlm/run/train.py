@@ -6,8 +6,7 @@ from megavlm.config.algorithm import PPO, PolicyOptimization
 from megavlm.config.dump import write
 from megavlm.config.schema import Config
 from megavlm.inference.connect import connect
-from megavlm.models.options import layout
-from megavlm.parallel.mesh import build_mesh, init_distributed, shutdown
+from megavlm.parallel.mesh import Layout, build_mesh, init_distributed, shutdown
 from megavlm.run.finish import finish
 from megavlm.run.run_lock import run_lock
 from megavlm.training.base_trainer import BaseTrainer
@@ -23,7 +22,7 @@ from megavlm.weight_sync.sync import WeightSync
 def train(config: Config) -> None:
     """Called on every rank; rank 0 is the driver too, and starts the rollout servers."""
     init_distributed()
-    mesh = build_mesh(layout(config), seed=config.run.seed)
+    mesh = build_mesh(Layout.from_config(config.parallel), seed=config.run.seed)
     with ExitStack() as stack:
         connection = None
         if mesh.is_driver:

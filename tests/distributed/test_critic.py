@@ -14,8 +14,7 @@ from megavlm.checkpointing.folder import complete_steps
 from megavlm.config.algorithm import PPO
 from megavlm.config.load import load
 from megavlm.data.packing import make_pack, prompt_tree
-from megavlm.models.options import layout
-from megavlm.parallel.mesh import build_mesh
+from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.critic import Critic
 from megavlm.training.forward_backward import VisionFeatures
 from megavlm.training.train_state import TrainState
@@ -35,7 +34,9 @@ class Run:
         config = load(recipe)
         assert isinstance(config.algorithm, PPO)
         self.settings = config.algorithm
-        self.train_state = TrainState.build(config, build_mesh(layout(config), seed=0))
+        self.train_state = TrainState.build(
+            config, build_mesh(Layout.from_config(config.parallel), seed=0)
+        )
         self.critic = Critic(self.train_state, self.settings)
         self.train_state.resume()
         self.critic.resume()

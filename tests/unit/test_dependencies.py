@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 # the part of its name after `megavlm.`; a module that is named here has a level of its own.
 LEVELS = [
     {"models.registry"},  # it imports a family's modules when they are used
-    {"config", "parallel", "observability"},
-    {"algorithms", "rewards"},
+    {"config", "observability"},
+    {"algorithms", "parallel", "rewards"},
     {"environments", "data"},
     {"models"},
     {"checkpointing", "inference"},

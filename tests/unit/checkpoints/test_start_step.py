@@ -9,9 +9,8 @@ from transformers import AutoConfig
 from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.checkpointing.adapter_settings import AdapterSettings
 from megavlm.config.load import load
-from megavlm.models.options import layout
 from megavlm.models.registry import family
-from megavlm.parallel.mesh import build_mesh
+from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.initial_model import adapter_settings, start_model, starting_step
 from tests.distributed.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
@@ -49,7 +48,7 @@ def start(recipe: Path) -> tuple[list[str], AdapterSettings | None, str]:
     config = load(recipe)
     hf_config = AutoConfig.from_pretrained(config.model.folder)
     entries = family(hf_config.model_type).mapping(hf_config)
-    mesh = build_mesh(layout(config), seed=0)
+    mesh = build_mesh(Layout.from_config(config.parallel), seed=0)
     try:
         step = starting_step(config)
         settings = adapter_settings(config, step)

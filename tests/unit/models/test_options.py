@@ -11,7 +11,6 @@ import torch
 from megavlm.config.load import load
 from megavlm.config.parallel import Parallel
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.options import layout
 from megavlm.parallel.mesh import Layout
 
 WriteRecipe = Callable[..., Path]
@@ -29,8 +28,8 @@ def test_a_layout_is_of_the_parallel_section(write_recipe: WriteRecipe) -> None:
     assert set(axes) == {field.name for field in fields(Layout)}
     assert set(axes) < {field.name for field in fields(Parallel)}
     config = load(write_recipe(parallel=axes))
-    assert asdict(layout(config)) == axes
-    assert layout(config).model_size == config.parallel.model_size == 30
+    assert asdict(Layout.from_config(config.parallel)) == axes
+    assert Layout.from_config(config.parallel).model_size == config.parallel.model_size == 30
 
 
 CHANGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -80,7 +79,7 @@ def test_a_cpu_does_not_cut_experts_over_data_ranks(
 ) -> None:
     config = load(write_recipe(parallel=parallel))
     if works:
-        layout(config)
+        Layout.from_config(config.parallel)
     else:
         with pytest.raises(ValueError, match=r"gloo gathers equal numbers only: on a CPU set it"):
-            layout(config)
+            Layout.from_config(config.parallel)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megavlm.config.load import load
-from megavlm.models.options import layout
+from megavlm.parallel.mesh import Layout
 from megavlm.rollout.scoring import make_curriculum
 from megavlm.training.batch import PackShape
 from megavlm.training.driver import Driver
@@ -35,7 +35,7 @@ def test_pack_shape(
     config = load(write_recipe(parallel=parallel, data={"pack_tokens": 9000}))
     driver: Any = SimpleNamespace(
         config=config,
-        mesh=SimpleNamespace(layout=layout(config)),
+        mesh=SimpleNamespace(layout=Layout.from_config(config.parallel)),
         processor=SimpleNamespace(vision_token_ids=VISION),
     )
     assert Driver.shape.fget is not None

@@ -12,9 +12,8 @@ from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.config.load import load
-from megavlm.models.options import layout
 from megavlm.models.registry import family
-from megavlm.parallel.mesh import build_mesh
+from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.initial_model import start_model, starting_step
 from tests.conftest import row, write_rows
 from tests.distributed.fork import launch
@@ -41,7 +40,7 @@ def started(recipe: Path) -> tuple[dict[str, bool], int]:
     config = load(recipe)
     hf_config = AutoConfig.from_pretrained(config.model.folder)
     entries = family(hf_config.model_type).mapping(hf_config)
-    mesh = build_mesh(layout(config), seed=0)
+    mesh = build_mesh(Layout.from_config(config.parallel), seed=0)
     (model,) = start_model(config, starting_step(config), hf_config, entries, mesh, "tokens")
     assert config.model.checkpoint is not None
     reader = StepReader(step_folder(Path(config.model.checkpoint), 0))
