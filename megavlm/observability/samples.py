@@ -4,37 +4,15 @@ A few groups of up to a hundred steps are kept, so that the folder does not grow
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from megavlm.observability.records import append_record, keep_records, write_whole
 
 SAMPLES_FOLDER = "samples"
 SAMPLES_FILE = "rollouts.jsonl"
-
-
-@dataclass(frozen=True)
-class SampledResponse:
-    """finish: "stop" or "length"."""
-
-    text: str
-    reward: float
-    correct: bool
-    finish: str
-
-
-@dataclass(frozen=True)
-class SampledGroup:
-    """One prompt and its responses. images: (content key, PNG) in the order of the prompt."""
-
-    prompt: str
-    answer: str
-    category: str
-    source: str
-    images: Sequence[tuple[str, bytes]]
-    responses: Sequence[SampledResponse]
 
 
 class SampleWriter:
@@ -61,33 +39,31 @@ class SampleWriter:
         """Return True for the steps that are kept: the first, every few steps, the last."""
         return step in (1, self._num_steps) or step % self._every == 0
 
-    def write(self, step: int, groups: Sequence[SampledGroup]) -> None:
-        """Write a few of the groups, of as many categories as possible, if the step is due."""
+    def write(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Write a few of the groups, of as many categories as possible, if the step is due.
+
+        A group has `prompt`, `answer`, `category`, `source`, `images`: (content key, PNG) in the
+        order of the prompt, and `responses`, each with `text`, `reward`, `correct`, `finish`.
+        """
         if not self.is_due(step):
             return
         for group in _spread(groups)[: self._groups_per_step]:
-            for key, png in group.images:
-                if not (path := self.image_path(key)).exists():
+            names = []
+            for key, png in group["images"]:
+                path = self.image_path(key)
+                names.append(path.name)
+                if not path.exists():
                     write_whole(path, png)
-            record = {
-                "step": step,
-                "prompt": group.prompt,
-                "answer": group.answer,
-                "category": group.category,
-                "source": group.source,
-                "images": [self.image_path(key).name for key, _ in group.images],
-                "responses": [vars(response) for response in group.responses],
-            }
-            append_record(self.folder / SAMPLES_FILE, record)
+            append_record(self.folder / SAMPLES_FILE, {"step": step, **group, "images": names})
 
     def image_path(self, key: str) -> Path:
         return self.folder / f"{key}.png"
 
 
-def _spread(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
+def _spread(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the groups, one of each category in turn."""
-    by_category: dict[str, list[SampledGroup]] = defaultdict(list)
+    by_category: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for group in groups:
-        by_category[group.category].append(group)
+        by_category[group["category"]].append(group)
     turns = zip_longest(*by_category.values())
     return [group for turn in turns for group in turn if group is not None]

@@ -1,158 +1,160 @@
-"""Episodes: the policy and its environments in turns, until all are done.
+"""Episodes: the policy and its environments take turns until all episodes have ended.
 
-Tokens in, tokens out: what a turn's request holds is the tokens of the turns before it, responses
-as the servers sent them, and only an observation is tokenised.
+Tokens in, tokens out: a turn's request holds the tokens of the turns before it, responses as the
+servers sent them, and only observations are tokenised.
 """
 
 import asyncio
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
 
 from megavlm.config.schema import Config
 from megavlm.data.chat import IMAGE_PLACEHOLDER, Message
 from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
-from megavlm.environments.base import Context, Observation, Step
-from megavlm.inference.protocol import Response
-from megavlm.rewards.base import Example, RewardFailure, RewardStop
+from megavlm.environments.base import Observation, Step
+from megavlm.inference.protocol import Response, is_complete
+from megavlm.observability.phases import Phases
+from megavlm.rewards.base import Example, RewardFailure
 from megavlm.rewards.manager import RewardManager, Stage
-from megavlm.rollout.active_episode import ActiveEpisode, checked
 from megavlm.rollout.scoring import environments
-from megavlm.rollout.trajectory import Episode, Turn
+from megavlm.rollout.timed_environment import TimedEnvironment, step_score
+from megavlm.rollout.trajectory import Episode, Group
 
-MAX_IN_VAIN = 1000  # prompts in a row that cannot start
+MAX_REPLACED = 1000  # prompts in a row that cannot start an episode
 
-T = TypeVar("T")
-Start = list["ActiveEpisode"]  # n episodes that start from one prompt
-Generate = Callable[[Sequence[Prompt], int], list[list[Response]]]  # prompts, responses to each
-Phase = Callable[[str], AbstractContextManager[Any]]
+# RolloutClient.generate with its sampling bound: prompts, `n`, and for partial rollouts `begun` and
+# `enough`; returns the responses to each prompt.
+Generate = Callable[..., list[list[Response]]]
 
 
 class EpisodeRunner:
-    """Plays episodes in the environment that a recipe names, and keeps its rewards' processes."""
+    """Plays episodes in the configured environment, and owns the processes of its rewards."""
 
     def __init__(self, config: Config, processor: Processor, reward_manager: RewardManager) -> None:
-        """Raises ValueError for an environment that cannot be had."""
-        self._settings, self._seed = config.environment, config.run.seed
+        """Raises ValueError for an environment that cannot be loaded."""
+        self._config, self._settings = config, config.environment
         self._processor, self.reward_manager = processor, reward_manager
-        self._system_prompt = config.data.system_prompt
-        self._long_prompts = config.data.long_prompts
         self._environments = environments(config.environment)
         self._runner = asyncio.Runner()
         self.skipped: Counter[Kind] = Counter()  # prompts that could not start
 
-    def play(
-        self, prompts: Sequence[Prompt], n: int, generate: Generate, **how: Any
-    ) -> list[list[Episode]]:
-        """n episodes from each prompt, empty where they cannot start; `how`: see begin and go_on.
+    def start(
+        self, groups: Sequence[Group], n: int, *, stage: Stage | None = None, step: int = 0
+    ) -> list[Group]:
+        """Start n episodes in each group. Returns the groups that could start; the others are
+        counted in `skipped` and have no episodes.
 
-        Raises what they raise.
+        step: training step, for the environments' seeds. Raises ValueError if an environment breaks
+        its interface, or makes longer prompts than the configuration allows, and RewardStop.
         """
-        phase = how.pop("phase", None)
-        groups = self.begin(prompts, n, **how)
-        played = iter(self.go_on([group for group in groups if group], generate, phase=phase))
-        return [next(played) if group else [] for group in groups]
+        self._runner.run(self._start_all(groups, n, stage, step))
+        return [group for group in groups if group.episodes]
 
-    def begin(
+    def start_or_replace(
         self,
-        prompts: Sequence[Prompt],
+        groups: Sequence[Group],
         n: int,
+        draw: Callable[[int], list[Prompt]],
         *,
-        draw: Callable[[int], list[Prompt]] | None = None,
         stage: Stage | None = None,
-        number: int = 0,
-    ) -> list[Start]:
-        """n episodes that start from each prompt, or from what the environment makes of its row.
-        One that cannot start is counted, and an empty list; or, with `draw`, it is left out, and
-        others are drawn for it. `number`: of the step, for the environments' seeds.
-
-        Raises ValueError for an environment that breaks its interface, or makes prompts longer than
-        the recipe has them, and RewardStop.
+        step: int = 0,
+    ) -> list[Group]:
+        """Start n episodes in each group, with a prompt from `draw` in place of each that cannot
+        start. Raises as `start`, and ValueError after MAX_REPLACED prompts in a row.
         """
-        groups = self._runner.run(self._begin(prompts, n, stage, number))
-        if draw is None:
-            return groups
-        started, in_vain = [group for group in groups if group], 0
-        while len(started) < len(prompts):
-            drawn = draw(len(prompts) - len(started))
-            found = [group for group in self.begin(drawn, n, stage=stage, number=number) if group]
-            in_vain = 0 if found else in_vain + len(drawn)
-            if in_vain >= MAX_IN_VAIN:
+        started, replaced = self.start(groups, n, stage=stage, step=step), 0
+        while len(started) < len(groups):
+            drawn = [Group(prompt) for prompt in draw(len(groups) - len(started))]
+            found = self.start(drawn, n, stage=stage, step=step)
+            replaced = 0 if found else replaced + len(drawn)
+            if replaced >= MAX_REPLACED:
                 raise ValueError(
-                    f"environment.name={self._settings.name}: none of {in_vain} prompts in a row "
+                    f"environment.name={self._settings.name}: none of {replaced} prompts in a row "
                     f"can start; the last reason: {self._reason}"
                 )
             started += found
         return started
 
     def check_start(self, prompt: Prompt) -> None:
-        """Raises PromptTooLong or another ValueError where no episode can start from the prompt."""
+        """Raises PromptTooLong or another ValueError if no episode can start from the prompt."""
         counted = self.skipped.copy()
-        if not self.begin([prompt], 1)[0]:
+        if not self.start([Group(prompt)], 1):
             too_long = self.skipped["long"] > counted["long"]
             self.skipped = counted
             raise (PromptTooLong if too_long else ValueError)(self._reason)
 
-    def go_on(
-        self, groups: Sequence[Start], generate: Generate, *, phase: Phase | None = None
-    ) -> list[list[Episode]]:
-        """The episodes of each group, none of those to which `generate` gives no first responses.
-        `phase` times rollout and rewards.
+    def play(
+        self,
+        groups: Sequence[Group],
+        generate: Generate,
+        *,
+        enough: int | None = None,
+        phases: Phases | None = None,
+    ) -> None:
+        """Play the started episodes of all groups to their end, or those of the first `enough`
+        groups whose responses are complete; the others keep the responses that they have.
 
-        Raises ValueError for an environment that breaks its interface, RewardStop, and what
-        `generate` raises.
+        phases: clocks of rollout and reward. Raises ValueError if an environment breaks its
+        interface, RewardStop, and what `generate` raises.
         """
+        groups = [group for group in groups if group.episodes]
         if not groups:
-            return []
-        timed = phase or (lambda _: nullcontext())
-        # The group's first turn is one prompt with n responses; later ones are each their own.
+            return
+        timed = phases or (lambda _: nullcontext())
+        # The first turn of a group is one prompt with n responses; later ones are each their own.
         with timed("rollout"):
-            answers = generate([group[0].prompt for group in groups], len(groups[0]))
-        waiting = [
-            active
-            for group, answer in zip(groups, answers, strict=True)
-            if answer
-            for active in group
-        ]
-        responses = [response for answer in answers for response in answer]
-        while waiting:
+            answers = generate(
+                [group.episodes[0].next_prompt for group in groups],
+                n=len(groups[0].episodes),
+                begun=[group.responses for group in groups],
+                enough=enough,
+            )
+        for group, responses in zip(groups, answers, strict=True):
+            group.responses = tuple(responses)
+        complete = [group for group in groups if is_complete(group.responses)][:enough]
+        active = [episode for group in complete for episode in group.episodes]
+        latest = [response for group in complete for response in group.responses]
+        while active:
             with timed("reward"):
-                self._runner.run(self._step(waiting, responses))
-            waiting = [active for active in waiting if not active.ended]
-            if waiting:
+                self._runner.run(self._step_all(active, latest))
+            active = [episode for episode in active if not episode.has_ended]
+            if active:
                 with timed("rollout"):
-                    answers = generate([active.prompt for active in waiting], 1)
-                responses = [response for (response,) in answers]
-        return [[active.episode() for active in group if active.turns] for group in groups]
+                    answers = generate([episode.next_prompt for episode in active], n=1)
+                latest = [response for (response,) in answers]
 
     def close(self) -> None:
         self._environments.close()
         self._runner.run(self.reward_manager.close())
         self._runner.close()
 
-    async def _begin(
-        self, prompts: Sequence[Prompt], n: int, stage: Stage | None, number: int
-    ) -> list[Start]:
-        return await asyncio.gather(
+    async def _start_all(
+        self, groups: Sequence[Group], n: int, stage: Stage | None, step: int
+    ) -> None:
+        seed = self._config.run.seed
+        await asyncio.gather(
             *(
-                self._group(prompt, n, stage, seed_of(self._seed, number, prompt.row))
-                for prompt in prompts
+                self._start(group, n, stage, episode_seed(seed, step, group.prompt.row))
+                for group in groups
             )
         )
 
-    async def _group(self, prompt: Prompt, n: int, stage: Stage | None, seed: int) -> Start:
-        row = example(prompt.row, self._system_prompt)
-        group = [self._active(prompt, row, stage) for _ in range(n)]
+    async def _start(self, group: Group, n: int, stage: Stage | None, seed: int) -> None:
+        prompt, data = group.prompt, self._config.data
+        row = example(prompt.row, data.system_prompt)
+        score = partial(self.reward_manager.score, stage=stage)
+        made = [
+            TimedEnvironment(self._environments, self._settings, score, self._name(prompt))
+            for _ in range(n)
+        ]
         try:
-            shown = [
-                await self._answer(active, active.environment.reset(row, seed)) for active in group
-            ]
+            shown = [await environment.reset(row, seed) for environment in made]
             seen = [self._next_row(prompt.row, observation) for observation in shown]
             if any(other != seen[0] for other in seen):
                 raise ValueError(
@@ -160,30 +162,22 @@ class EpisodeRunner:
                     "seed; a group of episodes starts from one prompt"
                 )
             if seen[0] != self._next_row(prompt.row, Observation(row.messages, row.images)):
-                start = replace(self._start(prompt, seen[0]), row=prompt.row)
-                for active in group:
-                    active.prompt = start
+                prompt = replace(self._first_prompt(prompt, seen[0]), row=prompt.row)
         except PromptTooLong as error:
-            if self._long_prompts == "refuse":
+            if data.long_prompts == "refuse":
                 raise PromptTooLong(f"{self._name(prompt)} adds to the prompt. {error}") from error
-            return self._left_out("long", str(error))
+            self._skip("long", str(error))
         except RewardFailure as failure:
             self.reward_manager.failed(failure)
-            return self._left_out("bad", str(failure))
-        return group
+            self._skip("bad", str(failure))
+        else:
+            group.episodes = [Episode(prompt, environment) for environment in made]
 
-    def _active(self, prompt: Prompt, row: Example, stage: Stage | None) -> "ActiveEpisode":
-        active = ActiveEpisode(prompt, row, partial(self.reward_manager.score, stage=stage))
-        context = Context(active.score, self._settings.max_turns)
-        active.environment = self._environments.make(context)
-        return active
-
-    def _left_out(self, kind: Kind, reason: str) -> Start:
+    def _skip(self, kind: Kind, reason: str) -> None:
         self.skipped[kind] += 1
         self._reason = reason
-        return []
 
-    def _start(self, prompt: Prompt, row: Row) -> Prompt:
+    def _first_prompt(self, prompt: Prompt, row: Row) -> Prompt:
         try:
             return self._processor.prompt(row)
         except PromptTooLong:
@@ -191,59 +185,40 @@ class EpisodeRunner:
         except ValueError as error:  # an image
             raise RewardFailure("value", f"{self._name(prompt)}: {error}") from error
 
-    async def _answer(self, active: "ActiveEpisode", call: Awaitable[T]) -> T:
-        """What the environment says; RewardFailure, with its name and row, where it does not."""
-        name = self._name(active.prompt)
-        try:
-            return await active.bounded(call, self._environments.timeout)
-        except RewardStop:
-            raise
-        except RewardFailure as failure:
-            raise RewardFailure(failure.kind, f"{name}: {failure}") from failure
-        except TimeoutError as error:
-            message = f"{name}: no answer in {self._settings.timeout:g} s"
-            raise RewardFailure("timeout", message) from error
-        # An environment may raise anything, and its episode is one of many.
-        except Exception as error:
-            raise RewardFailure("exception", f"{name}: {error!r}"[:500]) from error
+    async def _step_all(self, episodes: Sequence[Episode], responses: Sequence[Response]) -> None:
+        pairs = zip(episodes, responses, strict=True)
+        await asyncio.gather(*(self._step(episode, response) for episode, response in pairs))
 
-    async def _step(
-        self, waiting: Sequence["ActiveEpisode"], responses: Sequence[Response]
-    ) -> None:
-        pairs = zip(waiting, responses, strict=True)
-        await asyncio.gather(*(self._turn(active, response) for active, response in pairs))
-
-    async def _turn(self, active: "ActiveEpisode", response: Response) -> None:
-        text = self._processor.decode(response.token_ids)
-        following = None
+    async def _step(self, episode: Episode, response: Response) -> None:
+        text, prompt = self._processor.decode(response.token_ids), episode.next_prompt
+        environment, following = episode.environment, None
+        assert prompt is not None and environment is not None
         try:
-            step = await self._answer(active, active.environment.step(text))
-            before = sum(turn.reward for turn in active.turns)
-            worth, score = checked(step, self._name(active.prompt), before)
-            if not step.done and self._goes_on(active, response):
-                following = self._next_prompt(active.prompt, response, step)
+            step = await environment.step(text)
+            reward, score = step_score(step, self._name(prompt), sum(episode.rewards))
+            if not step.done and self._has_next_turn(episode, response):
+                following = self._next_prompt(prompt, response, step)
         except RewardFailure as failure:
             score = self.reward_manager.failed(failure)
-            worth = score.reward
+            reward = score.reward
         else:
             if following is None and not step.done:
-                # Cut short, or out of turns: it is worth what its last words are, as an answer.
-                score = await active.score(text, active.row)
-                worth += score.reward
-        active.turns.append(Turn(active.prompt, response, text, worth))
-        active.last = score
-        active.ended = following is None
-        active.prompt = following or active.prompt
+                # Cut short, or out of turns: the last response is scored as an answer.
+                score = await environment.score(text)
+                reward += score.reward
+        episode.add_turn(response, text, reward, score, following)
 
-    def _goes_on(self, active: "ActiveEpisode", response: Response) -> bool:
-        """Not after a response that was cut short, or that holds an image's token."""
+    def _has_next_turn(self, episode: Episode, response: Response) -> bool:
+        """Return False after a response that was cut short or holds an image token, and after the
+        last turn.
+        """
         ids = response.token_ids
-        whole = bool(ids) and ids[-1] == self._processor.eos_id
+        is_whole = bool(ids) and ids[-1] == self._processor.eos_id
         vision = set(ids) & set(self._processor.vision_token_ids)
-        return whole and not vision and len(active.turns) + 1 < self._settings.max_turns
+        return is_whole and not vision and len(episode.responses) + 1 < self._settings.max_turns
 
     def _next_prompt(self, prompt: Prompt, response: Response, step: Step) -> Prompt:
-        """Raises RewardFailure for an image that cannot be used."""
+        """Return the prompt of the next turn. Raises RewardFailure for an unusable image."""
         name = self._name(prompt)
         if step.observation is None:
             raise ValueError(f"{name}: a step that is not done has no observation")
@@ -280,7 +255,7 @@ class EpisodeRunner:
 
 
 def example(row: Row, system_prompt: str | None = None) -> Example:
-    """`system_prompt`: that of a row which has none of its own."""
+    """Return the row as rewards and environments get it. `system_prompt`: for a row without one."""
     messages = row.messages or (Message("user", row.problem),)
     if system_prompt is not None and messages[0].role != "system":
         messages = (Message("system", system_prompt), *messages)
@@ -288,5 +263,5 @@ def example(row: Row, system_prompt: str | None = None) -> Example:
     return Example(row.problem, row.answer, row.category, row.images, row.extra, chat)
 
 
-def seed_of(seed: int, number: int, row: Row) -> int:
-    return zlib.crc32(f"{seed}/{number}/{row.index}".encode())
+def episode_seed(seed: int, step: int, row: Row) -> int:
+    return zlib.crc32(f"{seed}/{step}/{row.index}".encode())

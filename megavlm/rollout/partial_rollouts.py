@@ -2,78 +2,57 @@
 finished by later steps, under newer weights.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megavlm.data.processor import Prompt
-from megavlm.inference.protocol import Response, VersionSpan, is_complete
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """A prompt and what earlier steps have of its responses: nothing, or as many as a group has,
-    some of them aborted.
-    """
-
-    prompt: Prompt
-    responses: Sequence[Response] = ()
+from megavlm.inference.protocol import Response, VersionSpan
+from megavlm.rollout.trajectory import Group
 
 
 class PartialRolloutBuffer:
-    """What earlier steps have drawn and not trained on, the oldest first."""
+    """Groups that earlier steps have drawn and not trained on, the oldest first."""
 
     def __init__(self) -> None:
-        self._waiting: list[Asked] = []
+        self._waiting: list[Group] = []
 
-    def ask(
-        self, count: int, oversample: float, draw: Callable[[int], list[Prompt]]
-    ) -> list[Asked]:
-        """The prompts of a rollout that needs `count` groups: what waits, and new ones."""
-        wanted = math.ceil(count * oversample)
-        taken, self._waiting = self._waiting[:wanted], self._waiting[wanted:]
-        return [*taken, *map(Asked, draw(wanted - len(taken)))]
+    def take(self, count: int, draw: Callable[[int], list[Prompt]]) -> list[Group]:
+        """Return `count` groups to roll out: waiting ones first, then new prompts."""
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return [*taken, *map(Group, draw(count - len(taken)))]
 
-    def split(
-        self, asked: Sequence[Asked], answers: Sequence[Sequence[Response]], count: int
-    ) -> list[list[Response]]:
-        """The first `count` complete groups in their places; empty where a group waits for the next
-        step, with what it has.
+    def split(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups that were played. The others wait for the next step, with the responses
+        that they have.
         """
-        kept: list[list[Response]] = []
-        waiting = []
-        for item, responses in zip(asked, answers, strict=True):
-            is_kept = is_complete(responses) and sum(map(bool, kept)) < count
-            kept.append(list(responses) if is_kept else [])
-            if not is_kept:
-                waiting.append(Asked(item.prompt, tuple(responses)))
-        self._waiting = waiting + self._waiting
-        return kept
+        unfinished = [Group(g.prompt, g.responses) for g in groups if not g.is_played]
+        self._waiting = unfinished + self._waiting
+        return [group for group in groups if group.is_played]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Rows by index, and all that was sampled: plain values."""
+        """Return row indices and sampled responses as plain values."""
         return [
             {
-                "row": item.prompt.row.index,
-                "responses": [asdict(response) for response in item.responses],
+                "row": group.prompt.row.index,
+                "responses": [asdict(response) for response in group.responses],
             }
-            for item in self._waiting
+            for group in self._waiting
         ]
 
     def load_state_dict(
         self, state: Sequence[Mapping[str, Any]], prompt: Callable[[int], Prompt]
     ) -> None:
-        """`prompt`: that of a row, by its index."""
+        """Restore a state. `prompt` makes the prompt of a row, by its index."""
         self._waiting = [
-            Asked(prompt(item["row"]), tuple(map(_response, item["responses"]))) for item in state
+            Group(prompt(item["row"]), tuple(map(_response, item["responses"]))) for item in state
         ]
 
 
-def older(response: Response, version: int) -> Tensor:
+def stale_tokens(response: Response, version: int) -> Tensor:
     """Return [L] bool: True at tokens that other weights than `version` sampled."""
     flags = torch.zeros(len(response.token_ids), dtype=torch.bool)
     for span in response.spans:
@@ -82,8 +61,8 @@ def older(response: Response, version: int) -> Tensor:
     return flags
 
 
-def staleness(responses: Sequence[Response]) -> dict[str, float]:
-    """By the names of observability/metrics.py; empty where one version sampled everything."""
+def staleness_metrics(responses: Sequence[Response]) -> dict[str, float]:
+    """Return metrics of tokens from older weights, empty where one version sampled everything."""
     spans = [span for response in responses for span in response.spans]
     versions = {span.version for span in spans}
     if len(versions) < 2:

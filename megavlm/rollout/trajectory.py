@@ -1,7 +1,7 @@
-"""Turns and episodes as they were played, and the trees that training makes of them."""
+"""Episodes and groups, from their start to the trees that training makes of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import torch
@@ -12,64 +12,108 @@ from megavlm.data.processor import Prompt
 from megavlm.data.targets import TargetColumns
 from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
+from megavlm.rollout.timed_environment import TimedEnvironment
 
 
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """`prompt`: all the tokens before the response."""
-
-    prompt: Prompt
-    response: Response
-    text: str
-    reward: float
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Episode:
-    """`score`: its reward is the sum over turns."""
+    """A trajectory: turns of policy and environment. Filled while it is played.
 
-    turns: tuple[Turn, ...]
-    score: Score
+    Of each turn: the prompt (all tokens before the response), the response, its text and reward.
+    """
+
+    next_prompt: Prompt | None  # None: the episode has ended
+    environment: TimedEnvironment | None = None
+    prompts: list[Prompt] = field(default_factory=list)
+    responses: list[Response] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    score: Score = field(init=False)  # of the last turn; its reward is the sum over turns
+
+    def add_turn(
+        self, response: Response, text: str, reward: float, score: Score, following: Prompt | None
+    ) -> None:
+        assert self.next_prompt is not None, "the episode has ended"
+        self.prompts.append(self.next_prompt)
+        self.responses.append(response)
+        self.texts.append(text)
+        self.rewards.append(reward)
+        self.score = replace(score, reward=sum(self.rewards))
+        self.next_prompt = following
+        if following is None:
+            self.environment = None  # it may hold images
+
+    @property
+    def has_ended(self) -> bool:
+        return self.next_prompt is None
 
     @property
     def response(self) -> Response:
-        """All the sampled tokens, as if they were one response."""
-        last = self.turns[-1].response
+        """All sampled tokens, as if they were one response."""
         return replace(
-            last,
-            token_ids=tuple(token for turn in self.turns for token in turn.response.token_ids),
-            logprobs=tuple(value for turn in self.turns for value in turn.response.logprobs),
+            self.responses[-1],
+            token_ids=tuple(token for r in self.responses for token in r.token_ids),
+            logprobs=tuple(value for r in self.responses for value in r.logprobs),
         )
 
     @property
     def text(self) -> str:
-        return "\n\n".join(turn.text for turn in self.turns)
+        return "\n\n".join(self.texts)
 
 
-def episode_tree(
-    prompt: Prompt, episodes: Sequence[Episode], columns: Sequence[TargetColumns]
-) -> Tree:
-    """The prompt once, and each episode as a chain of responses and observations below it.
+@dataclass(eq=False)
+class Group:
+    """A prompt and the episodes that start from it; none before their start.
 
-    prompt: of the episodes' first turns. columns: per episode, of its L sampled tokens.
+    responses: to the first turn, as far as they are sampled: empty, or one for each episode, some
+    of them aborted and to be continued by a later step.
     """
+
+    prompt: Prompt
+    responses: Sequence[Response] = ()
+    episodes: list[Episode] = field(default_factory=list)
+
+    @property
+    def is_played(self) -> bool:
+        return bool(self.episodes) and all(episode.has_ended for episode in self.episodes)
+
+    @property
+    def start(self) -> Prompt:
+        """The prompt of the first turns, as the environment made it of `prompt`."""
+        return self.episodes[0].prompts[0]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of all turns: together they hold every image of the group."""
+        return [prompt for episode in self.episodes for prompt in episode.prompts]
+
+    @property
+    def scores(self) -> list[Score]:
+        return [episode.score for episode in self.episodes]
+
+
+def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
+    """Return a tree of the prompt once, with each episode below it as a chain of responses and
+    observations. `columns`: of the sampled tokens of each episode.
+    """
+    prompt = group.start
     segments = [Segment(prompt.token_ids, prompt.positions, parent=-1, is_target=False)]
     images = [image.key for image in prompt.images]
-    for episode, its_columns in zip(episodes, columns, strict=True):
+    for episode, its_columns in zip(group.episodes, columns, strict=True):
         parent, start = 0, 0
-        for turn, following in zip_longest(episode.turns, episode.turns[1:]):
-            ids = turn.response.token_ids
+        turns = zip_longest(episode.prompts, episode.responses, episode.prompts[1:])
+        for before, response, following in turns:
+            ids = response.token_ids
             end = start + len(ids)
             part = its_columns.select(slice(start, end))
-            positions = text_positions(len(ids), turn.prompt.next_position)
+            positions = text_positions(len(ids), before.next_position)
             segments.append(Segment(torch.tensor(ids), positions, parent, True, part))
             parent, start = len(segments) - 1, end
             if following is not None:
-                known = len(turn.prompt.token_ids) + len(ids)
-                observed = following.prompt.token_ids[known:]
-                positions = following.prompt.positions[:, known:]
+                known = len(before.token_ids) + len(ids)
+                observed = following.token_ids[known:]
+                positions = following.positions[:, known:]
                 segments.append(Segment(observed, positions, parent, is_target=False))
                 parent = len(segments) - 1
-                shown = following.prompt.images[len(turn.prompt.images) :]
-                images += [image.key for image in shown]
+                images += [image.key for image in following.images[len(before.images) :]]
     return Tree(tuple(segments), tuple(images))

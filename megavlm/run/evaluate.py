@@ -5,12 +5,13 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megavlm.config.dump import write
 from megavlm.config.schema import Config
-from megavlm.data.processor import Processor, Prompt
+from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.evaluation.attempts import Attempt, Candidate, Question
 from megavlm.evaluation.files import write_attempts
@@ -22,11 +23,12 @@ from megavlm.evaluation.runner import evaluate as run_evaluation
 from megavlm.evaluation.tables import MeasureTable, ModelComparison, compare_models, tabulate
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import connect
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Sampling
 from megavlm.observability.records import finite, write_whole
 from megavlm.observability.text import failed_rewards, number, percent, points
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.scoring import make_reward_manager
+from megavlm.rollout.trajectory import Group
 from megavlm.run.model_paths import served_folder
 from megavlm.training.dataset import read
 from megavlm.training.evaluation import EvaluationSet, sampling
@@ -116,13 +118,14 @@ class ModelPlayer:
         self._episode_runner.close()
 
     def _play(self, rows: Sequence[Row], n: int, how: Sampling) -> list[list[Attempt]]:
-        def generate(prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
-            return self._client.generate(prompts, n=n, sampling=how)
-
+        generate = partial(self._client.generate, sampling=how)
         played: list[list[Attempt]] = []
         for start in range(0, len(rows), PROMPTS_AT_ONCE):
-            prompts = [self._processor.prompt(row) for row in rows[start : start + PROMPTS_AT_ONCE]]
-            groups = self._episode_runner.play(prompts, n, generate)
+            groups = [
+                Group(self._processor.prompt(row)) for row in rows[start : start + PROMPTS_AT_ONCE]
+            ]
+            self._episode_runner.start(groups, n)
+            self._episode_runner.play(groups, generate)
             played += [
                 [
                     Attempt(
@@ -134,7 +137,7 @@ class ModelPlayer:
                         parts=episode.score.parts,
                         failure=episode.score.failure,
                     )
-                    for episode in group
+                    for episode in group.episodes
                 ]
                 or [Attempt("", 0.0, False, 0, "stop")] * n  # it did not start
                 for group in groups

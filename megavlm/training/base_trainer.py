@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megavlm.checkpointing.save import PendingSave
-from megavlm.observability.samples import SampledGroup
 from megavlm.parallel import platform
 from megavlm.training.colocate import Offloadable, SharedMemory, trainer_memory
 from megavlm.training.driver import Driver
@@ -101,7 +100,11 @@ class BaseTrainer:
         self.train_state.save(state, scores, self.companion)
 
     def record(
-        self, metrics: dict[str, float], *, num_tokens: int, samples: Sequence[SampledGroup] = ()
+        self,
+        metrics: dict[str, float],
+        *,
+        num_tokens: int,
+        samples: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Record the step just made. The driver writes, other ranks reset their clocks."""
         seconds, pushes = self.train_state.phases.take(), self.weights.take_reports()

@@ -1,6 +1,4 @@
-"""The plan of a step: which rank trains on which packs of which minibatch, and the images it
-needs for them.
-"""
+"""The plan of a step: the packs of each minibatch that a rank trains on, and their images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,40 +13,32 @@ from megavlm.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Minibatch:
-    """One update: this rank's packs, and the number of targets that all ranks have together."""
-
-    packs: list[Pack]
-    num_targets: int
-
-
-@dataclass(frozen=True)
 class RankBatch:
-    """One rank's share of a step."""
+    """One rank's share of a step: the packs of each minibatch, which is one update, and their
+    images.
+    """
 
-    minibatches: list[Minibatch]
+    minibatches: list[list[Pack]]
     images: dict[str, ProcessedImage]
-    num_tokens_everywhere: int  # prompts and responses, on all ranks together
+    num_targets: list[int]  # of each minibatch, on all ranks together
+    num_tokens: int  # of prompts and responses, on all ranks together
 
     @property
     def packs(self) -> list[Pack]:
-        return [pack for minibatch in self.minibatches for pack in minibatch.packs]
+        return [pack for packs in self.minibatches for pack in packs]
 
     def part(self, context_rank: int, device: torch.device) -> "RankBatch":
-        """A context rank's part of the packs, on `device`; images go there when they are
+        """Return a context rank's part of the packs, on `device`. Images are moved when they are
         encoded.
         """
-        mine = [
-            replace(m, packs=[pack.part(context_rank).to(device) for pack in m.packs])
-            for m in self.minibatches
-        ]
+        mine = [[p.part(context_rank).to(device) for p in packs] for packs in self.minibatches]
         return replace(self, minibatches=mine)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackShape:
-    """What a layout asks of packs. Every context rank holds a multiple of `multiple` tokens; each
-    data rank has a multiple of `count` packs, all as many if `equal_counts`.
+    """Requirements of a layout on packs. Every context rank holds a multiple of `multiple` tokens;
+    each data rank has a multiple of `count` packs, all as many if `equal_counts`.
     """
 
     max_tokens: int
@@ -67,13 +57,16 @@ def plan_step(
     shape: PackShape,
     cost: TreeCost,
 ) -> list[RankBatch]:
-    """Work by data rank. Trees are packed and balanced by modelled cost; an image goes only where
-    it is needed.
+    """Return the batch of each data rank. Trees are packed and balanced by modelled cost; an image
+    goes only to ranks that show it.
     """
     num_tokens = sum(tree.num_tokens for trees in minibatches for tree in trees)
-    rank_batches = [RankBatch([], {}, num_tokens) for _ in range(num_ranks)]
+    num_targets = [
+        sum(len(s.token_ids) for tree in trees for s in tree.segments if s.is_target)
+        for trees in minibatches
+    ]
+    rank_batches = [RankBatch([], {}, num_targets, num_tokens) for _ in range(num_ranks)]
     for trees in minibatches:
-        num_targets = sum(len(s.token_ids) for tree in trees for s in tree.segments if s.is_target)
         ranks = [
             [
                 make_pack(
@@ -88,7 +81,7 @@ def plan_step(
         ]
         _fill_up(ranks, shape)
         for rank_batch, packs in zip(rank_batches, ranks, strict=True):
-            rank_batch.minibatches.append(Minibatch(packs, num_targets))
+            rank_batch.minibatches.append(packs)
             rank_batch.images.update(
                 {key: _unsent(images[key]) for pack in packs for key in pack.images}
             )
@@ -96,18 +89,18 @@ def plan_step(
 
 
 def by_rank(rank_batches: Sequence[RankBatch], mesh: Mesh) -> list[RankBatch]:
-    """The work of every rank in the world. Images go to the first pipeline stage, which encodes
-    them.
+    """Return the batch of every rank in the world. Images go to the first pipeline stage, which
+    encodes them.
     """
-    blind = [replace(rank_batch, images={}) for rank_batch in rank_batches]
+    without_images = [replace(rank_batch, images={}) for rank_batch in rank_batches]
     return [
-        (rank_batches if stage == 0 else blind)[data_rank]
+        (rank_batches if stage == 0 else without_images)[data_rank]
         for stage, data_rank in zip(mesh.pipeline_ranks, mesh.data_ranks, strict=True)
     ]
 
 
 def _fill_up(ranks: Sequence[list[Pack]], shape: PackShape) -> None:
-    """Packs of padding alone, where a layout needs more microbatches than there is work for."""
+    """Add packs of padding where a layout needs more microbatches than there are packs."""
     longest = max(len(packs) for packs in ranks)
     columns = next(packs[0].columns for packs in ranks if packs)
     for packs in ranks:
@@ -119,5 +112,5 @@ def _fill_up(ranks: Sequence[list[Pack]], shape: PackShape) -> None:
 
 
 def _unsent(image: ProcessedImage) -> ProcessedImage:
-    """Without the encoded file, which only the rollout servers need."""
+    """Return the image without its encoded file, which only the rollout servers need."""
     return replace(image, png=b"")

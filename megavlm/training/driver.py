@@ -15,11 +15,12 @@ from megavlm.models.cost import ModelCost
 from megavlm.models.registry import family
 from megavlm.observability.console import step_line
 from megavlm.observability.metrics import MetricsWriter, evaluation_scalars
-from megavlm.observability.samples import SampledGroup, SampleWriter
+from megavlm.observability.samples import SampleWriter
 from megavlm.parallel.mesh import Mesh
-from megavlm.rollout.episodes import EpisodeRunner, Start
+from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.partial_rollouts import PartialRolloutBuffer
 from megavlm.rollout.scoring import make_curriculum, make_reward_manager
+from megavlm.rollout.trajectory import Group
 from megavlm.training.batch import PackShape, RankBatch, by_rank, plan_step
 from megavlm.training.best_metric import BestMetricTracker
 from megavlm.training.dataset import read
@@ -28,6 +29,8 @@ from megavlm.training.inputs import make_processor, make_stream
 
 
 class Driver:
+    episode_runner: EpisodeRunner  # in a run with rollout servers
+
     def __init__(
         self, config: Config, hf_config: Any, mesh: Mesh, connection: Connection | None
     ) -> None:
@@ -42,13 +45,8 @@ class Driver:
         self.partial_rollouts = PartialRolloutBuffer()
         self.best_metric = BestMetricTracker(config.checkpoint.best_metric)
         self.curriculum = make_curriculum(config)
-        # What generates nothing has nothing to judge.
-        reward_manager = None if connection is None else make_reward_manager(config)
-        self._episode_runner = (
-            None
-            if reward_manager is None
-            else EpisodeRunner(config, self.processor, reward_manager)
-        )
+        if connection is not None:
+            self.episode_runner = EpisodeRunner(config, self.processor, make_reward_manager(config))
 
     def start(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Opens the records at `step`; `state` is what `state_dict` gave when it was saved."""
@@ -69,7 +67,9 @@ class Driver:
             "backlog": self.partial_rollouts.state_dict(),
         }
 
-    def record(self, step: int, metrics: dict[str, float], samples: Sequence[SampledGroup]) -> None:
+    def record(
+        self, step: int, metrics: dict[str, float], samples: Sequence[Mapping[str, Any]]
+    ) -> None:
         metrics |= self.stream.measures()
         if self.config.curriculum.stages:
             metrics["curriculum_stage"] = float(self.curriculum.number + 1)
@@ -104,8 +104,8 @@ class Driver:
 
     def close(self) -> None:
         self.stream.close()
-        if self._episode_runner is not None:
-            self._episode_runner.close()
+        if self.connection is not None:
+            self.episode_runner.close()
         self.metrics.close()
 
     @property
@@ -113,18 +113,11 @@ class Driver:
         assert self.connection is not None, "this run has no rollout servers"
         return self.connection.client
 
-    @property
-    def episode_runner(self) -> EpisodeRunner:
-        assert self._episode_runner is not None, "this run has no rollout servers"
-        return self._episode_runner
-
-    def draw(self, count: int) -> list[Prompt]:
-        return self.stream.take(count)
-
-    def begin(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Start]:
-        """n episodes from each prompt; from another one where a prompt cannot start any."""
-        stage = self.curriculum.stage(step)
-        started = self.episode_runner.begin(prompts, n, draw=self.draw, stage=stage, number=step)
+    def start_groups(self, groups: Sequence[Group], n: int, step: int) -> list[Group]:
+        """Start n episodes in each group, and in other prompts' for those that cannot start."""
+        started = self.episode_runner.start_or_replace(
+            groups, n, self.stream.take, stage=self.curriculum.stage(step), step=step
+        )
         self.stream.skipped.update(self.episode_runner.skipped)
         self.episode_runner.skipped.clear()
         return started
@@ -132,7 +125,9 @@ class Driver:
     def plan(
         self, minibatches: Sequence[Sequence[Tree]], prompts: Sequence[Prompt]
     ) -> list[RankBatch]:
-        """Work by rank."""
+        """Return the batch of every rank: trees of each minibatch, packed and balanced, with the
+        images of `prompts`.
+        """
         images = {image.key: image for prompt in prompts for image in prompt.images}
         rank_batches = plan_step(
             minibatches,

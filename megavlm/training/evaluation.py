@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from megavlm.config.schema import Config
-from megavlm.data.processor import Processor, Prompt
+from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows
 from megavlm.evaluation.attempts import SkippedRows
 from megavlm.evaluation.baselines import Known
@@ -13,8 +14,9 @@ from megavlm.evaluation.result import EvaluationResult
 from megavlm.evaluation.runner import Answer
 from megavlm.evaluation.runner import evaluate as run_evaluation
 from megavlm.inference.client import RolloutClient
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Sampling
 from megavlm.rollout.episodes import EpisodeRunner
+from megavlm.rollout.trajectory import Episode, Group
 from megavlm.weight_sync.lora import adapter_name
 
 
@@ -58,22 +60,18 @@ def evaluate(
     """
 
     def play(questions: Sequence[Row], how: Sampling) -> list[Answer]:
-        def generate(prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
-            return client.generate(
-                prompts,
-                n=n,
-                sampling=asking(config, how, version),
-                weight_version=version,
-                refit=refit,
-            )
-
-        groups = episode_runner.play([processor.prompt(row) for row in questions], 1, generate)
-        # An episode that did not start, as one with shuffled images may not, is no right answer.
+        generate = partial(
+            client.generate,
+            sampling=with_adapter(config, how, version),
+            weight_version=version,
+            refit=refit,
+        )
+        groups = [Group(processor.prompt(row)) for row in questions]
+        episode_runner.start(groups, 1)
+        episode_runner.play(groups, generate)
+        # An episode that did not start, as one with shuffled images may not, counts as incorrect.
         return [
-            Answer(group[0].text, group[0].score.correct, group[0].score.failure)
-            if group
-            else Answer("", False)
-            for group in groups
+            _answer(group.episodes[0]) if group.episodes else Answer("", False) for group in groups
         ]
 
     return run_evaluation(
@@ -88,11 +86,15 @@ def evaluate(
     )
 
 
-def asking(config: Config, how: Sampling, version: int | None) -> Sampling:
-    """With the adapters of a weight version, where servers have them beside the weights."""
+def _answer(episode: Episode) -> Answer:
+    return Answer(episode.text, episode.score.correct, episode.score.failure)
+
+
+def with_adapter(config: Config, sampling: Sampling, version: int | None) -> Sampling:
+    """Return `sampling` with the adapter of a weight version, where servers hold adapters."""
     if config.rollout.lora == "merged" or version is None:
-        return how
-    return replace(how, adapter=adapter_name(version))
+        return sampling
+    return replace(sampling, adapter=adapter_name(version))
 
 
 def sampling(config: Config, processor: Processor) -> Sampling:

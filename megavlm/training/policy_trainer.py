@@ -2,25 +2,31 @@
 driver.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from megavlm.algorithms.kl import adapted
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packing import Pack
-from megavlm.data.processor import Prompt
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Sampling
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object, scatter, summing
-from megavlm.rollout import groups as grouping
-from megavlm.rollout.groups import Group, Sampled
+from megavlm.rollout.groups import (
+    has_signal,
+    policy_trees,
+    rollout_metrics,
+    sample_records,
+    select_groups,
+)
+from megavlm.rollout.trajectory import Group
 from megavlm.training.advantages import add_advantages
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.batch import RankBatch
 from megavlm.training.driver import Driver
-from megavlm.training.evaluation import asking, sampling
+from megavlm.training.evaluation import sampling, with_adapter
 from megavlm.training.forward_backward import LossFunction, VisionFeatures, compute_logprobs
 from megavlm.training.losses import Update, policy_loss
 from megavlm.training.metrics import policy_metrics
@@ -50,80 +56,71 @@ class PolicyTrainer(BaseTrainer):
         self.over_context = summing(train_state.mesh.groups.cp)
 
     def train_step(self) -> None:
-        train_state, phases = self.train_state, self.train_state.phases
-        sampled = self.weights.run_on_driver(self.sample)
+        state, mesh, phases = self.train_state, self.train_state.mesh, self.train_state.phases
+        sampled = self.weights.run_on_driver(self.sample)  # phases data, rollout and reward
         with phases("plan"):
-            rank_batch = scatter(self.plan(sampled), train_state.mesh)
-            rank_batch = rank_batch.part(train_state.mesh.context_rank, platform.device())
+            plan = None if sampled is None else self.plan(sampled)
+            batch = scatter(plan, mesh).part(mesh.context_rank, platform.device())
         with phases("vision"):
-            features = VisionFeatures(train_state.updater.chunks, rank_batch.images)
+            features = VisionFeatures(state.updater.chunks, batch.images)
         with phases("reference"):
-            self.add_reference_logprobs(rank_batch, features)
+            self.add_reference_logprobs(batch, features)
         with phases("old_logprobs"):
-            self.add_old_logprobs(rank_batch, features)
+            self.add_old_logprobs(batch, features)
         with phases("advantages"):
-            self.add_advantages(rank_batch, features)
+            self.add_advantages(batch, features)
         with phases("update"):
-            metrics = self.update(rank_batch, features)
-        train_state.step += 1
+            metrics = self.update(batch, features)
+        state.step += 1
         with phases("sync"):
             self.weights.push()
         if sampled is not None:
-            self.record(
-                grouping.metrics(sampled.everything) | metrics,
-                num_tokens=rank_batch.num_tokens_everywhere,
-                samples=grouping.samples(sampled.kept),
-            )
+            metrics = rollout_metrics(sampled) | metrics
+            samples = sample_records(self.select(sampled))
+            self.record(metrics, num_tokens=batch.num_tokens, samples=samples)
 
-    def sample(self) -> Sampled:
-        """The step's groups, on the driver."""
-        wanted, rounds = self.settings.prompts_per_step, self.settings.dynamic_sampling
-        return grouping.sample(self.roll_out, wanted, further_rounds=rounds)
-
-    def roll_out(self, count: int) -> list[Group]:
-        """Prompts, and the episodes that start from them, with their scores: `count` groups."""
-        train_state, driver = self.train_state, self.driver
+    def sample(self) -> list[Group]:
+        """Return the step's groups with their rewards: as many as the step needs, or more with
+        dynamic sampling, which rolls out further prompts for groups without signal. Driver only.
+        """
+        driver, settings, config = self.driver, self.settings, self.train_state.config
         assert driver is not None
-        oversample = train_state.config.rollout.oversample
-        with train_state.phases("data"):
-            asked = driver.partial_rollouts.ask(count, oversample, driver.draw)
-
-        def generate(prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
-            if oversample == 1:
-                return self.generate(prompts, n)
-            begun = [item.responses for item in asked]
-            answers = self.generate(prompts, n, begun=begun, enough=count)
-            return driver.partial_rollouts.split(asked, answers, count)
-
-        with train_state.phases("reward"):
-            started = driver.begin(
-                [item.prompt for item in asked],
-                self.settings.responses_per_prompt,
-                train_state.step,
-            )
-        episodes = driver.episode_runner.go_on(started, generate, phase=train_state.phases)
-        return [Group(of_prompt) for of_prompt in episodes if of_prompt]
-
-    def generate(self, prompts: Sequence[Prompt], n: int, **partly: Any) -> list[list[Response]]:
-        """`partly`: of RolloutClient.generate, where a rollout begins or ends with a part."""
-        assert self.driver is not None
-        version = self.train_state.step
-        how = asking(self.train_state.config, self.sampling, version)
-        return self.driver.client.generate(
-            prompts, n=n, sampling=how, weight_version=version, refit=self.weights.refit, **partly
+        version, phases = self.train_state.step, self.train_state.phases
+        generate = partial(
+            driver.client.generate,
+            sampling=with_adapter(config, self.sampling, version),
+            weight_version=version,
+            refit=self.weights.refit,
         )
+        sampled: list[Group] = []
+        for _ in range(1 + settings.dynamic_sampling):
+            missing = settings.prompts_per_step - sum(map(has_signal, sampled))
+            if missing <= 0:
+                break
+            with phases("data"):
+                count = math.ceil(missing * config.rollout.oversample)
+                groups = driver.partial_rollouts.take(count, driver.stream.take)
+            with phases("reward"):
+                groups = driver.start_groups(groups, settings.responses_per_prompt, version)
+            driver.episode_runner.play(groups, generate, enough=missing, phases=phases)
+            sampled += driver.partial_rollouts.split(groups)
+        return sampled
 
-    def plan(self, sampled: Sampled | None) -> list[RankBatch] | None:
-        if sampled is None or self.driver is None:
-            return None
-        groups = sampled.kept
+    def select(self, sampled: Sequence[Group]) -> Sequence[Group]:
+        """Return the groups to train on."""
+        return select_groups(sampled, self.settings.prompts_per_step)
+
+    def plan(self, sampled: Sequence[Group]) -> list[RankBatch]:
+        """Return the batch of every rank. Driver only."""
+        groups, config = self.select(sampled), self.train_state.config
+        assert self.driver is not None
         size = len(groups) // self.settings.minibatches
         minibatches = [
-            grouping.policy_trees(
+            policy_trees(
                 groups[start : start + size],
                 self.settings,
                 max_new_tokens=self.sampling.max_new_tokens,
-                max_turns=self.train_state.config.environment.max_turns,
+                max_turns=config.environment.max_turns,
                 version=self.train_state.step,
             )
             for start in range(0, len(groups), size)
@@ -132,23 +129,23 @@ class PolicyTrainer(BaseTrainer):
             minibatches, [prompt for group in groups for prompt in group.prompts]
         )
 
-    def add_reference_logprobs(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
+    def add_reference_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
         """Before the first update the policy is the reference, so that a reward holds no KL."""
         in_reward = self.settings.kl_in == "reward"
         if self.reference is not None and (self.train_state.updater.has_moved or not in_reward):
             with self.reference.in_place():
-                self.add_logprobs("reference_logprobs", rank_batch, features, first=0)
+                self.add_logprobs("reference_logprobs", batch, features, first=0)
 
-    def add_old_logprobs(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
+    def add_old_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
         """The first update is on its own rollout: there the present log-probs are the old ones."""
         if self.settings.old_logprobs == "trainer":
             first = 0 if self.kl_in_reward else 1
-            self.add_logprobs("old_logprobs", rank_batch, features, first=first)
+            self.add_logprobs("old_logprobs", batch, features, first=first)
 
     def add_logprobs(
-        self, name: str, rank_batch: RankBatch, features: VisionFeatures, *, first: int
+        self, name: str, batch: RankBatch, features: VisionFeatures, *, first: int
     ) -> None:
-        packs = [pack for minibatch in rank_batch.minibatches[first:] for pack in minibatch.packs]
+        packs = [pack for packs in batch.minibatches[first:] for pack in packs]
         if packs:
             scores = compute_logprobs(
                 self.train_state.updater.chunks, packs, features, self.scoring
@@ -158,11 +155,11 @@ class PolicyTrainer(BaseTrainer):
                     assert pack.columns is not None
                     pack.columns = replace(pack.columns, **{name: pack_scores.logprobs})
 
-    def add_advantages(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
+    def add_advantages(self, batch: RankBatch, features: VisionFeatures) -> None:
         mesh = self.train_state.mesh
         if mesh.is_last_stage:
             add_advantages(
-                rank_batch.packs,
+                batch.packs,
                 self.settings,
                 kl_coefficient=self.state["kl_coefficient"] if self.kl_in_reward else 0.0,
                 over_context=self.over_context,
@@ -173,12 +170,12 @@ class PolicyTrainer(BaseTrainer):
     def kl_in_reward(self) -> bool:
         return self.settings.kl_in == "reward" and self.train_state.updater.has_moved
 
-    def update(self, rank_batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
+    def update(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
         """All updates of the step; metrics."""
         reports: list[dict[str, float]] = []
-        for minibatch in rank_batch.minibatches * self.settings.epochs:
+        for packs in batch.minibatches * self.settings.epochs:
             loss = self.loss(is_first=not reports)
-            reports.append(self.update_minibatch(minibatch.packs, features, loss))
+            reports.append(self.update_minibatch(packs, features, loss))
         metrics = policy_metrics(reports)
         self.adapt_kl(metrics)
         return metrics

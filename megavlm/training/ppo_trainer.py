@@ -55,72 +55,66 @@ class PPOTrainer(PolicyTrainer):
         """Whether the step is one of the critic's warm-up."""
         return self.train_state.step < self.ppo.critic_warmup_steps
 
-    def add_advantages(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
+    def add_advantages(self, batch: RankBatch, features: VisionFeatures) -> None:
         if self.critic is None:
-            self.add_shared_values(rank_batch, features)
+            self.add_shared_values(batch, features)
         else:
-            self.critic.add_values(
-                rank_batch.packs, self.critic.features(features, rank_batch.images)
-            )
-        super().add_advantages(rank_batch, features)
+            self.critic.add_values(batch.packs, self.critic.features(features, batch.images))
+        super().add_advantages(batch, features)
 
-    def add_shared_values(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
+    def add_shared_values(self, batch: RankBatch, features: VisionFeatures) -> None:
         """One pass gives the values and the old log-probs of every pack."""
         scores = compute_logprobs(
-            self.train_state.updater.chunks, rank_batch.packs, features, self.scoring
+            self.train_state.updater.chunks, batch.packs, features, self.scoring
         )
         if self.train_state.mesh.is_last_stage:
-            for pack, pack_scores in zip(rank_batch.packs, scores, strict=True):
+            for pack, pack_scores in zip(batch.packs, scores, strict=True):
                 assert pack.columns is not None
                 pack.columns = replace(
                     pack.columns, values=pack_scores.values, old_logprobs=pack_scores.logprobs
                 )
 
-    def add_old_logprobs(self, rank_batch: RankBatch, features: VisionFeatures) -> None:
+    def add_old_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
         if self.critic is not None:
-            super().add_old_logprobs(rank_batch, features)
+            super().add_old_logprobs(batch, features)
 
-    def update(self, rank_batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
+    def update(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
         if self.critic is None:
-            return self.update_shared(rank_batch, features)
-        theirs = self.critic.features(features, rank_batch.images)
+            return self.update_shared(batch, features)
+        theirs = self.critic.features(features, batch.images)
         loss = critic_loss(self.ppo)
         metrics = critic_metrics(
             [
-                self.critic.updater.update(
-                    minibatch.packs, theirs, loss, step=self.train_state.step + 1
-                )
-                for minibatch in rank_batch.minibatches * self.ppo.epochs
+                self.critic.updater.update(packs, theirs, loss, step=self.train_state.step + 1)
+                for packs in batch.minibatches * self.ppo.epochs
             ]
         )
         if self.critic_alone:
-            return metrics | self.engine_gap(rank_batch, features)
-        return metrics | super().update(rank_batch, features)
+            return metrics | self.engine_gap(batch, features)
+        return metrics | super().update(batch, features)
 
-    def engine_gap(self, rank_batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
+    def engine_gap(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
         """Of a step that makes no pass over the policy's losses, from a pass of its own."""
         train_state = self.train_state
-        self.add_logprobs("old_logprobs", rank_batch, features, first=0)
+        self.add_logprobs("old_logprobs", batch, features, first=0)
         gaps = []
         if train_state.mesh.is_last_stage:
-            for pack in rank_batch.packs:
+            for pack in batch.packs:
                 columns = pack.columns
                 assert columns is not None and columns.old_logprobs is not None
                 gaps.append(engine_gap(columns.old_logprobs, columns))
         return engine_metrics([reduce_measures(gaps, train_state.mesh)])
 
-    def update_shared(self, rank_batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
+    def update_shared(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
         reports: list[dict[str, float]] = []
         alone = self.critic_alone
         for chunk in self.train_state.model:
             if chunk.value_head is not None:
                 chunk.value_head.learns_alone = alone
-        for minibatch in rank_batch.minibatches * self.ppo.epochs:
+        for packs in batch.minibatches * self.ppo.epochs:
             policy = self.loss(is_first=not reports)
             loss = with_value_loss(self.ppo, policy, critic_alone=alone)
-            reports.append(
-                self.update_minibatch(minibatch.packs, features, loss, value_head_alone=alone)
-            )
+            reports.append(self.update_minibatch(packs, features, loss, value_head_alone=alone))
         metrics = policy_metrics(reports) | value_metrics(reports)
         self.adapt_kl(metrics)
         return metrics

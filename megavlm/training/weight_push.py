@@ -46,13 +46,15 @@ class WeightPusher:
         while True:
             failures = self._wait_for_servers()
             try:
-                self._reports.append(self._sync.update_weights(self._state.step))
-                return
+                report = self._sync.update_weights(self._state.step)
             except WeightSyncError:
                 pool = self._server_pool
                 retry = None if pool is None else pool.failed_since(failures)
                 if not broadcast_object(retry, self._state.mesh):
                     raise
+            else:
+                self._reports.append(report)
+                return
 
     def push_if_changed(self) -> None:
         """Push unless the servers have the weights of the current step."""

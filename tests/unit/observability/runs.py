@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image
 
 from megavlm.observability.metrics import MetricsWriter
-from megavlm.observability.samples import SampledGroup, SampledResponse, SampleWriter
+from megavlm.observability.samples import SampleWriter
 
 
 def share(value: float, count: int = 100) -> dict[str, Any]:
@@ -51,9 +51,20 @@ def group(
     category: str = "count",
     texts: Sequence[str] = ("2", "3"),
     images: Sequence[tuple[str, bytes]] = (),
-) -> SampledGroup:
-    responses = [SampledResponse(text, float(text == "2"), text == "2", "stop") for text in texts]
-    return SampledGroup(prompt, "2", category, "train.parquet:7", images, responses)
+) -> dict[str, Any]:
+    """A group as SampleWriter takes it."""
+    responses = [
+        {"text": text, "reward": float(text == "2"), "correct": text == "2", "finish": "stop"}
+        for text in texts
+    ]
+    return {
+        "prompt": prompt,
+        "answer": "2",
+        "category": category,
+        "source": "train.parquet:7",
+        "images": images,
+        "responses": responses,
+    }
 
 
 def metrics(step: int) -> dict[str, float]:
@@ -84,7 +95,7 @@ def write_run(
     folder: Path,
     *,
     steps: int = 5,
-    groups: Sequence[SampledGroup] | None = None,
+    groups: Sequence[dict[str, Any]] | None = None,
     after: dict[str, Any] | None = None,
 ) -> None:
     samples = SampleWriter(folder, num_steps=steps)

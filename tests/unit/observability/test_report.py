@@ -4,6 +4,7 @@ import base64
 import hashlib
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,6 @@ from megavlm.observability import report_samples
 from megavlm.observability.charts import HEIGHT, WIDTH, Line, draw_chart
 from megavlm.observability.report import write_report
 from megavlm.observability.result import build_result, write_result
-from megavlm.observability.samples import SampledGroup, SampledResponse
 
 from .runs import group, image, write_run
 
@@ -46,7 +46,7 @@ class Page(HTMLParser):
         return [value for key, value in self.attributes if key == name]
 
 
-def report(folder: Path, groups: list[SampledGroup] | None = None, steps: int = 5) -> Page:
+def report(folder: Path, groups: list[dict[str, Any]] | None = None, steps: int = 5) -> Page:
     write_run(folder, steps=steps, groups=groups)
     write_result(folder, build_result(folder, steps=steps, seed=0, paths={"run": str(folder)}))
     return Page(write_report(folder))
@@ -74,8 +74,9 @@ def test_it_loads_nothing(tmp_path: Path) -> None:
 
 
 def test_what_a_model_wrote_is_text(tmp_path: Path) -> None:
-    response = SampledResponse(HOSTILE, 0.0, False, HOSTILE)
-    hostile = SampledGroup(HOSTILE, HOSTILE, HOSTILE, HOSTILE, [], [response])
+    response = {"text": HOSTILE, "reward": 0.0, "correct": False, "finish": HOSTILE}
+    hostile: dict[str, Any] = dict.fromkeys(("prompt", "answer", "category", "source"), HOSTILE)
+    hostile |= {"images": [], "responses": [response]}
     clean, dirty = tmp_path / "clean", tmp_path / "<script>alert(1)<"
     (dirty / "x").mkdir(parents=True)
     (dirty / "config.yaml").write_text(HOSTILE.replace("\x00", ""))

@@ -18,9 +18,9 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
 from megavlm.rewards.manager import Part, RewardManager
-from megavlm.rollout import groups as grouping
 from megavlm.rollout.episodes import EpisodeRunner
-from megavlm.rollout.trajectory import Episode, episode_tree
+from megavlm.rollout.groups import policy_trees, rollout_metrics
+from megavlm.rollout.trajectory import Episode, Group, group_tree
 from tests.columns import columns
 from tests.conftest import png
 
@@ -50,7 +50,9 @@ class Policy:
         self.processor, self.texts, self.cut = processor, list(texts), cut
         self.asked: list[tuple[list[Prompt], int]] = []
 
-    def __call__(self, prompts: Sequence[Prompt], n: int) -> list[list[Response]]:
+    def __call__(
+        self, prompts: Sequence[Prompt], n: int, begun: Any = None, enough: int | None = None
+    ) -> list[list[Response]]:
         self.asked.append((list(prompts), n))
         return [[self.respond() for _ in range(n)] for _ in prompts]
 
@@ -84,12 +86,13 @@ def play(
     **settings: Any,
 ) -> list[Episode]:
     playing = episode_runner(processor, manager, name, **settings)
+    group = Group(processor.prompt(ROW))
     try:
-        (episodes,) = playing.play([processor.prompt(ROW)], n, policy)
+        playing.play(playing.start([group], n), policy)
     finally:
         playing._environments.close()
-        playing._runner.close()  # the judge is the tests' own
-    return episodes
+        playing._runner.close()  # the reward manager is the tests' own
+    return group.episodes
 
 
 def test_one_turn_is_the_prompt_and_n_responses(
@@ -118,9 +121,9 @@ def test_turns_send_tokens_back_as_they_came_and_show_images(
         options=options,
     )
     assert [first.score.reward, second.score.reward] == [0.5, 1.0]
-    assert [turn.reward for turn in first.turns] == [0.0, 0.5] and len(second.turns) == 1
+    assert first.rewards == [0.0, 0.5] and len(second.responses) == 1
     (start,), (again,) = policy.asked[0][0], policy.asked[1][0]
-    said = first.turns[0].response.token_ids
+    said = first.responses[0].token_ids
     known = len(start.token_ids) + len(said)
     assert again.token_ids[:known].tolist() == [*start.token_ids.tolist(), *said]
     shown = processor.decode(again.token_ids[known:].tolist())
@@ -173,7 +176,7 @@ def test_a_tree_has_each_turn_below_the_one_before(
     )
     lengths = [len(episode.response.token_ids) for episode in episodes]
     places = [columns(length, rewards=torch.arange(float(length))) for length in lengths]
-    tree = episode_tree(episodes[0].turns[0].prompt, episodes, places)
+    tree = group_tree(Group(processor.prompt(ROW), episodes=episodes), places)
     assert [segment.parent for segment in tree.segments] == [-1, 0, 1, 2, 0, 4, 5]
     assert [segment.is_target for segment in tree.segments] == [
         False,
@@ -190,12 +193,12 @@ def test_a_tree_has_each_turn_below_the_one_before(
         while at >= 0:
             path.insert(0, tree.segments[at])
             at = tree.segments[at].parent
-        turn = episode.turns[-1]
+        prompt, response = episode.prompts[-1], episode.responses[-1]
         ids = [token for segment in path for token in segment.token_ids.tolist()]
-        assert ids == [*turn.prompt.token_ids.tolist(), *turn.response.token_ids]
+        assert ids == [*prompt.token_ids.tolist(), *response.token_ids]
         positions = torch.cat([segment.positions for segment in path], dim=1)
-        assert positions[:, : len(turn.prompt.token_ids)].equal(turn.prompt.positions)
-        assert positions[0, len(turn.prompt.token_ids)] == turn.prompt.next_position
+        assert positions[:, : len(prompt.token_ids)].equal(prompt.positions)
+        assert positions[0, len(prompt.token_ids)] == prompt.next_position
 
 
 def test_rewards_come_at_the_ends_of_turns(processor: Processor, manager: RewardManager) -> None:
@@ -204,8 +207,8 @@ def test_rewards_come_at_the_ends_of_turns(processor: Processor, manager: Reward
     )
     policy = Policy(processor, "5", "3", "3")
     episodes = play(processor, manager, policy, "vqa_retry", max_turns=2)
-    group = grouping.Group(episodes)
-    (tree,) = grouping.policy_trees([group], settings, max_new_tokens=4)
+    group = Group(processor.prompt(ROW), episodes=episodes)
+    (tree,) = policy_trees([group], settings, max_new_tokens=4)
     first, second, only = [segment.columns for segment in tree.segments if segment.columns]
     # The policy's second word is of the other episode.
     assert [int(first.turn_ids[0]), int(second.turn_ids[0])] == [0, 1]
@@ -213,7 +216,7 @@ def test_rewards_come_at_the_ends_of_turns(processor: Processor, manager: Reward
     assert only.rewards.tolist() == [0.0] * (len(only.rewards) - 1) + [1.0]
     assert first.sequence_ids[0] == second.sequence_ids[0] == 0
     assert only.sequence_ids[0] == 1
-    metrics = grouping.metrics([group])
+    metrics = rollout_metrics([group])
     assert metrics["turns"] == 1.5 and metrics["reward"] == 0.75
     assert metrics["accuracy/counting"] == 1.0 and metrics["reward_failures"] == 0
 
@@ -223,7 +226,7 @@ def test_a_response_that_was_cut_short_ends_its_episode(
 ) -> None:
     policy = Policy(processor, "5", cut=True)
     (episode,) = play(processor, manager, policy, "vqa_retry", n=1, max_turns=3)
-    assert len(episode.turns) == 1 and not episode.score.correct and episode.score.reward == 0
+    assert len(episode.responses) == 1 and not episode.score.correct and episode.score.reward == 0
 
 
 def test_a_response_that_was_cut_short_is_worth_what_its_words_are(processor: Processor) -> None:
@@ -233,7 +236,7 @@ def test_a_response_that_was_cut_short_is_worth_what_its_words_are(processor: Pr
     honest = Policy(processor, "5", "4", "2")
     (tried,) = play(processor, manager, honest, "vqa_retry", n=1, **tries)
     assert (cut.score.reward, tried.score.reward) == (-1.0, -0.25)
-    assert len(tried.turns) == 3 and cut.turns[-1].reward == -1.0
+    assert len(tried.responses) == 3 and cut.rewards[-1] == -1.0
 
 
 FAULTY = "tests.unit.rollout.user_environments:Faulty"
@@ -306,7 +309,7 @@ def test_an_episode_has_no_more_turns_than_are_allowed(
     (episode,) = play(
         processor, manager, policy, FAULTY, n=1, max_turns=3, options={"fault": "endless"}
     )
-    assert len(episode.turns) == 3
+    assert len(episode.responses) == 3
     assert episode.score.reward == pytest.approx(0.3 + 1.0), "and the reward of its last words"
 
 
@@ -334,10 +337,10 @@ def test_a_reset_that_fails_is_one_sentence_or_leaves_its_prompt_out(
     settings: dict[str, Any] = {"options": {"fault": fault}, "timeout": 5.0, "workers": 1}
     prompt = processor.prompt(ROW)
     playing = episode_runner(processor, fails("zero"), FAULTY, **settings)
-    assert playing.begin([prompt], 2) == [[]] and playing.skipped == {"bad": 1}
+    assert playing.start([Group(prompt)], 2) == [] and playing.skipped == {"bad": 1}
     playing.reward_manager = fails("stop")
     with pytest.raises(RewardStop, match=r"environment.name=.*Faulty, rows:5"):
-        playing.begin([prompt], 2)
+        playing.start([Group(prompt)], 2)
     playing.close()
 
 
@@ -346,16 +349,16 @@ def test_a_start_that_is_too_long_is_left_out_or_one_sentence(processor: Process
     chatty: dict[str, Any] = {"options": {"instruction": "many " * 99}}
     prompt = processor.prompt(ROW)
     playing = episode_runner(processor, graded(), "geo3k_calculator", long_prompts="skip", **chatty)
-    assert playing.play([prompt], 2, Policy(processor)) == [[]]
+    assert playing.start([Group(prompt)], 2) == []
     assert playing.skipped == {"long": 1}
     with pytest.raises(ValueError, match=r"none of 1000 prompts in a row can start; .*rows:5"):
-        playing.begin([prompt], 2, draw=lambda n: [prompt] * 250)
+        playing.start_or_replace([Group(prompt)], 2, lambda n: [prompt] * 250)
     playing.close()
     playing = episode_runner(
         processor, graded(), "geo3k_calculator", long_prompts="refuse", **chatty
     )
     with pytest.raises(ValueError, match=r"geo3k_calculator, rows:5 adds to the prompt\. .*tokens"):
-        playing.begin([prompt], 2)
+        playing.start([Group(prompt)], 2)
     playing.close()
 
 
@@ -376,24 +379,48 @@ def test_another_prompt_is_drawn_for_one_that_cannot_start(
     monkeypatch.setattr(processor, "_max_prompt_tokens", len(short.token_ids) + 14)
     options = {"instruction": "1"}
     playing = episode_runner(processor, graded(), "geo3k_calculator", "skip", options=options)
-    started = playing.begin([long, short, long], 1, draw=draw)
-    assert [live.prompt.row.index for (live,) in started] == [0, 0, 0] and asked == [2]
+    groups = [Group(prompt) for prompt in (long, short, long)]
+    started = playing.start_or_replace(groups, 1, draw)
+    assert [group.prompt.row.index for group in started] == [0, 0, 0] and asked == [2]
     assert playing.skipped == {"long": 2}
     playing.close()
 
 
 def test_an_episode_whose_reward_fails_may_be_skipped(processor: Processor) -> None:
-    (episodes,) = episode_runner(processor, fails("skip"), "vqa").play(
-        [processor.prompt(ROW)], 3, Policy(processor, "3", "1", "1 2 3 4 5")
-    )
+    playing = episode_runner(processor, fails("skip"), "vqa")
+    group = Group(processor.prompt(ROW))
+    playing.play(playing.start([group], 3), Policy(processor, "3", "1", "1 2 3 4 5"))
+    episodes = group.episodes
     assert [episode.score.skipped for episode in episodes] == [False, False, True]
     assert [episode.score.reward for episode in episodes] == [1.0, 0.5, 0.0]
+
+
+def test_with_enough_complete_groups_the_others_wait_with_their_responses(
+    processor: Processor, manager: RewardManager
+) -> None:
+    policy = Policy(processor, *["3"] * 6)
+    cut = replace(policy.respond(), finish="abort")
+    begun: list[Any] = []
+
+    def generate(prompts: Sequence[Prompt], n: int, **partly: Any) -> list[list[Response]]:
+        begun.append(partly)
+        return [[cut], [], *([policy.respond()] for _ in prompts[2:])]
+
+    playing = episode_runner(processor, manager, "vqa")
+    groups = [Group(processor.prompt(ROW)) for _ in range(5)]
+    groups[4].responses = (cut,)
+    playing.play(playing.start(groups, 1), generate, enough=2)
+    playing._runner.close()
+    assert begun == [{"begun": [(), (), (), (), (cut,)], "enough": 2}]
+    assert [group.is_played for group in groups] == [False, False, True, True, False]
+    assert [len(group.responses) for group in groups] == [1, 0, 1, 1, 1]
 
 
 def test_a_failure_may_stop_the_run(processor: Processor) -> None:
     playing = episode_runner(processor, fails("stop"), "vqa")
     with pytest.raises(RewardStop, match=r"reward\.on_failure=stop"):
-        playing.play([processor.prompt(ROW)], 1, Policy(processor, "1 2 3 4 5"))
+        groups = playing.start([Group(processor.prompt(ROW))], 1)
+        playing.play(groups, Policy(processor, "1 2 3 4 5"))
     playing.close()
 
 

@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from megavlm.data.processor import Prompt
-from megavlm.inference.protocol import Response, VersionSpan
-from megavlm.rollout.partial_rollouts import PartialRolloutBuffer, older, staleness
+from megavlm.inference.protocol import Response, VersionSpan, is_complete
+from megavlm.rollout.partial_rollouts import (
+    PartialRolloutBuffer,
+    stale_tokens,
+    staleness_metrics,
+)
+from megavlm.rollout.trajectory import Episode, Group
 from megavlm.training.losses import engine_gap
 from tests.columns import columns
 from tests.unit.inference.prompts import make_prompt
@@ -39,61 +44,70 @@ def rows(partial_rollouts: PartialRolloutBuffer) -> list[int]:
     return [item["row"] for item in partial_rollouts.state_dict()]
 
 
-def test_what_is_not_needed_waits_and_is_asked_first() -> None:
-    partial_rollouts, stream = PartialRolloutBuffer(), Stream()
-    asked = partial_rollouts.ask(2, 1.5, stream.draw)
-    assert [item.prompt.row.index for item in asked] == [0, 1, 2]
-    kept = partial_rollouts.split(asked, [PART, DONE, DONE], 2)
-    assert kept == [[], DONE, DONE] and rows(partial_rollouts) == [0]
+def rolled_out(groups: list[Group], answers: list[list[Response]], enough: int) -> list[Group]:
+    """Give the groups their answers and end the episodes of the first `enough` complete ones."""
+    played = 0
+    for group, answer in zip(groups, answers, strict=True):
+        group.responses = answer
+        group.episodes = [Episode(group.prompt)]
+        if is_complete(answer) and played < enough:
+            group.episodes[0].next_prompt = None
+            played += 1
+    return groups
 
-    asked = partial_rollouts.ask(2, 1.5, stream.draw)
-    assert [item.prompt.row.index for item in asked] == [0, 3, 4]
-    assert list(asked[0].responses) == PART and asked[1].responses == ()
-    kept = partial_rollouts.split(asked, [DONE, [], DONE], 2)
-    assert kept == [DONE, [], DONE] and rows(partial_rollouts) == [3]
+
+def test_what_is_not_needed_waits_and_is_taken_first() -> None:
+    buffer, stream = PartialRolloutBuffer(), Stream()
+    groups = buffer.take(3, stream.draw)
+    assert [group.prompt.row.index for group in groups] == [0, 1, 2]
+    assert buffer.split(rolled_out(groups, [PART, DONE, DONE], 2)) == groups[1:]
+    assert rows(buffer) == [0]
+
+    groups = buffer.take(3, stream.draw)
+    assert [group.prompt.row.index for group in groups] == [0, 3, 4]
+    assert groups[0].responses == PART and groups[1].responses == ()
+    assert not groups[0].episodes, "they are started anew"
+    assert buffer.split(rolled_out(groups, [DONE, [], DONE], 2)) == [groups[0], groups[2]]
+    assert rows(buffer) == [3]
 
 
 def test_a_group_too_many_is_trained_on_in_the_next_step() -> None:
-    partial_rollouts, stream = PartialRolloutBuffer(), Stream()
-    asked = partial_rollouts.ask(2, 2.0, stream.draw)
-    assert partial_rollouts.split(asked, [DONE] * 4, 2) == [DONE, DONE, [], []]
-    again = partial_rollouts.ask(2, 1.0, stream.draw)
-    assert [list(item.responses) for item in again] == [DONE, DONE] and stream.next == 4
-    assert rows(partial_rollouts) == []
+    buffer, stream = PartialRolloutBuffer(), Stream()
+    groups = buffer.take(4, stream.draw)
+    assert buffer.split(rolled_out(groups, [DONE] * 4, 2)) == groups[:2]
+    again = buffer.take(2, stream.draw)
+    assert [group.responses for group in again] == [DONE, DONE] and stream.next == 4
+    assert rows(buffer) == []
 
 
-def test_what_a_smaller_round_does_not_ask_for_keeps_waiting() -> None:
-    partial_rollouts, stream = PartialRolloutBuffer(), Stream()
-    partial_rollouts.split(partial_rollouts.ask(4, 1.0, stream.draw), [PART] * 4, 4)
-    asked = partial_rollouts.ask(1, 2.0, stream.draw)
-    assert [item.prompt.row.index for item in asked] == [0, 1] and rows(partial_rollouts) == [2, 3]
-    partial_rollouts.split(asked, [PART, DONE], 1)
-    assert rows(partial_rollouts) == [0, 2, 3]
+def test_what_a_smaller_round_does_not_take_keeps_waiting() -> None:
+    buffer, stream = PartialRolloutBuffer(), Stream()
+    buffer.split(rolled_out(buffer.take(4, stream.draw), [PART] * 4, 4))
+    groups = buffer.take(2, stream.draw)
+    assert [group.prompt.row.index for group in groups] == [0, 1] and rows(buffer) == [2, 3]
+    buffer.split(rolled_out(groups, [PART, DONE], 1))
+    assert rows(buffer) == [0, 2, 3]
 
 
 def test_a_checkpoint_keeps_prompts_and_tokens() -> None:
-    partial_rollouts, stream = PartialRolloutBuffer(), Stream()
+    buffer, stream = PartialRolloutBuffer(), Stream()
     mixed = [response("abort", ("2", 1), ("3", 2)), response("stop", ("2", 2))]
-    partial_rollouts.split(partial_rollouts.ask(3, 1.0, stream.draw), [mixed, [], DONE], 1)
-    state = json.loads(json.dumps(partial_rollouts.state_dict()))
+    buffer.split(rolled_out(buffer.take(3, stream.draw), [mixed, [], DONE], 1))
+    state = json.loads(json.dumps(buffer.state_dict()))
     resumed = PartialRolloutBuffer()
     resumed.load_state_dict(state, lambda index: make_prompt(first_id=index))
-    assert [list(item.responses) for item in resumed.ask(2, 1.0, stream.draw)] == [mixed, []]
-
-
-def test_without_oversampling_nothing_waits() -> None:
-    partial_rollouts, stream = PartialRolloutBuffer(), Stream()
-    assert (
-        len(partial_rollouts.ask(3, 1.0, stream.draw)) == 3 and partial_rollouts.state_dict() == []
-    )
+    assert [list(group.responses) for group in resumed.take(2, stream.draw)] == [mixed, []]
 
 
 def test_tokens_of_older_weights() -> None:
     one = response("stop", ("3", 1), ("5", 2))
-    assert older(one, 5).tolist() == [1, 0, 0] and older(one, 6).tolist() == [1, 1, 1]
+    assert stale_tokens(one, 5).tolist() == [1, 0, 0] and stale_tokens(one, 6).tolist() == [1, 1, 1]
     other = response("length", ("5", 3))
-    assert staleness([one, other]) == {"stale_share": pytest.approx(1 / 6), "stale_steps": 2.0}
-    assert staleness([other]) == {}
+    assert staleness_metrics([one, other]) == {
+        "stale_share": pytest.approx(1 / 6),
+        "stale_steps": 2.0,
+    }
+    assert staleness_metrics([other]) == {}
 
 
 def test_the_gap_of_engines_is_told_by_tokens_of_the_present_weights() -> None:

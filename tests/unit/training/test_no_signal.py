@@ -15,9 +15,13 @@ from megavlm.data.packing import make_pack
 from megavlm.data.positions import text_positions
 from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
-from megavlm.rollout import groups as grouping
-from megavlm.rollout.groups import Group
-from megavlm.rollout.trajectory import Episode, Turn
+from megavlm.rollout.groups import (
+    has_signal,
+    policy_trees,
+    rollout_metrics,
+    select_groups,
+)
+from megavlm.rollout.trajectory import Episode, Group
 from megavlm.training.advantages import add_advantages
 
 ESTIMATORS = [
@@ -44,20 +48,22 @@ def episode(
     *rewards: float, lengths: Sequence[int] = (), skipped: bool = False, cut: bool = False
 ) -> Episode:
     """A turn for each reward, of two tokens where `lengths` say nothing else."""
-    turns, known = [], 3
+    played, known = Episode(None), 3
     for reward, length in zip(rewards, lengths or [2] * len(rewards), strict=True):
         finish: Any = "length" if cut else "stop"
-        response = Response((7,) * length, (-0.5,) * length, finish, "0")
-        turns.append(Turn(prompt(known), response, "", reward))
+        played.prompts.append(prompt(known))
+        played.responses.append(Response((7,) * length, (-0.5,) * length, finish, "0"))
+        played.texts.append("")
+        played.rewards.append(reward)
         known += length + 1
     failure = "timeout" if skipped else None
-    score = Score(sum(rewards), False, failure=failure, skipped=skipped)
-    return Episode(tuple(turns), score)
+    played.score = Score(sum(rewards), False, failure=failure, skipped=skipped)
+    return played
 
 
 def columns(groups: Sequence[Group], settings: Any, max_new_tokens: int = 8) -> dict[str, Tensor]:
     """A token of each response: [S] of every value, with the advantages."""
-    trees = grouping.policy_trees(groups, settings, max_new_tokens=max_new_tokens)
+    trees = policy_trees(groups, settings, max_new_tokens=max_new_tokens)
     pack = make_pack(trees, vision_token_ids=(-1, -2))
     assert pack.columns is not None
     pack.columns = replace(pack.columns, values=torch.zeros(pack.num_targets))
@@ -66,7 +72,11 @@ def columns(groups: Sequence[Group], settings: Any, max_new_tokens: int = 8) -> 
 
 
 def group(*rewards: float, skipped: Sequence[int] = (), cut: bool = False) -> Group:
-    return Group([episode(r, skipped=i in skipped, cut=cut) for i, r in enumerate(rewards)])
+    return group_of([episode(r, skipped=i in skipped, cut=cut) for i, r in enumerate(rewards)])
+
+
+def group_of(episodes: list[Episode]) -> Group:
+    return Group(prompt(3), episodes=episodes)
 
 
 @pytest.mark.parametrize("settings", ESTIMATORS)
@@ -113,22 +123,21 @@ def test_where_all_are_truncated_and_masked_nothing_is_trained_on(settings: Any)
 
 def test_metrics_of_groups_without_signal_are_numbers() -> None:
     for skipped in ((), (0,), (0, 1)):
-        metrics = grouping.metrics([group(0.5, 0.5, skipped=skipped)])
+        metrics = rollout_metrics([group(0.5, 0.5, skipped=skipped)])
         assert metrics["groups_without_signal"] == 1 and metrics["reward_failures"] == len(skipped)
         assert metrics["reward"] == (0.0 if len(skipped) == 2 else 0.5)
 
 
 @pytest.mark.parametrize("rewards", [(0.5, 0.5), ()])
-def test_dynamic_sampling_ends_where_no_prompt_teaches(rewards: tuple[float, ...]) -> None:
+def test_groups_without_signal_are_trained_on_where_no_prompt_teaches(
+    rewards: tuple[float, ...],
+) -> None:
     """Equal rewards, or every reward unknown."""
-    asked = []
-
-    def roll_out(count: int) -> list[Group]:
-        asked.append(count)
-        return [group(*rewards) if rewards else group(1.0, 0.0, skipped=[0, 1])] * count
-
-    sampled = grouping.sample(roll_out, 2, further_rounds=3)
-    assert asked == [2, 2, 2, 2] and len(sampled.kept) == 2
+    flat = group(*rewards) if rewards else group(1.0, 0.0, skipped=[0, 1])
+    teaching = group(1.0, 0.0)
+    assert not has_signal(flat) and has_signal(teaching)
+    assert select_groups([flat] * 8, 2) == [flat] * 2
+    assert select_groups([flat, teaching, flat], 2) == [teaching, flat]
 
 
 def test_only_a_last_turn_that_was_long_is_punished() -> None:
@@ -138,7 +147,7 @@ def test_only_a_last_turn_that_was_long_is_punished() -> None:
         episode(0.0, 1.0, lengths=(2, 8), cut=True),
         episode(0.0, 1.0, lengths=(2, 7)),
     ]
-    (tree,) = grouping.policy_trees([Group(episodes)], settings, max_new_tokens=8, max_turns=2)
+    (tree,) = policy_trees([group_of(episodes)], settings, max_new_tokens=8, max_turns=2)
     targets = [segment for segment in tree.segments if segment.is_target]
     assert [target.columns.rewards[-1].item() for target in targets[1::2] if target.columns] == [
         1.0,
@@ -149,7 +158,7 @@ def test_only_a_last_turn_that_was_long_is_punished() -> None:
 
 def test_the_constant_is_the_longest_episode_that_can_be() -> None:
     settings = GRPO(loss_aggregation="constant")
-    groups = [Group([episode(0.0, 1.0), episode(1.0, 0.0)])]
-    (tree,) = grouping.policy_trees(groups, settings, max_new_tokens=8, max_turns=3)
+    groups = [group_of([episode(0.0, 1.0), episode(1.0, 0.0)])]
+    (tree,) = policy_trees(groups, settings, max_new_tokens=8, max_turns=3)
     weights = [s.columns.loss_weights for s in tree.segments if s.columns]
     assert torch.cat(weights).tolist() == pytest.approx([1 / (2 * 8 * 3)] * 8)

@@ -38,22 +38,22 @@ def test_every_target_once_and_images_where_they_are_shown(num_ranks: int) -> No
     rank_batches = plan(num_ranks, multiple=4)
     assert len(rank_batches) == num_ranks
     for index, trees in enumerate(MINIBATCHES):
-        here = [work.minibatches[index] for work in rank_batches]
-        assert all(minibatch.num_targets == num_targets(trees) for minibatch in here)
-        packs = [pack for minibatch in here for pack in minibatch.packs]
+        here = [batch.minibatches[index] for batch in rank_batches]
+        assert all(batch.num_targets[index] == num_targets(trees) for batch in rank_batches)
+        packs = [pack for minibatch in here for pack in minibatch]
         assert sum(pack.num_targets for pack in packs) == num_targets(trees)
-        assert all(minibatch.packs for minibatch in here), "the reductions are collective"
+        assert all(here), "the reductions are collective"
         assert all(len(pack.token_ids) % 4 == 0 for pack in packs)
-    for work in rank_batches:
-        shown = {key for m in work.minibatches for pack in m.packs for key in pack.images}
-        assert set(work.images) == shown
-        assert all(p.png == b"" for p in work.images.values()), "only the servers need the file"
-        assert work.num_tokens_everywhere == sum(t.num_tokens for m in MINIBATCHES for t in m)
+    for batch in rank_batches:
+        shown = {key for pack in batch.packs for key in pack.images}
+        assert set(batch.images) == shown
+        assert all(p.png == b"" for p in batch.images.values()), "only the servers need the file"
+        assert batch.num_tokens == sum(t.num_tokens for m in MINIBATCHES for t in m)
 
 
 def counts(rank_batches: list[RankBatch]) -> list[list[int]]:
     """Packs of each minibatch, by rank."""
-    return [[len(minibatch.packs) for minibatch in work.minibatches] for work in rank_batches]
+    return [[len(packs) for packs in batch.minibatches] for batch in rank_batches]
 
 
 # One rank gets the long tree, another three short ones in two packs.
@@ -75,12 +75,12 @@ def test_packs_of_padding_fill_up(shape: dict[str, Any], expected: list[list[int
     """Virtual stages take turns in rounds of `count`; ranks that share experts need as many."""
     rank_batches = plan(2, UNEVEN, **shape)
     assert sorted(counts(rank_batches)) == expected
-    for work in rank_batches:
-        (minibatch,) = work.minibatches
-        assert minibatch.num_targets == num_targets(UNEVEN[0])
-        real = [pack for pack in minibatch.packs if pack.num_targets]
-        padding = minibatch.packs[len(real) :]
-        assert real == minibatch.packs[: len(real)]
+    for batch in rank_batches:
+        (packs,) = batch.minibatches
+        assert batch.num_targets == [num_targets(UNEVEN[0])]
+        real = [pack for pack in packs if pack.num_targets]
+        padding = packs[len(real) :]
+        assert real == packs[: len(real)]
         for pack in padding:
             assert pack.columns is not None and real[0].columns is not None
             assert pack.columns.present().keys() == real[0].columns.present().keys()
@@ -91,23 +91,23 @@ def test_packs_of_padding_fill_up(shape: dict[str, Any], expected: list[list[int
 def test_a_minibatch_with_less_trees_than_ranks_has_packs_on_all() -> None:
     rank_batches = plan(3, [[tree(4, [3], "a")]], multiple=2, context_size=2)
     assert counts(rank_batches) == [[1], [1], [1]]
-    for work in rank_batches:
-        (pack,) = work.minibatches[0].packs
+    for batch in rank_batches:
+        (pack,) = batch.minibatches[0]
         assert len(pack.token_ids) % 4 == 0
         for rank in range(2):
-            part = work.part(rank, torch.device("cpu")).minibatches[0].packs[0]
+            part = batch.part(rank, torch.device("cpu")).minibatches[0][0]
             assert len(part.token_ids) == len(pack.token_ids) // 2 > 0
 
 
 @pytest.mark.parametrize("context_size", [2, 3])
 def test_context_ranks_have_parts_of_the_same_packs(context_size: int) -> None:
-    for work in plan(2, multiple=2, context_size=context_size):
-        parts = [work.part(rank, torch.device("cpu")) for rank in range(context_size)]
-        assert all(part.images == work.images for part in parts)
-        for index, minibatch in enumerate(work.minibatches):
+    for batch in plan(2, multiple=2, context_size=context_size):
+        parts = [batch.part(rank, torch.device("cpu")) for rank in range(context_size)]
+        assert all(part.images == batch.images for part in parts)
+        assert all(part.num_targets == batch.num_targets for part in parts)
+        for index, minibatch in enumerate(batch.minibatches):
             mine = [part.minibatches[index] for part in parts]
-            assert all(part.num_targets == minibatch.num_targets for part in mine)
-            for whole, *held in zip(minibatch.packs, *(m.packs for m in mine), strict=True):
+            for whole, *held in zip(minibatch, *mine, strict=True):
                 sizes = {len(part.token_ids) for part in held}
                 assert len(sizes) == 1 and sizes.pop() % 2 == 0
                 tokens = torch.cat([part.token_index for part in held]).sort().values
@@ -122,10 +122,10 @@ def test_context_ranks_have_parts_of_the_same_packs(context_size: int) -> None:
 
 def test_a_part_has_columns_of_its_own() -> None:
     """Log-probs that a pass adds to the parts are not in the plan."""
-    (work,) = plan(1)
-    part = work.part(0, torch.device("cpu"))
-    part.minibatches[0].packs[0].columns = None
-    assert work.minibatches[0].packs[0].columns is not None
+    (batch,) = plan(1)
+    part = batch.part(0, torch.device("cpu"))
+    part.minibatches[0][0].columns = None
+    assert batch.minibatches[0][0].columns is not None
 
 
 def test_images_go_to_the_first_stage_only() -> None:

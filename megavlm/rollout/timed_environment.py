@@ -1,0 +1,97 @@
+"""The environment of one episode: calls with a time limit, and steps whose values are checked."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from megavlm.config.environment import Environment as EnvironmentSettings
+from megavlm.environments.base import Context, Observation, Step
+from megavlm.environments.remote import EnvironmentPool, Local
+from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
+
+T = TypeVar("T")
+
+
+class TimedEnvironment:
+    """An environment each of whose calls may take `environment.timeout` seconds, rewards apart.
+
+    A call that fails raises RewardFailure, with `name` in the message.
+    """
+
+    def __init__(
+        self,
+        environments: Local | EnvironmentPool,
+        settings: EnvironmentSettings,
+        reward: Callable[[str, Example], Awaitable[Score]],
+        name: str,
+    ) -> None:
+        self._environment = environments.make(Context(self.score, settings.max_turns))
+        self._timeout, self._limit = environments.timeout, settings.timeout
+        self._reward, self._name = reward, name
+        self._clock: asyncio.Timeout | None = None
+        self._left, self._pending = 0.0, 0
+
+    async def reset(self, row: Example, seed: int) -> Observation:
+        self._row = row
+        return await self._call(self._environment.reset(row, seed))
+
+    async def step(self, text: str) -> Step:
+        return await self._call(self._environment.step(text))
+
+    async def score(self, text: str, row: Example | None = None) -> Score:
+        """Return the configured reward of a response to `row`, None: the episode's own. The clock
+        of a call stands still meanwhile, for several concurrent rewards too.
+        """
+        loop, clock = asyncio.get_running_loop(), self._clock
+        until = None if clock is None else clock.when()
+        if clock is not None and until is not None:
+            self._left = until - loop.time()
+            clock.reschedule(None)
+        self._pending += 1
+        try:
+            return await self._reward(text, row or self._row)
+        finally:
+            self._pending -= 1
+            if clock is not None and self._left and not self._pending:
+                clock.reschedule(loop.time() + self._left)
+                self._left = 0.0
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout) as self._clock:
+                try:
+                    return await call
+                finally:
+                    self._clock = None
+        except RewardStop:
+            raise
+        except RewardFailure as failure:
+            raise RewardFailure(failure.kind, f"{self._name}: {failure}") from failure
+        except TimeoutError as error:
+            message = f"{self._name}: no answer in {self._limit:g} s"
+            raise RewardFailure("timeout", message) from error
+        # An environment may raise anything, and its episode is one of many.
+        except Exception as error:
+            raise RewardFailure("exception", f"{self._name}: {error!r}"[:500]) from error
+
+
+def step_score(step: Step, name: str, before: float) -> tuple[float, Score]:
+    """Return a step's reward, and the score in its info. Without one, the episode is correct from
+    a total reward of 1 on.
+
+    before: sum of the earlier rewards. name: of the environment, for messages. Raises RewardFailure
+    if the values are no finite numbers.
+    """
+    try:
+        reward, info = float(step.reward), step.info
+        score = info.get("score")
+        if score is None:
+            parts = {str(k): float(v) for k, v in info.get("parts", {}).items()}
+            score = Score(reward, bool(info.get("correct", before + reward >= 1)), parts)
+        numbers = [reward, *score.parts.values()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RewardFailure("value", f"{name}: {error!r}"[:500]) from error
+    if not all(map(math.isfinite, numbers)):
+        raise RewardFailure("value", f"{name}: a step's reward or parts are {numbers}")
+    return reward, score
