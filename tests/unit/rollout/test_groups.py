@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.config.schema import GRPO
+from megavlm.config.algorithm import GRPO
 from megavlm.training.policy_trainer import PolicyTrainer
 
 

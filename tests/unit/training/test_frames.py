@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import megavlm
-from megavlm.config.schema import GRPO
+from megavlm.config.algorithm import GRPO
 from megavlm.inference.client import RolloutClient
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.trajectory import Episode, Group
