@@ -37,7 +37,7 @@ class EpisodeRunner:
     """Plays episodes in the configured environment, and owns the processes of its rewards."""
 
     def __init__(self, config: Config, processor: Processor, reward_manager: RewardManager) -> None:
-        """Raises ValueError for an environment that cannot be loaded."""
+        """Load the environment. Raises ValueError if that fails."""
         self._config, self._settings = config, config.environment
         self._processor, self.reward_manager = processor, reward_manager
         self._environments = environments(config.environment)
@@ -82,7 +82,7 @@ class EpisodeRunner:
         return started
 
     def check_start(self, prompt: Prompt) -> None:
-        """Raises PromptTooLong or another ValueError if no episode can start from the prompt."""
+        """Raise PromptTooLong or another ValueError if no episode can start from the prompt."""
         counted = self.skipped.copy()
         if not self.start([Group(prompt)], 1):
             too_long = self.skipped["long"] > counted["long"]

@@ -1,4 +1,4 @@
-"""The configured rewards and curriculum."""
+"""Rewards, environments and curriculum of a configuration."""
 
 import asyncio
 import tempfile
@@ -26,11 +26,11 @@ def parts(config: Config) -> list[Part]:
 
 
 def make_reward_manager(config: Config) -> RewardManager:
-    """Starts a reward process. Raises ValueError for a reward that cannot be had, and for a stage
-    of the curriculum that asks for what it has not.
+    """Start the rewards. Raises ValueError for a reward that cannot be loaded, and for a curriculum
+    stage whose tolerance or weights no reward takes.
     """
     reward = config.reward
-    # Reward processes read it whenever one starts: it stays as long as the judge.
+    # Reward processes read it whenever one starts: it stays as long as the reward manager.
     folder = tempfile.TemporaryDirectory(prefix="megavlm_rewards_")
     reward_manager = RewardManager(
         [
@@ -56,9 +56,9 @@ def make_reward_manager(config: Config) -> RewardManager:
 
 
 def environments(settings: EnvironmentConfig) -> Local | EnvironmentPool:
-    """Classes that are not ours run in processes, the first of which starts here.
+    """Load the environment. A user's class runs in processes, the first of which starts here.
 
-    Raises ValueError for one that cannot be had, or does not take the options.
+    Raises ValueError if it cannot be loaded or does not take the options.
     """
     if settings.name in BUILT_IN:
         return Local(settings.name, settings.options, timeout=settings.timeout)

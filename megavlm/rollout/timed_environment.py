@@ -5,7 +5,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from megavlm.config.environment import Environment as EnvironmentSettings
+from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments.base import Context, Observation, Step
 from megavlm.environments.remote import EnvironmentPool, Local
 from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
@@ -22,7 +22,7 @@ class TimedEnvironment:
     def __init__(
         self,
         environments: Local | EnvironmentPool,
-        settings: EnvironmentSettings,
+        settings: EnvironmentConfig,
         reward: Callable[[str, Example], Awaitable[Score]],
         name: str,
     ) -> None:

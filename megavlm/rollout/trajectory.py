@@ -49,7 +49,7 @@ class Episode:
 
     @property
     def response(self) -> Response:
-        """All sampled tokens, as if they were one response."""
+        """The sampled tokens of all turns, as one response."""
         return replace(
             self.responses[-1],
             token_ids=tuple(token for r in self.responses for token in r.token_ids),

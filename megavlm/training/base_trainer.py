@@ -21,7 +21,7 @@ class BaseTrainer:
     def __init__(
         self, train_state: TrainState, driver: Driver | None, sync: WeightSync | None
     ) -> None:
-        """`driver`: on rank 0. `sync`: in a run that generates."""
+        """Store what the trainer works with. driver: on rank 0. sync: in a run that generates."""
         self.train_state, self.driver, self.sync = train_state, driver, sync
 
     def setup(self) -> None:
@@ -52,7 +52,7 @@ class BaseTrainer:
 
     @property
     def companion(self) -> Callable[[bool], PendingSave] | None:
-        """What begins a checkpoint beside the policy's, see Saver.save."""
+        """Function that begins a checkpoint beside the policy's; see Saver.save."""
         return None
 
     def train_step(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run's checkpoints are compared by: a metric of its steps, or of its evaluations."""
+"""The metric by which a run's checkpoints are compared."""
 
 import math
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ from megavlm.config.evaluation import EVALUATION
 
 
 class BestMetricTracker:
-    """Of the weights that are saved next. A metric of training steps is its mean since the last
-    checkpoint, as one step's is noise; an evaluation's counts for the step that was evaluated.
+    """Value of a metric for the next checkpoint. A metric of training steps is its mean since the
+    last checkpoint, as a single step is noisy; one of evaluations is that of the evaluated step.
     """
 
     def __init__(self, metric: str | None) -> None:
@@ -16,7 +16,9 @@ class BestMetricTracker:
         self._values: list[float] = []
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """A training step's. ValueError where the metric is none of a run like this one."""
+        """Add the metrics of a training step. Raises ValueError if the run does not have the
+        metric.
+        """
         if self.metric is None or self.metric.startswith(EVALUATION):
             self._values = []  # what was evaluated has been trained since
             return
@@ -31,12 +33,14 @@ class BestMetricTracker:
             self._values.append(value)
 
     def evaluation(self, scalars: Mapping[str, float]) -> None:
-        """Of the present weights."""
+        """Set the value to that of an evaluation of the present weights."""
         if self.metric is not None and self.metric in scalars:
             self._values = [scalars[self.metric]]
 
     def take(self) -> dict[str, float]:
-        """The metric and its value for a checkpoint of now; empty where there is none."""
+        """Return the metric and its value for a checkpoint, empty if there is none, and start
+        anew.
+        """
         values, self._values = self._values, []
         if self.metric is None or not values:
             return {}

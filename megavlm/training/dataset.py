@@ -1,4 +1,4 @@
-"""The configured rows. Imports nothing heavy: checks before a run need it, too."""
+"""The rows of a configuration. Imports nothing heavy: preflight checks read them, too."""
 
 from collections.abc import Sequence
 

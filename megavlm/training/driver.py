@@ -1,6 +1,4 @@
-"""What rank 0 does besides training: it owns the data, the plan of each step, the evaluation and
-the records.
-"""
+"""The driver, rank 0's part of a run: data, the plan of each step, evaluation and records."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -34,7 +32,7 @@ class Driver:
     def __init__(
         self, config: Config, hf_config: Any, mesh: Mesh, connection: Connection | None
     ) -> None:
-        """`connection`: to the rollout servers; None where the run generates nothing."""
+        """Load the data and start the rewards. connection: None where the run generates nothing."""
         self.config, self.mesh, self.connection = config, mesh, connection
         parts = family(hf_config.model_type)
         self._cost = ModelCost.of(parts.mapping(hf_config), parts.architecture(hf_config))
@@ -49,7 +47,7 @@ class Driver:
             self.episode_runner = EpisodeRunner(config, self.processor, make_reward_manager(config))
 
     def start(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """Opens the records at `step`; `state` is what `state_dict` gave when it was saved."""
+        """Open the records at `step`, and restore `state`, the `state_dict` of a checkpoint."""
         if state is not None:
             self.stream.load_state_dict(state)
             self.curriculum.load_state_dict(state["curriculum"])
@@ -80,8 +78,8 @@ class Driver:
         print(step_line(step, self.config.algorithm.steps, metrics), flush=True)
 
     def evaluate(self, step: int, refit: Callable[[], None]) -> None:
-        """Evaluates the weights of `step` on the test rows; `refit` gives them to servers that have
-        lost them.
+        """Evaluate the weights of `step` on the test rows. `refit` pushes them to servers that
+        restarted.
         """
         result = evaluate(
             self.config,

@@ -1,4 +1,4 @@
-"""Evaluation during a run, as the configuration asks for it."""
+"""Evaluation during a run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from megavlm.weight_sync.lora import adapter_name
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """The rows of a run's evaluations, and what the training rows, read once, tell of them."""
+    """The rows of a run's evaluations, and their baselines from the training rows."""
 
     rows: Sequence[Row]
     known: Known
@@ -37,7 +37,9 @@ class EvaluationSet:
         test: Rows,
         train: Rows,
     ) -> "EvaluationSet":
-        """Raises ValueError as `usable` does, for starts of the environment too."""
+        """Read the rows once. Raises ValueError as `usable` does, and where no episode can
+        start.
+        """
 
         def start(row: Row) -> None:
             episode_runner.check_start(processor.prompt(row))
@@ -55,8 +57,10 @@ def evaluate(
     version: int | None,
     refit: Callable[[], None] | None = None,
 ) -> EvaluationResult:
-    """`version`: of the weights that must answer; None: of any. `refit` gives them to servers that
-    have lost them.
+    """Play an episode of each row and return the result.
+
+    version: of the weights that must answer; None: any. refit: pushes them to servers that
+    restarted.
     """
 
     def play(questions: Sequence[Row], how: Sampling) -> list[Answer]:

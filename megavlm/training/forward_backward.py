@@ -1,4 +1,4 @@
-"""Passes over a rank's packs through megatron-core's schedules: scoring without a graph, and
+"""Passes over a rank's packs through megatron-core's schedules: log-probs without a graph, and
 forward with backward.
 """
 
@@ -47,15 +47,15 @@ class VisionFeatures:
 def compute_logprobs(
     chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures, scoring: Scoring
 ) -> list[TokenScores]:
-    """Scores of each pack's targets, without a graph; on the last pipeline stage, empty on the
-    others.
+    """Return the scores of each pack's targets, without a graph. They are on the last pipeline
+    stage; other stages return an empty list. Collective.
     """
     return _without_graph(chunks, packs, features, scoring)
 
 
 def logits(chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures) -> list[Tensor]:
-    """Whole logits at each pack's targets [N, V], on the last pipeline stage, empty on the others:
-    for inspection and proofs, never for training.
+    """Return whole logits at each pack's targets [N, V], on the last pipeline stage; other stages
+    return an empty list. For inspection and tests, never for training.
     """
     group = chunks[-1].module.language_model.pg_collection.tp
     whole = []
@@ -89,8 +89,8 @@ def forward_backward(
     scoring: Scoring,
     loss_function: LossFunction,
 ) -> list[dict[str, Tensor]]:
-    """Accumulates and reduces gradients of the packs' losses. Returns each pack's measures, on the
-    last pipeline stage.
+    """Accumulate and reduce the gradients of the packs' losses. Returns the measures of each pack,
+    on the last pipeline stage. Collective.
     """
 
     def loss_of(pack: Pack, scores: TokenScores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

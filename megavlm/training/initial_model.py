@@ -1,4 +1,4 @@
-"""A model as a run starts with it."""
+"""Initial model of a run."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +24,9 @@ from megavlm.parallel.mesh import Mesh
 
 
 def starting_step(config: Config) -> Path | None:
-    """The step of `model.checkpoint` that a run starts from: of its policy, its critic and its
-    adapters' settings, whatever appears there meanwhile. None where it starts from an HF folder.
-    Collective: one rank looks, and one warns if it has to.
+    """Return the step of `model.checkpoint` that a run starts from, None for an HF folder. Found
+    once, so that policy, critic and adapter settings are of the same step. Collective: one rank
+    searches, and only one warns.
     """
     source = config.model.checkpoint
     if source is None:
@@ -45,8 +45,8 @@ def start_model(
     mesh: Mesh,
     head: Literal["tokens", "values", "both"],
 ) -> list[VisionLanguageModel]:
-    """This rank's part of it, with the weights of `step`, or of `model.folder`; adapters are fresh
-    unless they are in the step, and a value head says 0. Collective.
+    """Build this rank's part of the model with the weights of `step`, or of `model.folder`.
+    Adapters are fresh unless the step has them, and a value head predicts 0. Collective.
     """
     model = build_model(hf_config, mesh, replace(ModelOptions.from_config(config), head=head))
     lora = config.lora
@@ -65,7 +65,7 @@ def start_model(
 
 
 def adapter_settings(config: Config, step: Path | None) -> AdapterSettings | None:
-    """Of the adapters that a run trains, which belong to the weights that it starts from."""
+    """Return the settings of the adapters that a run trains, with the base that they belong to."""
     if config.lora.rank == 0:
         return None
     if step is None:
@@ -77,7 +77,9 @@ def adapter_settings(config: Config, step: Path | None) -> AdapterSettings | Non
 
 
 def _goes_on(step: Path, alpha: float) -> bool:
-    """Whether the step has adapters; ValueError where they had another alpha. Collective."""
+    """Return True if the step has adapters. Raises ValueError if their alpha differs.
+    Collective.
+    """
 
     def look() -> bool:
         if dist.get_rank() != 0 or not saved_adapter_keys(step):
@@ -97,7 +99,7 @@ def _add(model: Sequence[VisionLanguageModel], lora: LoRA, seed: int) -> None:
 
 @contextmanager
 def _without_value_head(model: Sequence[VisionLanguageModel]) -> Iterator[None]:
-    """A checkpoint to start from need not have one."""
+    """Remove the value head within the context: a checkpoint to start from need not have one."""
     heads = [chunk.value_head for chunk in model]
     for chunk in model:
         chunk.value_head = None

@@ -1,4 +1,4 @@
-"""The configured processor, and the stream of prompts to train on."""
+"""The processor of a configuration, and its stream of training prompts."""
 
 from megavlm.config.algorithm import SFT
 from megavlm.config.schema import Config
@@ -20,7 +20,7 @@ def make_processor(config: Config) -> Processor:
 
 def make_stream(config: Config, rows: Rows, processor: Processor) -> PromptStream:
     data, algorithm = config.data, config.algorithm
-    # What a step draws, so that an image is processed once in it; the order is the same.
+    # One batch is what a step draws, so that an image is processed once in it.
     size = algorithm.batch_size if isinstance(algorithm, SFT) else algorithm.prompts_per_step
     return PromptStream(
         rows,

@@ -1,4 +1,4 @@
-"""The losses of an update over one pack, and the measures that they report."""
+"""Losses of an update over one pack, and the measures that they report."""
 
 from dataclasses import dataclass, replace
 
@@ -22,11 +22,11 @@ CUSTOM = "policy_loss/"  # prefix of the metrics that a policy loss adds
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What a policy's loss needs to know of the update that it is for.
+    """State of the update that a policy loss is for.
 
-    is_first: of its rollout, so that the present log-probs are those of the policy that sampled; of
-    tokens that older weights sampled (`is_stale`) they are the policy's before this step's updates,
-    and the importance weights correct for the rest of the way.
+    is_first: the first update on its rollout, so that the present log-probs are those of the policy
+    that sampled. For tokens that older weights sampled (`is_stale`) they are the policy's before
+    this step's updates, and the importance weights correct the rest.
     has_moved: the policy is no longer the reference, so that their KL is more than rounding.
     reduce: sums over the context ranks that hold parts of the same pack.
     """
@@ -38,11 +38,12 @@ class Update:
 
 
 def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
-    """The policy's loss, a sum over tokens with the weights that hold its denominators.
+    """Return the policy's loss function: a sum over tokens with loss weights that hold the
+    denominators.
 
     The packs have columns with advantages, and with reference_logprobs where the KL is in the loss.
     The first update on a rollout adds old_logprobs where there are none. Measures are sums over
-    tokens, and `signal`: tokens with a gradient that is not rounding alone.
+    tokens; `signal` counts tokens with a gradient that is not rounding alone.
     """
     loss_of_tokens = load_policy_loss(settings.policy_loss)
     kl = estimator(settings.kl_estimator)
@@ -108,7 +109,7 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
 
 
 def supervised_loss(num_targets: int) -> LossFunction:
-    """Mean negative log-likelihood of the batch's `num_targets` answer tokens."""
+    """Return the mean negative log-likelihood of the batch's `num_targets` answer tokens."""
 
     def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
         loss = -scores.logprobs.sum()
@@ -125,7 +126,7 @@ def _correction(
     num: int,
     reduce: Reduce,
 ) -> tuple[Tensor, Measures]:
-    """Each token's importance weight, 0 where its sequence is rejected."""
+    """Return each token's importance weight, 0 where its sequence is rejected, and measures."""
     rollout, ids = columns.rollout_logprobs, columns.sequence_ids
     weights = torch.ones_like(rollout)
     measures = {}

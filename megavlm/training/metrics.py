@@ -1,4 +1,4 @@
-"""From sums over all ranks to the metrics of observability/metrics.py."""
+"""Metrics of a step from measures summed over all ranks; names as in observability/metrics.py."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +23,7 @@ _SHARES = {
 
 
 def policy_metrics(reports: Sequence[Report]) -> dict[str, float]:
-    """Means per token over a step's updates."""
+    """Return means per token over a step's updates."""
     metrics = {
         "loss": sum(report["loss"] for report in reports) / len(reports),
         "ratio_max": max(report["largest_ratio"] for report in reports),
@@ -38,7 +38,9 @@ def policy_metrics(reports: Sequence[Report]) -> dict[str, float]:
 
 
 def engine_metrics(reports: Sequence[Report]) -> dict[str, float]:
-    """The gap between the engines, over the tokens that tell it."""
+    """Return the difference between trainer and rollout engine, over the tokens that can be
+    compared.
+    """
     tokens = max(sum(report["engine_tokens"] for report in reports), 1.0)
     return {
         "rollout_train_kl": sum(report["rollout_train_kl"] for report in reports) / tokens,
@@ -47,8 +49,8 @@ def engine_metrics(reports: Sequence[Report]) -> dict[str, float]:
 
 
 def value_metrics(reports: Sequence[Report]) -> dict[str, float]:
-    """The critic's part of a step's updates. How well it knew the returns is told by the first pass
-    over the rollout, with the values that advantages were made with.
+    """Return the critic's metrics of a step's updates. The explained variance is of all passes
+    together, with the values that the advantages were made with.
     """
     total = {name: sum(report[name] for report in reports) for name in reports[0]}
     sums = ("value_tokens", "returns", "returns_squared", "errors", "errors_squared")
@@ -61,7 +63,7 @@ def value_metrics(reports: Sequence[Report]) -> dict[str, float]:
 
 
 def critic_metrics(reports: Sequence[Report]) -> dict[str, float]:
-    """Of a critic with an optimizer of its own."""
+    """Return the metrics of a critic with an optimizer of its own."""
     update = _update(reports)
     return value_metrics(reports) | {f"critic_{name}": value for name, value in update.items()}
 

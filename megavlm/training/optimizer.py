@@ -84,7 +84,7 @@ class Updater:
 
     @property
     def has_moved(self) -> bool:
-        """Whether an update was made since the run's start, before a resume or after it."""
+        """True after an update since the run's start, before a resume or after it."""
         return self.scheduler.num_steps > self.start
 
     def zero_gradients(self) -> None:

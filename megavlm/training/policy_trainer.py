@@ -1,6 +1,4 @@
-"""Policy optimisation on rollouts. One step is `train_step`, top to bottom; rank 0 is also the
-driver.
-"""
+"""Policy optimisation on rollouts. `train_step` is one step, top to bottom."""
 
 import math
 from collections.abc import Sequence
@@ -130,14 +128,18 @@ class PolicyTrainer(BaseTrainer):
         )
 
     def add_reference_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
-        """Before the first update the policy is the reference, so that a reward holds no KL."""
+        """Add the reference's log-probs. With the KL in the reward they are left out before the
+        first update, while the policy is the reference. Collective.
+        """
         in_reward = self.settings.kl_in == "reward"
         if self.reference is not None and (self.train_state.updater.has_moved or not in_reward):
             with self.reference.in_place():
                 self.add_logprobs("reference_logprobs", batch, features, first=0)
 
     def add_old_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
-        """The first update is on its own rollout: there the present log-probs are the old ones."""
+        """Add the log-probs before the step's updates. The first update is on its own rollout,
+        where the present log-probs are the old ones, unless the KL is in the reward. Collective.
+        """
         if self.settings.old_logprobs == "trainer":
             first = 0 if self.kl_in_reward else 1
             self.add_logprobs("old_logprobs", batch, features, first=first)
@@ -171,7 +173,7 @@ class PolicyTrainer(BaseTrainer):
         return self.settings.kl_in == "reward" and self.train_state.updater.has_moved
 
     def update(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
-        """All updates of the step; metrics."""
+        """Make all updates of the step. Returns metrics. Collective."""
         reports: list[dict[str, float]] = []
         for packs in batch.minibatches * self.settings.epochs:
             loss = self.loss(is_first=not reports)

@@ -1,5 +1,5 @@
-"""Proximal policy optimisation with a critic (arXiv 1707.06347): the steps of the policy's trainer,
-with values before the advantages and the critic's loss in the update.
+"""Proximal policy optimisation with a critic (arXiv 1707.06347): a policy trainer's steps, with
+values before the advantages and the critic's loss in the update.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ class PPOTrainer(PolicyTrainer):
 
     @property
     def critic_alone(self) -> bool:
-        """Whether the step is one of the critic's warm-up."""
+        """True in a step of the critic's warm-up."""
         return self.train_state.step < self.ppo.critic_warmup_steps
 
     def add_advantages(self, batch: RankBatch, features: VisionFeatures) -> None:
@@ -63,7 +63,7 @@ class PPOTrainer(PolicyTrainer):
         super().add_advantages(batch, features)
 
     def add_shared_values(self, batch: RankBatch, features: VisionFeatures) -> None:
-        """One pass gives the values and the old log-probs of every pack."""
+        """Add values and old log-probs to every pack, from one pass. Collective."""
         scores = compute_logprobs(
             self.train_state.updater.chunks, batch.packs, features, self.scoring
         )
@@ -94,7 +94,9 @@ class PPOTrainer(PolicyTrainer):
         return metrics | super().update(batch, features)
 
     def engine_gap(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
-        """Of a step that makes no pass over the policy's losses, from a pass of its own."""
+        """Return the engine metrics of a step that makes no pass over the policy's losses, from a
+        pass of its own. Collective.
+        """
         train_state = self.train_state
         self.add_logprobs("old_logprobs", batch, features, first=0)
         gaps = []

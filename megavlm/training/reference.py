@@ -1,5 +1,5 @@
 """The reference policy, in place of the current one for a pass: the weights that the run started
-from, or where adapters are trained, the model without them.
+from, or the model without the adapters that are trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,9 @@ class ReferenceWeights:
     @contextmanager
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
-        """Within: the model is the reference. After: bit for bit the policy again."""
+        """Make the model the reference within the context; afterwards it is bit for bit the policy
+        again.
+        """
         current = [parameter.detach().to("cpu", copy=True) for parameter, _ in self._pairs]
         for parameter, reference in self._pairs:
             parameter.copy_(reference)
@@ -37,7 +39,7 @@ class ReferenceWeights:
 
 
 class WithoutAdapters:
-    """The base of adapters is the reference: no second copy."""
+    """The model with its adapters disabled: no second copy of the weights."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._chunks = chunks
@@ -51,6 +53,6 @@ class WithoutAdapters:
 
 
 def reference(chunks: Sequence[nn.Module]) -> ReferenceWeights | WithoutAdapters:
-    """Made before the first update."""
+    """Return the reference of a model, before its first update."""
     has_adapters = any(True for chunk in chunks for _ in adapters(chunk))
     return WithoutAdapters(chunks) if has_adapters else ReferenceWeights(chunks)

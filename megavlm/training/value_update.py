@@ -1,4 +1,4 @@
-"""The critic's loss over one pack, and what it measures."""
+"""Losses of a critic over one pack, and their measures."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from megavlm.training.losses import Measures
 
 
 def critic_loss(settings: PPO) -> LossFunction:
-    """The loss of a critic of its own."""
+    """Return the loss function of a separate critic."""
 
     def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
         return weighted_value_loss(settings, pack, scores)
@@ -20,8 +20,8 @@ def critic_loss(settings: PPO) -> LossFunction:
 
 
 def with_value_loss(settings: PPO, policy: LossFunction, *, critic_alone: bool) -> LossFunction:
-    """The loss of a policy with a shared critic. `critic_alone`: the policy's part is computed, and
-    its gradient is exactly zero.
+    """Return the loss function of a policy with a shared critic. `critic_alone`: the policy's loss
+    is computed, and its gradient is exactly zero.
     """
 
     def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
