@@ -108,7 +108,7 @@ CASES = {
     ),
     "dtype that is not read": (
         lambda hf: save_arrays({"x": np.ones(2, np.uint16)}, hf / "model.safetensors"),
-        r"model\.safetensors holds x as U16; only F64, F32, F16, BF16, .* are read",
+        r"model\.safetensors holds x as U16; only F64, F32, F16, BF16, .* are supported",
     ),
     "unknown family": (
         lambda hf: configure(hf, model_type="llava"),
