@@ -23,7 +23,7 @@ from megavlm.models.common.lora import adapters, add_adapters
 from megavlm.models.common.lora_linear import LoRALinear
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family
-from megavlm.parallel.mesh import build_mesh
+from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import VisionFeatures, forward_backward, logits
 from megavlm.training.optimizer import wrap
 from tests.distributed.lora_reference import Name, pair
@@ -57,6 +57,7 @@ class Run:
     many data ranks each sequence is.
     """
 
+    mesh: Mesh
     chunks: list[VisionLanguageModel]
     packs: list[Pack]
     groups: list[list[int]]
@@ -107,7 +108,7 @@ def start(folder: Path, ranks: Ranks, **options: Any) -> Run:
     groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
     packs = packs_of([[cases[i] for i in group] for group in groups], config, ranks)
     parts = [pack.part(mesh.context_rank) for pack in packs]
-    return Run(chunks, parts, groups, copies, distinct_images(cases), wrap(chunks))
+    return Run(mesh, chunks, parts, groups, copies, distinct_images(cases), wrap(chunks))
 
 
 def cut(layer: LoRALinear, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
