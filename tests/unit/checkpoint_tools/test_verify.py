@@ -53,7 +53,7 @@ def with_value_head(hf: Path, folder: Path, value: float) -> Path:
     with RecordFile(step, 0) as file:
         for name, tensor in tensors.items():
             file.add(name, tensor)
-    write_contents(step, tensors, file.records)
+    write_contents(step, tensors, file.pieces)
     sums = file_checksums(step, [path.name for path in step.iterdir()])
     Manifest(step=0, has_optimizer=False, layout={}, files=sums).write(step)
     return folder
@@ -188,7 +188,7 @@ def test_logits_that_are_no_numbers_are_refused_and_their_side_is_named(
     other = changed(hf, tmp_path / "other", **{FINAL_NORM: set_entry((3,), value)})
     for sides in ((hf, other), (other, hf), (other, other)):
         assert verify("--logits", *sides, "--json") == 2
-        assert sentence(capsys).startswith(f"{other} has logits on the text prompt that are no n")
+        assert sentence(capsys).startswith(f"{other} has logits on the text prompt that are NaN or")
 
 
 def test_logits_of_zero_are_compared(
