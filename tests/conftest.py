@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ import pytest
 from hypothesis import settings
 from PIL import Image
 from safetensors.numpy import save_file
+
+from megavlm.config.data import Data
+from megavlm.data.rows import Row, Rows
 
 # An example's time says what else the machine does, nothing about the code.
 settings.register_profile("megavlm", deadline=None)
@@ -27,6 +30,14 @@ TINY_CONFIG = {
     "intermediate_size": 256,
     "vocab_size": 384,
 }
+
+
+DATA = Data(max_prompt_tokens=2**20)  # no prompt of a test is too long
+
+
+def read_rows(files: Sequence[str], **keys: Any) -> list[Row]:
+    """Return all rows of the files. keys: those of the data section."""
+    return list(Rows(files, Data(**keys)))
 
 
 def write_model_folder(folder: Path, **values: Any) -> Path:

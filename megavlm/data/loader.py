@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from megavlm.config.data import Data
 from megavlm.data.order import BatchDraws, Draws, Part
 from megavlm.data.parcel import Parcel
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
 
 Kind = Literal["bad", "long"]
-Policy = Literal["refuse", "skip"]
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,22 @@ class PromptStream:
         self,
         rows: Rows,
         make: Callable[[Row], Prompt],
+        data: Data,
         *,
         seed: int,
         batch_size: int = 1,
-        workers: int = 0,
-        weights: Sequence[float] = (),
-        bad: Policy = "refuse",
-        long: Policy = "refuse",
     ) -> None:
-        """weights: one for each data set of `rows` (see files.expand); () draws from all as one.
-        bad, long: whether a row that cannot be used, or is too long, is left out and counted.
+        """`data` has the weights of the data sets (see files.expand), the number of workers, and
+        how rows are handled that cannot be used or are too long. batch_size: rows that a worker
+        prepares together; the order does not depend on it.
 
-        Raises ValueError where there is no row.
+        Raises ValueError if there are no rows.
         """
-        self._weights = tuple(weights)
+        self._weights = tuple(data.train_weights)
         self._parts = data_sets(rows, self._weights, seed)
         self._prompts = Prompts(rows, make)
-        self._seed, self._batch_size, self._workers = seed, batch_size, workers
-        self._policies: dict[Kind, Policy] = {"bad": bad, "long": long}
+        self._seed, self._batch_size, self._workers = seed, batch_size, data.workers
+        self._policies: dict[Kind, str] = {"bad": data.bad_samples, "long": data.long_prompts}
         self._fingerprint: str | None = None
         self._loader: Any = None
         self._batches: Iterator[Any] | None = None

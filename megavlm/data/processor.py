@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from megavlm.config.data import Data
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
 from megavlm.data.image_processing import ImageProcessor, PatchCache, ProcessedImage
 from megavlm.data.positions import Span, mrope_positions
@@ -49,21 +50,14 @@ class Prompt:
 class Processor:
     """The tokenizer, chat template, image and video processor of a model folder."""
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        min_pixels: int | None,
-        max_pixels: int | None,
-        system_prompt: str | None = None,
-        max_prompt_tokens: int | None = None,
-        cache_bytes: int = 2**29,
-    ) -> None:
-        """min_pixels, max_pixels: of images, see ImageProcessor; the folder's own bounds apply
-        to videos. cache_bytes: bound on the patches of recent images and videos that are kept.
+    def __init__(self, folder: str | Path, data: Data, *, cache_bytes: int = 2**29) -> None:
+        """Load the processor of the model in `folder`.
 
-        Raises ValueError for a folder that is not a Qwen-VL model, or for bounds on pixels that
-        the rollout server would not keep.
+        The pixel bounds of `data` apply to images; the folder's own apply to videos. cache_bytes
+        bounds the patches of recent images and videos that are kept in memory.
+
+        Raises ValueError for a folder that is not a Qwen-VL model, or for pixel bounds that the
+        rollout server would not apply.
         """
         folder = Path(folder)
         if not (folder / "config.json").is_file():
@@ -93,11 +87,11 @@ class Processor:
             raise ValueError(f"model.folder: {folder} has no chat template; take an Instruct model")
         cache = PatchCache(cache_bytes)
         self._images = ImageProcessor(
-            image_processor, min_pixels=min_pixels, max_pixels=max_pixels, cache=cache
+            image_processor, min_pixels=data.min_pixels, max_pixels=data.max_pixels, cache=cache
         )
         self._videos = VideoProcessor(video_processor, cache)
-        self._system_prompt = system_prompt
-        self._max_prompt_tokens = max_prompt_tokens
+        self._system_prompt = data.system_prompt
+        self._max_prompt_tokens = data.max_prompt_tokens
 
         self.eos_id: int = self._tokenizer.eos_token_id
         self.vocab_size: int = config.get_text_config().vocab_size
@@ -116,7 +110,7 @@ class Processor:
         """
         prompt = self._prompt(row, self._short_ids(row))
         num_tokens = len(prompt.token_ids)
-        if self._max_prompt_tokens is not None and num_tokens > self._max_prompt_tokens:
+        if num_tokens > self._max_prompt_tokens:
             raise PromptTooLong(
                 f"{row.source}: the prompt has {num_tokens} tokens, more than "
                 f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that, lower "

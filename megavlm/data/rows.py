@@ -1,16 +1,15 @@
-"""Questions about images and videos: rows of Parquet, JSONL and CSV files, read when they are
-asked for.
-"""
+"""Rows of Parquet, JSONL and CSV files: questions about images and videos, read on demand."""
 
 import hashlib
 import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, overload
 
+from megavlm.config.data import Data
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message, read_chat
 from megavlm.data.files import DataFile, expand
 from megavlm.data.references import Place, image_bytes, is_url
@@ -28,7 +27,7 @@ NULL_MEANS = {
 
 @dataclass(frozen=True)
 class Video:
-    """A video as the frames that the model is to see: megavlm decodes no film and samples none."""
+    """A video as the frames that the model gets: megavlm decodes and samples no video files."""
 
     frames: tuple[bytes, ...]  # images as they are stored, in order
     fps: float  # of these frames: frame i is shown at i / fps seconds
@@ -43,90 +42,40 @@ class Row:
     answer: str  # "" where there is none
     images: tuple[bytes, ...]  # files as they are stored: PNG, JPEG, ...
     category: str  # "" where there is none
-    source: str  # "file:row", for messages
+    source: str  # "file:row", for error messages
     videos: tuple[Video, ...] = ()  # with one VIDEO_PLACEHOLDER per video, or none at all
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what rewards want besides the answer
+    extra: Mapping[str, Any] = field(default_factory=dict)  # columns for rewards and environments
     messages: tuple[Message, ...] = ()  # the whole chat; () where `problem` is all of it
-    dataset: str = field(default="", compare=False)  # the set it is of: "geo3k/train"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """What is read of a record. `question` is asked of every row where `prompt` is None."""
-
-    prompt: str | None = "problem"
-    question: str | None = None
-    answer: str | None = "answer"
-    images: tuple[str, ...] = ("images",)
-    category: str | None = "task"
-    videos: str | None = None
-    extra: tuple[str, ...] = ()
-
-    def texts(self) -> list[str]:
-        """Columns whose cells in a CSV file are text, whatever they look like: the region "01"."""
-        names = (self.prompt, self.answer, self.category, *self.images, *self.extra)
-        return [name for name in names if name is not None]
-
-    def named(self) -> list[tuple[str, str]]:
-        """(configuration key, column) of all that must be there."""
-        one = (
-            ("data.prompt_key", self.prompt),
-            ("data.answer_key", self.answer),
-            ("data.category_key", self.category),
-            ("data.video_key", self.videos),
-        )
-        several = (("data.image_keys", self.images), ("data.extra_keys", self.extra))
-        return [(key, name) for key, name in one if name is not None] + [
-            (key, name) for key, names in several for name in names
-        ]
-
-
-def read_rows(
-    files: Sequence[str],
-    *,
-    prompt_key: str | None = "problem",
-    answer_key: str | None = "answer",
-    image_keys: Sequence[str] = ("images",),
-    category_key: str | None = "task",
-    video_key: str | None = None,
-    extra_keys: Sequence[str] = (),
-    question: str | None = None,
-) -> list[Row]:
-    """All rows of the files in memory; see Rows."""
-    columns = Columns(
-        prompt=prompt_key,
-        question=question,
-        answer=answer_key,
-        images=tuple(image_keys),
-        category=category_key,
-        videos=video_key,
-        extra=tuple(extra_keys),
-    )
-    return list(Rows(files, columns))
+    dataset: str = field(default="", compare=False)  # the data set's name: "geo3k/train"
 
 
 class Rows(Sequence[Row]):
-    """The rows of some files, in order. Only the blocks last used are in memory.
+    """The rows of data files, in order. Only the blocks last used are in memory.
 
-    The prompt column holds text or a chat (see chat.py); a chat whose last message is by the
-    assistant gives the answer, if no column does. An image column holds a list of images or one,
-    in any form of references.py; paths are relative to the data file and stay inside its folder.
-    The video column holds a list of videos or one: a struct of `frames`, a list of images, and
-    `fps`, how many of them a second has. Null or an empty list is a row without; an empty text,
-    such as an empty cell of a CSV file, is an image that is missing. Columns of `extra` are kept
-    as they are, and as text in CSV; an answer that is one of them may be null, "" then. In JSONL a
-    key that a line lacks is null. So is NaN, which pandas writes for what is missing.
+    `data` names the columns. The prompt column holds text or a chat (see chat.py); a chat whose
+    last message is by the assistant gives the answer, if no column does. An image column holds an
+    image or a list of them, in any form of references.py; paths are relative to the data file and
+    stay inside its folder. The video column holds a video or a list of them: a struct of `frames`,
+    a list of images, and `fps`, the frames per second. Null or an empty list is a row without; an
+    empty text, such as an empty cell of a CSV file, is a missing image. Extra columns are kept
+    unchanged, and as text in CSV; an answer column that is one of them may be null, "" then. In
+    JSONL a key that a line lacks is null. So is NaN, which pandas writes for missing values.
 
     May be used after a fork, and be pickled.
     """
 
-    def __init__(self, files: Sequence[str], columns: Columns) -> None:
-        """Files as in files.expand. Raises ValueError for a file or a column that is missing."""
-        self._columns = columns
+    def __init__(self, files: Sequence[str], data: Data) -> None:
+        """Find the blocks of `files`, which are named as in files.expand.
+
+        Raises ValueError for a file or a column that is missing.
+        """
+        self._data = data
         self.files = expand(files)
-        self._tables = [open_table(file, columns.texts()) for file in self.files]
+        # In a CSV file these columns are text, whatever they look like: the region "01".
+        texts = [name for key, name in _columns(data) if key != "data.video_key"]
+        self._tables = [open_table(file, texts) for file in self.files]
         for file, table in zip(self.files, self._tables, strict=True):
-            _check_columns(file, table.columns, columns)
+            _check_columns(file, table.columns, data)
         self.blocks = [
             (number, block)
             for number, table in enumerate(self._tables)
@@ -147,25 +96,24 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        """Raises ValueError, naming file and row, for values of the wrong type, images that are
-        not there, and placeholders that do not match the images and videos.
+        """Read a row. Raises ValueError, naming file and row, for values of the wrong type, missing
+        images, and placeholders that do not match the images and videos.
         """
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._row(range(len(self))[index], fetches=True)
 
     def peek(self, index: int) -> Row:
-        """The row without images that only the network has; ValueError as for the row."""
+        """Read a row without the images that only the network has. Raises ValueError likewise."""
         return self._row(index, fetches=False)
 
     def texts(self) -> Iterator[Row]:
-        """Every row without its images and videos, which are not even read from Parquet.
+        """Iterate over the rows without images and videos, which are not even read from Parquet.
 
         Rows whose text cannot be used are left out.
         """
-        columns = self._columns
-        plain = Columns(**{**vars(columns), "images": (), "videos": None})
-        names = [name for _, name in plain.named()]
+        plain = replace(self._data, image_keys=(), video_key=None)
+        names = [name for _, name in _columns(plain)]
         for number, (file, block) in enumerate(self.blocks):
             content = self._tables[file].read(block, names)
             for offset in range(self.block_rows[number]):
@@ -175,10 +123,21 @@ class Rows(Sequence[Row]):
                     continue
 
     def fingerprint(self) -> str:
-        """Tells data sets apart by their files' content and order, wherever the files lie, and by
-        the columns that are read. Images in files of their own are not looked at.
+        """Return a digest of the columns and of the files' content and order, wherever the files
+        are. Images in files of their own are not part of it.
         """
-        digest = hashlib.sha256(repr(self._columns).encode())
+        data = self._data
+        columns = {  # checkpoints hold the digest of these very names
+            "prompt": data.prompt_key,
+            "question": data.question,
+            "answer": data.answer_key,
+            "images": data.image_keys,
+            "category": data.category_key,
+            "videos": data.video_key,
+            "extra": data.extra_keys,
+        }
+        named = ", ".join(f"{name}={value!r}" for name, value in columns.items())
+        digest = hashlib.sha256(f"Columns({named})".encode())
         for file in self.files:
             digest.update(file.digest().encode())
         return digest.hexdigest()
@@ -187,12 +146,12 @@ class Rows(Sequence[Row]):
         number = bisect_right(self._starts, index) - 1
         offset = index - self._starts[number]
         content = self._block(number)
-        return self._make(content, number, offset, self._columns, fetches=fetches, checked=True)
+        return self._make(content, number, offset, self._data, fetches=fetches, checked=True)
 
     def _block(self, number: int) -> Block:
         if number not in self._cache:
             file, block = self.blocks[number]
-            columns = [name for _, name in self._columns.named()]
+            columns = [name for _, name in _columns(self._data)]
             self._cache[number] = self._tables[file].read(block, columns)
             held = sum(self.block_bytes[n] for n in self._cache)
             while held > CACHE_BYTES and len(self._cache) > 1:
@@ -206,7 +165,7 @@ class Rows(Sequence[Row]):
         content: Block,
         number: int,
         offset: int,
-        columns: Columns,
+        data: Data,
         *,
         fetches: bool,
         checked: bool,
@@ -219,7 +178,7 @@ class Rows(Sequence[Row]):
                 name: None if isinstance(value, float) and math.isnan(value) else value
                 for name, value in content.record(offset).items()
             }
-            maker = _RowMaker(columns, record, Place(file.folder), fetches, checked)
+            maker = _RowMaker(data, record, Place(file.folder), fetches, checked)
             return maker.row(index, source, file.dataset)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
@@ -230,38 +189,38 @@ class Rows(Sequence[Row]):
 
 @dataclass(frozen=True)
 class _RowMaker:
-    """`fetches`: images of URLs, too; `checked`: placeholders against what there is."""
+    """Makes a row of a record."""
 
-    columns: Columns
+    data: Data
     record: Mapping[str, Any]
     place: Place
-    fetches: bool
-    checked: bool
+    fetches: bool  # images at URLs, too
+    checked: bool  # the number of placeholders
 
     def row(self, index: int, source: str, dataset: str) -> Row:
-        columns, record = self.columns, self.record
+        data, record = self.data, self.record
         messages, held = self._prompt()
         answer = self._answer()
         if len(messages) > 1 and messages[-1].role == "assistant":
-            if columns.answer is not None:
+            if data.answer_key is not None:
                 raise ValueError(
                     "the chat ends with the assistant, but answers are in "
-                    f"{columns.answer!r}: set data.answer_key=null, or leave that message out"
+                    f"{data.answer_key!r}: set data.answer_key=null, or leave that message out"
                 )
             messages, answer = messages[:-1], messages[-1].text
-        found = [item for name in columns.images for item in _listed(record.get(name))]
+        found = [item for name in data.image_keys for item in _listed(record.get(name))]
         if found and held:
-            raise ValueError(f"images both in the messages and in {', '.join(columns.images)}")
+            raise ValueError(f"images both in the messages and in {', '.join(data.image_keys)}")
         found = found or held
-        videos = () if columns.videos is None else _listed(record.get(columns.videos))
+        videos = () if data.video_key is None else _listed(record.get(data.video_key))
         if self.checked:
             for mark, items, name in (
-                (IMAGE_PLACEHOLDER, found, ", ".join(columns.images)),
-                (VIDEO_PLACEHOLDER, videos, columns.videos),
+                (IMAGE_PLACEHOLDER, found, ", ".join(data.image_keys)),
+                (VIDEO_PLACEHOLDER, videos, data.video_key),
             ):
                 if name or held:
-                    _check_placeholders(messages, mark, len(items), columns.prompt, name)
-        category = None if columns.category is None else record.get(columns.category)
+                    _check_placeholders(messages, mark, len(items), data.prompt_key, name)
+        category = None if data.category_key is None else record.get(data.category_key)
         whole = len(messages) == 1 and messages[0].role == "user"
         last = next(message for message in reversed(messages) if message.role == "user")
         return Row(
@@ -272,28 +231,28 @@ class _RowMaker:
             category="" if category is None else str(category),
             source=source,
             videos=tuple(self._video(item) for item in videos),
-            extra={name: record.get(name) for name in columns.extra},
+            extra={name: record.get(name) for name in data.extra_keys},
             messages=() if whole else messages,
             dataset=dataset,
         )
 
     def _answer(self) -> str:
-        name = self.columns.answer
-        if name is None or (name in self.columns.extra and self.record.get(name) is None):
+        name = self.data.answer_key
+        if name is None or (name in self.data.extra_keys and self.record.get(name) is None):
             return ""
         return _text(self.record, name)
 
     def _prompt(self) -> tuple[tuple[Message, ...], list[Any]]:
-        """The chat, and the images that it holds itself."""
-        columns = self.columns
-        if columns.prompt is None:
-            assert columns.question is not None
-            return (Message("user", columns.question),), []
-        value = self.record.get(columns.prompt)
+        """Return the chat, and the images that its messages hold."""
+        column, question = self.data.prompt_key, self.data.question
+        if column is None:
+            assert question is not None
+            return (Message("user", question),), []
+        value = self.record.get(column)
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             chat = read_chat(value)
             return chat.messages, list(chat.images)
-        return (Message("user", _text(self.record, columns.prompt)),), []
+        return (Message("user", _text(self.record, column)),), []
 
     def _image(self, value: object) -> bytes:
         return image_bytes(value, self.place)
@@ -302,7 +261,7 @@ class _RowMaker:
         if not isinstance(value, dict) or not isinstance(value.get("frames"), list):
             raise ValueError(
                 "a video must be a struct of frames (a list of images) and fps; "
-                "take the frames out of the film that the model is to see"
+                "extract the frames from the video file first"
             )
         fps = value.get("fps")
         if not isinstance(fps, int | float) or not 0 < fps < math.inf:
@@ -310,10 +269,21 @@ class _RowMaker:
         return Video(tuple(map(self._image, value["frames"])), float(fps))
 
 
-def _check_columns(file: DataFile, names: Sequence[str] | None, columns: Columns) -> None:
-    if columns.prompt is None and columns.question is None:
+def _columns(data: Data) -> list[tuple[str, str]]:
+    """Return (configuration key, column) of every column that is read."""
+    keys = ("prompt_key", "answer_key", "category_key", "video_key", "image_keys", "extra_keys")
+    columns = []
+    for key in keys:
+        value: str | tuple[str, ...] | None = getattr(data, key)
+        names = (value,) if isinstance(value, str) else value or ()
+        columns += [(f"data.{key}", name) for name in names]
+    return columns
+
+
+def _check_columns(file: DataFile, names: Sequence[str] | None, data: Data) -> None:
+    if data.prompt_key is None and data.question is None:
         raise ValueError("data.prompt_key=null asks nothing: set data.question=TEXT")
-    for key, column in columns.named():
+    for key, column in _columns(data):
         if names is not None and column not in names:
             raise ValueError(
                 f"{file.url}: no column {column!r} ({key}); it has {', '.join(names)}"
@@ -340,7 +310,6 @@ def _check_placeholders(
     placeholders = sum(message.text.count(mark) for message in messages)
     if placeholders not in (0, number):
         kind = mark.strip("<>")
-        kind = "image" if kind == "image" else kind
         where = f" in {items!r}" if items else ""
         raise ValueError(
             f"{placeholders} {mark} placeholders in {prompt or 'data.question'!r} but {number} "

@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megavlm.config.data import Data
 from megavlm.data.chat import IMAGE_PLACEHOLDER
-from megavlm.data.rows import Row, read_rows
+from megavlm.data.rows import Row, Rows
 from megavlm.demo.shapes import ROW_SCHEMA, write_dataset
 
 NUM_TRAIN, NUM_TEST = 8000, 800
@@ -33,9 +34,10 @@ class DemoData:
     warm_start: Path
     category_key: str | None
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         """Return all rows that the tokenizer learns from."""
-        return read_rows([str(self.warm_start), str(self.train)], category_key=self.category_key)
+        files = [str(self.warm_start), str(self.train)]
+        return Rows(files, Data(category_key=self.category_key))
 
     def texts(self) -> Iterator[str]:
         for row in self.rows():

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.config.schema import Config
-from megavlm.data.rows import read_rows
+from megavlm.data.rows import Rows
 from megavlm.demo.data import TASKS_OF, DemoData, draw_data, take_data
 from megavlm.parallel import platform
 
@@ -96,7 +97,8 @@ def run_demo(
         images = "any"
         longest = [f"rollout.max_new_tokens={_longest_answer(model, sets)}"]
         if warm_steps is None:
-            num_rows = len(read_rows([str(sets.warm_start)], category_key=sets.category_key))
+            data_section = Data(category_key=sets.category_key)
+            num_rows = len(Rows([str(sets.warm_start)], data_section))
             warm_steps = max(WARM_EPOCHS * num_rows // WARM_BATCH, 1)
     steps = []
     if warm_steps is not None:
@@ -183,7 +185,7 @@ def _longest_answer(model: Path, sets: DemoData) -> int:
     """Return the tokens of the longest answer with its end of turn, at most RESPONSE_TOKENS."""
     from megavlm.data.processor import Processor
 
-    processor = Processor(model, min_pixels=None, max_pixels=None)
+    processor = Processor(model, Data())
     answers = {row.answer for row in sets.rows()}
     return min(max(len(processor.encode_answer(answer)) for answer in answers), RESPONSE_TOKENS)
 

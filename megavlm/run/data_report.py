@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from megavlm.config.schema import Config
+from megavlm.data.processor import Processor
 from megavlm.data.report import DATA_REPORT_FILE, write_data_report
+from megavlm.data.rows import Rows
 from megavlm.data.summary import summarize
 from megavlm.run.preflight import check_run_dir
-from megavlm.training.dataset import read
-from megavlm.training.inputs import make_processor
 
 LIMIT = 5000  # rows of each split that are read
 
@@ -21,10 +21,10 @@ def data_report(config: Config) -> Path:
     if not any(splits.values()):
         raise ValueError("data.train_files=[] names no data: add data.train_files=[FILE.parquet]")
     check_run_dir(Path(config.run.dir))
-    processor = make_processor(config)
+    processor = Processor(config.model.folder, config.data)
     summaries = {
         name: summarize(
-            read(config, files),
+            Rows(files, config.data),
             processor,
             max_tokens=config.data.max_prompt_tokens,
             limit=LIMIT,

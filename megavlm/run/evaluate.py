@@ -12,7 +12,7 @@ from typing import Any
 from megavlm.config.dump import write
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
-from megavlm.data.rows import Row
+from megavlm.data.rows import Row, Rows
 from megavlm.evaluation.attempts import Attempt, Candidate, Question
 from megavlm.evaluation.files import write_attempts
 from megavlm.evaluation.page import write_page
@@ -30,9 +30,7 @@ from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.scoring import make_reward_manager
 from megavlm.rollout.trajectory import Group
 from megavlm.run.model_paths import served_folder
-from megavlm.training.dataset import read
 from megavlm.training.evaluation import EvaluationSet, sampling
-from megavlm.training.inputs import make_processor
 
 RESULT_FILE, TABLE_FILE, PAGE_FILE = "evaluation.json", "evaluation.parquet", "evaluation.html"
 
@@ -70,10 +68,11 @@ class ModelPlayer:
         self._started = time.perf_counter()
         settings = config.evaluation
         limit = question_limit(settings)
-        self._processor: Processor = make_processor(config)
+        self._processor = Processor(config.model.folder, config.data)
         self._episode_runner = EpisodeRunner(config, self._processor, make_reward_manager(config))
         limited = replace(config, evaluation=replace(settings, limit=limit))
-        test, train = (read(config, f) for f in (config.data.test_files, config.data.train_files))
+        data = config.data
+        test, train = Rows(data.test_files, data), Rows(data.train_files, data)
         self._exam = EvaluationSet.of(limited, self._processor, self._episode_runner, test, train)
         self._rows, self._skipped = self._exam.rows, self._exam.skipped
         self._greedy: dict[int, Attempt] = {}

@@ -22,7 +22,7 @@ from megavlm.config.algorithm import SFT, PolicyOptimization
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.data.images import decode
-from megavlm.data.rows import Row
+from megavlm.data.rows import Row, Rows
 from megavlm.environments.registry import BUILT_IN
 from megavlm.environments.registry import check as check_name
 from megavlm.inference.errors import RolloutServerError
@@ -34,7 +34,6 @@ from megavlm.rollout.scoring import environments, make_reward_manager, parts
 from megavlm.run.model_paths import check_model_paths
 from megavlm.run.preflight_layout import check_ranks, check_sizes
 from megavlm.run.run_lock import check_free
-from megavlm.training.dataset import read
 
 SAMPLE = 2000  # rows of a data set whose images are decoded
 
@@ -197,7 +196,7 @@ def check_data(files: Sequence[str], config: Config, use: Literal["sft", "reward
 
     With data.bad_samples=skip one usable row is enough. Raises ValueError.
     """
-    rows = read(config, files)
+    rows = Rows(files, config.data)
     if files and not rows:
         raise ValueError(f"{', '.join(files)}: no rows; give data files that have rows")
     errors = []

@@ -4,9 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from megavlm.config.algorithm import SFT
 from megavlm.config.schema import Config
+from megavlm.data.loader import PromptStream
 from megavlm.data.packing import Tree
-from megavlm.data.processor import Prompt
+from megavlm.data.processor import Processor, Prompt
+from megavlm.data.rows import Rows
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import Connection
 from megavlm.models.cost import ModelCost
@@ -21,9 +24,7 @@ from megavlm.rollout.scoring import make_curriculum, make_reward_manager
 from megavlm.rollout.trajectory import Group
 from megavlm.training.batch import PackShape, RankBatch, by_rank, plan_step
 from megavlm.training.best_metric import BestMetricTracker
-from megavlm.training.dataset import read
 from megavlm.training.evaluation import EvaluationSet, evaluate
-from megavlm.training.inputs import make_processor, make_stream
 
 
 class Driver:
@@ -36,10 +37,14 @@ class Driver:
         self.config, self.mesh, self.connection = config, mesh, connection
         parts = family(hf_config.model_type)
         self._cost = ModelCost.of(parts.mapping(hf_config), parts.architecture(hf_config))
-        self.processor = make_processor(config)
-        self.rows = read(config, config.data.train_files)
-        self.test_rows = read(config, config.data.test_files)
-        self.stream = make_stream(config, self.rows, self.processor)
+        data, algorithm = config.data, config.algorithm
+        self.processor = Processor(config.model.folder, data)
+        self.rows, self.test_rows = Rows(data.train_files, data), Rows(data.test_files, data)
+        # The prompts of a step, so that an image is processed once in it.
+        size = algorithm.batch_size if isinstance(algorithm, SFT) else algorithm.prompts_per_step
+        self.stream = PromptStream(
+            self.rows, self.processor.prompt, data, seed=config.run.seed, batch_size=size
+        )
         self.partial_rollouts = PartialRolloutBuffer()
         self.best_metric = BestMetricTracker(config.checkpoint.best_metric)
         self.curriculum = make_curriculum(config)

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
+from tests.conftest import DATA
 from tests.parity.reference import Sequences
 
 QUESTION = "Find x in the triangle. How many blue circles?"
@@ -35,7 +36,7 @@ class Inputs:
     """Makes the sequences of a case for a model folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.processor = Processor(folder, min_pixels=None, max_pixels=None)
+        self.processor = Processor(folder, DATA)
         self.config = AutoConfig.from_pretrained(folder)
         self._made: dict[str, list[Sequences]] = {}
 

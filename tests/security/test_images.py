@@ -13,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from megavlm.config.data import Data
 from megavlm.data.loader import PromptStream
 from megavlm.data.processor import Processor
-from megavlm.data.rows import Columns, Rows
+from megavlm.data.rows import Rows
 from megavlm.demo.tiny_model import make_tiny_model
+from tests.conftest import DATA
 from tests.unit.data.test_images import bomb, encode
 
 ROOT = Path(__file__).parents[2]
@@ -62,20 +64,21 @@ LEFT_OUT: dict[str, Callable[[], bytes]] = {
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model(folder, ["What?"] * 50, seed=0, family="qwen2_5_vl", max_pixels=256 * 28**2)
-    return Processor(folder, min_pixels=None, max_pixels=None)
+    return Processor(folder, DATA)
 
 
 def stream(tmp_path: Path, images: list[Any], processor: Processor, **options: Any) -> Any:
     table = {"problem": ["<image>What?"] * len(images), "answer": ["a"] * len(images)}
     column = pa.array(images, type=pa.binary() if isinstance(images[0], bytes) else None)
     pq.write_table(pa.table({**table, "images": column}), tmp_path / "x.parquet")
-    rows = Rows([str(tmp_path / "x.parquet")], Columns(category=None))
-    return PromptStream(rows, processor.prompt, seed=0, batch_size=len(images), **options)
+    data = Data(category_key=None, **options)
+    rows = Rows([str(tmp_path / "x.parquet")], data)
+    return PromptStream(rows, processor.prompt, data, seed=0, batch_size=len(images))
 
 
 def test_odd_images_are_used_and_broken_ones_left_out(tmp_path: Path, processor: Processor) -> None:
     images = [make() for make in (*USED.values(), *LEFT_OUT.values())]
-    source = stream(tmp_path, images, processor, bad="skip")
+    source = stream(tmp_path, images, processor, bad_samples="skip")
     drawn = source.take(len(USED))
     names = [[*USED, *LEFT_OUT][prompt.row.index] for prompt in drawn]
     assert set(names) == set(USED) and len(names) == len(USED)
@@ -98,7 +101,7 @@ def test_broken_images_are_refused_by_configuration(tmp_path: Path, processor: P
 def test_the_extension_says_nothing(tmp_path: Path, processor: Processor) -> None:
     (tmp_path / "a.jpg").write_bytes(USED["plain"]())
     (tmp_path / "b.png").write_bytes(LEFT_OUT["SVG"]())
-    source = stream(tmp_path, ["a.jpg", "b.png"], processor, bad="skip")
+    source = stream(tmp_path, ["a.jpg", "b.png"], processor, bad_samples="skip")
     assert [prompt.row.index for prompt in source.take(3)] == [0, 0, 0]
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megavlm.data.rows import read_rows
+from tests.conftest import read_rows
 
 ROOT = Path(__file__).parents[2]
 

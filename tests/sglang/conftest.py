@@ -17,6 +17,7 @@ from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.targets import Target
 from megavlm.weight_sync.server_api import Servers, control_client
+from tests.conftest import DATA
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.questions import QUESTION
 
@@ -88,7 +89,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
                 ServerOptions(folder, dtype="float32", device="cpu"), log_path=log
             )
             (plain if family == PLAIN else others).enter_context(server)
-            processor = Processor(folder, min_pixels=None, max_pixels=None)
+            processor = Processor(folder, DATA)
             running[family] = Served(folder, processor, server)
             return running[family]
 

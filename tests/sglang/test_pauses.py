@@ -16,6 +16,7 @@ from megavlm.data.processor import Processor
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.requirements import Requirements
+from tests.conftest import DATA
 from tests.distributed.fork import launch
 from tests.parity.reference import Reference
 from tests.sglang.conftest import PLAIN, Served
@@ -113,7 +114,7 @@ def test_in_place_goes_on_without_a_cache_of_prefixes(
         log_path=tmp_path / "server.log",
         start_timeout=START,
     ) as server:
-        processor = Processor(folder, min_pixels=None, max_pixels=None)
+        processor = Processor(folder, DATA)
         served = Served(folder, processor, server)
         required = Requirements(fresh_images=True, fresh_prefixes=True)
         assert required.read(served.get("/server_info")) == (1, "cpu")

@@ -19,6 +19,7 @@ from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
+from tests.conftest import DATA
 from tests.distributed.fork import launch
 from tests.distributed.lora_reference import RANK
 from tests.sglang.conftest import Served, make_model
@@ -113,7 +114,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
                     start_timeout=START,
                 )
                 stack.enter_context(server)
-                processor = Processor(folder, min_pixels=None, max_pixels=None)
+                processor = Processor(folder, DATA)
                 running[family, ranks] = Served(folder, processor, server, ranks)
             return running[family, ranks]
 

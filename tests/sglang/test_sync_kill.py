@@ -21,6 +21,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from megavlm.weight_sync.transports.base import Load
 from megavlm.weight_sync.transports.tensor import TensorTransport
+from tests.conftest import DATA
 from tests.distributed.fork import launch
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
@@ -65,7 +66,7 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
                 time.sleep(0.05)
         assert not pool.routable(None)
         report = sync.update_weights(2)
-        questions = [*prompts(Processor(folder, min_pixels=None, max_pixels=None)).values()]
+        questions = [*prompts(Processor(folder, DATA)).values()]
         client = RolloutClient(pool)
         groups = client.generate(questions, n=1, sampling=how, weight_version=2)
         client.close()

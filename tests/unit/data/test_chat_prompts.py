@@ -16,6 +16,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.models.registry import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from tests.conftest import DATA
 
 
 def image(seed: int) -> bytes:
@@ -64,7 +65,7 @@ CHATS = [
 def test_chats_equal_autoprocessor(
     folder_of: Callable[[str], Path], family: str, number: int
 ) -> None:
-    processor = Processor(folder_of(family), min_pixels=None, max_pixels=None)
+    processor = Processor(folder_of(family), DATA)
     prompt, expected = processor.prompt(CHATS[number]), theirs(folder_of(family), CHATS[number])
     assert torch.equal(prompt.token_ids, expected["input_ids"][0])
     if prompt.images:
@@ -76,8 +77,8 @@ def test_a_rows_own_system_message_replaces_the_configured_one(
     folder_of: Callable[[str], Path],
 ) -> None:
     folder = folder_of("qwen2_5_vl")
-    plain = Processor(folder, min_pixels=None, max_pixels=None)
-    strict = Processor(folder, min_pixels=None, max_pixels=None, system_prompt="Be brief.")
+    plain = Processor(folder, DATA)
+    strict = Processor(folder, replace(DATA, system_prompt="Be brief."))
     own, without = CHATS[0], replace(CHATS[0], messages=CHATS[0].messages[1:])
     assert torch.equal(strict.prompt(without).token_ids, plain.prompt(own).token_ids)
     other = replace(own, messages=(Message("system", "What?"), *own.messages[1:]))
@@ -87,7 +88,7 @@ def test_a_rows_own_system_message_replaces_the_configured_one(
 def test_unmarked_images_come_before_the_first_text_of_the_user(
     folder_of: Callable[[str], Path],
 ) -> None:
-    processor = Processor(folder_of("qwen2_5_vl"), min_pixels=None, max_pixels=None)
+    processor = Processor(folder_of("qwen2_5_vl"), DATA)
     unmarked = row(("user", "What?"), ("assistant", "red"), ("user", "Is it?"), images=2)
     marked = row(
         ("user", "<image><image>What?"), ("assistant", "red"), ("user", "Is it?"), images=2

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from megavlm.config.data import Data
 from megavlm.data.loader import PromptStream
 from megavlm.data.processor import Prompt, PromptTooLong
-from megavlm.data.rows import Columns, Row, Rows
+from megavlm.data.rows import Row, Rows
 
-COLUMNS = Columns(images=(), category=None)
+DATA = Data(image_keys=(), category_key=None)
 
 
 def make(row: Row) -> Prompt:
@@ -43,8 +45,9 @@ def numbered(path: Path, count: int, first: int = 0) -> str:
 
 
 def stream(*files: str, **options: Any) -> PromptStream:
-    options = {"seed": 3, "batch_size": 5} | options
-    return PromptStream(Rows(files, COLUMNS), make, **options)
+    place = {"seed": options.pop("seed", 3), "batch_size": options.pop("batch_size", 5)}
+    data = replace(DATA, **options)
+    return PromptStream(Rows(files, data), make, data, **place)
 
 
 def asked(prompts: list[Prompt]) -> list[str]:
@@ -119,11 +122,11 @@ def test_the_runs_random_numbers_are_left_alone(tmp_path: Path) -> None:
 def test_bad_and_long_rows_are_refused_or_left_out_and_counted(tmp_path: Path) -> None:
     file = write(tmp_path / "x.parquet", ["q0", "bad", "q2", "long", "q4"])
     with pytest.raises(ValueError, match=r"x\.parquet:1: broken"):
-        stream(file, long="skip").take(5)
+        stream(file, long_prompts="skip").take(5)
     with pytest.raises(ValueError, match=r"x\.parquet:3: too long"):
-        stream(file, bad="skip").take(5)
+        stream(file, bad_samples="skip").take(5)
     for workers in (0, 2):
-        source = stream(file, bad="skip", long="skip", workers=workers)
+        source = stream(file, bad_samples="skip", long_prompts="skip", workers=workers)
         assert Counter(asked(source.take(9))) == {"q0": 3, "q2": 3, "q4": 3}
         state = source.state_dict()
         assert source.skipped["bad"] >= 2 and source.skipped["long"] >= 2
@@ -132,7 +135,7 @@ def test_bad_and_long_rows_are_refused_or_left_out_and_counted(tmp_path: Path) -
             "skipped_long": source.skipped["long"],
         }
         assert any("x.parquet:1: broken" in reason for reason in source.reasons)
-        again = stream(file, bad="skip", long="skip")
+        again = stream(file, bad_samples="skip", long_prompts="skip")
         again.load_state_dict(state)
         assert again.skipped == source.skipped
         assert asked(again.take(4)) == asked(source.take(4))
@@ -142,24 +145,24 @@ def test_bad_and_long_rows_are_refused_or_left_out_and_counted(tmp_path: Path) -
 def test_a_set_without_a_usable_row_does_not_go_on_for_ever(tmp_path: Path) -> None:
     file = write(tmp_path / "x.parquet", ["bad", "bad"])
     with pytest.raises(ValueError, match=r"none of 2 rows in a row can be used; .*broken"):
-        stream(file, bad="skip").take(1)
+        stream(file, bad_samples="skip").take(1)
 
 
 def test_data_sets_are_mixed_by_weight(tmp_path: Path) -> None:
     one = write(tmp_path / "one" / "a.parquet", [f"a{i}" for i in range(5)])
     two = write(tmp_path / "two" / "a.parquet", [f"b{i}" for i in range(40)])
-    source = stream(one, two, weights=(3.0, 1.0))
+    source = stream(one, two, train_weights=(3.0, 1.0))
     drawn = asked(source.take(40))
     for n in range(1, 41):
         assert abs(sum(name[0] == "a" for name in drawn[:n]) - 0.75 * n) <= 1
     assert len(set(drawn)) == 5 + 10
     state = source.state_dict()
     expected = asked(source.take(17))
-    again = stream(one, two, weights=(3.0, 1.0))
+    again = stream(one, two, train_weights=(3.0, 1.0))
     again.load_state_dict(state)
     assert asked(again.take(17)) == expected
     with pytest.raises(ValueError, match=r"data\.train_weights: \[1\.0, 1\.0\], but the check"):
-        stream(one, two, weights=(1.0, 1.0)).load_state_dict(state)
+        stream(one, two, train_weights=(1.0, 1.0)).load_state_dict(state)
 
 
 def test_other_data_or_seed_is_refused(tmp_path: Path) -> None:
@@ -179,8 +182,8 @@ def test_other_data_or_seed_is_refused(tmp_path: Path) -> None:
 
 def test_other_columns_are_other_data(tmp_path: Path) -> None:
     file = numbered(tmp_path / "a.parquet", 4)
-    other = Rows([file], Columns(images=(), category=None, prompt="answer"))
-    assert other.fingerprint() != Rows([file], COLUMNS).fingerprint()
+    other = Rows([file], Data(image_keys=(), category_key=None, prompt_key="answer"))
+    assert other.fingerprint() != Rows([file], DATA).fingerprint()
 
 
 def test_no_rows_is_a_users_mistake(tmp_path: Path) -> None:
@@ -188,4 +191,4 @@ def test_no_rows_is_a_users_mistake(tmp_path: Path) -> None:
         stream(write(tmp_path / "x.parquet", []))
     full = numbered(tmp_path / "y.parquet", 2)
     with pytest.raises(ValueError, match=r"no rows to train on in entry 1"):
-        stream(full, str(tmp_path / "x.parquet"), weights=(1.0, 1.0))
+        stream(full, str(tmp_path / "x.parquet"), train_weights=(1.0, 1.0))

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
+from megavlm.config.data import Data
 from megavlm.data.image_processing import ImageProcessor, PatchCache
 from megavlm.data.images import decode
 from megavlm.data.processor import Processor
-from megavlm.data.rows import Row, read_rows
+from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import SPECIAL_TOKENS
 from megavlm.models.registry import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from tests.conftest import DATA, read_rows
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 SIZES = [(56, 56), (28, 28), (1, 1), (17, 90), (333, 200), (640, 480), (2000, 60)]
@@ -32,7 +35,7 @@ def folder(folder_of: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> Processor:
-    return Processor(folder, min_pixels=None, max_pixels=None)
+    return Processor(folder, Data(DATA))
 
 
 @cache
@@ -66,7 +69,7 @@ def test_patches_equal_autoprocessor_on_the_source_and_on_the_png(
     folder_of: Callable[[str], Path], family: str, patch: int, size: tuple[int, int], mode: str
 ) -> None:
     hf = auto_processor(folder_of(family))
-    processor = Processor(folder_of(family), min_pixels=None, max_pixels=None)
+    processor = Processor(folder_of(family), Data(DATA))
     data = image(size, mode)
     ours = processor.prompt(row("<image>?", data)).images[0]
     for source in (decode(data), Image.open(io.BytesIO(data)), Image.open(io.BytesIO(ours.png))):
@@ -106,7 +109,7 @@ def test_prompt_equals_autoprocessor(
     folder_of: Callable[[str], Path], family: str, problem: str, num_images: int, system: str | None
 ) -> None:
     folder, hf = folder_of(family), auto_processor(folder_of(family))
-    processor = Processor(folder, min_pixels=None, max_pixels=None, system_prompt=system)
+    processor = Processor(folder, replace(DATA, system_prompt=system))
     data = [image(SIZES[index + 3], seed=index) for index in range(num_images)]
     prompt = processor.prompt(row(problem, *data))
     messages = conversation(problem, [decode(source) for source in data], system)
@@ -133,7 +136,7 @@ def test_without_placeholders_images_come_first(processor: Processor) -> None:
 
 
 def test_bounds_shrink_images_and_stay_within_the_folders(folder: Path, hf: Any) -> None:
-    processor = Processor(folder, min_pixels=28 * 28 * 8, max_pixels=28 * 28 * 20)
+    processor = Processor(folder, replace(DATA, min_pixels=28 * 28 * 8, max_pixels=28 * 28 * 20))
     for size in SIZES[:-1]:
         (ours,) = processor.prompt(row("<image>?", image(size))).images
         assert 8 <= len(ours.patches) // 4 <= 20
@@ -144,7 +147,7 @@ def test_bounds_shrink_images_and_stay_within_the_folders(folder: Path, hf: Any)
         {"min_pixels": None, "max_pixels": 10**9},
     ):
         with pytest.raises(ValueError, match=r"data\.min_pixels.*data\.max_pixels.*3136 to 200704"):
-            Processor(folder, **wrong)
+            Processor(folder, replace(DATA, **wrong))
 
 
 def test_a_image_that_the_server_would_resize_again_is_refused(hf: Any) -> None:
@@ -168,7 +171,7 @@ def test_same_content_has_one_key_and_same_bytes_are_processed_once(processor: P
 
 def test_cache_forgets_the_least_recently_used(folder: Path) -> None:
     size = 16 * 1176 * 4  # bytes of the patches of one 56 x 56 image
-    processor = Processor(folder, min_pixels=None, max_pixels=None, cache_bytes=2 * size)
+    processor = Processor(folder, Data(DATA, cache_bytes=2 * size))
     data = [image((56, 56), seed=seed) for seed in range(3)]
 
     def one(index: int) -> int:
@@ -190,17 +193,17 @@ def test_errors_name_the_row(folder: Path, processor: Processor) -> None:
         processor.prompt(row("<image>? <|image_pad|>", image((56, 56))))
     with pytest.raises(ValueError, match=r"train\.parquet:3: .*aspect ratio"):
         processor.prompt(row("<image>?", image((6000, 20))))
-    short = Processor(folder, min_pixels=None, max_pixels=None, max_prompt_tokens=10)
+    short = Processor(folder, Data(max_prompt_tokens=10))
     with pytest.raises(ValueError, match=r"train\.parquet:3: .*data\.max_prompt_tokens=10"):
         short.prompt(row("<image>What color is it?", image((56, 56))))
 
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.folder: .* has no config\.json"):
-        Processor(tmp_path, min_pixels=None, max_pixels=None)
+        Processor(tmp_path, Data(DATA))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match=r"model\.folder: .* does not load as a Qwen-VL model"):
-        Processor(tmp_path, min_pixels=None, max_pixels=None)
+        Processor(tmp_path, Data(DATA))
 
 
 def test_answers_and_suppressed_ids(folder: Path, processor: Processor) -> None:

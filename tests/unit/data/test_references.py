@@ -13,8 +13,7 @@ from PIL import Image
 from megavlm.data import references
 from megavlm.data.chat import Message, read_chat
 from megavlm.data.references import Place, image_bytes, is_url
-from megavlm.data.rows import read_rows
-from tests.conftest import png
+from tests.conftest import png, read_rows
 
 
 def encoded(format_: str) -> bytes:

@@ -12,12 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.data.processor import Processor
 from megavlm.data.report import write_data_report
-from megavlm.data.rows import Columns, Rows
+from megavlm.data.rows import Rows
 from megavlm.data.summary import MAX_REASONS, Summary, evenly, summarize
 from megavlm.run import data_report
+from tests.conftest import DATA
 from tests.unit.data.test_images import encode
 
 LONG = "q " * 500
@@ -61,12 +63,12 @@ def rows(tmp_path: Path) -> Rows:
         {"images": [], "problem": EVIL, "answer": EVIL, "task": EVIL},
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
-    return Rows([str(tmp_path / "x.parquet")], Columns())
+    return Rows([str(tmp_path / "x.parquet")], Data())
 
 
 @pytest.fixture(scope="module")
 def processor(folder_of: Callable[[str], Path]) -> Processor:
-    return Processor(folder_of("qwen2_5_vl"), min_pixels=None, max_pixels=None)
+    return Processor(folder_of("qwen2_5_vl"), DATA)
 
 
 def test_numbers(rows: Rows, processor: Processor) -> None:

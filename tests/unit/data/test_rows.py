@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megavlm.data.rows import Row, Video, read_rows
+from megavlm.data.rows import Row, Video
+from tests.conftest import read_rows
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 VIDEO = pa.struct([("frames", pa.list_(pa.binary())), ("fps", pa.float64())])

@@ -17,10 +17,10 @@ from megavlm.config.data import Data
 from megavlm.data import rows as rows_module
 from megavlm.data import tables
 from megavlm.data.files import DataFile, expand
-from megavlm.data.rows import Columns, Rows, read_rows
+from megavlm.data.rows import Rows
 from megavlm.rewards import geospot
 from megavlm.rewards.base import Example
-from tests.conftest import png
+from tests.conftest import png, read_rows
 
 ROOT = Path(__file__).parents[3]
 
@@ -70,13 +70,13 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
 def test_jsonl_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "BLOCK_LINES", 4)
     file = jsonl(tmp_path / "x.jsonl", [{"problem": f"q{i}", "answer": i} for i in range(10)])
-    rows = Rows([file], Columns())
+    rows = Rows([file], Data())
     assert rows.block_rows == [4, 4, 2] and len(rows) == 10
     assert sum(rows.block_bytes) == Path(file).stat().st_size
     assert [rows[i].answer for i in (9, 0, 5)] == ["9", "0", "5"]
     assert rows[-1].answer == "9"
     monkeypatch.setattr(tables, "BLOCK_BYTES", 1)
-    assert Rows([file], Columns()).block_rows == [1] * 10
+    assert Rows([file], Data()).block_rows == [1] * 10
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -96,11 +96,11 @@ def test_csv(tmp_path: Path) -> None:
 def test_an_empty_image_cell_is_a_bad_sample_and_null_is_a_row_without(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("problem,answer,images\nq,a,\n")
-    rows = Rows([str(path)], Columns(category=None))
+    rows = Rows([str(path)], Data(category_key=None))
     with pytest.raises(ValueError, match=r"x\.csv:0: an image has neither bytes nor"):
         _ = rows[0]
     records = [{"problem": "q", "answer": "a", "images": value} for value in (None, [], "", [""])]
-    rows = Rows([jsonl(tmp_path / "x.jsonl", records)], Columns(category=None))
+    rows = Rows([jsonl(tmp_path / "x.jsonl", records)], Data(category_key=None))
     assert rows[0].images == rows[1].images == ()
     for index in (2, 3):
         with pytest.raises(ValueError, match="neither bytes nor a path"):
@@ -181,7 +181,7 @@ def test_only_blocks_that_fit_stay_in_memory(
         return original(self, block, columns)
 
     monkeypatch.setattr(tables.ParquetTable, "read", read)
-    rows = Rows([str(path)], Columns(images=(), category=None))
+    rows = Rows([str(path)], Data(image_keys=(), category_key=None))
     monkeypatch.setattr(rows_module, "CACHE_BYTES", sum(rows.block_bytes[:2]))
     assert [rows[i].problem for i in (0, 1, 3, 2, 0)] == ["q0", "q1", "q3", "q2", "q0"]
     assert reads == [(0, ["problem", "answer"]), (1, ["problem", "answer"])]
@@ -194,7 +194,7 @@ def test_texts_read_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = tmp_path / "x.parquet"
     table = {"problem": ["<image>a", "b"], "answer": ["1", None], "images": [[b"x"], []]}
     pq.write_table(pa.table(table), path)
-    rows = Rows([str(path)], Columns(category=None))
+    rows = Rows([str(path)], Data(category_key=None))
     asked = []
     original = tables.ParquetTable.read
     monkeypatch.setattr(tables.ParquetTable, "read", lambda *a: asked.append(a[2]) or original(*a))
@@ -206,7 +206,7 @@ def test_texts_read_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_survive_pickling(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"problem": ["a"], "answer": ["1"]}), path)
-    rows = Rows([str(path)], Columns(images=(), category=None))
+    rows = Rows([str(path)], Data(image_keys=(), category_key=None))
     assert list(pickle.loads(pickle.dumps(rows))) == list(rows)  # noqa: S301
 
 
@@ -218,13 +218,13 @@ def test_any_fsspec_url_with_images_beside_it() -> None:
     files.pipe("/set/images/one.png", png())
     files.pipe("/secret.png", png())
     try:
-        rows = Rows(["memory://set/train-*.jsonl"], Columns())
+        rows = Rows(["memory://set/train-*.jsonl"], Data())
         assert len(rows) == 2 and rows[0].images == (png(),)
         assert rows[0].source.startswith("memory://") and rows[0].source.endswith("train-0.jsonl:0")
         assert rows[0].dataset == "set/train-*"
         with pytest.raises(ValueError, match="leaves the data file's folder"):
             _ = rows[1]
-        assert rows.fingerprint() == Rows(["memory://set/train-*.jsonl"], Columns()).fingerprint()
+        assert rows.fingerprint() == Rows(["memory://set/train-*.jsonl"], Data()).fingerprint()
     finally:
         files.store.clear()
 

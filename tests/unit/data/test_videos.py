@@ -11,12 +11,14 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
+from megavlm.config.data import Data
 from megavlm.data.images import decode
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
 from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
 from megavlm.models.registry import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from tests.conftest import DATA
 from tests.unit.data.rope_index import rope_index
 from tests.unit.data.test_images import bomb, encode
 
@@ -47,7 +49,7 @@ def auto_processor(folder: Path) -> Any:
 
 @cache
 def ours(folder: Path) -> Processor:
-    return Processor(folder, min_pixels=None, max_pixels=None)
+    return Processor(folder, DATA)
 
 
 @pytest.fixture
@@ -243,7 +245,7 @@ def test_vision_tokens_in_the_text_and_too_long_prompts_are_refused(folder_of: F
     folder = folder_of("qwen2_vl")
     with pytest.raises(ValueError, match=r"train\.parquet:3: the text holds .* own video token"):
         ours(folder).prompt(row("<video> <|video_pad|>", video(2)))
-    short = Processor(folder, min_pixels=None, max_pixels=None, max_prompt_tokens=10)
+    short = Processor(folder, Data(max_prompt_tokens=10))
     with pytest.raises(ValueError, match=r"max_prompt_tokens=10; .* fewer frames"):
         short.prompt(row("?", video(4)))
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from megavlm.data.rows import read_rows
 from megavlm.demo import pipeline
 from megavlm.demo.data import CAPTION, take_data
-from tests.conftest import png, write_rows
+from tests.conftest import png, read_rows, write_rows
 
 COLOUR, SHAPE, THERE = "<image>Colour?", "<image>Shape?", "<image>Is there a circle?"
 

@@ -10,10 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from megavlm.data.rows import Row, read_rows
+from megavlm.data.rows import Row
 from megavlm.demo.places import PLACES
 from megavlm.demo.shapes import COLOURS, LEARNT, SHAPE_KINDS, SIZE, write_dataset
 from megavlm.rewards import geospot
+from tests.conftest import read_rows
 
 WORDS = {"colour": set(COLOURS), "count": {"1", "2", "3", "4"}, "compare": set(COLOURS)}
 

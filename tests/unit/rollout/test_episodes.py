@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megavlm.config.data import Data
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.data.chat import Message
 from megavlm.data.packing import make_pack
@@ -31,7 +32,7 @@ ROW = Row(5, "<image>How many?", "3", (png(),), "counting", "rows:5")
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model(folder, ["How many? 1 2 3 4 5", "No. Look again."] * 20, seed=0)
-    return Processor(folder, min_pixels=None, max_pixels=None, max_prompt_tokens=64)
+    return Processor(folder, Data(max_prompt_tokens=64))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.data.processor import PromptTooLong
-from megavlm.data.rows import Columns, Row, Rows
+from megavlm.data.rows import Row, Rows
 from megavlm.evaluation.questions import usable
 from megavlm.run import preflight
 from megavlm.run.model_paths import model_kind, served_folder
@@ -88,7 +88,7 @@ def test_rows_that_cannot_be_asked(tmp_path: Path) -> None:
     texts = ["good", "bad", "long", "good", "good"]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(f'{{"problem": "{text}", "answer": "a"}}\n' for text in texts))
-    rows = Rows([str(path)], Columns())
+    rows = Rows([str(path)], Data())
 
     def prompt(row: Row) -> None:
         if row.problem == "bad":
@@ -106,6 +106,6 @@ def test_rows_that_cannot_be_asked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="broken"):
         usable(rows, prompt, Data(long_prompts="skip"), None)
     path.write_text('{"problem": "bad", "answer": "a"}\n')
-    none = Rows([str(path)], Columns())
+    none = Rows([str(path)], Data())
     with pytest.raises(ValueError, match=r"no row can be asked; .*broken"):
         usable(none, prompt, Data(bad_samples="skip"), None)
