@@ -1,4 +1,4 @@
-"""Trees shared out over data-parallel ranks, so that every rank computes for about as long."""
+"""Distribution of trees over data-parallel ranks and packs, balanced by modelled cost."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ def assign(
     max_tokens: int,
     cost: Callable[[Tree], float],
 ) -> list[list[list[Tree]]]:
-    """Packs of trees by rank: [rank][pack][tree], each pack of at most max_tokens.
+    """Assign trees to packs of at most max_tokens on each rank.
 
-    cost: modelled FLOPs of a tree, above 0. The ranks' sums are balanced; every rank has a tree
-    where there are as many trees as ranks. The same input gives the same plan.
+    cost: modelled FLOPs of a tree, above 0. The ranks' sums are balanced; every rank has a tree if
+    there are as many trees as ranks. Deterministic. Returns trees as [rank][pack][tree].
 
     Raises ValueError for a tree that is larger than a pack.
     """
@@ -24,11 +24,11 @@ def assign(
 
 
 def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices of `costs`, all above 0, in num_parts lists whose sums are close.
+    """Partition `costs`, all above 0, into num_parts lists of indices whose sums are close.
 
     The largest differencing method of Karmarkar and Karp: the two partitions whose parts differ
-    most become one, the heaviest part of each joined to the lightest of the other.
-    An empty part is a lightest one, so none stays empty where there are enough costs.
+    most are merged, the heaviest part of each with the lightest of the other. An empty part is a
+    lightest one, so none stays empty if there are enough costs.
     """
     # (-difference, first index to break ties, parts as (sum, indices), heaviest first)
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = [

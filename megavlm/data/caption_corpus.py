@@ -1,5 +1,5 @@
-"""The captions by which the caption reward weighs words, as a file that its processes read: they
-have none of the trainer's keys, and read no data files.
+"""Corpus of captions by which the caption reward weighs words, written to a file for the reward
+processes, which have none of the trainer's credentials and read no data files.
 """
 
 import json
@@ -12,7 +12,8 @@ from megavlm.data.tables import open_table
 
 
 def with_corpus(options: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """`options` of the caption reward with `corpus`, a file in `folder`, for their `corpus_files`.
+    """Write the captions of `corpus_files` to a file in `folder`, and return the options of the
+    caption reward with that file as `corpus` in their place.
 
     Raises ValueError for a file or column that is missing.
     """

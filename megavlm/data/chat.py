@@ -1,4 +1,4 @@
-"""A prompt as chat messages: read from a column, with their images as placeholders."""
+"""Chat messages of a prompt, read from a column, with placeholders for their images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Message:
-    """`text` has a placeholder where each of its images and videos is."""
+    """A chat message. `text` has a placeholder for each of its images and videos."""
 
     role: str
     text: str
@@ -19,18 +19,18 @@ class Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """`images`: images that the messages hold themselves, as they are stored, in order."""
+    """Messages and the images stored in them, in order and encoded as they are stored."""
 
     messages: tuple[Message, ...]
     images: tuple[Any, ...] = ()
 
 
 def read_chat(value: Sequence[Any]) -> Chat:
-    """From a list of {role, content}; content is text, or a list of parts.
+    """Read a list of {role, content}; content is text, or a list of parts.
 
     A part is {type: text, text}, {type: image} or {type: video}, whose item is in the image or
     video column, {type: image, image: IMAGE} or {type: image_url, image_url: {url: IMAGE}}.
-    Raises ValueError with the reason.
+    Raises ValueError for anything else.
     """
     messages, images = [], list[Any]()
     for number, message in enumerate(value):
@@ -50,7 +50,7 @@ def read_chat(value: Sequence[Any]) -> Chat:
 
 
 def _part(part: Any, where: str, images: list[Any]) -> str:
-    """The part as text; its image, if it holds one, is added to `images`."""
+    """Return a part as text. An image stored in it is appended to `images`."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None

@@ -1,9 +1,9 @@
-"""Images from http(s) URLs that nobody vouches for.
+"""Download of images from untrusted http(s) URLs.
 
-A data file must not make the trainer talk to the network that it stands in: only addresses of the
-public internet are connected to. Names are resolved once and the checked address is the one that is
-connected to, so that a name cannot change in between; each redirect is checked anew. No proxy is
-used: behind one the address could not be checked.
+A data file must not make the trainer send requests into its own network (server-side request
+forgery): connections go to addresses of the public internet only. A name is resolved once and the
+checked address is the one that is connected to, so that it cannot change in between; each redirect
+is checked again. Proxies are not used: behind one the address could not be checked.
 """
 
 import http.client
@@ -26,24 +26,24 @@ _TRANSLATED = tuple(ipaddress.ip_network(text) for text in ("64:ff9b::/96", "64:
 
 
 def fetch(url: str, *, max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> bytes:
-    """The body of a GET request.
+    """Return the body of a GET request.
 
-    Raises ValueError, with the reason: another scheme than http and https, credentials in the URL,
-    an address that is not public, more than max_bytes or timeout, too many redirects, or a
-    status that is not 200.
+    Raises ValueError for a scheme other than http and https, credentials in the URL, an address
+    that is not public, more than max_bytes, `timeout` seconds or MAX_REDIRECTS, or a status other
+    than 200.
     """
     deadline = time.monotonic() + timeout
     for _ in range(MAX_REDIRECTS + 1):
-        answer = _request(_checked(url), max_bytes, deadline)
-        if isinstance(answer, bytes):
-            return answer
-        url = urljoin(url, answer)
+        result = _request(_checked(url), max_bytes, deadline)
+        if isinstance(result, bytes):
+            return result
+        url = urljoin(url, result)
     raise ValueError(f"{_shown(url)}: more than {MAX_REDIRECTS} redirects")
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet: no loopback, private, link-local,
-    shared, multicast or reserved one, and no IPv6 form of such an IPv4 address.
+    """Return True if an IP address is public: not loopback, private, link-local, shared, multicast
+    or reserved, and not an IPv6 form of such an IPv4 address.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
@@ -80,7 +80,7 @@ def _resolve(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, str]]
 
 
 def _connect(parts: SplitResult, deadline: float) -> socket.socket:
-    """To an address of the host, all of which must be public."""
+    """Connect to an address of the host, all of which must be public."""
     host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
     assert host is not None
     try:
@@ -89,9 +89,7 @@ def _connect(parts: SplitResult, deadline: float) -> socket.socket:
         raise ValueError(f"{_shown(parts.geturl())}: the name is not known ({error})") from error
     for _, address in addresses:
         if not is_public(address):
-            raise ValueError(
-                f"{_shown(parts.geturl())}: {address} is no address of the public internet"
-            )
+            raise ValueError(f"{_shown(parts.geturl())}: {address} is not a public address")
     family, address = addresses[0]
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -107,7 +105,7 @@ def _connect(parts: SplitResult, deadline: float) -> socket.socket:
 
 
 class _Connection(http.client.HTTPConnection):
-    """Over a socket that is connected already."""
+    """HTTP connection over a connected socket."""
 
     def __init__(self, host: str, sock: socket.socket) -> None:
         super().__init__(host)
@@ -115,12 +113,12 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _request(parts: SplitResult, max_bytes: int, deadline: float) -> bytes | str:
-    """The body, or where a redirect leads."""
+    """Send a GET request. Returns the body (bytes), or the location of a redirect (str)."""
     url = _shown(parts.geturl())
     timer = None
     try:
         sock = _connect(parts, deadline)
-        # A socket's own timeout is per piece: a server that drips bytes would never meet it.
+        # A socket's timeout is per read: a server that sends single bytes would never exceed it.
         timer = threading.Timer(max(deadline - time.monotonic(), 0.0), _break, (sock,))
         timer.daemon = True
         timer.start()
@@ -133,7 +131,7 @@ def _request(parts: SplitResult, max_bytes: int, deadline: float) -> bytes | str
             if response.status in _REDIRECTS and (location := response.getheader("Location")):
                 return location
             if response.status != 200:
-                raise ValueError(f"{url}: the server answers {response.status}")
+                raise ValueError(f"{url}: the server returned HTTP {response.status}")
             return _body(response, url, max_bytes, deadline)
         finally:
             connection.close()
@@ -148,7 +146,7 @@ def _request(parts: SplitResult, max_bytes: int, deadline: float) -> bytes | str
 
 def _body(response: http.client.HTTPResponse, url: str, max_bytes: int, deadline: float) -> bytes:
     if response.getheader("Content-Encoding", "identity") != "identity":
-        raise ValueError(f"{url}: the answer is compressed, which was not asked for")
+        raise ValueError(f"{url}: the response is compressed, which was not requested")
     chunks, size = [], 0
     while chunk := response.read(_CHUNK):
         size += len(chunk)
@@ -159,7 +157,7 @@ def _body(response: http.client.HTTPResponse, url: str, max_bytes: int, deadline
     if time.monotonic() >= deadline:
         raise ValueError(f"{url}: not fetched (it took too long)")
     if response.length:
-        raise ValueError(f"{url}: the answer is {response.length} bytes short")
+        raise ValueError(f"{url}: the response is {response.length} bytes short")
     return b"".join(chunks)
 
 
@@ -167,9 +165,9 @@ def _break(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # it is over already
+        pass  # closed already
 
 
 def _shown(url: str) -> str:
-    """For messages: without a query, which may hold a token, and not endless."""
+    """Return a URL for error messages: shortened, without the query, which may hold a token."""
     return ascii(url.partition("?")[0][:200])[1:-1]

@@ -1,4 +1,4 @@
-"""Files of a data set, on this machine or behind any URL that fsspec knows (s3://, gs://, ...)."""
+"""Files of data sets, on this machine or at any URL that fsspec knows (s3://, gs://, ...)."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ _NUM_PARTS = 64
 
 @dataclass(frozen=True)
 class DataFile:
-    """`url` as the recipe names it (globs expanded); the number and the name of its data set."""
+    """A file of a data set."""
 
-    url: str
-    entry: int
-    dataset: str
+    url: str  # as in the recipe, globs expanded
+    entry: int  # number of its data set among the recipe's entries
+    dataset: str  # name of its data set
 
     @property
     def suffix(self) -> str:
@@ -30,22 +30,22 @@ class DataFile:
 
     @property
     def folder(self) -> str:
-        """What relative image paths start from: a folder, or the URL of one."""
+        """Folder, or URL of one, that relative image paths start from."""
         head, slash, _ = self.url.rpartition("/")
         return head if slash else "."
 
     def open(self) -> IO[bytes]:
-        """Raises ValueError where the file cannot be opened."""
-        filesystem, path = locate(self.url)
+        """Open the file for reading. Raises ValueError if that fails."""
+        filesystem, path = find_filesystem(self.url)
         try:
             return filesystem.open(path, "rb")
         except OSError as error:
             raise ValueError(f"{self.url}: cannot be read ({error})") from error
 
     def digest(self) -> str:
-        """SHA-256 of the content; of more than WHOLE_BYTES, of its size, parts and end (where
-        Parquet keeps the sizes and statistics of all columns): a change of a few bytes in the
-        middle of so large a file may go unseen.
+        """Return the SHA-256 of the content. Of files above WHOLE_BYTES it covers the size, evenly
+        spread parts and the end (where Parquet keeps the sizes and statistics of all columns): a
+        change of a few bytes in the middle of such a file may go unnoticed.
         """
         digest = hashlib.sha256()
         with self.open() as file:
@@ -59,12 +59,12 @@ class DataFile:
         return digest.hexdigest()
 
 
-def is_remote(url: str) -> bool:
+def has_protocol(url: str) -> bool:
     return "://" in url or "::" in url
 
 
-def locate(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL or path, and the path in it.
+def find_filesystem(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL or path, and the path in it.
 
     A file system belongs to the process that made it: do not keep it over a fork. Raises ValueError
     for a protocol that is unknown, or whose package is not installed.
@@ -80,17 +80,17 @@ def locate(url: str) -> tuple[Any, str]:
 
 
 def expand(entries: Sequence[str]) -> list[DataFile]:
-    """The files of a recipe's entries. An entry is a file or a glob (*, ?, [...]) over files; it
-    is one data set, called after its folder and its name without suffix: "geo3k/train".
+    """Return the files of a recipe's entries. An entry is a file or a glob (*, ?, [...]). It is
+    one data set, named after its folder and its name without suffix: "geo3k/train".
 
-    Raises ValueError for an entry without files, and for a file that is no Parquet, JSONL or CSV.
+    Raises ValueError for an entry without files, and for a file that is not Parquet, JSONL or CSV.
     """
     files = []
     for number, entry in enumerate(entries):
-        filesystem, path = locate(entry)
+        filesystem, path = find_filesystem(entry)
         if any(mark in path for mark in "*?["):
             found = sorted(filesystem.glob(path))
-            urls = [filesystem.unstrip_protocol(p) if is_remote(entry) else p for p in found]
+            urls = [filesystem.unstrip_protocol(p) if has_protocol(entry) else p for p in found]
         else:
             urls = [entry] if filesystem.exists(path) else []
         if not urls:
@@ -98,20 +98,20 @@ def expand(entries: Sequence[str]) -> list[DataFile]:
         for url in urls:
             if Path(url).suffix not in SUFFIXES:
                 raise ValueError(
-                    f"{url}: no data file by its name; it must end in {', '.join(SUFFIXES)}"
+                    f"{url}: not a data file by its name; it must end in {', '.join(SUFFIXES)}"
                 )
             files.append(DataFile(url, number, _name(entry, url)))
     return files
 
 
 def _name(entry: str, url: str) -> str:
-    """Shards have the name of their glob, in the folder that they are in."""
+    """Return the name of a data set: the file's folder, and the entry without suffix."""
     folder = url.split("://")[-1].strip("/").split("/")[-2:-1]
     return "/".join([*folder, entry.rpartition("/")[2].rpartition(".")[0]])
 
 
 def _parts(size: int) -> list[tuple[int, int]]:
-    """(start, length) of what is hashed."""
+    """Return (start, length) of the parts of a file that are hashed."""
     if size <= WHOLE_BYTES:
         return [(0, size)]
     last = size - _PART

@@ -1,4 +1,4 @@
-"""Images in the two forms that are needed: a PNG for the server, patches for the tower."""
+"""Resized images: a PNG for the rollout server, patches for the vision tower."""
 
 import hashlib
 from collections import OrderedDict
@@ -9,23 +9,23 @@ from typing import Any, ClassVar
 from PIL import Image
 from torch import Tensor
 
-from megavlm.data.images import decode, image_size
+from megavlm.data.image_decoding import decode, image_size
 
 
 @dataclass(frozen=True, eq=False)
 class ProcessedImage:
-    """A resized image, in the server's form and in the tower's; `ProcessedVideo` extends it."""
+    """A resized image, for the rollout server and for the tower. `ProcessedVideo` extends it."""
 
     is_video: ClassVar[bool] = False
 
-    key: str  # SHA-256 over size and RGB pixels: the content
-    png: bytes  # lossless RGB; the server's own resize leaves it as it is
+    key: str  # SHA-256 of size and RGB pixels: identifies the content
+    png: bytes  # lossless RGB, which the server's own resize does not change
     patches: Tensor  # [P, patch_dim] float32, equal to AutoProcessor's pixel_values
     grid: tuple[int, int, int]  # (t, h, w) in patches
 
 
 class ImageProcessor:
-    """A model folder's image processor, with tighter bounds and a memory of recent images."""
+    """Image processor of a model folder, with tighter pixel bounds and a cache of recent images."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class ImageProcessor:
         max_pixels: int | None,
         cache: "PatchCache",
     ) -> None:
-        """min_pixels, max_pixels: bounds on a resized image (None: the folder's own).
+        """Take the bounds on the pixels of a resized image; None takes the folder's own.
 
         Raises ValueError for bounds wider than the folder's: the rollout server applies those, and
-        would resize our images once more.
+        would resize the images again.
         """
         smallest = image_processor.size["shortest_edge"]
         largest = image_processor.size["longest_edge"]
@@ -56,10 +56,10 @@ class ImageProcessor:
         self._cache = cache
 
     def image(self, data: bytes) -> ProcessedImage:
-        """The image in an encoded file; the same bytes are processed once while they are kept.
+        """Decode and process an encoded image, or return it from the cache.
 
-        Raises ValueError, with the reason, for bytes that are no image, and for one so narrow
-        that it has no stable size.
+        Raises ValueError for bytes that are not an image, and for an image so narrow that resizing
+        it twice gives another size than resizing it once.
         """
         digest = hashlib.sha256(data).digest()
         image = self._cache.get(digest)
@@ -69,7 +69,9 @@ class ImageProcessor:
         return image
 
     def num_tokens(self, data: bytes) -> int:
-        """Image tokens of the image, from its header alone; raises ValueError as `image`."""
+        """Return the number of the image's tokens, from its header alone. Raises ValueError as
+        `image`.
+        """
         width, height = image_size(data)
         bounds = {"min_pixels": self._low, "max_pixels": self._high}
         patches = self._processor.get_number_of_image_patches(height, width, bounds)
@@ -88,7 +90,7 @@ class ImageProcessor:
         height, width = resized.shape[-2:]
         features = processor(images=[resized], do_resize=False, return_tensors="pt")
         t, h, w = features["image_grid_thw"][0].tolist()
-        # Rounding to whole patches can push a narrow image out of the bounds again.
+        # Rounding to whole patches can move a narrow image out of the bounds again.
         if processor.get_number_of_image_patches(height, width) != t * h * w:
             raise ValueError(
                 f"an image of {image.width} x {image.height} pixels becomes {width} x {height}, "
@@ -106,10 +108,10 @@ class ImageProcessor:
 
 
 class PatchCache:
-    """Recent images and videos by a digest of their files."""
+    """LRU cache of processed images and videos, by a digest of their files."""
 
     def __init__(self, max_bytes: int) -> None:
-        """max_bytes: bound on the patches kept together; the least recently used go first."""
+        """Bound the patches in the cache to max_bytes in all."""
         self._max_bytes = max_bytes
         self._bytes = 0
         self._images: OrderedDict[bytes, ProcessedImage] = OrderedDict()

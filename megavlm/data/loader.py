@@ -1,36 +1,38 @@
-"""Prompts for training, in an order that a checkpoint continues exactly; made ahead by workers."""
+"""Stream of training prompts, prepared ahead by workers, in an order that a checkpoint resumes."""
 
 import os
+import pickle
 import signal
 import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megavlm.config.data import Data
-from megavlm.data.order import BatchDraws, Draws, Part
-from megavlm.data.parcel import Parcel
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
+from megavlm.data.sampler import BatchSampler, DataSetOrder, RowSampler
 
 Kind = Literal["bad", "long"]
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A row that gives no prompt. `reason` names it."""
+class SkippedRow:
+    """A row that cannot be used. `reason` names it."""
 
     kind: Kind
     reason: str
 
 
 class Prompts:
-    """The rows as prompts; what torchdata's loader takes as a map-style data set."""
+    """Map-style data set for torchdata's loader: rows as prompts."""
 
     def __init__(self, rows: Rows, make: Callable[[Row], Prompt]) -> None:
         self.rows, self._make = rows, make
@@ -38,20 +40,20 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Prompt | Skipped:
+    def __getitem__(self, index: int) -> Prompt | SkippedRow:
         try:
             return self._make(self.rows[index])
         except PromptTooLong as error:
-            return Skipped("long", str(error))
+            return SkippedRow("long", str(error))
         except ValueError as error:
-            return Skipped("bad", str(error))
+            return SkippedRow("bad", str(error))
 
 
 class PromptStream:
-    """An endless stream of prompts: each data set shuffled anew in each of its epochs.
+    """Endless stream of prompts. Each data set is shuffled again in each of its epochs.
 
-    What makes the prompts runs here (workers=0) or in worker processes, a batch in each, so that a
-    image is decoded and processed once in a batch. The order is the same for any number of them.
+    Prompts are prepared in this process (workers=0) or in worker processes, a batch in each, so
+    that an image is processed once per batch. The order does not depend on the number of workers.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class PromptStream:
         seed: int,
         batch_size: int = 1,
     ) -> None:
-        """`data` has the weights of the data sets (see files.expand), the number of workers, and
-        how rows are handled that cannot be used or are too long. batch_size: rows that a worker
-        prepares together; the order does not depend on it.
+        """Stream `rows` as prompts, which `make` prepares.
+
+        data: weights of the data sets (see files.expand), number of workers, and handling of rows
+        that cannot be used or are too long. batch_size: number of rows that a worker prepares
+        together; the order does not depend on it.
 
         Raises ValueError if there are no rows.
         """
@@ -83,38 +87,38 @@ class PromptStream:
         self._finalizer = weakref.finalize(self, lambda: None)
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts; an epoch's end is no border.
+        """Return the next n prompts, across the ends of epochs.
 
-        Raises ValueError for a row that cannot be used where that is to be refused, and where not
-        one of as many rows as there are can be.
+        Raises ValueError for a row that cannot be used unless such rows are skipped, and if as many
+        rows as there are were skipped one after the other.
         """
         prompts: list[Prompt] = []
-        in_vain = 0
+        unusable = 0
         while len(prompts) < n:
             sample = self._next()
             if isinstance(sample, Prompt):
                 prompts.append(sample)
-                in_vain = 0
+                unusable = 0
                 continue
             if self._policies[sample.kind] == "refuse":
                 raise ValueError(sample.reason)
-            in_vain += 1
+            unusable += 1
             self.skipped[sample.kind] += 1
             self.reasons.append(sample.reason)
-            if in_vain >= len(self._prompts):
+            if unusable >= len(self._prompts):
                 raise ValueError(
-                    f"data.train_files: none of {in_vain} rows in a row can be used; the last "
+                    f"data.train_files: none of {unusable} rows in a row can be used; the last "
                     f"reason: {sample.reason}"
                 )
         return prompts
 
     def measures(self) -> dict[str, float]:
-        """By the names of observability/metrics.py."""
+        """Return the numbers of skipped rows, by the names of observability/metrics.py."""
         names: tuple[Kind, ...] = ("bad", "long")
         return {f"skipped_{kind}": float(self.skipped[kind]) for kind in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: a few numbers, not the order (the seed gives that again)."""
+        """Return the state for a checkpoint: a few numbers; the order follows from the seed."""
         return {
             **self._place(),
             "seed": self._seed,
@@ -124,8 +128,9 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, with any number of workers and any batch size; raises
-        ValueError for other data, weights or another seed.
+        """Continue where `state` was taken, with any number of workers and any batch size.
+
+        Raises ValueError for other data, other weights or another seed.
         """
         if state["fingerprint"] != self._data():
             raise ValueError(
@@ -144,19 +149,19 @@ class PromptStream:
         self.skipped = Counter(state["skipped"])
 
     def close(self) -> None:
-        """Ends the workers. The stream starts them again when it is asked for more."""
+        """Stop the workers. `take` starts them again."""
         self._finalizer()
         self._batches = self._loader = None
         self._go_to(self._place())
 
     def _go_to(self, place: dict[str, Any]) -> None:
-        """`place`: a state of Draws."""
-        self._before = self._after = place  # of the batch's first row, and of what follows it
-        self._batch: deque[Prompt | Skipped] = deque()
+        """Continue at a state of RowSampler."""
+        self._before = self._after = place  # at the batch's first row, and after its last
+        self._batch: deque[Prompt | SkippedRow] = deque()
         self._taken = 0  # of the batch
 
     def _place(self) -> dict[str, Any]:
-        """The state of Draws at the next sample."""
+        """Return the state of RowSampler at the next sample."""
         draws = self._draws()
         draws.load_state_dict(self._before)
         for _ in range(self._taken):
@@ -168,15 +173,15 @@ class PromptStream:
             self._fingerprint = self._prompts.rows.fingerprint()
         return self._fingerprint
 
-    def _draws(self) -> Draws:
-        return Draws(self._parts, self._weights or [1.0])
+    def _draws(self) -> RowSampler:
+        return RowSampler(self._parts, self._weights or [1.0])
 
-    def _next(self) -> Prompt | Skipped:
+    def _next(self) -> Prompt | SkippedRow:
         if not self._batch:
             batches = self._open() if self._batches is None else self._batches
             assert self._loader is not None
             received = next(batches)
-            self._batch.extend(received.unpack() if isinstance(received, Parcel) else received)
+            self._batch.extend(received.unpack() if isinstance(received, PackedBatch) else received)
             self._before, self._taken = self._after, 0
             self._after = _sampler_state(self._loader.state_dict())
         self._taken += 1
@@ -187,29 +192,73 @@ class PromptStream:
         draws.load_state_dict(self._before)
         workers = self._workers
         with warnings.catch_warnings():
-            # torchdata calls a function of torch that does nothing any more.
+            # torchdata calls a deprecated function of torch that has no effect.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             self._loader = StatefulDataLoader(
                 self._prompts,
-                batch_sampler=BatchDraws(draws, self._batch_size),
+                batch_sampler=BatchSampler(draws, self._batch_size),
                 num_workers=workers,
-                collate_fn=Parcel.pack if workers else list,
+                collate_fn=PackedBatch.pack if workers else list,
                 prefetch_factor=1 if workers else None,
-                # The seeds of workers, which draw no random numbers: the run's own are left alone.
+                # Seeds of the workers, which draw none: the run's own generator is left alone.
                 generator=torch.Generator(),
                 multiprocessing_context="fork" if workers else None,
                 worker_init_fn=_start_worker,
             )
         batches: Any = iter(self._loader)
         if workers:
-            # Before the interpreter's own end, which would wait for them.
+            # Runs before the interpreter exits, which would wait for the workers.
             self._finalizer = weakref.finalize(self, batches._shutdown_workers)
         self._batches = batches
         return batches
 
 
-def data_sets(rows: Rows, weights: Sequence[float], seed: int) -> list[Part]:
-    """One part for each data set of the rows, or one for all of them where there are no weights."""
+@dataclass(frozen=True)
+class PackedBatch:
+    """A worker's batch with all tensors in one shared buffer. PyTorch would share each tensor by a
+    file descriptor of its own, of which a process has few.
+    """
+
+    skeleton: bytes  # pickle without the tensors' contents
+    sizes: list[int]  # bytes of each tensor
+    content: Tensor  # [sum of sizes] uint8
+
+    @classmethod
+    def pack(cls, value: Any) -> "PackedBatch":
+        """Pack any picklable object. An object that occurs in it twice is packed once."""
+        buffers: list[pickle.PickleBuffer] = []
+        skeleton = BytesIO()
+        _Pickler(skeleton, protocol=5, buffer_callback=buffers.append).dump(value)
+        parts = [buffer.raw() for buffer in buffers]
+        content = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
+        flat, start = content.numpy(), 0
+        for part in parts:
+            flat[start : start + part.nbytes] = part
+            start += part.nbytes
+        return cls(skeleton.getvalue(), [part.nbytes for part in parts], content)
+
+    def unpack(self) -> Any:
+        """Return the object, with tensors of its own, which frees the shared buffer."""
+        flat, start, buffers = self.content.numpy(), 0, []
+        for size in self.sizes:
+            buffers.append(bytearray(flat[start : start + size]))
+            start += size
+        # Trusted: from a process forked by this one, through a pipe that no other process has.
+        return pickle.loads(self.skeleton, buffers=buffers)  # noqa: S301
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def data_sets(rows: Rows, weights: Sequence[float], seed: int) -> list[DataSetOrder]:
+    """Return the order of each data set of `rows`, or one for all rows if there are no weights.
+
+    Raises ValueError for a data set without rows.
+    """
     entries = [file.entry if weights else 0 for file in rows.files]
     sets = sorted(set(entries)) or [0]
     assert not weights or len(sets) == len(weights), "one weight for each data set"
@@ -221,20 +270,20 @@ def data_sets(rows: Rows, weights: Sequence[float], seed: int) -> list[Part]:
             named = f" in entry {entry}" if weights else ""
             raise ValueError(f"data.train_files: there are no rows to train on{named}")
         first = sum(rows.block_rows[: blocks[0]])  # a set's rows are next to each other
-        parts.append(Part(first, sizes, [rows.block_bytes[i] for i in blocks], seed))
+        parts.append(DataSetOrder(first, sizes, [rows.block_bytes[i] for i in blocks], seed))
     return parts
 
 
 def _sampler_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch sampler when the batch was drawn that the loader gave last, out of torchdata's
-    state, which is another with workers and without.
+    """Return the batch sampler's state when it drew the last batch that the loader returned, from
+    torchdata's state, whose layout differs with and without workers.
     """
     main = state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
     return main["_sampler_iter_state"]
 
 
 def _start_worker(_: int) -> None:
-    # A signal that asks the run to end is the trainer's to answer, which then ends its workers.
+    # The trainer handles the signals that end a run, and then stops its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork

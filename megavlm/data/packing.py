@@ -1,9 +1,9 @@
-"""Packs of trees: the integer layout of everything that one forward pass computes.
+"""Packs of trees: the integer layout of the packed sequence of one forward pass.
 
-A tree holds a prompt once and what continues it, at any depth: n responses, or turns and their
-branches. One response is the plain case. A pack holds several trees in one row of tokens. A token
-attends to the segments that its own segment continues (`Pack.ancestors`) and to its own past.
-Under context parallelism each rank holds a part of the tokens (`Pack.part`).
+A tree holds a prompt once and its continuations at any depth: n responses, or turns and their
+branches. A pack holds several trees in one row of tokens. A token attends to the segments that its
+own segment continues (`Pack.ancestors`) and to the earlier tokens of its own segment. Under context
+parallelism each rank holds a part of the tokens (`Pack.part`).
 """
 
 from bisect import bisect_left, insort
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megavlm.data.context import Run, cut, tokens_of
+from megavlm.data.context_parallel import SegmentRun, run_tokens, split_segments
 from megavlm.data.positions import text_positions
 from megavlm.data.targets import TargetColumns, concatenate
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """S consecutive tokens, S > 0, that continue the end of segment `parent` (-1: none)."""
+    """S consecutive tokens, S > 0, that continue segment `parent` at its end (-1: none)."""
 
     token_ids: Tensor  # [S] int64
     positions: Tensor  # [3, S] int64
     parent: int
-    is_target: bool  # its tokens are predicted (a response)
-    columns: TargetColumns | None = None  # [S]; of targets that a policy sampled
+    is_target: bool  # trained on: a response
+    columns: TargetColumns | None = None  # [S]; of responses that a policy sampled
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Segments, parents before children, and the keys of the images that they show, in order."""
+    """Segments, parents before children, and the keys of their images, in order."""
 
     segments: tuple[Segment, ...]
     images: tuple[str, ...]
@@ -53,20 +53,20 @@ class Tree:
 
 @dataclass(eq=False)
 class Pack:
-    """T tokens in S segments with N targets and M vision tokens, of which this rank holds t, n and
-    m: all of them, or its part of `context_size` parts.
+    """A packed sequence of T tokens in S segments with N targets and M vision tokens, of which this
+    rank holds t, n and m: all, or one of `context_size` parts.
 
     A target belongs to the rank that holds its source, the token before it, whose hidden state
-    predicts it. Bounds, parents and runs are plain integers: what is planned from them (the
-    sequences of a kernel, say) needs no look at a tensor, for which a GPU would have to stop.
-    Only `columns` is ever replaced.
+    predicts it. Bounds, parents and runs are plain integers, so that planning from them (the
+    sequences of a kernel, say) does not synchronize with the GPU. Passes that compute log-probs,
+    values or advantages replace `columns`; nothing else changes.
     """
 
     token_ids: Tensor  # [t] int64
     positions: Tensor  # [3, t] int64
-    token_index: Tensor  # [t] int64: where each held token stands in the pack, ascending
-    gather_index: Tensor  # [T] int64: where each token stands in all ranks' tokens, concatenated
-    runs: tuple[Run, ...]  # the held tokens once more, as stretches of one segment each
+    token_index: Tensor  # [t] int64: index of each held token in the pack, ascending
+    gather_index: Tensor  # [T] int64: index of each token in the concatenation of the ranks' tokens
+    runs: tuple[SegmentRun, ...]  # the held tokens as runs within one segment each
 
     segment_ids: Tensor  # [T] int64, 0 to S - 1 over the whole pack
     ancestors: Tensor  # [S, S] bool: the row's tokens may attend the column's, itself included
@@ -76,34 +76,34 @@ class Pack:
 
     source_index: Tensor  # [n] int64: the held token whose hidden state predicts the target
     target_ids: Tensor  # [n] int64
-    target_index: Tensor  # [n] int64: which of the pack's N targets
-    columns: TargetColumns | None  # [n]; None: no policy sampled the targets, or there are none
+    target_index: Tensor  # [n] int64: index of each held target among the pack's N
+    columns: TargetColumns | None  # [n]; None if no policy sampled the targets, or without any
 
-    vision_index: Tensor  # [m] int64: the held tokens that features replace
-    feature_index: Tensor  # [m] int64: the row of each among the pack's M features
-    images: tuple[str, ...]  # keys whose features, concatenated, are the M rows
+    vision_index: Tensor  # [m] int64: held tokens that image features replace
+    feature_index: Tensor  # [m] int64: row of each among the pack's M features
+    images: tuple[str, ...]  # keys of the images whose features are the M rows, in order
 
     context_size: int = 1
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Return T."""
         return self.tree_bounds[-1]
 
     @property
     def num_targets(self) -> int:
-        """n: the sum over context ranks is the pack's N."""
+        """Return n. The sum over context ranks is the pack's N."""
         return len(self.target_ids)
 
     def part(self, context_rank: int) -> "Pack":
-        """The pack as one context rank sees it, with as many tokens as every other has."""
+        """Return the part of one context rank. All parts have the same number of tokens."""
         if self.context_size == 1:
             return self
-        assert len(self.token_ids) == self.num_tokens, "a part is not cut again"
-        runs = cut(self.segment_bounds, self.context_size)
-        gather_index = torch.cat([tokens_of(of_rank) for of_rank in runs]).argsort()
-        token_index = tokens_of(runs[context_rank])
-        place = gather_index - context_rank * len(token_index)  # of the held ones, in this part
+        assert len(self.token_ids) == self.num_tokens, "a part is not split again"
+        runs = split_segments(self.segment_bounds, self.context_size)
+        gather_index = torch.cat([run_tokens(rank_runs) for rank_runs in runs]).argsort()
+        token_index = run_tokens(runs[context_rank])
+        place = gather_index - context_rank * len(token_index)  # of the held tokens, in this part
         held = torch.zeros(self.num_tokens, dtype=torch.bool)
         held[token_index] = True
         target_index = held[self.source_index].nonzero().flatten()
@@ -124,7 +124,7 @@ class Pack:
         )
 
     def to(self, device: torch.device | str) -> "Pack":
-        """The same pack with its tensors on `device`. A pack is cut before it is moved."""
+        """Return the pack with its tensors on `device`. A pack is split before it is moved."""
         moved: dict[str, Any] = {
             name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
@@ -164,12 +164,12 @@ def make_pack(
     multiple: int = 1,
     context_size: int = 1,
 ) -> Pack:
-    """Lay trees out in one row, padded by a tree that has no targets, so that each of context_size
+    """Lay trees out in one row, padded by a tree without targets, so that each of context_size
     parts has the same number of tokens, at least one and a multiple of `multiple`.
 
-    vision_token_ids: the image and the video token, which the tower's features replace in order.
-    Targets, and their columns, come in the order of their segments and tokens. All targets have the
-    same columns.
+    vision_token_ids: image and video token, which the tower's features replace in order. Targets
+    and their columns are in the order of their segments and tokens. All targets have the same
+    columns.
     """
     num_tokens = sum(tree.num_tokens for tree in trees)
     trees = [*trees, *_padding(num_tokens, multiple * context_size)]
@@ -177,7 +177,7 @@ def make_pack(
     sizes = torch.tensor([len(segment.token_ids) for segment in segments])
     starts = sizes.cumsum(0) - sizes
     tree_sizes = torch.tensor([tree.num_tokens for tree in trees])
-    # A tree's segments count their parents from its own first segment.
+    # Parents are numbered within each tree.
     num_segments = torch.tensor([len(tree.segments) for tree in trees])
     first_segment = (num_segments.cumsum(0) - num_segments).repeat_interleave(num_segments)
     parents = torch.tensor([segment.parent for segment in segments])
@@ -188,11 +188,11 @@ def make_pack(
     everything = torch.arange(len(token_ids))
     segment_ids = torch.arange(len(segments)).repeat_interleave(sizes)
     segment_bounds = (*starts.tolist(), len(token_ids))
-    # A target is predicted by the token before it; a response's first token by its parent's last.
+    # A target is predicted by the token before it: a response's first token by its parent's last.
     source = everything - 1
     source[starts[is_target]] = (starts + sizes - 1)[parents[is_target]]
     target = is_target[segment_ids]
-    # A vision token that a response holds is text: no image belongs to it.
+    # A vision token in a response is text: no image belongs to it.
     vision = torch.isin(token_ids, torch.tensor(sorted(vision_token_ids))) & ~target
     vision_index = vision.nonzero().flatten()
     target_ids = token_ids[target]
@@ -201,7 +201,7 @@ def make_pack(
         positions=torch.cat([segment.positions for segment in segments], dim=1),
         token_index=everything,
         gather_index=everything,
-        runs=cut(segment_bounds, 1)[0],
+        runs=split_segments(segment_bounds, 1)[0],
         segment_ids=segment_ids,
         ancestors=_ancestors(parents.tolist()),
         parents=tuple(parents.tolist()),
@@ -221,15 +221,15 @@ def make_pack(
 def empty_pack(
     columns: TargetColumns | None = None, *, multiple: int = 1, context_size: int = 1
 ) -> Pack:
-    """Return a pack of padding alone, for a rank that has no work while others have. It has no
-    targets, and no rows of the fields that `columns` has.
+    """Return a pack of padding alone, for a rank without work while others have some. It has no
+    targets: zero rows of the fields that `columns` has.
     """
     pack = make_pack([], vision_token_ids=(), multiple=multiple, context_size=context_size)
     return replace(pack, columns=None if columns is None else columns.select(slice(0)))
 
 
 def join_targets(parts: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
-    """What the parts of a pack hold per target, [n] each, in the order of the whole pack [N]."""
+    """Join per-target values of a pack's parts, [n] each, in the order of the whole pack [N]."""
     return torch.cat([*values])[torch.cat([part.target_index for part in parts]).argsort()]
 
 

@@ -1,4 +1,4 @@
-"""M-RoPE positions of text, images and videos, as integers computed once when a prompt is built."""
+"""M-RoPE positions of text, images and videos: integers, computed once when a prompt is built."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ def mrope_positions(
     vision_token_ids: Iterable[int],
     merge_size: int,
 ) -> tuple[Tensor, int]:
-    """Positions [3, T] (time, height, width) of token_ids [T], and the position that follows them.
+    """Return the positions [3, T] (time, height, width) of token_ids [T], and the next position.
 
-    spans: in the order of their tokens; they have all the tokens in vision_token_ids.
+    spans: in the order of their tokens; together they have all tokens in vision_token_ids.
 
     Text advances the three rows together. A span starts where the text before it ends: its rows
-    are the start plus the time, the line and the column of each merged patch. What follows it
+    are the start plus the time, the line and the column of each merged patch. Text after a span
     starts max(h, w) / merge_size later, which may be less than its number of tokens, and less than
-    its times. What follows all of token_ids, a response, starts after their largest position.
+    its times. A response starts after the largest position of token_ids.
     Source: get_rope_index of transformers' Qwen2VLModel, Qwen2_5_VLModel and Qwen3VLModel; the
     next position is T plus the `mrope_position_deltas` that generate() continues with.
     """
@@ -43,8 +43,8 @@ def mrope_positions(
     first, last = index[ends - counts], index[ends - 1]
     assert torch.equal(last - first, counts - 1), "a span's tokens must be consecutive"
 
-    # A text token advances by one, and a span by its size, at its last token: so the sum over all
-    # tokens before is a text token's position, and the start of the span for each of its tokens.
+    # A text token advances by one, a span by its size at its last token. The sum over the tokens
+    # before is a text token's position, and for each token of a span the start of the span.
     advance = (~vision).long()
     advance[last] = torch.maximum(h, w)
     positions = (advance.cumsum(0) - advance).repeat(3, 1)
@@ -59,5 +59,5 @@ def mrope_positions(
 
 
 def text_positions(length: int, start: int) -> Tensor:
-    """Positions [3, length] of plain text that starts at position `start`."""
+    """Return the positions [3, length] of text that starts at position `start`."""
     return torch.arange(start, start + length).expand(3, -1)

@@ -1,4 +1,4 @@
-"""From a row to what the model and the rollout server get: token ids, positions, images."""
+"""Processor of rows into prompts: token ids, positions, images."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from megavlm.data.videos import VideoProcessor, VideoTokens
 from megavlm.models.registry import family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
-_RESPONSE = "A response that no chat template knows."
+_RESPONSE = "A response that no chat template contains."
 
 
 class PromptTooLong(ValueError):
@@ -27,18 +27,21 @@ class PromptTooLong(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A row as tokens, up to where the response starts."""
+    """A row as tokens, up to the start of the response."""
 
     row: Row
     token_ids: Tensor  # [T] int64, one vision token per merged patch
-    short_ids: tuple[int, ...]  # one vision token per image or video
+    short_ids: tuple[int, ...]  # the same with one vision token per image or video
     positions: Tensor  # [3, T] int64
     next_position: int  # M-RoPE position of the first response token
     images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
 
     @property
     def request_ids(self) -> tuple[int, ...]:
-        """What the rollout server gets; ValueError for a prompt with videos, which it cannot."""
+        """Token ids for the rollout server, which expands each vision token itself.
+
+        Raises ValueError for a prompt with videos, which rollout servers do not take.
+        """
         if any(image.is_video for image in self.images):
             raise ValueError(
                 f"{self.row.source}: the row has videos, which the rollout servers are not sent "
@@ -48,7 +51,7 @@ class Prompt:
 
 
 class Processor:
-    """The tokenizer, chat template, image and video processor of a model folder."""
+    """Tokenizer, chat template, image and video processor of a model folder."""
 
     def __init__(self, folder: str | Path, data: Data, *, cache_bytes: int = 2**29) -> None:
         """Load the processor of the model in `folder`.
@@ -98,15 +101,15 @@ class Processor:
         added = self._tokenizer.added_tokens_decoder
         special = {index for index, token in added.items() if token.special}
         unused = set(range(self.vocab_size)) - set(self._tokenizer.get_vocab().values())
-        # What no answer holds: special ids but the end of a turn, and the rows that pad the
-        # embedding table.
+        # Tokens that are never sampled: special ids other than the end of a turn, and the rows that
+        # pad the embedding table.
         self.suppressed_ids = tuple(sorted((special | unused) - {self.eos_id}))
 
     def prompt(self, row: Row) -> Prompt:
-        """Tokens, positions, images and videos of a row.
+        """Convert a row to tokens, positions, images and videos.
 
-        Raises ValueError, naming the row, for an image or a video that cannot be used, for vision
-        tokens in the text itself, and for too long a prompt.
+        Raises ValueError, naming the row, for an image or a video that cannot be used and for
+        vision tokens in the text; PromptTooLong for a prompt above data.max_prompt_tokens.
         """
         prompt = self._prompt(row, self._short_ids(row))
         num_tokens = len(prompt.token_ids)
@@ -119,12 +122,12 @@ class Processor:
         return prompt
 
     def next_turn(self, prompt: Prompt, response: Sequence[int], row: Row) -> Prompt:
-        """The prompt, a response to it that ended its turn, and the messages and images of `row`
-        as the next turn. Nothing is tokenised again.
+        """Append to a prompt a response that ended its turn, and the messages and images of `row`
+        as the next turn. Earlier tokens are not tokenized again.
 
-        Raises ValueError as `prompt`, but for the length.
+        Raises ValueError as `prompt`, except for the length.
         """
-        assert response[-1] == self.eos_id, "a turn that was cut short has no next one"
+        assert response[-1] == self.eos_id, "a truncated turn has no next one"
         assert not row.videos, "rollouts have no videos"
         short_ids = [*prompt.short_ids, *response, *self._next_ids(row)]
         return self._prompt(row, short_ids, prompt.images)
@@ -132,7 +135,7 @@ class Processor:
     def _prompt(
         self, row: Row, short_ids: list[int], known: Sequence[ProcessedImage] = ()
     ) -> Prompt:
-        """`known`: images of the first image tokens, processed before."""
+        """Build a prompt. `known` are the processed images of the first image tokens."""
         encoded, videos = iter(row.images), iter(row.videos)
         before = iter(known)
         images: list[ProcessedImage] = []
@@ -165,7 +168,7 @@ class Processor:
         return Prompt(row, ids, tuple(short_ids), positions, next_position, tuple(images))
 
     def num_tokens(self, row: Row) -> int:
-        """Length of the row's prompt, without decoding its images; max_prompt_tokens or not.
+        """Return the length of the row's prompt without decoding its images, whatever the limit.
 
         Raises ValueError, naming the row, for an image whose header cannot be read.
         """
@@ -180,18 +183,18 @@ class Processor:
         return len(short_ids) - len(row.images) - len(row.videos) + vision_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens and outer white space."""
+        """Return the text without special tokens and outer white space."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
 
     def encode_answer(self, text: str) -> list[int]:
-        """The tokens of a whole response: the text and the end of the turn."""
+        """Return the tokens of a complete response: the text and the end of the turn."""
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self.eos_id]
 
     def _short_ids(self, row: Row) -> list[int]:
         return self._ids(row, self._templated(_messages(row, self._system_prompt)))
 
     def _next_ids(self, row: Row) -> list[int]:
-        """What the template puts between the end of a response and the start of the next one."""
+        """Return the tokens from the end of a response to the start of the next one."""
         asked: dict[str, object] = {"role": "user", "content": "?"}
         said: dict[str, object] = {"role": "assistant", "content": _RESPONSE}
         text = self._templated([asked, said, *_messages(row, None)]).rpartition(_RESPONSE)[2]
@@ -199,7 +202,7 @@ class Processor:
         if not text.startswith(end):
             raise ValueError(
                 f"model.folder: its chat template ends a response by {text[:20]!r}, and not by "
-                f"{end!r}, so that episodes cannot go on after one"
+                f"{end!r}, so that episodes cannot continue after one"
             )
         return self._ids(row, text.removeprefix(end))
 
@@ -224,12 +227,14 @@ class Processor:
 
 
 def _messages(row: Row, system_prompt: str | None) -> list[dict[str, object]]:
-    """What the chat template gets. A system message of the row's own replaces `system_prompt`."""
+    """Return the messages for the chat template. A system message in the row replaces
+    `system_prompt`.
+    """
     messages = row.messages or (Message("user", row.problem),)
     if system_prompt is not None and messages[0].role != "system":
         messages = (Message("system", system_prompt), *messages)
-    # A mark is one only in a row that has such items; what no text marks comes before the first
-    # text of the user.
+    # A placeholder counts only in a row that has such items. Items without any placeholder come
+    # before the first text of the user.
     marked = {
         mark: (kind, len(items))
         for mark, kind, items in (

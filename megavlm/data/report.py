@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.images import decode
+from megavlm.data.image_decoding import decode
 from megavlm.data.summary import Summary
 from megavlm.observability.page import EmbeddedImage, embed, render
 from megavlm.observability.records import write_whole

@@ -12,8 +12,8 @@ from typing import Any, overload
 from megavlm.config.data import Data
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message, read_chat
 from megavlm.data.files import DataFile, expand
-from megavlm.data.references import Place, image_bytes, is_url
-from megavlm.data.tables import Block, open_table
+from megavlm.data.image_sources import DataFolder, image_bytes, is_url
+from megavlm.data.tables import RecordBlock, open_table
 
 CACHE_BYTES = 2**28  # of blocks that a process keeps; larger blocks are kept one at a time
 NULL_MEANS = {
@@ -54,12 +54,12 @@ class Rows(Sequence[Row]):
 
     `data` names the columns. The prompt column holds text or a chat (see chat.py); a chat whose
     last message is by the assistant gives the answer, if no column does. An image column holds an
-    image or a list of them, in any form of references.py; paths are relative to the data file and
-    stay inside its folder. The video column holds a video or a list of them: a struct of `frames`,
-    a list of images, and `fps`, the frames per second. Null or an empty list is a row without; an
-    empty text, such as an empty cell of a CSV file, is a missing image. Extra columns are kept
-    unchanged, and as text in CSV; an answer column that is one of them may be null, "" then. In
-    JSONL a key that a line lacks is null. So is NaN, which pandas writes for missing values.
+    image or a list of them, in any form of image_sources.py; paths are relative to the data file
+    and stay inside its folder. The video column holds a video or a list of them: a struct of
+    `frames`, a list of images, and `fps`, the frames per second. Null or an empty list is a row
+    without; an empty text, such as an empty cell of a CSV file, is a missing image. Extra columns
+    are kept unchanged, and as text in CSV; an answer column that is one of them may be null, then
+    "". In JSONL a key that a line lacks is null. So is NaN, which pandas writes for missing values.
 
     May be used after a fork, and be pickled.
     """
@@ -86,7 +86,7 @@ class Rows(Sequence[Row]):
         self._starts = list(accumulate(self.block_rows, initial=0))
         sizes = [sum(table.block_rows) for table in self._tables]
         self.file_starts = list(accumulate(sizes, initial=0))
-        self._cache: OrderedDict[int, Block] = OrderedDict()
+        self._cache: OrderedDict[int, RecordBlock] = OrderedDict()
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -148,7 +148,7 @@ class Rows(Sequence[Row]):
         content = self._block(number)
         return self._make(content, number, offset, self._data, fetches=fetches, checked=True)
 
-    def _block(self, number: int) -> Block:
+    def _block(self, number: int) -> RecordBlock:
         if number not in self._cache:
             file, block = self.blocks[number]
             columns = [name for _, name in _columns(self._data)]
@@ -162,7 +162,7 @@ class Rows(Sequence[Row]):
 
     def _make(
         self,
-        content: Block,
+        content: RecordBlock,
         number: int,
         offset: int,
         data: Data,
@@ -178,7 +178,7 @@ class Rows(Sequence[Row]):
                 name: None if isinstance(value, float) and math.isnan(value) else value
                 for name, value in content.record(offset).items()
             }
-            maker = _RowMaker(data, record, Place(file.folder), fetches, checked)
+            maker = _RowMaker(data, record, DataFolder(file.folder), fetches, checked)
             return maker.row(index, source, file.dataset)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
@@ -193,7 +193,7 @@ class _RowMaker:
 
     data: Data
     record: Mapping[str, Any]
-    place: Place
+    folder: DataFolder
     fetches: bool  # images at URLs, too
     checked: bool  # the number of placeholders
 
@@ -255,7 +255,7 @@ class _RowMaker:
         return (Message("user", _text(self.record, column)),), []
 
     def _image(self, value: object) -> bytes:
-        return image_bytes(value, self.place)
+        return image_bytes(value, self.folder)
 
     def _video(self, value: object) -> Video:
         if not isinstance(value, dict) or not isinstance(value.get("frames"), list):

@@ -11,41 +11,44 @@ import pyarrow.parquet as pq
 
 from megavlm.data.files import DataFile
 
-Record = dict[str, Any]
-
 # A block of JSONL ends at the first of these.
 BLOCK_LINES = 256
 BLOCK_BYTES = 2**24
 
 
-class Table(Protocol):
-    """A file of records. Blocks are what is in memory; a table may be used after a fork."""
+class RecordTable(Protocol):
+    """A file of records, read in blocks. A table may be used after a fork."""
 
     @property
     def columns(self) -> Sequence[str] | None:
-        """None: JSONL, where each record has keys of its own."""
+        """Names of the columns; None for JSONL, where each record has its own keys."""
 
     @property
     def block_rows(self) -> Sequence[int]: ...
 
     @property
     def block_bytes(self) -> Sequence[int]:
-        """About what a block takes in memory."""
+        """Approximate size of each block in memory."""
 
-    def read(self, block: int, columns: Sequence[str] | None) -> "Block":
-        """The block; `columns`: these only, where that saves reading. Raises ValueError."""
+    def read(self, block: int, columns: Sequence[str] | None) -> "RecordBlock":
+        """Read a block. Only `columns` are read, where the format allows it.
 
-
-class Block(Protocol):
-    def record(self, index: int) -> Record:
-        """One record of the block; raises ValueError, with the reason, if it cannot be parsed."""
+        Raises ValueError for content that cannot be read.
+        """
 
 
-def open_table(file: DataFile, texts: Sequence[str] = ()) -> Table:
-    """Reads what is needed to find rows. `texts`: columns of a CSV file that stay text, where
-    others that look like numbers become some.
+class RecordBlock(Protocol):
+    """Consecutive records of a table, in memory."""
 
-    Raises ValueError for a file that is not what its name says.
+    def record(self, index: int) -> dict[str, Any]:
+        """Return one record. Raises ValueError if it cannot be parsed."""
+
+
+def open_table(file: DataFile, texts: Sequence[str] = ()) -> RecordTable:
+    """Open a data file and find its rows. `texts` are columns of a CSV file that stay text; other
+    columns are converted to numbers where they look like numbers.
+
+    Raises ValueError for a file that is not of the format of its suffix.
     """
     if file.suffix == ".csv":
         return CsvTable(file, texts)
@@ -53,7 +56,7 @@ def open_table(file: DataFile, texts: Sequence[str] = ()) -> Table:
 
 
 class ParquetTable:
-    """Row groups are blocks; a column that nobody asks for is not read."""
+    """A Parquet file. Its row groups are the blocks; only the columns asked for are read."""
 
     def __init__(self, file: DataFile) -> None:
         self._file = file
@@ -67,7 +70,7 @@ class ParquetTable:
     def read(self, block: int, columns: Sequence[str] | None) -> "ArrowBlock":
         wanted = None if columns is None else [c for c in columns if c in self.columns]
         try:
-            # Its threads would not survive a fork.
+            # Arrow's threads would not survive a fork.
             table = self._open().read_row_group(block, columns=wanted, use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{self._file.url}: row group {block} is broken ({error})") from error
@@ -88,7 +91,7 @@ class ParquetTable:
 
 
 class CsvTable:
-    """A CSV file with a header line; one block: such tables name images and hold none."""
+    """A CSV file with a header line, as one block: such files name images and hold none."""
 
     def __init__(self, file: DataFile, texts: Sequence[str]) -> None:
         options = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
@@ -109,12 +112,12 @@ class ArrowBlock:
     def __init__(self, table: pa.Table) -> None:
         self._table = table
 
-    def record(self, index: int) -> Record:
+    def record(self, index: int) -> dict[str, Any]:
         return self._table.slice(index, 1).to_pylist()[0]
 
 
 class LinesTable:
-    """JSON objects, one a line; empty lines count for nothing."""
+    """A JSONL file: one JSON object per line. Empty lines are skipped."""
 
     columns = None
 
@@ -153,7 +156,7 @@ class LinesBlock:
     def __init__(self, lines: Sequence[bytes]) -> None:
         self._lines = lines
 
-    def record(self, index: int) -> Record:
+    def record(self, index: int) -> dict[str, Any]:
         line = self._lines[index]
         try:
             record = json.loads(line.decode("utf-8-sig"))
@@ -162,12 +165,12 @@ class LinesBlock:
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"the line has half a surrogate pair, {error.object[error.start]!a}, which is no "
-                "character: leave it out"
+                "character: remove it"
             ) from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the line is not JSON ({error})") from error
         if not isinstance(record, Mapping):
-            raise ValueError("the line is no JSON object")
+            raise ValueError("the line is not a JSON object")
         return dict(record)
 
 

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
+from megavlm.data.image_decoding import decode, image_size
 from megavlm.data.image_processing import PatchCache, ProcessedImage
-from megavlm.data.images import decode, image_size
 from megavlm.data.positions import Span
 from megavlm.data.rows import Video
 
-# All frames of a video together: 400 MB as RGB; 768 frames of 448 x 336 fit.
+# Of all frames of a video: 400 MB as RGB, or 768 frames of 448 x 336.
 MAX_VIDEO_PIXELS = 2**27
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
@@ -21,7 +21,7 @@ Grid = tuple[int, int, int]  # (t, h, w) in patches
 
 @dataclass(frozen=True, eq=False)
 class ProcessedVideo(ProcessedImage):
-    """A resized video in the tower's form. Its `png` is empty: no server is sent videos."""
+    """A resized video for the tower. Its `png` is empty: rollout servers do not get videos."""
 
     is_video: ClassVar[bool] = True
 
@@ -30,23 +30,23 @@ class ProcessedVideo(ProcessedImage):
 
 
 class VideoProcessor:
-    """A model folder's video processor, for frames that are sampled already."""
+    """Video processor of a model folder, for videos whose frames are already sampled."""
 
     def __init__(self, video_processor: Any, cache: PatchCache) -> None:
-        """video_processor: transformers' Qwen2VLVideoProcessor or Qwen3VLVideoProcessor. Its own
-        bounds on pixels apply: Qwen3's are for all frames together, the others' for each.
+        """Wrap transformers' Qwen2VLVideoProcessor or Qwen3VLVideoProcessor. Its own pixel bounds
+        apply: of all frames together in Qwen3-VL, of each frame in the others.
         """
         self._processor = video_processor
         self._step: int = video_processor.temporal_patch_size
-        # None warns, and does what False does.
+        # None warns, and has the effect of False.
         self._cap = bool(video_processor.cap_pixels_per_frame)
         self._cache = cache
 
     def video(self, video: Video) -> ProcessedVideo:
-        """Patches and times of a video; the same files are processed once while they are kept.
+        """Decode and process a video, or return it from the cache.
 
-        Raises ValueError, with the reason, for frames that are no images or differ in size, for
-        a single one, and for more frames or pixels than the limits.
+        Raises ValueError for frames that are not images or differ in size, for a single frame, and
+        for more frames or pixels than the limits.
         """
         digest = _digest([repr(video.fps).encode(), *video.frames])
         processed = self._cache.get(digest)
@@ -58,9 +58,9 @@ class VideoProcessor:
         return processed
 
     def grid(self, video: Video) -> Grid:
-        """The video's grid from its frames' headers alone; raises ValueError as `video`.
+        """Return the video's grid from the headers of its frames. Raises ValueError as `video`.
 
-        h and w are swapped where EXIF data turn the frames.
+        h and w are swapped if EXIF data rotates the frames.
         """
         self._check_limits(video)
         width, height = _one_size(image_size(frame) for frame in video.frames)
@@ -77,9 +77,8 @@ class VideoProcessor:
         return len(self.times(video)), h, w
 
     def times(self, video: Video) -> tuple[float, ...]:
-        """Seconds at which each frame of the grid is shown: the mean of its first and last frame.
-
-        The last frame of the video is repeated where there are too few.
+        """Return the time of each frame of the grid in seconds: the mean of the times of its first
+        and last frame. The last frame of the video is repeated to fill the grid.
         """
         last = len(video.frames) - 1
         return tuple(
@@ -88,10 +87,12 @@ class VideoProcessor:
         )
 
     def _check_limits(self, video: Video) -> None:
-        """Before any pixel is decoded."""
+        """Check the number of frames and pixels before any pixel is decoded."""
         number, most = len(video.frames), self._processor.max_frames
         if number < 2:
-            raise ValueError(f"a video of {number} frames needs at least 2; or make it an image")
+            raise ValueError(
+                f"a video of {number} frames needs at least 2; or store it as an image"
+            )
         if number > most:
             raise ValueError(
                 f"a video of {number} frames has more than {most}, the max_frames of the model "

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.images import decode
+from megavlm.data.image_decoding import decode
 from megavlm.data.rows import Row
 from megavlm.evaluation.attempts import Attempt, Candidate, Question
 from megavlm.evaluation.map import spots, world_map

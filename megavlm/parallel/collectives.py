@@ -1,4 +1,4 @@
-"""Collectives over Python objects and over measures, on the groups of a mesh."""
+"""Collectives on Python objects and on measures, over the groups of a mesh."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,34 +13,34 @@ T = TypeVar("T")
 
 
 def scatter(parts: Sequence[T] | None, mesh: Mesh) -> T:
-    """The driver gives one part per rank, the others None; every rank gets its own."""
+    """Send each rank its part. The driver passes one part per rank, the others None. Collective."""
     received: list[Any] = [None]
-    given = None if parts is None else list(parts)
-    dist.scatter_object_list(received, given, src=0, group=mesh.objects)
+    sent = None if parts is None else list(parts)
+    dist.scatter_object_list(received, sent, src=0, group=mesh.objects)
     return received[0]
 
 
 def broadcast_object(value: T | None, mesh: Mesh) -> T:
-    """The driver's value on every rank."""
+    """Return the driver's value on every rank. Collective."""
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0, group=mesh.objects)
     return box[0]
 
 
 def barrier(mesh: Mesh) -> None:
-    """No rank goes on before all are here."""
+    """Block until all ranks arrive. Collective."""
     dist.barrier(group=mesh.objects)
 
 
 def any_rank(flag: bool) -> bool:
-    """True on all ranks if true on one."""
+    """Return True if the flag is True on any rank. Collective."""
     vote = torch.tensor(float(flag), device=platform.device())
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
     return vote.item() > 0
 
 
 def summing(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The sum of a tensor over the ranks of `group`, as a function; it changes its argument."""
+    """Return a collective function that sums a tensor over the ranks of `group`, in place."""
 
     def reduce(tensor: torch.Tensor) -> torch.Tensor:
         if group.size() > 1:
@@ -51,8 +51,9 @@ def summing(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def reduce_measures(reports: Sequence[dict[str, torch.Tensor]], mesh: Mesh) -> dict[str, float]:
-    """Sums over packs, data and context ranks; a measure whose name starts with `largest` is a
-    maximum instead. Reports come from the last pipeline stage; every rank gets the result.
+    """Sum measures over packs, data and context ranks; those whose names start with `largest` are
+    maxima instead. Reports come from the last pipeline stage; every rank gets the result.
+    Collective.
     """
     result = _reduce(reports, mesh.groups.dp_cp) if mesh.is_last_stage else None
     if mesh.layout.pipeline == 1:

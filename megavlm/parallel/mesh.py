@@ -1,4 +1,4 @@
-"""The mesh of ranks: how many per axis, and the process groups that megatron-core builds."""
+"""Mesh of ranks: the number of ranks per axis, and megatron-core's process groups."""
 
 import datetime
 import os
@@ -58,9 +58,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place and its groups. `objects` is a gloo group over all ranks, for Python
-    objects.
-    """
+    """Coordinates and process groups of this rank."""
 
     layout: Layout
     tensor_rank: int
@@ -70,10 +68,10 @@ class Mesh:
     expert_tensor_rank: int
     data_size: int
     data_rank: int
-    data_ranks: tuple[int, ...]  # of every rank in the world
-    pipeline_ranks: tuple[int, ...]  # of every rank in the world
+    data_ranks: tuple[int, ...]  # data rank of every rank in the world
+    pipeline_ranks: tuple[int, ...]  # pipeline rank of every rank in the world
     groups: ProcessGroupCollection
-    objects: dist.ProcessGroup
+    objects: dist.ProcessGroup  # gloo, all ranks: for Python objects
 
     @property
     def rank(self) -> int:
@@ -96,14 +94,14 @@ class Mesh:
         return self.layout.tensor
 
     def place(self, axis: ShardAxis) -> tuple[int, int]:
-        """This rank and the number of ranks on an axis that cuts tensors."""
+        """Return this rank's coordinate on an axis that shards tensors, and the axis's size."""
         if axis == "tensor":
             return self.tensor_rank, self.layout.tensor
         return self.expert_tensor_rank, self.layout.expert_tensor
 
 
 def init_distributed(timeout_minutes: float = 30.0) -> None:
-    """Joins the ranks that torchrun started; a program started without it is one rank."""
+    """Join the ranks that torchrun started. A program started without it is a single rank."""
     platform.start(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
@@ -118,7 +116,7 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
 
 
 def check_world(layout: Layout, world_size: int) -> None:
-    """ValueError where `world_size` ranks do not make the layout."""
+    """Raise ValueError if `world_size` ranks cannot be arranged in the layout."""
     if world_size % layout.model_size:
         raise ValueError(
             f"parallel.tensor={layout.tensor} x parallel.context={layout.context} x "
@@ -140,7 +138,7 @@ def check_world(layout: Layout, world_size: int) -> None:
 
 
 def build_mesh(layout: Layout | None = None, *, seed: int = 0) -> Mesh:
-    """megatron-core's groups for a layout. A second call replaces the first one's."""
+    """Build megatron-core's groups for a layout. A second call replaces them. Collective."""
     layout = layout or Layout()
     world_size, rank = dist.get_world_size(), dist.get_rank()
     check_world(layout, world_size)
@@ -185,7 +183,9 @@ def build_mesh(layout: Layout | None = None, *, seed: int = 0) -> Mesh:
 
 
 def shutdown() -> None:
-    """Every rank ends with a barrier: without it gloo ranks abort at exit now and then."""
+    """Destroy the process groups after a barrier: without it gloo ranks may abort at exit.
+    Collective.
+    """
     if dist.is_initialized():
         dist.barrier()
         parallel_state.destroy_model_parallel()

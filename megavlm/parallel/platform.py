@@ -1,9 +1,9 @@
-"""Where the program runs: a GPU with NCCL, or a CPU with gloo.
+"""Device of the process: a GPU with NCCL, or a CPU with gloo. The only module that uses torch.cuda.
 
 megatron-core 0.16.1 assumes CUDA. `install` makes its training path run on a CPU; it is called
-once, before the first `import megatron`, and does nothing where a GPU is. It replaces only calls
-about waiting, allocation and random states, and two classes that Transformer Engine would provide:
-no model code, arithmetic or communication. Nothing else in megavlm asks which device it is on.
+once, before the first `import megatron`, and does nothing on a machine with a GPU. It replaces only
+calls about synchronization, allocation and random states, and two classes of Transformer Engine: no
+model code, arithmetic or communication.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ def has_gpu() -> bool:
 
 
 def num_gpus() -> int:
-    """GPUs of this machine that this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count() if has_gpu() else 0
 
 
 def device() -> torch.device:
-    """The device of this rank; on a GPU machine the one that `start` selected."""
+    """Return the device of this rank: the GPU that `start` selected, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
@@ -37,10 +37,8 @@ def backend() -> str:
 
 
 def start(local_rank: int) -> None:
-    """Selects this rank's device. On a CPU the ranks of one machine share its cores: one thread
-    each.
-    """
-    # Sequence parallelism overlaps communication with compute in the order of one queue.
+    """Select this rank's device. CPU ranks share the cores of a machine: one thread each."""
+    # Sequence parallelism relies on one hardware queue for the order of communication and compute.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_gpu():
         torch.cuda.set_device(local_rank)
@@ -49,37 +47,37 @@ def start(local_rank: int) -> None:
 
 
 def join(device: torch.device) -> None:
-    """Has the calling thread, a new one, work on the device of the thread that made it."""
+    """Make the calling thread use `device`, the device of the thread that started it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def device_uuid(index: int) -> str:
-    """The GPU's own name, the same in processes that number their GPUs differently."""
+    """Return the UUID of a GPU, the same in processes that number their GPUs differently."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def synchronize() -> None:
-    """Waits for the device's queued work."""
+    """Block until the device's queued work is done."""
     if has_gpu():
         torch.cuda.synchronize()
 
 
 def free_cached_memory() -> None:
-    """Gives freed memory back to the device, for other processes."""
+    """Return cached memory to the device, for other processes."""
     if has_gpu():
         torch.cuda.empty_cache()
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has held: allocated on the GPU, or resident on a CPU."""
+    """Return this process's peak memory: allocated on the GPU, or resident on a CPU."""
     if has_gpu():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class _Done:
-    """Stands in for a CUDA stream or event: on a CPU all work has already happened."""
+    """Stand-in for a CUDA stream or event: on a CPU all work is already done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -147,14 +145,14 @@ class Adam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Makes megatron-core run on a CPU. Idempotent; without effect where a GPU is."""
+    """Make megatron-core run on a CPU. Idempotent; does nothing on a machine with a GPU."""
     if has_gpu() or torch.cuda.synchronize is _nothing:
         return
-    # Its functions keep torch's factories as defaults: those that it saw when it was imported.
+    # megatron-core binds torch's factories as defaults when it is imported.
     assert "megatron.core" not in sys.modules, "install the platform before importing megatron"
-    # Each of its modules says that Transformer Engine and Apex are missing: on a CPU they are.
+    # Its modules warn that Transformer Engine and Apex are missing, which a CPU does not need.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", module="megatron")
-    # What megatron-core calls, torch renames; nothing that a user could change.
+    # megatron-core calls functions that torch renamed; users cannot change that.
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated")
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
     os.environ["TORCHDYNAMO_DISABLE"] = (
@@ -180,8 +178,8 @@ def _replace_waiting() -> None:
 
 def _replace_allocation() -> None:
     with torch.device("cpu"):
-        # torch lists the factories that obey `with torch.device(...)` at the first use of one: it
-        # must list the real ones.
+        # At its first use `with torch.device(...)` lists the factories it applies to, which must be
+        # the original ones.
         torch.empty(0)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     for name in (
@@ -214,7 +212,7 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def _replace_random_states() -> None:
-    """The CUDA generator is the CPU's."""
+    """Replace the CUDA generator by the CPU's."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
@@ -223,7 +221,7 @@ def _replace_random_states() -> None:
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     logging.getLogger(random.__name__).setLevel(
         logging.ERROR
-    )  # "CPU RNG state changed": yes, on purpose
+    )  # "CPU RNG state changed", which is intended
 
 
 def _replace_optimizer() -> None:
@@ -236,7 +234,7 @@ def _replace_optimizer() -> None:
 
 
 def _replace_expert_helpers() -> None:
-    """A name that only Transformer Engine defines, and sizes that megatron makes numpy on a GPU
+    """Define a name of Transformer Engine, and convert sizes to numpy, which megatron does on GPUs
     only.
     """
     from megatron.core.transformer.moe import moe_utils, token_dispatcher

@@ -21,7 +21,7 @@ from megavlm.checkpointing.folder import MANIFEST, PEFT_CONFIG, is_checkpoint
 from megavlm.config.algorithm import SFT, PolicyOptimization
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
-from megavlm.data.images import decode
+from megavlm.data.image_decoding import decode
 from megavlm.data.rows import Row, Rows
 from megavlm.environments.registry import BUILT_IN
 from megavlm.environments.registry import check as check_name

@@ -1,4 +1,4 @@
-"""Images that nobody vouches for, from file to prompt: used, or left out with a reason."""
+"""Untrusted images, from file to prompt: used, or skipped with a reason."""
 
 import io
 import subprocess
@@ -19,7 +19,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.demo.tiny_model import make_tiny_model
 from tests.conftest import DATA
-from tests.unit.data.test_images import bomb, encode
+from tests.unit.data.test_image_decoding import bomb, encode
 
 ROOT = Path(__file__).parents[2]
 NOISE = np.random.default_rng(0).integers(0, 255, (60, 90, 3), dtype=np.uint8)
@@ -109,7 +109,7 @@ def test_the_extension_says_nothing(tmp_path: Path, processor: Processor) -> Non
 def test_memory_is_bounded(name: str) -> None:
     """In a process of its own, whose peak is nobody else's."""
     script = (
-        "import resource, sys; from megavlm.data.images import decode\n"
+        "import resource, sys; from megavlm.data.image_decoding import decode\n"
         "data = sys.stdin.buffer.read()\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"

@@ -43,7 +43,7 @@ def test_parquet_metadata_with_a_pickle(tmp_path: Path) -> None:
 def test_other_files_are_no_data(tmp_path: Path, name: str) -> None:
     canary = tmp_path / "canary"
     (tmp_path / name).write_bytes(pickle.dumps(Canary(canary)))
-    with pytest.raises(ValueError, match="no data file by its name"):
+    with pytest.raises(ValueError, match="not a data file by its name"):
         read_rows([str(tmp_path / name)])
     assert not canary.exists()
 

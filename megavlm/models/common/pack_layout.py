@@ -17,7 +17,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megavlm.data.context import Run
+from megavlm.data.context_parallel import SegmentRun
 from megavlm.data.packing import Pack
 
 
@@ -67,7 +67,7 @@ class PackLayout(PackedSeqParams):
     qkv_format: str = "sbhd"
     token_index: Tensor
     gather_index: Tensor
-    runs: tuple[Run, ...]
+    runs: tuple[SegmentRun, ...]
     segment_ids: Tensor
     ancestors: Tensor
     parents: tuple[int, ...]
@@ -141,13 +141,13 @@ def attends(query: Tensor, key: Tensor, segment_ids: Tensor, ancestors: Tensor) 
 
 
 def causal_sequences(
-    runs: Iterable[Run], parents: Sequence[int], segment_bounds: Sequence[int]
+    runs: Iterable[SegmentRun], parents: Sequence[int], segment_bounds: Sequence[int]
 ) -> list[CausalSequence]:
     """Return the causal sequences of runs, in their order. A run that starts where its parent's
     ends is joined with it.
     """
     sequences: list[CausalSequence] = []
-    previous: Run | None = None
+    previous: SegmentRun | None = None
     for run in runs:
         own = (segment_bounds[run.segment], run.end)
         if (

@@ -14,8 +14,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from megavlm.config.data import Data
+from megavlm.data.image_decoding import decode
 from megavlm.data.image_processing import ImageProcessor, PatchCache
-from megavlm.data.images import decode
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import SPECIAL_TOKENS
@@ -35,7 +35,7 @@ def folder(folder_of: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> Processor:
-    return Processor(folder, Data(DATA))
+    return Processor(folder, DATA)
 
 
 @cache
@@ -69,7 +69,7 @@ def test_patches_equal_autoprocessor_on_the_source_and_on_the_png(
     folder_of: Callable[[str], Path], family: str, patch: int, size: tuple[int, int], mode: str
 ) -> None:
     hf = auto_processor(folder_of(family))
-    processor = Processor(folder_of(family), Data(DATA))
+    processor = Processor(folder_of(family), DATA)
     data = image(size, mode)
     ours = processor.prompt(row("<image>?", data)).images[0]
     for source in (decode(data), Image.open(io.BytesIO(data)), Image.open(io.BytesIO(ours.png))):
@@ -171,7 +171,7 @@ def test_same_content_has_one_key_and_same_bytes_are_processed_once(processor: P
 
 def test_cache_forgets_the_least_recently_used(folder: Path) -> None:
     size = 16 * 1176 * 4  # bytes of the patches of one 56 x 56 image
-    processor = Processor(folder, Data(DATA, cache_bytes=2 * size))
+    processor = Processor(folder, DATA, cache_bytes=2 * size)
     data = [image((56, 56), seed=seed) for seed in range(3)]
 
     def one(index: int) -> int:
@@ -200,10 +200,10 @@ def test_errors_name_the_row(folder: Path, processor: Processor) -> None:
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.folder: .* has no config\.json"):
-        Processor(tmp_path, Data(DATA))
+        Processor(tmp_path, DATA)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match=r"model\.folder: .* does not load as a Qwen-VL model"):
-        Processor(tmp_path, Data(DATA))
+        Processor(tmp_path, DATA)
 
 
 def test_answers_and_suppressed_ids(folder: Path, processor: Processor) -> None:

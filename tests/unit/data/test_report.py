@@ -18,9 +18,9 @@ from megavlm.data.processor import Processor
 from megavlm.data.report import write_data_report
 from megavlm.data.rows import Rows
 from megavlm.data.summary import MAX_REASONS, Summary, evenly, summarize
-from megavlm.run import data_report
+from megavlm.run.data_report import data_report
 from tests.conftest import DATA
-from tests.unit.data.test_images import encode
+from tests.unit.data.test_image_decoding import encode
 
 LONG = "q " * 500
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -121,7 +121,7 @@ def test_a_recipe_s_report(
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     folder = f"model.folder={folder_of('qwen2_5_vl')}"
     files = f"data.test_files=[{tmp_path / 'x.jsonl'}]"
-    html = data_report.data_report(load(write_recipe(), [folder, files])).read_text()
+    html = data_report(load(write_recipe(), [folder, files])).read_text()
     assert "Training data" in html and "Test data" in html
     assert "x.jsonl:1: the line has half a surrogate pair" in html
 
@@ -137,7 +137,7 @@ def test_a_report_that_cannot_be_made_is_refused(
     write_recipe: Callable[..., Path], overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        data_report.data_report(load(write_recipe(), overrides))
+        data_report(load(write_recipe(), overrides))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -179,7 +179,7 @@ def test_bad_files_and_columns_are_named(tmp_path: Path) -> None:
         ("../secret.png", "leaves the data file's folder"),
         ("/etc/hostname", "leaves the data file's folder"),
         ("link.png", "leaves the data file's folder"),
-        ("http://169.254.169.254/x.png", "169.254.169.254 is no address of the public internet"),
+        ("http://169.254.169.254/x.png", "169.254.169.254 is not a public address"),
         ("file:///etc/hostname", "only http, https and data URLs are read"),
         ("absent.png", "no image at"),
     ],

@@ -49,7 +49,7 @@ def test_jsonl_s_escapes_and_byte_order_mark(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", r"x\.jsonl:1: the line is not JSON"),
-        ("[1]", r"x\.jsonl:1: the line is no JSON object"),
+        ("[1]", r"x\.jsonl:1: the line is not a JSON object"),
         ("[" * 100_000, r"x\.jsonl:1: the line is not JSON"),
         ('{"problem": "q"}', r"x\.jsonl:1: 'answer' is None; it must be text"),
         ('{"problem": "q", "answer": NaN}', r"x\.jsonl:1: 'answer' is None; it must be text"),
@@ -251,7 +251,7 @@ def test_files_and_globs(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match=r"none-\*\.jsonl: no such data file"):
         expand([str(tmp_path / "none-*.jsonl")])
-    with pytest.raises(ValueError, match=r"notes\.txt: no data file by its name"):
+    with pytest.raises(ValueError, match=r"notes\.txt: not a data file by its name"):
         expand([str(tmp_path / "notes.txt")])
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from megavlm.config.data import Data
-from megavlm.data.images import decode
+from megavlm.data.image_decoding import decode
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
 from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
@@ -20,7 +20,7 @@ from megavlm.models.registry import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.conftest import DATA
 from tests.unit.data.rope_index import rope_index
-from tests.unit.data.test_images import bomb, encode
+from tests.unit.data.test_image_decoding import bomb, encode
 
 Folders = Callable[[str], Path]
 
@@ -199,7 +199,7 @@ def turned_differently() -> Video:
     ("item", "message"),
     [
         (Video((), 2.0), r"a video of 0 frames needs at least 2"),
-        (video(1), r"a video of 1 frames needs at least 2; or make it an image"),
+        (video(1), r"a video of 1 frames needs at least 2; or store it as an image"),
         (Video(video(1).frames * 769, 2.0), r"769 frames has more than 768, the max_frames"),
         (Video((bomb(8000, 8000),) * 3, 2.0), rf"3 frames with 192000000 pixels .* {2**27};"),
         (Video((image((40, 40)), image((40, 41))), 2.0), r"frames have 2 sizes"),

@@ -1,4 +1,4 @@
-"""Images from bytes that nobody vouches for."""
+"""Decoding of untrusted images."""
 
 import struct
 import warnings
@@ -7,12 +7,12 @@ from io import BytesIO
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-# What training data holds. Pillow's other formats are rarer than the flaws in their decoders.
+# Formats of training data. Pillow's other decoders are rarely needed and have had more flaws.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 2**26  # 64 megapixels: 192 MiB as RGB
 
-# What Pillow raises for broken content, beside its own errors (all of them OSErrors). TypeError: a
-# PNG's text, stored under a name that Pillow uses for something else.
+# Errors that Pillow raises for broken content, besides its own (all of them OSErrors). TypeError
+# comes from a PNG text stored under a name that Pillow uses for something else.
 _DECODE_ERRORS = (
     OSError,
     ValueError,
@@ -36,14 +36,15 @@ _TURNS: dict[object, Image.Transpose] = {
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image as RGB, turned upright as its EXIF orientation says; an animation's first frame.
+    """Decode an image to RGB, turned upright by its EXIF orientation; of an animation the first
+    frame.
 
-    An orientation that cannot be read turns nothing. Transparency is dropped, as transformers'
-    image processors drop it; 16-bit greys are scaled to 8 bits, where Pillow alone would clip
-    nearly all of them to white.
+    An orientation that cannot be read is ignored. Transparency is dropped, as transformers' image
+    processors drop it. 16-bit greys are scaled to 8 bits, where Pillow alone would clip nearly all
+    of them to white.
 
-    Raises ValueError, with the reason, for bytes that are no image in one of FORMATS, are cut
-    short, or declare more than max_pixels; a size is refused before its pixels are decoded.
+    Raises ValueError for bytes that are not an image in one of FORMATS, are truncated, or declare
+    more than max_pixels, which is checked before any pixel is decoded.
     """
     with _open(data, max_pixels) as image:
         try:
@@ -58,13 +59,13 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def image_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """(width, height) as stored, read from the header alone; raises ValueError as `decode`."""
+    """Return (width, height) as stored, from the header alone. Raises ValueError as `decode`."""
     with _open(data, max_pixels) as image:
         return image.size
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    # ImageOps.exif_transpose also writes the tags anew, and raises for those that are odd.
+    # ImageOps.exif_transpose also rewrites the tags, and raises for malformed ones.
     try:
         return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
     except _DECODE_ERRORS:
@@ -74,7 +75,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 def _open(data: bytes, max_pixels: int) -> Image.Image:
     try:
         with warnings.catch_warnings():
-            # Our limit is lower than the one that Pillow warns at.
+            # max_pixels is lower than the limit at which Pillow warns.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.context import Run, cut, tokens_of
+from megavlm.data.context_parallel import SegmentRun, run_tokens, split_segments
 
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 
@@ -18,8 +18,8 @@ def bounds_of(sizes: list[int]) -> list[int]:
 @given(sizes, st.integers(1, 5))
 def test_ranks_partition_the_tokens_evenly(sizes: list[int], context_size: int) -> None:
     bounds = bounds_of(sizes)
-    ranks = cut(bounds, context_size)
-    tokens = [tokens_of(runs).tolist() for runs in ranks]
+    ranks = split_segments(bounds, context_size)
+    tokens = [run_tokens(runs).tolist() for runs in ranks]
     assert sorted(token for held in tokens for token in held) == list(range(bounds[-1]))
     assert all(held == sorted(held) for held in tokens)
     counts = [len(held) for held in tokens]
@@ -35,7 +35,7 @@ def test_a_rank_holds_an_early_and_the_opposite_late_chunk(
     sizes: list[int], context_size: int
 ) -> None:
     bounds = bounds_of(sizes)
-    ranks = cut(bounds, context_size)
+    ranks = split_segments(bounds, context_size)
     for segment, size in enumerate(sizes):
         owner = torch.full((size,), -1)
         for rank, runs in enumerate(ranks):
@@ -55,12 +55,12 @@ def test_a_rank_holds_an_early_and_the_opposite_late_chunk(
 
 
 def test_short_segments_go_round() -> None:
-    ranks = cut([0, 1, 2, 3, 4], 2)
+    ranks = split_segments([0, 1, 2, 3, 4], 2)
     assert [[run.segment for run in runs] for runs in ranks] == [[0, 2], [1, 3]]
 
 
 def test_one_rank_holds_whole_segments() -> None:
-    assert cut([0, 5, 7], 1) == [(Run(0, 0, 5), Run(1, 5, 7))]
+    assert split_segments([0, 5, 7], 1) == [(SegmentRun(0, 0, 5), SegmentRun(1, 5, 7))]
 
 
 @pytest.mark.parametrize("context_size", [2, 4, 8])
@@ -69,7 +69,7 @@ def test_attended_pairs_are_balanced(context_size: int) -> None:
     prompt, responses = 3000, [50, 111, 237, 400, 523, 666, 731, 800]
     bounds = bounds_of([prompt, *responses])
     pairs = []
-    for runs in cut(bounds, context_size):
+    for runs in split_segments(bounds, context_size):
         count = 0
         for run in runs:
             for token in range(run.first, run.end):

@@ -1,21 +1,21 @@
-"""The order in which rows are drawn: an endless sequence that a few numbers continue."""
+"""Samplers of rows: an endless order whose state is a few numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-# Blocks that are shuffled together are in memory together (see rows.CACHE_BYTES).
+# Blocks that are shuffled together are in memory together (rows.CACHE_BYTES).
 WINDOW_BYTES = 2**27
 
 
 def epoch_order(
     block_rows: Sequence[int], block_bytes: Sequence[int], seed: int, epoch: int
 ) -> np.ndarray:
-    """A permutation [n] of all rows, which touches only WINDOW_BYTES of blocks at a time.
+    """Return a permutation [n] of all rows that needs only WINDOW_BYTES of blocks at a time.
 
-    Data of up to WINDOW_BYTES is shuffled whole. Of more, the blocks are shuffled and put into
-    windows, and the rows of each window are shuffled: rows of one block stay near each other.
+    Data of up to WINDOW_BYTES is shuffled as a whole. Larger data is shuffled by blocks, which are
+    grouped into windows, and the rows of each window are shuffled: rows of a block stay together.
     """
     rng = np.random.default_rng([seed, epoch])
     if sum(block_bytes) <= WINDOW_BYTES:
@@ -34,8 +34,8 @@ def epoch_order(
     return np.concatenate(windows)
 
 
-class Part:
-    """The rows of one data set among all rows, and its shuffled epochs."""
+class DataSetOrder:
+    """Shuffled epochs of one data set, whose rows are consecutive among all rows."""
 
     def __init__(
         self, first: int, block_rows: Sequence[int], block_bytes: Sequence[int], seed: int
@@ -47,7 +47,7 @@ class Part:
         self._order = np.empty(0, dtype=np.int64)
 
     def row(self, drawn: int) -> int:
-        """The index of the row that is drawn after `drawn` others of this set."""
+        """Return the index of the row that follows `drawn` earlier draws from this data set."""
         epoch, position = divmod(drawn, self.size)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -55,32 +55,27 @@ class Part:
         return self._first + int(self._order[position])
 
 
-class Draws:
-    """An endless iterator over row indices: each data set's epochs, mixed by weight.
+class RowSampler:
+    """Endless iterator over row indices: the epochs of each data set, mixed by weight.
 
-    The next row is of the set that is furthest behind its share, so that after any number of draws
-    every set has been drawn within one of its share of them.
+    The next row is of the data set that is furthest behind its share. After any number of draws,
+    the rows drawn from every set are within one of its share.
     """
 
-    def __init__(self, parts: Sequence[Part], weights: Sequence[float]) -> None:
-        self._parts = parts
+    def __init__(self, data_sets: Sequence[DataSetOrder], weights: Sequence[float]) -> None:
+        self._data_sets = data_sets
         self._shares = np.array(weights, dtype=np.float64) / sum(weights)
-        self._drawn = [0] * len(parts)
+        self._drawn = [0] * len(data_sets)
 
-    def __iter__(self) -> "Draws":
+    def __iter__(self) -> "RowSampler":
         return self
 
     def __next__(self) -> int:
         behind = self._shares * (sum(self._drawn) + 1) - self._drawn
         number = int(np.argmax(behind))
-        row = self._parts[number].row(self._drawn[number])
+        row = self._data_sets[number].row(self._drawn[number])
         self._drawn[number] += 1
         return row
-
-    @property
-    def epoch(self) -> int:
-        """How often the set that has been gone through least has been, whole."""
-        return min(n // part.size for n, part in zip(self._drawn, self._parts, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": list(self._drawn)}
@@ -89,13 +84,13 @@ class Draws:
         self._drawn = list(state["drawn"])
 
 
-class BatchDraws:
-    """`size` draws at a time; what torchdata's loader takes as a batch sampler."""
+class BatchSampler:
+    """Batch sampler of torchdata's loader: lists of `size` row indices."""
 
-    def __init__(self, draws: Draws, size: int) -> None:
+    def __init__(self, draws: RowSampler, size: int) -> None:
         self._draws, self._size = draws, size
 
-    def __iter__(self) -> "BatchDraws":
+    def __iter__(self) -> "BatchSampler":
         return self
 
     def __next__(self) -> list[int]:

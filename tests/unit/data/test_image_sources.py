@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megavlm.data import references
+from megavlm.data import image_sources
 from megavlm.data.chat import Message, read_chat
-from megavlm.data.references import Place, image_bytes, is_url
+from megavlm.data.image_sources import DataFolder, image_bytes, is_url
 from tests.conftest import png, read_rows
 
 
@@ -25,7 +25,7 @@ def encoded(format_: str) -> bytes:
 
 @pytest.mark.parametrize("format_", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_base64_and_data_urls(tmp_path: Path, format_: str) -> None:
-    data, place = encoded(format_), Place(str(tmp_path))
+    data, place = encoded(format_), DataFolder(str(tmp_path))
     text = base64.b64encode(data).decode()
     assert image_bytes(text, place) == data
     assert image_bytes(text[:76] + "\n" + text[76:], place) == data
@@ -37,7 +37,7 @@ def test_base64_and_data_urls(tmp_path: Path, format_: str) -> None:
 def test_structs_and_paths(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.png").write_bytes(b"file")
-    place = Place(str(tmp_path))
+    place = DataFolder(str(tmp_path))
     assert image_bytes({"bytes": b"bytes", "path": "a/x.png"}, place) == b"bytes"
     assert image_bytes({"bytes": None, "path": "a/x.png"}, place) == b"file"
     assert image_bytes("a/x.png", place) == b"file"
@@ -67,15 +67,15 @@ def test_structs_and_paths(tmp_path: Path) -> None:
 )
 def test_what_is_no_image_is_refused(tmp_path: Path, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        image_bytes(value, Place(str(tmp_path)))
+        image_bytes(value, DataFolder(str(tmp_path)))
 
 
 def test_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(references, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(image_sources, "MAX_FILE_BYTES", 10)
     (tmp_path / "x.png").write_bytes(b"x" * 11)
     for value in (b"x" * 11, "x.png", "data:;base64," + "A" * 40):
         with pytest.raises(ValueError, match="more than the limit of 10"):
-            image_bytes(value, Place(str(tmp_path)))
+            image_bytes(value, DataFolder(str(tmp_path)))
 
 
 def test_what_needs_the_network() -> None:

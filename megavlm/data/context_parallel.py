@@ -1,7 +1,7 @@
-"""How the tokens of a pack are shared out over context ranks.
+"""Distribution of a pack's tokens over context-parallel ranks.
 
-Each segment is cut into 2C consecutive chunks for C ranks; rank r holds the chunks r and
-2C - 1 - r. A token's work grows with its place in the segment, so an early and a late chunk
+Each segment is split into 2C consecutive chunks for C ranks; rank r holds the chunks r and
+2C - 1 - r. The cost of a token grows with its position in the segment, so an early and a late chunk
 together cost every rank about the same.
 """
 
@@ -13,24 +13,25 @@ import torch
 from torch import Tensor
 
 
-class Run(NamedTuple):
-    """Consecutive tokens `first` to `end` - 1 of a pack, all of one segment."""
+class SegmentRun(NamedTuple):
+    """Consecutive tokens of one segment: `first` to `end` - 1 of the pack."""
 
     segment: int
     first: int
     end: int
 
 
-def cut(segment_bounds: Sequence[int], context_size: int) -> list[tuple[Run, ...]]:
-    """The runs of each context rank, ascending.
+def split_segments(
+    segment_bounds: Sequence[int], context_size: int
+) -> list[tuple[SegmentRun, ...]]:
+    """Return the runs of each context rank, ascending.
 
-    segment_bounds: first token of each segment, then the number of tokens.
-
-    Chunks of a segment differ by at most one token, and ranks by at most one token in all: where
-    the number of tokens is a multiple of context_size, every rank holds equally many.
+    segment_bounds: first token of each segment, then the number of tokens. Chunks of a segment
+    differ by at most one token, and the ranks' totals, too: all are equal if the number of tokens
+    is a multiple of context_size.
     """
     loads = [0] * context_size
-    runs: list[list[Run]] = [[] for _ in loads]
+    runs: list[list[SegmentRun]] = [[] for _ in loads]
     for segment, first in enumerate(segment_bounds[:-1]):
         sizes = _chunk_sizes(segment_bounds[segment + 1] - first, loads)
         bounds = list(accumulate(sizes, initial=first))
@@ -38,16 +39,16 @@ def cut(segment_bounds: Sequence[int], context_size: int) -> list[tuple[Run, ...
             early, late = rank, len(sizes) - 1 - rank
             loads[rank] += sizes[early] + sizes[late]
             if late == early + 1:  # neighbours
-                pieces = [Run(segment, bounds[early], bounds[late + 1])]
+                pieces = [SegmentRun(segment, bounds[early], bounds[late + 1])]
             else:
-                pieces = [Run(segment, bounds[i], bounds[i + 1]) for i in (early, late)]
+                pieces = [SegmentRun(segment, bounds[i], bounds[i + 1]) for i in (early, late)]
             runs[rank].extend(run for run in pieces if run.end > run.first)
     return [tuple(of_rank) for of_rank in runs]
 
 
 def _chunk_sizes(size: int, loads: Sequence[int]) -> list[int]:
-    """Of a segment's 2C chunks. What does not divide goes to the ranks that have least so far, one
-    token to each chunk.
+    """Return the sizes of a segment's 2C chunks. The remainder goes to the ranks with the fewest
+    tokens so far, one token per chunk.
     """
     context_size = len(loads)
     each, rest = divmod(size, 2 * context_size)
@@ -61,7 +62,7 @@ def _chunk_sizes(size: int, loads: Sequence[int]) -> list[int]:
     return chunks
 
 
-def tokens_of(runs: Iterable[Run]) -> Tensor:
-    """Pack indices [t] of the tokens of `runs`, run after run."""
+def run_tokens(runs: Iterable[SegmentRun]) -> Tensor:
+    """Return the pack indices [t] int64 of the tokens of `runs`, run after run."""
     pieces = [torch.arange(run.first, run.end) for run in runs]
     return torch.cat([torch.empty(0, dtype=torch.long), *pieces])

@@ -1,6 +1,7 @@
-"""What a data set puts where an image is meant, as the bytes of the image's file.
+"""Encoded images from the cells of an image column.
 
-Bytes; a path beside the data file; base64; a data: URL; an http(s) URL; a struct of bytes and path.
+A cell holds bytes, a path beside the data file, base64, a data: URL, an http(s) URL, or a struct of
+bytes and path.
 """
 
 import base64
@@ -11,26 +12,28 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
 from megavlm.data.fetch import fetch
-from megavlm.data.files import is_remote, locate
+from megavlm.data.files import find_filesystem, has_protocol
 
 MAX_FILE_BYTES = 2**26  # of an encoded image
 
-# How base64 begins of PNG, JPEG, GIF, WEBP and BMP. A path that began so would be 60 characters
-# without a dot.
+# Base64 of PNG, JPEG, GIF, WEBP and BMP. A path of this form would be over 40 characters long and
+# have no dot.
 _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where relative paths start: the data file's folder, or its URL."""
+class DataFolder:
+    """Folder of a data file, or its URL, from which relative paths start."""
 
     folder: str
 
     def read(self, name: str) -> bytes:
-        """Raises ValueError for a path that leaves the folder, or where there is no file."""
+        """Read an image file. Raises ValueError for a path that leaves the folder, or without a
+        file.
+        """
         try:
-            return self._read_remote(name) if is_remote(self.folder) else self._read_local(name)
+            return self._read_remote(name) if has_protocol(self.folder) else self._read_local(name)
         except OSError as error:
             raise ValueError(f"no image at {name!r} beside the data ({error})") from error
 
@@ -48,19 +51,21 @@ class Place:
     def _read_remote(self, name: str) -> bytes:
         if name.startswith("/") or ".." in name.split("/") or "::" in name:
             raise _leaves(name)
-        filesystem, path = locate(f"{self.folder}/{name}")
+        filesystem, path = find_filesystem(f"{self.folder}/{name}")
         size = filesystem.size(path)
         if size is not None and size > MAX_FILE_BYTES:
             raise _too_large(size)
         return filesystem.cat_file(path)
 
 
-def image_bytes(value: object, place: Place) -> bytes:
-    """The encoded image; nothing of it is decoded. Raises ValueError with the reason."""
+def image_bytes(value: object, folder: DataFolder) -> bytes:
+    """Return the encoded image of a cell, without decoding it. Raises ValueError for a cell that
+    has none.
+    """
     if isinstance(value, dict):
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
     if isinstance(value, str) and value:
-        return _of_text(value, place)
+        return _of_text(value, folder)
     if not isinstance(value, bytes):
         raise ValueError("an image has neither bytes nor a path")
     if len(value) > MAX_FILE_BYTES:
@@ -69,13 +74,13 @@ def image_bytes(value: object, place: Place) -> bytes:
 
 
 def is_url(value: object) -> bool:
-    """Whether it takes the network to get the image."""
+    """Return True if the image must be fetched over http(s)."""
     if isinstance(value, dict):
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
     return isinstance(value, str) and value[:8].lower().startswith(("http://", "https://"))
 
 
-def _of_text(text: str, place: Place) -> bytes:
+def _of_text(text: str, folder: DataFolder) -> bytes:
     scheme = _SCHEME.match(text)
     name = scheme[1].lower() if scheme else ""
     if name == "data":
@@ -89,7 +94,7 @@ def _of_text(text: str, place: Place) -> bytes:
         )
     if _BASE64.fullmatch(text):
         return _base64(text)
-    return place.read(text)
+    return folder.read(text)
 
 
 def _data_url(text: str) -> bytes:

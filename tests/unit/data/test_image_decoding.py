@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from megavlm.data.images import FORMATS, decode, image_size
+from megavlm.data.image_decoding import FORMATS, decode, image_size
 
 NOISE = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
 
@@ -139,7 +139,7 @@ def test_bombs_are_refused_from_their_header(size: tuple[int, int]) -> None:
 
 def test_a_bomb_costs_no_memory() -> None:
     script = (
-        "import resource, sys; from megavlm.data.images import decode\n"
+        "import resource, sys; from megavlm.data.image_decoding import decode\n"
         "data = sys.stdin.buffer.read()\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"

@@ -5,20 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.data import order
-from megavlm.data.order import Draws, Part, epoch_order
+from megavlm.data import sampler
+from megavlm.data.sampler import DataSetOrder, RowSampler, epoch_order
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 3), st.integers(1, 40))
 def test_an_epoch_is_a_permutation(rows: list[int], epoch: int, window: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "WINDOW_BYTES", window)
+        patch.setattr(sampler, "WINDOW_BYTES", window)
         drawn = epoch_order(rows, rows, seed=0, epoch=epoch)
     assert sorted(drawn.tolist()) == list(range(sum(rows)))
 
 
 def test_large_data_is_drawn_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "WINDOW_BYTES", 300)
+    monkeypatch.setattr(sampler, "WINDOW_BYTES", 300)
     rows, size = [10] * 20, [100] * 20
     drawn = epoch_order(rows, size, seed=0, epoch=0) // 10
     windows = [set(drawn[start : start + 30].tolist()) for start in range(0, 200, 30)]
@@ -31,8 +31,10 @@ def test_large_data_is_drawn_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPa
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(0, 60), st.integers(0, 20))
 def test_draws_resume_exactly_and_keep_shares(weights: list[float], n: int, more: int) -> None:
-    def make() -> Draws:
-        return Draws([Part(100 * i, [3, 4], [1, 1], 5) for i in range(len(weights))], weights)
+    def make() -> RowSampler:
+        return RowSampler(
+            [DataSetOrder(100 * i, [3, 4], [1, 1], 5) for i in range(len(weights))], weights
+        )
 
     draws = make()
     drawn = [next(draws) for _ in range(n)]
