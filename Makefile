@@ -64,7 +64,7 @@ bench: setup ## run and print the benchmarks; nothing passes or fails by them
 
 docs: setup $(DOCS_STAMP) ## build the documentation in build/docs; a broken link fails
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet
-	@echo "The documentation is in build/docs/index.html"
+	@echo "The documentation is in build/docs/index.html (with search: python3 -m http.server -d build/docs)"
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(DOCS_LOCK)
