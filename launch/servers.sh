@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The rollout servers of one node: COUNT of them on GPUS GPUs each, at ports from PORT on. They end
-# with this process. The keys come in the environment and leave it here.
+# Start the rollout servers of one node: COUNT of them on GPUS GPUs each, at ports from PORT on. They end
+# with this process. The keys are taken out of the environment here.
 #
 #   launch/servers.sh HOST PORT COUNT GPUS [SGLang arguments]
 set -euo pipefail

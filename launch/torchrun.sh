@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A recipe on the GPUs of one node, with torchrun in plain sight. `megavlm train RECIPE` does the
-# same in one command, and also forwards signals and sweeps up; use this to pass torchrun options.
+# Run a recipe on the GPUs of one node with torchrun. `megavlm train RECIPE` does the same in one
+# command, forwards signals and leaves no process behind; use this script to pass torchrun options.
 #
 #   launch/torchrun.sh RECIPE NUM_RANKS [key=value ...]
 set -euo pipefail
@@ -12,7 +12,7 @@ fi
 recipe=$1 num_ranks=$2
 shift 2
 
-# Once, before any rank starts: files, columns, images, and the layout against the world size.
+# Check once, before any rank starts: files, columns, images, and the layout against the world size.
 WORLD_SIZE=$num_ranks megavlm train "$recipe" "$@" --dry-run >/dev/null
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec torchrun --standalone --nproc-per-node "$num_ranks" -m megavlm train "$recipe" "$@"
