@@ -152,7 +152,7 @@ CASES: dict[str, tuple[Spoil, str]] = {
     "another model": (rewritten(narrow), r"self_attn\.k_proj as 64 x 100; the model's is 64 x 128"),
     "another rank": (
         rewritten(other_rank),
-        r"A 3 x 128 float32 and B 64 x 4 float32, and .* rank 4",
+        r"A 3 x 128 float32 and B 64 x 4 float32, but .* rank to 4",
     ),
     "two adapters": (rewritten(twice), r"holds two adapters for .*k_proj: .*lora_A\.(other\.)?w"),
 }
