@@ -129,13 +129,13 @@ class VideoProcessor:
 
 
 class VideoTokens(Protocol):
-    """How a model family writes a video where a prompt has its video token."""
+    """Token format of a model family's videos, in place of the video token of a prompt."""
 
     def ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
-        """The token ids that stand for a video."""
+        """Return the token ids of a video."""
 
     def spans(self, video: ProcessedVideo) -> list[Span]:
-        """The runs of video tokens in these ids."""
+        """Return the runs of video tokens in these ids."""
 
 
 def _one_size(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
