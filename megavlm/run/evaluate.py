@@ -36,7 +36,9 @@ RESULT_FILE, TABLE_FILE, PAGE_FILE = "evaluation.json", "evaluation.parquet", "e
 
 
 def evaluate_models(config: Config) -> None:
-    """Writes evaluation.json, evaluation.parquet and evaluation.html to the run directory."""
+    """Evaluate the models of a recipe; write evaluation.json, evaluation.parquet and
+    evaluation.html.
+    """
     write(config, config.run.dir)
     names = [config.evaluation.model, *filter(None, [config.evaluation.baseline])]
     results, candidates = [], []
@@ -49,19 +51,19 @@ def evaluate_models(config: Config) -> None:
             served_folder(config, name) as folder,
             connect(own, folder, needs_refit=False) as connection,
         ):
-            # The tokenizer and the processor of images are this model's own.
+            # Each model has its own tokenizer and image processor.
             served = replace(config, model=replace(config.model, folder=str(folder)))
             shown = name or config.model.checkpoint or config.model.folder
             player = ModelPlayer(served, connection.client)
             with closing(player):
-                # What baselines and shuffled images tell is asked of the first model only.
+                # Blind and shuffled measures are of the first model only.
                 results += [player.measures()] if place == 0 else []
                 candidates.append(player.candidate(shown))
     write_files(Path(config.run.dir), results[0], candidates)
 
 
 class ModelPlayer:
-    """One served model, and the questions that it is asked."""
+    """Served model that answers the questions of an evaluation."""
 
     def __init__(self, config: Config, client: RolloutClient) -> None:
         self._config, self._client = config, client
@@ -73,12 +75,16 @@ class ModelPlayer:
         limited = replace(config, evaluation=replace(settings, limit=limit))
         data = config.data
         test, train = Rows(data.test_files, data), Rows(data.train_files, data)
-        self._exam = EvaluationSet.of(limited, self._processor, self._episode_runner, test, train)
-        self._rows, self._skipped = self._exam.rows, self._exam.skipped
+        self._evaluation_set = EvaluationSet.of(
+            limited, self._processor, self._episode_runner, test, train
+        )
+        self._rows, self._skipped = self._evaluation_set.rows, self._evaluation_set.skipped
         self._greedy: dict[int, Attempt] = {}
 
     def measures(self) -> EvaluationResult:
-        """As during training, but for the sampled measure where there are several samples."""
+        """Return the measures of an evaluation during training; the sampled one only if
+        evaluation.samples=1.
+        """
         config, settings = self._config, self._config.evaluation
 
         def play(rows: Sequence[Row], how: Sampling) -> list[Answer]:
@@ -92,7 +98,7 @@ class ModelPlayer:
         return run_evaluation(
             play,
             self._rows,
-            known=self._exam.known,
+            known=self._evaluation_set.known,
             num_tokens=self._processor.num_tokens,
             sampling=sampling(config, self._processor),
             sampled=settings.sampled and settings.samples == 1,
@@ -138,7 +144,7 @@ class ModelPlayer:
                     )
                     for episode in group.episodes
                 ]
-                or [Attempt("", 0.0, False, 0, "stop")] * n  # it did not start
+                or [Attempt("", 0.0, False, 0, "stop")] * n  # the episode did not start
                 for group in groups
             ]
         return played
@@ -162,7 +168,7 @@ def write_files(run_dir: Path, result: EvaluationResult, candidates: Sequence[Ca
     }
     text = json.dumps(finite(record), indent=2, ensure_ascii=False)
     write_whole(run_dir / RESULT_FILE, (text + "\n").encode())
-    _tell(result, candidates, tables, comparison)
+    _print_summary(result, candidates, tables, comparison)
     for name in (RESULT_FILE, TABLE_FILE, PAGE_FILE):
         print(f"evaluation  {run_dir / name}")
 
@@ -179,7 +185,7 @@ def _model(candidate: Candidate, found: MeasureTable) -> dict[str, Any]:
     }
 
 
-def _tell(
+def _print_summary(
     result: EvaluationResult,
     candidates: Sequence[Candidate],
     tables: Sequence[MeasureTable],
