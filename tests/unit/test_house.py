@@ -14,11 +14,11 @@ MAX_LINES = 400
 MAX_FILES = 22
 # First words of docstrings that leave out their verb or subject.
 BAD_STARTS = frozenset(
-    "What Of Where Whether Those How Which Who When Why One All Each Every As In On By For With"
+    "What Of Where Whether Those How Which Who When Why All Each Every As In On By For With"
     " Without From At Same Not Before After Within Under Two None ValueError Raises".split()
 )
 # Of functions, besides: articles, and verbs in the third person ("Returns").
-ARTICLES = frozenset(("A", "An", "The", "This", "That", "Its", "Their"))
+ARTICLES = frozenset(("A", "An", "The", "One", "This", "That", "Its", "Their"))
 THIRD_PERSON = re.compile(r"[A-Z][a-z]+[^s]s\b(?<!Address)")
 # Classes that every model family's folder has.
 FAMILY_CLASSES = frozenset(("VisionTower", "MLP", "Block", "Merger"))
