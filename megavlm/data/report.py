@@ -10,7 +10,7 @@ from megavlm.data.image_decoding import decode
 from megavlm.data.summary import Summary
 from megavlm.observability.page import EmbeddedImage, embed, render
 from megavlm.observability.records import write_whole
-from megavlm.observability.text import clip
+from megavlm.observability.text import shorten
 
 DATA_REPORT_FILE = "data_report.html"
 NUM_BINS = 8
@@ -110,4 +110,4 @@ def _image(data: bytes) -> EmbeddedImage | str:
     try:
         return embed(decode(data))
     except ValueError as error:
-        return clip(str(error), 200)
+        return shorten(str(error), 200)

@@ -133,10 +133,10 @@ def interleaved_mrope_section(head_dim: int) -> list[int]:
     return [head_dim // 2 - 2 * spatial, spatial, spatial]
 
 
-Section = dict[str, Any]
+ConfigSection = dict[str, Any]
 
 
-def _qwen2_text(sizes: TinySizes) -> Section:
+def _qwen2_text(sizes: TinySizes) -> ConfigSection:
     return {
         "rope_parameters": {
             "rope_type": "default",
@@ -147,7 +147,7 @@ def _qwen2_text(sizes: TinySizes) -> Section:
     }
 
 
-def _qwen2_vl(sizes: TinySizes) -> tuple[Section, Section]:
+def _qwen2_vl(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
     ratio, remainder = divmod(sizes.vision_ffn_size, sizes.vision_hidden_size)
     if remainder:
         raise ValueError(
@@ -164,7 +164,7 @@ def _qwen2_vl(sizes: TinySizes) -> tuple[Section, Section]:
     return _qwen2_text(sizes), vision
 
 
-def _qwen2_5_vl(sizes: TinySizes) -> tuple[Section, Section]:
+def _qwen2_5_vl(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
     full = sizes.full_attention_blocks
     vision = {
         "hidden_size": sizes.vision_hidden_size,
@@ -178,7 +178,7 @@ def _qwen2_5_vl(sizes: TinySizes) -> tuple[Section, Section]:
     return _qwen2_text(sizes), vision
 
 
-def _qwen3_vl(sizes: TinySizes) -> tuple[Section, Section]:
+def _qwen3_vl(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
     head_dim = sizes.head_dim or sizes.hidden_size // sizes.num_heads
     text = {
         "head_dim": head_dim,
@@ -203,7 +203,7 @@ def _qwen3_vl(sizes: TinySizes) -> tuple[Section, Section]:
     return text, vision
 
 
-def _qwen3_vl_moe(sizes: TinySizes) -> tuple[Section, Section]:
+def _qwen3_vl_moe(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
     ffn = sizes.moe_ffn_size or -(-3 * sizes.ffn_size // 128) * 16
     if sizes.hidden_size in (ffn, 2 * ffn):
         raise ValueError(
@@ -221,7 +221,9 @@ def _qwen3_vl_moe(sizes: TinySizes) -> tuple[Section, Section]:
     return text, vision
 
 
-TINY_FAMILIES: dict[str, tuple[type[Any], Callable[[TinySizes], tuple[Section, Section]]]] = {
+TINY_FAMILIES: dict[
+    str, tuple[type[Any], Callable[[TinySizes], tuple[ConfigSection, ConfigSection]]]
+] = {
     "qwen2_vl": (Qwen2VLConfig, _qwen2_vl),
     "qwen2_5_vl": (Qwen2_5_VLConfig, _qwen2_5_vl),
     "qwen3_vl": (Qwen3VLConfig, _qwen3_vl),

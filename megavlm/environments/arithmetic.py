@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-MAX_CHARACTERS = 200
+MAX_EXPRESSION = 200
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -42,8 +42,8 @@ def calculate(expression: str) -> float:
 
     Raises ValueError, with a reason of a few words, for anything else.
     """
-    if len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"longer than {MAX_CHARACTERS} characters")
+    if len(expression) > MAX_EXPRESSION:
+        raise ValueError(f"longer than {MAX_EXPRESSION} characters")
     text = _LEFT_OUT.sub("*", expression.strip())
     text = _ROOT.sub(lambda root: f"sqrt({root['number']})" if root["number"] else "sqrt", text)
     for sign, plain in (("π", "pi"), ("^", "**"), ("×", "*"), ("÷", "/")):  # noqa: RUF001

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from megavlm.rewards.base import Example, Score
 
-Message = Mapping[str, str]  # role and content; <image> in the content stands for an image
+ChatMessage = Mapping[str, str]  # role and content; <image> in the content stands for an image
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Observation:
     message has one.
     """
 
-    messages: Sequence[Message]
+    messages: Sequence[ChatMessage]
     images: Sequence[bytes] = ()
 
 

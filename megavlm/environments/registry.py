@@ -23,7 +23,7 @@ class BuiltIn:
 
 
 _SINGLE = "megavlm.environments.single_turn:SingleTurn"
-BUILT_IN = {
+BUILT_IN_ENVIRONMENTS = {
     "single_turn": BuiltIn(_SINGLE, "exact_match"),
     "geo3k": BuiltIn(_SINGLE, "geo3k"),
     "geo3k_calculator": BuiltIn("megavlm.environments.calculator:Calculator", "geo3k"),
@@ -35,23 +35,24 @@ BUILT_IN = {
 
 
 def default_reward(name: str) -> str:
-    return BUILT_IN[name].reward if name in BUILT_IN else "exact_match"
+    return BUILT_IN_ENVIRONMENTS[name].reward if name in BUILT_IN_ENVIRONMENTS else "exact_match"
 
 
-def check(name: str) -> None:
+def check_environment_name(name: str) -> None:
     """Check the form of an environment's name, without loading it. Raises ValueError for an unknown
     one.
     """
-    if name not in BUILT_IN and not IMPORT_PATH.fullmatch(name):
+    if name not in BUILT_IN_ENVIRONMENTS and not IMPORT_PATH.fullmatch(name):
+        known = ", ".join(BUILT_IN_ENVIRONMENTS)
         raise ValueError(
-            f"environment.name={name!r} is unknown: choose one of {', '.join(BUILT_IN)}, or a "
-            "class as package.module:Class"
+            f"environment.name={name!r} is unknown: choose one of {known}, or a class as "
+            "package.module:Class"
         )
 
 
-def load(name: str, options: Mapping[str, Any]) -> type[Environment]:
+def load_environment(name: str, options: Mapping[str, Any]) -> type[Environment]:
     """Return the class. Raises ValueError if it cannot be imported or does not have the options."""
-    path = BUILT_IN[name].path if name in BUILT_IN else name
+    path = BUILT_IN_ENVIRONMENTS[name].path if name in BUILT_IN_ENVIRONMENTS else name
     module, _, attribute = path.partition(":")
     try:
         found: Any = getattr(import_module(module), attribute)

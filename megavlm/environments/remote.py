@@ -13,7 +13,7 @@ from megavlm.rewards.base import Example
 from megavlm.rewards.pool import ProcessPool
 from megavlm.rewards.process import LimitedProcess
 
-MAX_REPLY = 2**28  # of an environment with its row's images, and an observation
+MAX_ENVIRONMENT_REPLY = 2**28  # of an environment with its row's images, and an observation
 
 
 class Local:
@@ -21,7 +21,7 @@ class Local:
 
     def __init__(self, name: str, options: Mapping[str, Any], *, timeout: float) -> None:
         """Load the class. Raises ValueError for unknown options."""
-        self._class, self._options = registry.load(name, options), options
+        self._class, self._options = registry.load_environment(name, options), options
         self.timeout: float | None = timeout  # of a call, for who makes it to keep
 
     def make(self, context: Context) -> Environment:
@@ -55,7 +55,7 @@ class EnvironmentPool:
                 {"name": name, "options": options},
                 what="environment",
                 memory_mb=memory_mb,
-                max_reply=MAX_REPLY,
+                max_reply=MAX_ENVIRONMENT_REPLY,
             )
 
         self._timeout = timeout

@@ -28,19 +28,19 @@ def main() -> None:
     limit(setup["memory_bytes"], setup["parent"])
     options = setup["options"]
     try:
-        cls = registry.load(setup["name"], options)
+        cls = registry.load_environment(setup["name"], options)
     except Exception as error:  # an import of the user's, which may do anything
         control.sendall(frame({"error": str(error)}))
         return
     control.sendall(frame({}))
     while (request := receive(control)) is not None:
         limit_cpu(request["cpu_seconds"])
-        reply = answer(cls, options, request, control)
+        reply = run_environment(cls, options, request, control)
         sys.stdout.flush()
         control.sendall(frame(reply | {"left_children": has_children()}))
 
 
-def answer(
+def run_environment(
     cls: type[Environment],
     options: Mapping[str, Any],
     request: Mapping[str, Any],

@@ -14,7 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
-from megavlm.observability.text import clip, duration, number, percent, points
+from megavlm.observability.text import duration, number, percent, points, shorten
 
 MAX_SIDE = 448
 # Shown without smoothing: the images of a toy data set are a few dozen pixels wide.
@@ -29,7 +29,7 @@ _environment = Environment(
     lstrip_blocks=True,
 )
 _environment.filters |= {
-    "clip": clip,
+    "shorten": shorten,
     "duration": duration,
     "number": number,
     "percent": percent,

@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def clip(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     """Cut a text at `limit` characters, and append how many are left out."""
     if len(text) <= limit:
         return text

@@ -10,7 +10,7 @@ from megavlm.rewards.base import check_answer
 RewardFunction = Callable[..., Any]  # of base.py's form
 
 # Modules are loaded in the reward processes, when they are asked for: math needs half a second.
-BUILT_IN = {
+BUILT_IN_REWARDS = {
     "boxed": "megavlm.rewards.boxed:of_row",
     "caption": "megavlm.rewards.caption:score",
     "exact_match": "megavlm.rewards.exact_match:of_row",
@@ -22,10 +22,10 @@ _CHECK_ROWS = ("caption", "geospot")  # by a check_row of their own; the others 
 REWARD_MODEL = "reward_model"
 
 
-def check(name: str, key: str = "reward.name") -> None:
+def check_reward_name(name: str, key: str = "reward.name") -> None:
     """Check the form of a reward's name without loading it. Raises ValueError if it is unknown."""
-    if name not in BUILT_IN and not is_remote(name) and not IMPORT_PATH.fullmatch(name):
-        known = ", ".join(sorted([*BUILT_IN, REWARD_MODEL]))
+    if name not in BUILT_IN_REWARDS and not is_remote(name) and not IMPORT_PATH.fullmatch(name):
+        known = ", ".join(sorted([*BUILT_IN_REWARDS, REWARD_MODEL]))
         raise ValueError(
             f"{key}={name!r} is unknown: choose one of {known}, a function as "
             "package.module:function, or a service as http://HOST:PORT/PATH"
@@ -36,11 +36,11 @@ def is_remote(name: str) -> bool:
     return name == REWARD_MODEL or name.startswith(("http://", "https://"))
 
 
-def load(name: str, options: Mapping[str, Any]) -> RewardFunction:
+def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
     """Import the function, and let a built-in one check its options. Raises ValueError for an
     unknown option or something that is not a function, and what the import raises.
     """
-    module_name, _, attribute = BUILT_IN.get(name, name).partition(":")
+    module_name, _, attribute = BUILT_IN_REWARDS.get(name, name).partition(":")
     module = import_module(module_name)
     function = getattr(module, attribute)
     if not callable(function):
@@ -54,18 +54,18 @@ def load(name: str, options: Mapping[str, Any]) -> RewardFunction:
     if (unknown := sorted(set(options) - takes)) and not _takes_any(function):
         known = ", ".join(sorted(takes)) or "none"
         raise ValueError(f"it takes no option {unknown[0]!r}; its options are: {known}")
-    if name in BUILT_IN and hasattr(module, "prepare"):
+    if name in BUILT_IN_REWARDS and hasattr(module, "prepare"):
         module.prepare(**options)
     return function
 
 
-def check_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def check_reward_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Check that the row has what a built-in reward compares with. Raises ValueError if not. Other
     rewards are not checked.
     """
     if name in _CHECK_ROWS:
-        import_module(BUILT_IN[name].partition(":")[0]).check_row(row, **options)
-    elif name in BUILT_IN:
+        import_module(BUILT_IN_REWARDS[name].partition(":")[0]).check_row(row, **options)
+    elif name in BUILT_IN_REWARDS:
         check_answer(row)
 
 

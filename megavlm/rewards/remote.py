@@ -21,7 +21,7 @@ import httpx
 from megavlm.rewards.base import Example, RewardFailure
 from megavlm.rewards.options import check_number
 
-MAX_REPLY = 2**18
+MAX_SERVICE_REPLY = 2**18
 CONNECT_SECONDS = 10.0
 MAX_PAUSE = 30.0  # seconds before another attempt, whatever the service asks for
 _NUMBER = r"(?<![\w.])-?[0-9]+(?:\.[0-9]+)?(?![\w])"
@@ -198,8 +198,8 @@ class RemoteReward:
             parts = bytearray()
             async for data in reply.aiter_bytes():
                 parts += data
-                if len(parts) > MAX_REPLY:
-                    raise RewardFailure("remote", f"more than {MAX_REPLY} bytes of answer")
+                if len(parts) > MAX_SERVICE_REPLY:
+                    raise RewardFailure("remote", f"more than {MAX_SERVICE_REPLY} bytes of answer")
         try:
             return json.loads(parts)
         except ValueError as error:

@@ -28,7 +28,7 @@ def main() -> None:
     setup = receive(control)
     limit(setup["memory_bytes"], setup["parent"])
     try:
-        functions = [registry.load(name, options) for name, options in setup["rewards"]]
+        functions = [registry.load_reward(name, options) for name, options in setup["rewards"]]
     except Exception as error:  # an import of the user's, which may do anything
         control.sendall(frame({"error": f"{type(error).__name__}: {error}"}))
         return
@@ -36,17 +36,17 @@ def main() -> None:
     control.sendall(frame({"takes": takes}))
     while (request := receive(control)) is not None:
         limit_cpu(request["cpu_seconds"])
-        reply = answer(functions[request["function"]], request)
+        reply = run_reward(functions[request["function"]], request)
         sys.stdout.flush()
         control.sendall(frame(reply | {"left_children": has_children()}))
 
 
-def answer(function: registry.RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
+def run_reward(function: registry.RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
     arguments = dict(request["options"])
     if request["images"] is not None:
         arguments["images"] = [base64.b64decode(image) for image in request["images"]]
     try:
-        return plain(function(request["response"], request["row"], **arguments))
+        return as_reply(function(request["response"], request["row"], **arguments))
     except MemoryError:
         return {"failure": "memory", "message": "out of memory"}
     # The user's code may raise anything, SystemExit too.
@@ -54,7 +54,7 @@ def answer(function: registry.RewardFunction, request: Mapping[str, Any]) -> dic
         return {"failure": "exception", "message": f"{type(error).__name__}: {error}"[:500]}
 
 
-def plain(result: Any) -> dict[str, Any]:
+def as_reply(result: Any) -> dict[str, Any]:
     """Return {reward, correct or None, parts} from the return value of a function."""
     if is_dataclass(result) and not isinstance(result, type):
         result = asdict(result)

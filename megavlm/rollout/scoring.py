@@ -9,7 +9,7 @@ from megavlm.config.environment import EnvironmentConfig
 from megavlm.config.schema import Config
 from megavlm.data.caption_corpus import with_corpus
 from megavlm.environments.curriculum import Curriculum, Term
-from megavlm.environments.registry import BUILT_IN, default_reward
+from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS, default_reward
 from megavlm.environments.remote import EnvironmentPool, Local
 from megavlm.rewards.manager import Part, RewardManager, Stage
 
@@ -60,7 +60,7 @@ def environments(settings: EnvironmentConfig) -> Local | EnvironmentPool:
 
     Raises ValueError if it cannot be loaded or does not take the options.
     """
-    if settings.name in BUILT_IN:
+    if settings.name in BUILT_IN_ENVIRONMENTS:
         return Local(settings.name, settings.options, timeout=settings.timeout)
     return EnvironmentPool(
         settings.name,

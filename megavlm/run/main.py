@@ -8,7 +8,7 @@ from megavlm.parallel import platform
 
 
 def train(config: Config) -> None:
-    """Trains as the configuration says; called on every rank that torchrun started."""
+    """Train a recipe. Called on every rank that torchrun started."""
     _prepare()
     from megavlm.run.train import train as run
 
@@ -16,7 +16,7 @@ def train(config: Config) -> None:
 
 
 def evaluate(config: Config) -> None:
-    """Evaluates one model or compares two; one rank does."""
+    """Evaluate one model or compare two; rank 0 does all of it."""
     if os.environ.get("RANK", "0") == "0":
         _prepare()
         from megavlm.run.evaluate import evaluate_models
@@ -25,9 +25,8 @@ def evaluate(config: Config) -> None:
 
 
 def _prepare() -> None:
-    """Before the first import of megatron-core."""
-    # What megatron-core says of optional kernels, and of torch names that it still uses, at each
-    # step and rank.
+    """Install the platform; call it before the first import of megatron-core."""
+    # megatron-core warns at each step and rank of optional kernels and of deprecated torch names.
     warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed|torch\.nn)\.")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     platform.install()

@@ -23,8 +23,7 @@ from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.data.image_decoding import decode
 from megavlm.data.rows import Row, Rows
-from megavlm.environments.registry import BUILT_IN
-from megavlm.environments.registry import check as check_name
+from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS, check_environment_name
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
 from megavlm.models.registry import FAMILIES
@@ -51,12 +50,12 @@ def check(
     another machine.
     """
     check_ranks(config, world_size)
-    check_name(config.environment.name)
+    check_environment_name(config.environment.name)
     check_partial_rollouts(config)
     if isinstance(config.algorithm, PolicyOptimization):
         check_algorithm(config.algorithm)
     for part in parts(config):
-        registry.check(part.name)
+        registry.check_reward_name(part.name)
     key = "data.train_files" if phase == "train" else "data.test_files"
     train_files = config.data.train_files if phase == "train" else ()
     if not (train_files if phase == "train" else config.data.test_files):
@@ -85,7 +84,7 @@ def check_partial_rollouts(config: Config) -> None:
     rollout, name = config.rollout, config.environment.name
     if rollout.oversample == 1 or isinstance(config.algorithm, SFT):
         return
-    whole = [name for name, built_in in BUILT_IN.items() if built_in.starts_from_row]
+    whole = [name for name, built_in in BUILT_IN_ENVIRONMENTS.items() if built_in.starts_from_row]
     if name not in whole:
         raise ValueError(
             f"rollout.oversample={rollout.oversample} goes on with responses in later steps, when "
@@ -220,12 +219,14 @@ def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) 
             "name its column in data.answer_key, or end the chat with the assistant's message"
         )
     reward, environment = config.reward, config.environment.name
-    if use != "rewards" or not (reward.name or reward.parts or environment in BUILT_IN):
+    if use != "rewards" or not (
+        reward.name or reward.parts or environment in BUILT_IN_ENVIRONMENTS
+    ):
         return  # a user's environment may need no reward
     columns = Example(row.problem, row.answer, row.category, extra=row.extra).columns()
     for part in parts(config):
         try:
-            registry.check_row(part.name, columns, part.options)
+            registry.check_reward_row(part.name, columns, part.options)
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
 

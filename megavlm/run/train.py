@@ -53,7 +53,7 @@ def train(config: Config) -> None:
 
 
 def generates(config: Config) -> bool:
-    """Whether the run needs rollout servers: to learn from, or to evaluate with."""
+    """Return True if the run needs rollout servers, for training or for evaluation."""
     evaluation = config.evaluation
     evaluates = evaluation.before or evaluation.after or evaluation.every > 0
     return isinstance(config.algorithm, PolicyOptimization) or evaluates

@@ -10,7 +10,7 @@ import pytest
 
 from megavlm.environments import registry
 from megavlm.environments.base import Context, Environment, Observation, Step
-from megavlm.environments.registry import BUILT_IN
+from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS
 from megavlm.environments.single_turn import SingleTurn
 from megavlm.rewards import registry as rewards
 from megavlm.rewards.base import Example, Score
@@ -24,7 +24,7 @@ async def score(text: str, row: Example) -> Score:
 
 
 def start(name: str, max_turns: int = 1, row: Example = ROW, **options: Any) -> Any:
-    cls = registry.load(name, options)
+    cls = registry.load_environment(name, options)
     environment = registry.make(cls, Context(score, max_turns), options)
     return environment, asyncio.run(environment.reset(row, 0))
 
@@ -33,7 +33,7 @@ def step(environment: Environment, text: str) -> Step:
     return asyncio.run(environment.step(text))
 
 
-@pytest.mark.parametrize("name", [name for name in BUILT_IN if "_" not in name])
+@pytest.mark.parametrize("name", [name for name in BUILT_IN_ENVIRONMENTS if "_" not in name])
 def test_single_turns_show_the_row_and_score_the_response(name: str) -> None:
     environment, observation = start(name)
     assert observation == Observation(ROW.messages, ROW.images)
@@ -43,15 +43,15 @@ def test_single_turns_show_the_row_and_score_the_response(name: str) -> None:
 
 
 def test_those_that_start_from_the_row_are_single_turns() -> None:
-    for name, built_in in BUILT_IN.items():
-        assert built_in.starts_from_row == (registry.load(name, {}) is SingleTurn)
+    for name, built_in in BUILT_IN_ENVIRONMENTS.items():
+        assert built_in.starts_from_row == (registry.load_environment(name, {}) is SingleTurn)
 
 
 def test_every_built_in_environment_loads_and_its_reward_exists() -> None:
-    for name, built_in in BUILT_IN.items():
-        registry.check(name)
-        registry.load(name, {})
-        rewards.load(built_in.reward, {})
+    for name, built_in in BUILT_IN_ENVIRONMENTS.items():
+        registry.check_environment_name(name)
+        registry.load_environment(name, {})
+        rewards.load_reward(built_in.reward, {})
 
 
 def test_the_calculator_is_told_of_used_and_answered_with() -> None:
@@ -115,8 +115,8 @@ def test_what_cannot_be_had_is_one_sentence(
     name: str, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
-        registry.check(name)
-        registry.load(name, options)
+        registry.check_environment_name(name)
+        registry.load_environment(name, options)
 
 
 def test_no_reward_and_no_environment_brings_torch() -> None:
@@ -124,8 +124,8 @@ def test_no_reward_and_no_environment_brings_torch() -> None:
         "import sys\n"
         "from megavlm.environments import registry as environments\n"
         "from megavlm.rewards import manager, registry as rewards\n"
-        "for name in environments.BUILT_IN: environments.load(name, {})\n"
-        "for name in rewards.BUILT_IN: rewards.load(name, {})\n"
+        "for name in environments.BUILT_IN_ENVIRONMENTS: environments.load_environment(name, {})\n"
+        "for name in rewards.BUILT_IN_REWARDS: rewards.load_reward(name, {})\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -139,4 +139,4 @@ def test_a_module_of_the_working_directory_is_found(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert registry.load("my_own_place:Mine", {}).__name__ == "Mine"
+    assert registry.load_environment("my_own_place:Mine", {}).__name__ == "Mine"

@@ -115,18 +115,18 @@ def test_hostile_text_is_wrong_and_cheap(name: str) -> None:
 
 
 def test_registry_knows_its_rewards_and_lists_them_for_an_unknown_name() -> None:
-    assert registry.load("exact_match", {})("3", {"answer": "3"}).reward == 1.0
-    assert registry.load("boxed", {}) is boxed.of_row
-    for name in (*registry.BUILT_IN, "reward_model", "a.b:c", "http://127.0.0.1:1/x"):
-        registry.check(name)
+    assert registry.load_reward("exact_match", {})("3", {"answer": "3"}).reward == 1.0
+    assert registry.load_reward("boxed", {}) is boxed.of_row
+    for name in (*registry.BUILT_IN_REWARDS, "reward_model", "a.b:c", "http://127.0.0.1:1/x"):
+        registry.check_reward_name(name)
     for name in ("exact", "a.b", "a:b:c", "", "../a:b"):
         with pytest.raises(ValueError, match=rf"reward.name='{re.escape(name)}'.*boxed, caption"):
-            registry.check(name)
+            registry.check_reward_name(name)
 
 
 def test_an_option_that_a_reward_does_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no option 'tolerence'; its options are: .*tolerance"):
-        registry.load("vqa", {"tolerence": 1})
+        registry.load_reward("vqa", {"tolerence": 1})
 
 
 @pytest.mark.parametrize(
@@ -158,4 +158,4 @@ def test_options_of_built_in_rewards_are_checked(
     name: str, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
-        registry.load(name, options)
+        registry.load_reward(name, options)
