@@ -196,8 +196,8 @@ class Processor:
     def _next_ids(self, row: Row) -> list[int]:
         """Return the tokens from the end of a response to the start of the next one."""
         asked: dict[str, object] = {"role": "user", "content": "?"}
-        said: dict[str, object] = {"role": "assistant", "content": _RESPONSE}
-        text = self._templated([asked, said, *_messages(row, None)]).rpartition(_RESPONSE)[2]
+        replied: dict[str, object] = {"role": "assistant", "content": _RESPONSE}
+        text = self._templated([asked, replied, *_messages(row, None)]).rpartition(_RESPONSE)[2]
         end = self._tokenizer.decode([self.eos_id])
         if not text.startswith(end):
             raise ValueError(

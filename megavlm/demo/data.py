@@ -84,12 +84,12 @@ def _captions(rows: Sequence[ParquetRow]) -> Iterator[ParquetRow]:
     out.
     """
     known = _answers(rows)
-    told: dict[bytes, list[ParquetRow]] = {}
+    by_image: dict[bytes, list[ParquetRow]] = {}
     for row in rows:
         if len(row["images"]) == 1 and len(known[row["problem"]]) != 2:
-            told.setdefault(row["images"][0]["bytes"], []).append(row)
+            by_image.setdefault(row["images"][0]["bytes"], []).append(row)
     counts = Counter(row["answer"] for row in rows)
-    for about in told.values():
+    for about in by_image.values():
         answers = sorted(
             {row["answer"] for row in about}, key=lambda answer: (counts[answer], answer)
         )

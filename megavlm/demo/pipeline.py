@@ -41,10 +41,12 @@ def run_demo(
     warm_steps: int | None,
     overrides: list[str],
 ) -> None:
-    """Everything is written to `run_dir`. `data` None: images are drawn, with questions of
-    `tasks` (None: those that the demo or its environment teaches). `warm_steps` None: as many as
-    the images need. `algorithm`: of recipes/debug/*_shapes.yaml. `overrides` are of its recipe.
-    SystemExit where a run failed.
+    """Run the demo and write everything to `run_dir`.
+
+    data: folder with Parquet files; None: images are drawn, with questions of `tasks` (None: those
+    that the demo or its environment teaches). warm_steps: None: as many as the images need.
+    algorithm: of recipes/debug/*_shapes.yaml. overrides: of its recipe. Raises SystemExit if a run
+    failed.
     """
     if data is not None and tasks is not None:
         raise ValueError("--tasks is for drawn images: leave it out with --data")
@@ -62,7 +64,7 @@ def run_demo(
             f"--algorithm {algorithm} is for drawn images: with --data give the keys of "
             f"recipes/algorithms/{algorithm}.yaml as overrides"
         )
-    load(RECIPES / main, overrides)  # a mistake is told now, and not after the warm start
+    load(RECIPES / main, overrides)  # so that a mistake ends the demo before the warm start
     _clear(run_dir)
     seconds: dict[str, float] = {}
     with _phase("data", seconds):

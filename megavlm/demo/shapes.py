@@ -186,7 +186,7 @@ def _place(rng: np.random.Generator) -> DrawnExample:
     candidates = tuple(place.text for place in PLACES.values())
     place = PLACES[colour]
     made = _example(rng, [colour], question, place.text, candidates, "place")
-    # What is seen is told in the words of the answers, as with colours and numbers.
+    # The caption is in the words of the answers, as with colours and numbers.
     caption = made.caption.replace(colour, place.country)
     return replace(made, caption=caption, columns=asdict(place))
 

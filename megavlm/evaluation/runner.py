@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megavlm.config.evaluation import Evaluation
 from megavlm.data.rows import Row
 from megavlm.evaluation.baselines import Known, exchange_images
 from megavlm.evaluation.result import EvaluationResult, Measure, measure
@@ -30,14 +31,14 @@ def evaluate(
     known: Known,
     num_tokens: Callable[[Row], int],
     sampling: Sampling,
-    sampled: bool,
-    shuffled: bool,
+    settings: Evaluation,
     seed: int,
 ) -> EvaluationResult:
     """Evaluate the policy that `play` runs, with one response per row and measure.
 
     sampling: of the rollout; greedy measures set its temperature to 0. known: of these rows, for
     the blind baseline and the valid answers. num_tokens: returns the length of a row's prompt.
+    settings: which measures to take besides.
     """
     started = time.perf_counter()
     greedy = replace(sampling, temperature=0.0)
@@ -72,10 +73,10 @@ def evaluate(
             if row.answer
         ]
         blind = measure(*map(list, zip(*hits, strict=True)))
-    exchanged = _exchange(num_tokens, rows, seed) if shuffled else []
+    exchanged = _exchange(num_tokens, rows, seed) if settings.shuffled else []
     return EvaluationResult(
         greedy=share(greedy_answers, rows),
-        sampled=correct(rows, sampling) if sampled else None,
+        sampled=correct(rows, sampling) if settings.sampled else None,
         valid=measure(valid, categories) if known.valid else None,
         blind=blind,
         shuffled=correct(exchanged, greedy) if exchanged else None,

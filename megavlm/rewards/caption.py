@@ -46,8 +46,8 @@ def check_row(
     """Return the words of the row's references. Raises ValueError without any: every response would
     get 0.
     """
-    told = row.get(reference_key) or row.get("answer")
-    texts = told if isinstance(told, list) else [told]
+    value = row.get(reference_key) or row.get("answer")
+    texts = value if isinstance(value, list) else [value]
     references = [words for text in texts if text is not None and (words := tokens(str(text)))]
     if not references:
         raise ValueError(

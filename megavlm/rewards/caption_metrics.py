@@ -107,8 +107,8 @@ def keywords_of(references: Sequence[Words]) -> set[str]:
 
 def coverage(caption: Words, keywords: set[str]) -> float:
     """Share of the keywords that the caption has, in singular or plural."""
-    said = {_stem(word) for word in caption}
-    return sum(_stem(word) in said for word in keywords) / len(keywords) if keywords else 0.0
+    stems = {_stem(word) for word in caption}
+    return sum(_stem(word) in stems for word in keywords) / len(keywords) if keywords else 0.0
 
 
 def _stem(word: str) -> str:

@@ -3,7 +3,7 @@
     reward = sum of weight x component / sum of the weights of the components that the row has
 
 A name's component is 1 where it is right. That of coordinates is exp(-distance / tolerance), the
-great-circle distance and the tolerance in km. Correct is the country. A response says
+great-circle distance and the tolerance in km. Correct is the country. A response has
 "Country: ...", "Region: ...", "City: ...", "Coordinates: latitude, longitude", each in a line
 of its own or behind a comma, or has JSON with these keys; one short line without is a country,
 alone or as in "This is Lisbon, Portugal".
@@ -70,11 +70,11 @@ def score(
     coordinates are worth 1/e.
     """
     check_row(row)
-    said = read(response[-MAX_CHARACTERS:])
+    claim = read(response[-MAX_CHARACTERS:])
     truth = _truth(row)
     parts: dict[str, float] = {}
     if truth["country"]:
-        same = country_code(said.get("country", "")) == country_code(truth["country"])
+        same = country_code(claim.get("country", "")) == country_code(truth["country"])
         parts["country"] = float(same)
     for name, spell in (
         ("region", lambda x: region_name(x, truth["country"])),
@@ -85,11 +85,11 @@ def score(
                 spell(str(alias)) for alias in [truth[name], *(row.get(f"{name}_aliases") or ())]
             }
             parts[name] = float(
-                any(spell(given) in known for given in _spellings(said.get(name, "")))
+                any(spell(given) in known for given in _spellings(claim.get(name, "")))
             )
     if truth["point"] is not None:
         parts["coordinates"] = 0.0
-        point: Point | None = said.get("point")
+        point: Point | None = claim.get("point")
         if point is not None:
             distance = great_circle_km(point, truth["point"])
             parts["coordinates"] = math.exp(-distance / tolerance)
@@ -107,27 +107,27 @@ def read(response: str) -> dict[str, Any]:
     final = boxed.after_thinking(response) if tagged is None else tagged
     final = final.translate(ASCII_SIGNS)
     plain = _MARKS.sub("", final)
-    said = _read_labels(plain) | _read_json(final)
-    if "point" not in said and (point := read_point(final)) is not None:
-        said["point"] = point
-    if not said:
+    claim = _read_labels(plain) | _read_json(final)
+    if "point" not in claim and (point := read_point(final)) is not None:
+        claim["point"] = point
+    if not claim:
         answer = boxed.last_boxed(final) or boxed.after_answer(final) or plain
         if country := country_said(_MARKS.sub("", boxed.unwrapped(answer)).strip(_AROUND)):
-            said["country"] = country
-    return said
+            claim["country"] = country
+    return claim
 
 
 def _read_labels(response: str) -> dict[str, Any]:
     """Return labelled values. A value ends with its line, or at the next label."""
-    said = {}
+    claim = {}
     labels = list(_LABEL.finditer(response))
     ends = [label.start() for label in labels] + [len(response)]
     for label, end in zip(labels, ends[1:], strict=True):
         name = _NAMES.get(label[1].lower(), label[1].lower())
         value = response[label.end() : end].strip(_AROUND).partition("\n")[0].strip(_AROUND)
         if name in ("country", "region", "city") and value:
-            said[name] = value
-    return said
+            claim[name] = value
+    return claim
 
 
 def _spellings(value: str) -> set[str]:
@@ -139,7 +139,7 @@ def _read_json(response: str) -> dict[str, Any]:
     """Return values from JSON objects in the response, those of an inner "coordinates" or
     "location" included.
     """
-    said: dict[str, Any] = {}
+    claim: dict[str, Any] = {}
     decoder, end = json.JSONDecoder(), 0
     for start in (match.start() for match in islice(re.finditer(r"\{", response), MAX_OBJECTS)):
         if start < end:
@@ -155,13 +155,13 @@ def _read_json(response: str) -> dict[str, Any]:
         for label, item in names.items():
             name = _NAMES.get(label, label)
             if name in ("country", "region", "city") and isinstance(item, str) and item:
-                said[name] = item
+                claim[name] = item
         lat, lon = (
             next((names[key] for key in keys if key in names), None) for keys in _COORDINATES
         )
         if (point := on_earth(lat, lon)) is not None:
-            said["point"] = point
-    return said
+            claim["point"] = point
+    return claim
 
 
 def _truth(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -192,9 +192,10 @@ class RemoteReward:
             if reply.is_server_error or reply.status_code == httpx.codes.TOO_MANY_REQUESTS:
                 wait = reply.headers.get("Retry-After", "")  # seconds; dates are not read
                 pause = float(wait) if re.fullmatch(r"[0-9]{1,6}", wait) else 0.0
-                raise _TryAgain(f"it said {reply.status_code}", pause)
+                raise _TryAgain(f"HTTP {reply.status_code}", pause)
             if reply.status_code != httpx.codes.OK:  # our mistake, or a redirect
-                raise RewardFailure("remote", f"{self._options.url} said {reply.status_code}")
+                code = reply.status_code
+                raise RewardFailure("remote", f"{self._options.url} returned HTTP {code}")
             parts = bytearray()
             async for data in reply.aiter_bytes():
                 parts += data

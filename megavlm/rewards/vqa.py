@@ -1,7 +1,7 @@
 r"""Short answers to questions about images, compared as their kind asks.
 
     yes_no   one of the two words, first or alone
-    number   the only number that is said, within a tolerance; number words too
+    number   the only number in it, within a tolerance; number words too
     choice   the letter of an option, alone, marked ("(B)", "B.", "option B") or with its reason, or
              its text where the row has `choices`
     text     normalised text, alone or after "is"; any of the row's `answers` where it has some
@@ -122,7 +122,7 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
     if category in known:
         # Sets disagree about what such a question is: "what colour is there" is existence, too.
         kind = known[category]
-        fits = kind == "text" or _said(kind, str(row["answer"]), row) is not None
+        fits = kind == "text" or _read_claim(kind, str(row["answer"]), row) is not None
         return kind if fits else "text"
     answer = str(row["answer"]).strip()
     if normalized(answer) in ("yes", "no"):
@@ -162,17 +162,19 @@ def is_correct(
     answer = str(row["answer"])
     found = final_answers(response)
     if kind == "text":  # any text is one, so the first
-        said_texts = {said for text in found[:1] for said in _spellings(text)}
+        claims = {claim for text in found[:1] for claim in _spellings(text)}
         answers = map(normalized, [answer, *(row.get("answers") or ())])
-        return any(text in said_texts for text in answers if text)
-    said = next((said for text in found if (said := _said(kind, text, row)) is not None), None)
-    truth = _said(kind, answer, row)
-    if isinstance(said, _Number) and isinstance(truth, _Number):
-        return said.is_near(truth, max(tolerance, relative * abs(truth.value)))
-    return said is not None and said == truth
+        return any(text in claims for text in answers if text)
+    claim = next(
+        (claim for text in found if (claim := _read_claim(kind, text, row)) is not None), None
+    )
+    truth = _read_claim(kind, answer, row)
+    if isinstance(claim, _Number) and isinstance(truth, _Number):
+        return claim.is_near(truth, max(tolerance, relative * abs(truth.value)))
+    return claim is not None and claim == truth
 
 
-def _said(kind: str, text: str, row: Mapping[str, Any]) -> "str | _Number | None":
+def _read_claim(kind: str, text: str, row: Mapping[str, Any]) -> "str | _Number | None":
     """Return the answer of that kind in a text, None without one or with several."""
     if kind == "number":
         return _only_number(text)
@@ -185,22 +187,22 @@ def _yes_or_no(text: str) -> str | None:
     """Return the first word if the other one is not an answer too: "Yes, there are no dogs" is a
     yes.
     """
-    said = _PREFACE.sub("", re.sub(r"[^\S\n]+", " ", text.lower()), count=1)
-    lead, *rest = normalized(said).split() or [""]
+    claim = _PREFACE.sub("", re.sub(r"[^\S\n]+", " ", text.lower()), count=1)
+    lead, *rest = normalized(claim).split() or [""]
     if lead == "yes":
-        return None if "no" in normalized(_NO_NOUN.sub(" ", said)).split() else lead
+        return None if "no" in normalized(_NO_NOUN.sub(" ", claim)).split() else lead
     return lead if lead == "no" and "yes" not in rest else None
 
 
 def _spellings(text: str) -> tuple[str, str]:
     """Return the normalised text, and its part after "is"."""
-    said = normalized(text)
-    return said, _IS.sub("", said).strip()
+    claim = normalized(text)
+    return claim, _IS.sub("", claim).strip()
 
 
 class _Number(NamedTuple):
     value: float
-    unit: str  # "" where none is said
+    unit: str  # "" where none is given
 
     def is_near(self, other: "_Number", tolerance: float) -> bool:
         same_unit = not self.unit or not other.unit or self.unit == other.unit
@@ -210,8 +212,8 @@ class _Number(NamedTuple):
 def _only_number(text: str) -> _Number | None:
     """Return the only number of a text, None if there are several."""
     digits = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    said = _NOT_NUMBER.sub("", normalized(digits))
-    found = _NUMBER.findall(said)
+    claim = _NOT_NUMBER.sub("", normalized(digits))
+    found = _NUMBER.findall(claim)
     if not found and _NONE.fullmatch(normalized(text)):
         return _Number(0.0, "")
     values = {float(number) for number, _ in found}
@@ -222,9 +224,9 @@ def _only_number(text: str) -> _Number | None:
 def _choice(text: str, row: Mapping[str, Any]) -> str | None:
     """Return the letter of the chosen option, or None."""
     choices = [normalized(str(choice)) for choice in row.get("choices") or ()]
-    for said in _spellings(text):
-        if said and said in choices:
-            return chr(ord("A") + choices.index(said))
+    for claim in _spellings(text):
+        if claim and claim in choices:
+            return chr(ord("A") + choices.index(claim))
     match = _LETTER.match(text.strip())
     if match is None or _NOT_THIS.match(text.strip(), match.end()):
         return None

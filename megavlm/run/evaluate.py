@@ -101,8 +101,7 @@ class ModelPlayer:
             known=self._evaluation_set.known,
             num_tokens=self._processor.num_tokens,
             sampling=sampling(config, self._processor),
-            sampled=settings.sampled and settings.samples == 1,
-            shuffled=settings.shuffled,
+            settings=replace(settings, sampled=settings.sampled and settings.samples == 1),
             seed=config.run.seed,
         )
 

@@ -12,9 +12,7 @@ from megavlm.training.train_state import TrainState
 
 
 def finish(train_state: TrainState, driver: Driver | None, complete: bool) -> None:
-    """Collective. A run that was asked to stop before its last step leaves its checkpoint and says
-    how to go on.
-    """
+    """Export, plot and report a complete run; print how to resume a stopped one. Collective."""
     run_dir = Path(train_state.config.run.dir)
     if not complete:
         if driver is not None:

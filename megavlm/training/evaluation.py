@@ -84,8 +84,7 @@ def evaluate(
         known=evaluation_set.known,
         num_tokens=processor.num_tokens,
         sampling=sampling(config, processor),
-        sampled=config.evaluation.sampled,
-        shuffled=config.evaluation.shuffled,
+        settings=config.evaluation,
         seed=config.run.seed,
     )
 

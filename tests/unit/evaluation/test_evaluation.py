@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megavlm.config.evaluation import Evaluation
 from megavlm.data.rows import Row
 from megavlm.evaluation.baselines import Known, blind_answers, exchange_images
 from megavlm.evaluation.result import measure, wilson_interval
@@ -60,7 +61,7 @@ def num_tokens(row: Row) -> int:
 
 
 def run(policy: LookingPolicy, **options: Any) -> Any:
-    options = {"sampled": True, "shuffled": True, "seed": 0} | options
+    measures = {name: options.pop(name, True) for name in ("sampled", "shuffled")}
     reward = options.pop("reward", score)
 
     def play(rows: Sequence[Row], how: Sampling) -> list[Answer]:
@@ -79,6 +80,8 @@ def run(policy: LookingPolicy, **options: Any) -> Any:
         num_tokens=options.pop("num_tokens", num_tokens),
         known=Known.of(options.pop("train", TRAIN), rows),
         sampling=Sampling(temperature=1.0, max_new_tokens=4),
+        settings=Evaluation(**measures),
+        seed=options.pop("seed", 0),
         **options,
     )
 
