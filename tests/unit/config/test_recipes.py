@@ -65,9 +65,9 @@ def test_an_algorithm_goes_with_any_recipe(tmp_path: Path, name: str, base: str)
 ENVIRONMENTS = sorted(path.name for path in (RECIPES / "environments").glob("*.yaml"))
 
 
-def test_the_readme_s_recipe_with_an_environment_works_as_it_is_written(tmp_path: Path) -> None:
+def test_the_documented_recipe_with_an_environment_works_as_it_is_written(tmp_path: Path) -> None:
     bases = "base: [../grpo/geo3k.yaml, ../environments/geo3k_calculator.yaml]"
-    assert bases in (RECIPES.parent / "README.md").read_text()
+    assert bases in (RECIPES.parent / "docs/guides/environments.md").read_text()
     shutil.copytree(RECIPES, tmp_path / "recipes")
     (tmp_path / "recipes/mine").mkdir()
     (tmp_path / "recipes/mine/mine.yaml").write_text(bases)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, Qwen3VLConfig
 
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
+from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.data.processor import Processor
 from megavlm.models.build import build_model
@@ -106,7 +107,7 @@ def test_a_new_family(new_family: Path, tmp_path: Path, write_recipe: Callable[.
     config = load(write_recipe(model={"folder": str(new_family)}))
     preflight.check(config, world_size=1)
 
-    processor = Processor(new_family, min_pixels=None, max_pixels=None)
+    processor = Processor(new_family, Data())
     prompt = processor.prompt(row("<video>What color is it?", video(4)))
     assert (prompt.token_ids == processor.video_token_id).any()
     assert family(NEW).extra_inputs(prompt.images) == {}
