@@ -17,7 +17,7 @@ from megavlm.algorithms.segments import Reduce
 from megavlm.algorithms.whitening import whiten
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packing import Pack
-from megavlm.data.targets import TargetColumns, concatenate
+from megavlm.data.targets import TargetColumns
 
 
 def add_advantages(
@@ -57,10 +57,11 @@ def add_advantages(
             columns = replace(columns, advantages=advantages)
         pack.columns = columns.select(pack.target_index)
     if is_whitened:
-        columns = concatenate([pack.columns for pack in packs if pack.columns is not None])
-        assert columns.advantages is not None
-        whitened = whiten(columns.advantages, columns.loss_weights > 0, over_all)
-        parts = whitened.split([pack.num_targets for pack in packs])
+        # Only these columns: minibatches after the first have old log-probs besides.
+        made = [pack.columns for pack in packs if pack.columns is not None]
+        advantages = torch.cat([c.advantages for c in made if c.advantages is not None])
+        counted = torch.cat([c.loss_weights for c in made]) > 0
+        parts = whiten(advantages, counted, over_all).split([pack.num_targets for pack in packs])
         for pack, part in zip(packs, parts, strict=True):
             assert pack.columns is not None
             pack.columns = replace(pack.columns, advantages=part)

@@ -83,6 +83,17 @@ def test_whitened_over_what_is_trained_on() -> None:
     assert made[3:].std().item() == pytest.approx(1.0, rel=1e-5)
 
 
+def test_whitening_spans_minibatches_of_which_the_first_has_no_old_logprobs() -> None:
+    """The first update is on its own rollout: its packs get old log-probs in it."""
+    settings = GRPO(advantage_estimator="reinforce_plus_plus")
+    first = {name: column for name, column in columns().items() if name != "old_logprobs"}
+    packs: Any = [Targets(values, torch.arange(12), 1) for values in (first, columns())]
+    add_advantages(packs, settings, kl_coefficient=0.0, over_context=alone, over_all=alone)
+    made = torch.cat([pack.columns.advantages for pack in packs])
+    assert made.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert packs[0].columns.old_logprobs is None and packs[1].columns.old_logprobs is not None
+
+
 SETTINGS = [
     GRPO(),
     GRPO(advantage_estimator="rloo"),
