@@ -1,23 +1,36 @@
-"""What a recipe's weight syncs will send, before any rank is started."""
+"""Table of what a recipe's weight updates will send, from which ranks, before any rank is started.
 
+Tensors are on the meta device and take no memory.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from megavlm.config.schema import Config
+from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
+from megavlm.models.common.mapping import Entry
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout, check_world
-from megavlm.weight_sync.plan import Plan, TrainerRanks
-from megavlm.weight_sync.plan_table import Serving, render, table
-from megavlm.weight_sync.sglang_layout import Engine
-from megavlm.weight_sync.trainable import trained_entries
+from megavlm.weight_sync.lora import adapter_bytes
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
+from megavlm.weight_sync.sglang_layout import ServerLayout, server_tensors
+from megavlm.weight_sync.trainable import adapted_entries, trained_entries
 
-# Of adapters, in the column of a run that has none.
+# Adapters of the table's column if the run has none.
 ASSUMED_RANK, ASSUMED_TARGETS = 16, ("language.attention",)
 
 
 def sync_plan(config: Config, world_size: int) -> str:
-    """ValueError for a layout that the model or the world size does not fit."""
+    """Return the table of a run's weight updates as text.
+
+    Raises ValueError for a layout that does not fit the model or the world size.
+    """
     hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
     text, options, axes = (
         hf_config.text_config,
@@ -32,14 +45,154 @@ def sync_plan(config: Config, world_size: int) -> str:
     entries, rollout, lora = parts.mapping(hf_config), config.rollout, config.lora
     trainer = TrainerRanks.of(hf_config, axes, world_size, options)
     changed = trained_entries(entries, options, lora.targets if lora.rank else None)
-    plan = Plan(entries, trainer, changed)
-    engine = Engine(
+    plan = SyncPlan(entries, trainer, changed)
+    servers = ServerLayout(
         rollout.tensor_parallel,
         int(rollout.server_args.get("ep_size", 1)),
         text.num_key_value_heads,
         bool(hf_config.tie_word_embeddings),
     )
-    serving = Serving(len(rollout.urls) or rollout.servers, engine)
     adapters = (lora.rank, lora.targets) if lora.rank else (ASSUMED_RANK, ASSUMED_TARGETS)
-    rows = table(plan, serving, itemsize=options.dtype.itemsize, lora=adapters)
-    return render(rows, plan, serving, adapters)
+    rows = sync_table(plan, servers, itemsize=options.dtype.itemsize, lora=adapters)
+    return _render(rows, plan, len(rollout.urls) or rollout.servers, servers, adapters)
+
+
+@dataclass
+class SyncRow:
+    """Bytes of one class of tensors.
+
+    tensors: number of HF tensors. full: bytes of all. changed: of those that training can change.
+    adapters: of LoRA pairs on them. stored: of `changed`, on the server's rank that stores most.
+    source_ranks: trainer ranks that send what can change.
+    """
+
+    tensors: int = 0
+    full: int = 0
+    changed: int = 0
+    adapters: int = 0
+    stored: int = 0
+    source_ranks: set[int] = field(default_factory=set)
+
+
+def sync_table(
+    plan: SyncPlan, servers: ServerLayout, *, itemsize: int, lora: tuple[int, Sequence[str]]
+) -> dict[str, SyncRow]:
+    """Return the rows by class of tensors, in the model's order.
+
+    itemsize: bytes of a number. lora: rank and targets of the adapters.
+    """
+    rows: dict[str, SyncRow] = {}
+    adapted = adapted_entries(plan.entries, lora[1])
+    names: dict[str, set[str]] = {}
+    for index, entry in enumerate(plan.entries):
+        row = rows.setdefault(model_part(entry.megatron), SyncRow())
+        num_bytes = numel(entry) * itemsize
+        row.full += num_bytes
+        names.setdefault(model_part(entry.megatron), set()).update(entry.hf)
+        if index in plan.changed:
+            row.changed += num_bytes
+            row.source_ranks.update(plan.source_ranks[index])
+        if index in adapted:
+            row.adapters += adapter_bytes(plan.entries, [index], lora[0], itemsize)
+    for name, row in rows.items():
+        row.tensors = len(names[name])
+        changed = [
+            entry
+            for entry in (plan.entries[i] for i in plan.changed)
+            if model_part(entry.megatron) == name
+        ]
+        row.stored = max(stored_bytes(changed, servers, itemsize))
+    return rows
+
+
+def stored_bytes(entries: Iterable[Entry], servers: ServerLayout, itemsize: int) -> list[int]:
+    """Return the bytes of these entries that each rank of a server stores, and must be sent."""
+    shapes = {name: shape for x in entries for name, shape in zip(x.hf, x.hf_shapes, strict=True)}
+    tensors: Mapping[str, Tensor] = {
+        name: torch.empty(shape, device="meta") for name, shape in shapes.items()
+    }
+    return [
+        itemsize * sum(tensor.numel() for _, tensor in server_tensors(tensors, servers, rank))
+        for rank in range(servers.tensor_parallel)
+    ]
+
+
+def received_bytes(rows: Mapping[str, SyncRow], servers: ServerLayout) -> dict[str, int]:
+    """Return the bytes that one rank of a server receives in a weight update, by transport."""
+    changed = sum(row.changed for row in rows.values())
+    stored = sum(row.stored for row in rows.values())
+    sliced = servers.tensor_parallel > 1  # then `tensor` sends each rank its own slices
+    return {"tensor": stored if sliced else changed, "distributed": changed, "disk": changed}
+
+
+def _render(
+    rows: Mapping[str, SyncRow],
+    plan: SyncPlan,
+    num_servers: int,
+    servers: ServerLayout,
+    lora: tuple[int, Sequence[str]],
+) -> str:
+    trainer, mesh = plan.trainer, plan.trainer.layout
+    axes = [
+        f"{a} {n}"
+        for a in ("tensor", "context", "pipeline", "expert", "expert_tensor")
+        if (n := getattr(mesh, a)) > 1
+    ]
+    spread = f" (experts over {servers.expert_parallel})" if servers.expert_parallel > 1 else ""
+    lines = [
+        f"trainer: {trainer.world_size} ranks ({', '.join(axes) or 'one copy each'}); servers: "
+        f"{num_servers} x {servers.tensor_parallel} ranks{spread}",
+        "",
+        f"{'':12}{'tensors':>9}{'all':>10}{'changed':>10}{'adapters':>10}{'stored':>10}   sent by",
+    ]
+    total = SyncRow()
+    for name, row in rows.items():
+        lines.append(_line(name, row))
+        for part in ("tensors", "full", "changed", "adapters", "stored"):
+            setattr(total, part, getattr(total, part) + getattr(row, part))
+        total.source_ranks |= row.source_ranks
+    lines += [_line("sum", total), ""]
+    senders = [trainer.first_of(stage) for stage in range(mesh.pipeline)]
+    bound = total.stored
+    lines.append(
+        f"stored: bytes of the changed tensors on one rank of a server, the least that it must be "
+        f"sent: {_size(bound)} an update."
+    )
+    for way, num_bytes in received_bytes(rows, servers).items():
+        sent_by = "rank 0" if way == "tensor" else _ranks(senders)
+        ratio = f", {num_bytes / bound:.2f} x the least" if bound else ""
+        lines.append(f"  {way:12} each receives {_size(num_bytes)}{ratio}; sent by {sent_by}")
+    lines.append("At the start, and to a restarted server, every tensor is sent: the column `all`.")
+    lines.append(
+        f"adapters: LoRA pairs of rank {lora[0]} on {', '.join(lora[1])}, which "
+        "rollout.lora=adapter sends instead."
+    )
+    return "\n".join(lines)
+
+
+def _size(num_bytes: float) -> str:
+    for unit, count in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= count:
+            return f"{num_bytes / count:.1f} {unit}"
+    return f"{num_bytes / 1e3:.1f} kB" if num_bytes else "-"
+
+
+def _line(name: str, row: SyncRow) -> str:
+    sizes = (row.full, row.changed, row.adapters, row.stored)
+    cells = "".join(f"{_size(num_bytes):>10}" for num_bytes in sizes)
+    return f"{name:12}{row.tensors:>9}{cells}   {_ranks(row.source_ranks)}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Format ranks as runs, "0-3, 64"; long lists as their first runs and the number of ranks."""
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    if len(texts) > 4:
+        return f"{', '.join(texts[:3])}, ... ({len(ordered)} ranks)"
+    return ("ranks " if len(ordered) > 1 else "rank ") + ", ".join(texts) if texts else "no rank"

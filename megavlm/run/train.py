@@ -15,7 +15,6 @@ from megavlm.training.policy_trainer import PolicyTrainer
 from megavlm.training.ppo_trainer import PPOTrainer
 from megavlm.training.sft_trainer import SupervisedTrainer
 from megavlm.training.train_state import TrainState
-from megavlm.weight_sync.from_config import weight_sync
 from megavlm.weight_sync.sync import WeightSync
 
 
@@ -36,7 +35,7 @@ def train(config: Config) -> None:
             driver = Driver(config, train_state.hf_config, mesh, connection)
         sync = None
         if generates(config):
-            sync = weight_sync(
+            sync = WeightSync.from_config(
                 config,
                 mesh,
                 train_state.hf_config,

@@ -10,7 +10,8 @@ from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest
 from megavlm.training.train_state import TrainState
 from megavlm.training.weight_push import WeightPusher
-from megavlm.weight_sync.sync import WeightSync, measures
+from megavlm.weight_sync.attempt import sync_metrics
+from megavlm.weight_sync.sync import WeightSync
 
 
 class BaseTrainer:
@@ -114,4 +115,4 @@ class BaseTrainer:
             "tokens_per_second": num_tokens / seconds["seconds/total"],
             "memory_gib": platform.peak_memory_bytes() / 2**30,
         }
-        self.driver.record(self.train_state.step, metrics | measures(pushes) | seconds, samples)
+        self.driver.record(self.train_state.step, metrics | sync_metrics(pushes) | seconds, samples)

@@ -1,6 +1,6 @@
-"""Whether servers hold what was sent: their version, and checksums of every tensor.
+"""Verification of a weight update: the servers' weight version, and checksums of every tensor.
 
-A server of several ranks says what each of them holds: its slices.
+A server of several ranks reports the checksums of each rank's slices.
 """
 
 import hashlib
@@ -11,58 +11,59 @@ import torch
 from torch import Tensor
 
 from megavlm.parallel import platform
-from megavlm.weight_sync.server_api import Servers
-from megavlm.weight_sync.sglang_layout import Engine, engine_tensors, is_expert
+from megavlm.weight_sync.server_api import Answers, Servers
+from megavlm.weight_sync.sglang_layout import ServerLayout, is_expert, server_tensors
 
-# Checksums by engine name, of each rank of a server, by the server's layout.
-Expected = dict[Engine, list[dict[str, str]]]
+WEIGHTS_CHECKER, CHECKSUM = "/weights_checker", {"action": "checksum"}
+# Checksums by parameter name of each rank of a server, by the server's layout.
+Expected = dict[ServerLayout, list[dict[str, str]]]
 
 
 def check_version(servers: Servers, version: str) -> None:
-    """Loses the servers that do not say that their weights are `version`."""
+    """Lose the servers that do not report `version` as their weight version."""
     path = "/model_info"
-    said = servers.read(path, servers.get(path), lambda info: info["weight_version"])
-    for url, found in said.items():
+    reported = servers.read(path, servers.request_each(path), lambda info: info["weight_version"])
+    for url, found in reported.items():
         if found != version:
             servers.lose(
-                url,
-                f"{url} says its weights are version {found!r} after a push of version {version!r}",
+                url, f"{url} reports weight version {found!r} after an update to {version!r}"
             )
 
 
 def is_comparable(device: str) -> bool:
-    """Whether the checksums of a server on `device` can be computed here.
+    """Return True if the checksums of a server on `device` can be computed here.
 
     SGLang hashes a CPU's tensors with SHA-256, and a GPU's with a kernel of its own, which runs
-    here too where this is a GPU machine with SGLang installed.
+    here too if this machine has a GPU and SGLang is installed.
     """
     if device == "cpu":
         return True
     return platform.has_gpu() and importlib.util.find_spec("sglang") is not None
 
 
-def checksums(tensors: Sequence[tuple[str, Tensor]], engines: Mapping[Engine, str]) -> Expected:
-    """Of what each rank of servers must hold once it has loaded these HF tensors. `engines`: the
-    servers' layouts, and the devices that they hash on.
+def checksums(
+    tensors: Sequence[tuple[str, Tensor]], devices: Mapping[ServerLayout, str]
+) -> Expected:
+    """Return the checksums that each rank of servers must have once it has loaded these HF tensors.
 
-    Parts of one fused parameter must come together, as one mapping entry sends them. A GPU's
-    experts are left out.
+    devices: the device on which servers of each layout hash. Parts of one fused parameter must come
+    together, as one mapping entry sends them. A GPU's experts are left out.
     """
     return {
-        engine: [
+        layout: [
             {
                 name: tensor_hash(tensor, device)
-                for name, tensor in engine_tensors(dict(tensors), engine, rank)
+                for name, tensor in server_tensors(dict(tensors), layout, rank)
                 if device == "cpu" or not is_expert(name)
             }
-            for rank in range(engine.tensor_parallel)
+            for rank in range(layout.tensor_parallel)
         ]
-        for engine, device in engines.items()
+        for layout, device in devices.items()
     }
 
 
 def tensor_hash(tensor: Tensor, device: str) -> str:
-    """As SGLang's weights_checker writes it, of a tensor that it has on `device`."""
+    """Compute the hash that SGLang's weights_checker reports for a tensor on `device`."""
     if device == "cpu":
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         return hashlib.sha256(content.data).digest()[:8].hex()
@@ -71,28 +72,31 @@ def tensor_hash(tensor: Tensor, device: str) -> str:
     return f"{gpu_tensor_hash(tensor.detach().to(platform.device()).contiguous()):016x}"
 
 
-def add(expected: Expected, more: Expected) -> None:
-    for engine, ranks in more.items():
-        held = expected.setdefault(engine, [{} for _ in ranks])
-        for mine, its in zip(held, ranks, strict=True):
-            mine |= its
+def add_checksums(expected: Expected, more: Expected) -> None:
+    """Add checksums of further tensors to `expected`."""
+    for layout, ranks in more.items():
+        held = expected.setdefault(layout, [{} for _ in ranks])
+        for mine, theirs in zip(held, ranks, strict=True):
+            mine |= theirs
 
 
-def joined(parts: Iterable[Expected], engine: Engine) -> list[dict[str, str]]:
-    """What each rank of a server of this layout must hold."""
-    together: Expected = {engine: [{} for _ in range(engine.tensor_parallel)]}
+def joined(parts: Iterable[Expected], layout: ServerLayout) -> list[dict[str, str]]:
+    """Return the checksums of each rank of a server of this layout, from those of all senders."""
+    together: Expected = {layout: [{} for _ in range(layout.tensor_parallel)]}
     for part in parts:
-        add(together, {engine: part[engine]} if engine in part else {})
-    return together[engine]
+        add_checksums(together, {layout: part[layout]} if layout in part else {})
+    return together[layout]
 
 
 def check_checksums(servers: Servers, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
-    """Loses the servers that hold another tensor than expected, with the name of the first.
-    `expected`: of each rank, by server. Returns how many tensors were compared.
+    """Lose the servers that hold another tensor than expected. Returns the number compared.
+
+    expected: checksums of each rank by URL. The reason names the first tensor that differs.
     """
-    asked = [url for url, ranks in expected.items() if any(map(len, ranks))]
+    urls = [url for url, ranks in expected.items() if any(map(len, ranks))]
+    answers = servers.request_each(WEIGHTS_CHECKER, dict.fromkeys(urls, CHECKSUM))
     count = 0
-    for url, ranks in held_checksums(servers, asked).items():
+    for url, ranks in read_checksums(servers, answers).items():
         count += sum(map(len, expected[url]))
         if difference := _first_difference(ranks, expected[url]):
             servers.mismatched.add(url)
@@ -100,17 +104,22 @@ def check_checksums(servers: Servers, expected: Mapping[str, Sequence[Mapping[st
     return count
 
 
-def held_checksums(servers: Servers, urls: Iterable[str]) -> dict[str, list[dict[str, str]]]:
-    """What each rank of some servers says it holds: checksums by engine name."""
+def read_checksums(servers: Servers, answers: Answers) -> dict[str, list[dict[str, str]]]:
+    """Return the checksums by parameter name that each rank of each server reports.
+
+    answers: to `CHECKSUM`. Servers that do not answer for all of their ranks are lost.
+    """
     sizes = {target.url: target.tensor_parallel for target in servers.live}
-    path = "/weights_checker"
-    body = {"action": "checksum"}
-    answers = servers.post_each(path, dict.fromkeys(urls, body))
     held = servers.read(
-        path, answers, lambda answer: [dict(rank["checksums"]) for rank in answer["ranks"]]
+        WEIGHTS_CHECKER,
+        answers,
+        lambda answer: [dict(rank["checksums"]) for rank in answer["ranks"]],
     )
     for url in [url for url, ranks in held.items() if len(ranks) != sizes[url]]:
-        servers.lose(url, f"{url}{path} answers for {len(held.pop(url))} of {sizes[url]} ranks")
+        servers.lose(
+            url,
+            f"{url}{WEIGHTS_CHECKER} answered for {len(held.pop(url))} of {sizes[url]} ranks",
+        )
     return held
 
 

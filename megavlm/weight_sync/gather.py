@@ -1,66 +1,101 @@
 """Full HF tensors on one rank from the shards of the ranks that hold them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megavlm.models.common.loading import local_tensors
+from megavlm.models.common.lora import adapters
 from megavlm.models.common.mapping import Entry, unshard
 from megavlm.parallel import platform
-from megavlm.weight_sync.plan import Plan
-from megavlm.weight_sync.shards import Shard
+from megavlm.weight_sync.plan import TIED, SyncPlan
 
 NamedTensors = list[tuple[str, Tensor]]
+LocalShard = Callable[[], Tensor]  # returns this rank's part of a Megatron tensor as it is now
 
 
 def gather(
-    plan: Plan, indices: Sequence[int], shards: Mapping[int, Shard], dtype: torch.dtype, *, to: int
+    plan: SyncPlan,
+    indices: Sequence[int],
+    shards: Mapping[int, LocalShard],
+    dtype: torch.dtype,
+    *,
+    to: int,
 ) -> NamedTensors:
-    """HF names and tensors of some entries, in `dtype`, on rank `to`; empty on the others.
+    """Gather HF names and tensors of some entries, in `dtype`, on rank `to`; [] on other ranks.
 
-    Point to point: `to` and the ranks that give something call it, for others it does nothing. A
-    rank sends what it gives as one flat tensor.
+    Point to point: `to` and the entries' source ranks must call it; on others it does nothing. A
+    source rank sends its shards as one flat tensor.
     """
     rank = dist.get_rank()
-    given = {i: shards[i]().to(dtype) for i in indices if rank in plan.source_ranks[i]}
+    mine = {i: shards[i]().to(dtype) for i in indices if rank in plan.source_ranks[i]}
     if rank != to:
-        if given:
-            dist.send(torch.cat([shard.flatten() for shard in given.values()]), to)
+        if mine:
+            dist.send(torch.cat([shard.flatten() for shard in mine.values()]), to)
         return []
-    pieces = {to: given}
+    pieces = {to: mine}
     for source_rank in sorted({r for i in indices for r in plan.source_ranks[i]} - {to}):
         pieces[source_rank] = _receive(
             plan, [i for i in indices if source_rank in plan.source_ranks[i]], source_rank, dtype
         )
     tensors: NamedTensors = []
     for _, group in groupby(indices, key=lambda index: plan.entries[index].hf):
-        handles = [(plan.entries[i], _full(plan, i, pieces)) for i in group]
-        tensors += to_hf(handles)
+        tensors += to_hf([(plan.entries[i], _whole(plan, i, pieces)) for i in group])
     return tensors
 
 
-def _full(plan: Plan, index: int, pieces: Mapping[int, Mapping[int, Tensor]]) -> Tensor:
-    return unshard(
-        plan.entries[index],
-        [pieces[source_rank][index] for source_rank in plan.source_ranks[index]],
-    )
+def to_hf(parts: Sequence[tuple[Entry, Tensor]]) -> NamedTensors:
+    """Convert full Megatron tensors to HF names and tensors.
 
-
-def to_hf(handles: Sequence[tuple[Entry, Tensor]]) -> NamedTensors:
-    """HF names and tensors of one entry and its full Megatron tensor, or of all experts' entries of
-    one stack, in order.
+    parts: one entry and its tensor, or the entries of all experts of one stack, in order.
     """
-    entry, full = handles[0]
+    entry, full = parts[0]
     if entry.expert is None:
         return list(zip(entry.hf, entry.to_hf(full), strict=True))
-    rows = zip(*(entry.to_hf(full) for entry, full in handles), strict=True)
+    rows = zip(*(entry.to_hf(full) for entry, full in parts), strict=True)
     return [(name, torch.stack(row)) for name, row in zip(entry.hf, rows, strict=True)]
 
 
+def local_shards(
+    plan: SyncPlan, chunks: Sequence[MegatronModule], *, merged: bool = True
+) -> dict[int, LocalShard]:
+    """Return this rank's shards by entry.
+
+    A weight with an adapter is returned as the two merged or, without `merged`, as it is.
+
+    Asserts that the plan is right: that this rank holds what it must send, and that training
+    changes here what the plan says. A tensor is trained if its storage is that of a parameter that
+    requires grad.
+    """
+    table = {(entry.megatron, entry.expert): index for index, entry in enumerate(plan.entries)}
+    shards: dict[int, LocalShard] = {}
+    changed = set()
+    for chunk in chunks:
+        trained = {p.data_ptr() for p in chunk.parameters() if p.requires_grad}
+        adapted = {linear.base.weight.data_ptr(): linear for _, linear in adapters(chunk)}
+        for held in local_tensors(chunk):
+            index = table.get((held.key, held.expert))
+            if index is None:
+                continue  # an adapter's own tensor, or a value head
+            pointer = held.data.data_ptr()
+            is_merged = merged and pointer in adapted
+            shards[index] = adapted[pointer].merged_weight if is_merged else held.data.detach
+            if pointer in trained or is_merged:
+                changed.add(index)
+    _check(plan, set(shards), changed)
+    return shards
+
+
+def _whole(plan: SyncPlan, index: int, pieces: Mapping[int, Mapping[int, Tensor]]) -> Tensor:
+    return unshard(plan.entries[index], [pieces[rank][index] for rank in plan.source_ranks[index]])
+
+
 def _receive(
-    plan: Plan, indices: Sequence[int], source_rank: int, dtype: torch.dtype
+    plan: SyncPlan, indices: Sequence[int], source_rank: int, dtype: torch.dtype
 ) -> dict[int, Tensor]:
     shapes = []
     for index in indices:
@@ -73,3 +108,15 @@ def _receive(
     dist.recv(flat, source_rank)
     pieces = flat.split([shape.numel() for shape in shapes])
     return {i: piece.view(s) for i, piece, s in zip(indices, pieces, shapes, strict=True)}
+
+
+def _check(plan: SyncPlan, held: set[int], changed: set[int]) -> None:
+    rank = dist.get_rank()
+    missing = plan.sent_from(rank) - held
+    assert not missing, f"rank {rank} has no {plan.entries[min(missing)].megatron}"
+    stage = rank // plan.trainer.per_stage
+    for index in held:
+        key = plan.entries[index].megatron
+        assert plan.stages[index] == stage or key == TIED, f"{key} is on rank {rank} too"
+    wrong = (plan.changed & held) ^ changed
+    assert not wrong, f"training and plan differ in {plan.entries[min(wrong)].megatron}"

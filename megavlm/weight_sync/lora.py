@@ -1,6 +1,6 @@
-"""Adapters as tensors of their own: PEFT's names, how ranks hold them, and this rank's part.
+"""Adapters that are sent unmerged: PEFT's names, how ranks hold them, and this rank's part.
 
-Covered: linears of the language model but experts, which SGLang's servers can adapt.
+Covered are the linears that SGLang can adapt: those of the language model without experts.
 """
 
 import hashlib
@@ -18,26 +18,23 @@ from megavlm.config.lora import LoRA
 from megavlm.models.common.lora import adapters
 from megavlm.models.common.mapping import COLUMNS, REPLICATED, ROWS, Entry, same
 from megavlm.parallel.mesh import Layout
-from megavlm.weight_sync.gather import NamedTensors, gather
-from megavlm.weight_sync.plan import Plan, TrainerRanks
+from megavlm.weight_sync.gather import LocalShard, NamedTensors, gather
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import Servers
-from megavlm.weight_sync.shards import Shard
 from megavlm.weight_sync.trainable import adapted_entries, linear_name
 from megavlm.weight_sync.transports.payload import flatten, payload
 
-PREFIX = "base_model.model."  # PEFT's
-OURS = "megavlm-"
+PEFT_PREFIX = "base_model.model."
+ADAPTER_PREFIX = "megavlm-"
 
 
 @dataclass(frozen=True)
-class Adapters:
-    """How adapters are sent as such: their table as a plan, PEFT's configuration, and this rank's
-    parts.
-    """
+class AdapterWeights:
+    """Adapters of a run: their table as a plan, PEFT's configuration, and this rank's parts."""
 
-    plan: Plan
+    plan: SyncPlan
     config: dict[str, Any]
-    shards: Mapping[int, Shard]
+    shards: Mapping[int, LocalShard]
 
     @classmethod
     def of(
@@ -47,27 +44,29 @@ class Adapters:
         trainer: TrainerRanks,
         chunks: Iterable[MegatronModule],
         num_kv_heads: int,
-    ) -> "Adapters":
+    ) -> "AdapterWeights":
+        """Make the adapters of a model whose chunks have them. Collective."""
         table = adapter_entries(entries, settings, trainer.layout, num_kv_heads)
-        plan = Plan(table, trainer, frozenset(range(len(table))))
+        plan = SyncPlan(table, trainer, frozenset(range(len(table))))
         shards = adapter_shards(table, chunks)
-        missing = plan.given_by(dist.get_rank()) - shards.keys()
+        missing = plan.sent_from(dist.get_rank()) - shards.keys()
         assert not missing, f"no adapter {table[min(missing)].megatron} on this rank"
         return cls(plan, adapter_config(settings, entries), shards)
 
     def gather(self, dtype: torch.dtype) -> NamedTensors:
-        """All pairs on rank 0 under PEFT's names, in the servers' type; empty on the others."""
+        """Gather all pairs on rank 0 under PEFT's names; [] on other ranks. Collective."""
         return gather(self.plan, range(len(self.plan.entries)), self.shards, dtype, to=0)
 
 
 def adapter_name(version: int | str) -> str:
-    """What a request names to be answered with the adapters of a weight version."""
-    return f"{OURS}{version}"
+    """Return the adapter name that requests use for a weight version."""
+    return f"{ADAPTER_PREFIX}{version}"
 
 
 def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: NamedTensors) -> int:
-    """Has every server load a new adapter beside those that it has, and check its tensors' SHA-256
-    itself. Returns the bytes of tensors that were sent.
+    """Load a new adapter on every server, which checks its tensors' SHA-256 itself.
+
+    The adapters that a server has stay loaded. Returns the bytes of tensors that were sent.
     """
     flat, places = flatten(tensors)
     content = payload({"flattened_tensor": flat, "metadata": places})
@@ -83,9 +82,9 @@ def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: N
         },
     }
     ranks = {target.url: target.tensor_parallel for target in servers.live}
-    # Left there by a push of the same version that failed.
+    # An update to the same version that failed may have left it there.
     servers.try_each("/unload_lora_adapter", {"lora_name": name}, ranks)
-    servers.post_each(
+    servers.request_each(
         "/load_lora_adapter_from_tensors",
         {url: body | {"serialized_named_tensors": [content] * n} for url, n in ranks.items()},
     )
@@ -93,19 +92,21 @@ def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: N
 
 
 def unload_adapters(servers: Servers, *, but: str) -> None:
-    """Of what runs have left on servers, a push that failed among them, every adapter but one."""
+    """Unload every adapter of a run but one, also those that earlier runs left on servers."""
     path = "/v1/models"
     loaded = servers.read(
-        path, servers.get(path), lambda answer: [str(model["id"]) for model in answer["data"]]
+        path,
+        servers.request_each(path),
+        lambda answer: [str(model["id"]) for model in answer["data"]],
     )
     for url, names in loaded.items():
         for name in names:
-            if name.startswith(OURS) and name != but:
-                servers.post_each("/unload_lora_adapter", {url: {"lora_name": name}})
+            if name.startswith(ADAPTER_PREFIX) and name != but:
+                servers.request_each("/unload_lora_adapter", {url: {"lora_name": name}})
 
 
 def adapter_config(settings: LoRA, entries: Sequence[Entry]) -> dict[str, Any]:
-    """PEFT's adapter_config.json."""
+    """Return the content of PEFT's adapter_config.json."""
     indices = adapted_entries(entries, settings.targets)
     modules = {_leaf(name) for index in indices for name in entries[index].hf}
     return {
@@ -120,9 +121,9 @@ def adapter_config(settings: LoRA, entries: Sequence[Entry]) -> dict[str, Any]:
 def adapter_entries(
     entries: Sequence[Entry], settings: LoRA, layout: Layout, num_kv_heads: int
 ) -> list[Entry]:
-    """A table like a mapping, of A [rank, columns] and B [rows, rank] of each HF projection.
+    """Return a mapping table of A [rank, columns] and B [rows, rank] of each HF projection.
 
-    Where there are more tensor-parallel ranks than key-value heads, every rank holds the B's of
+    If there are more tensor-parallel ranks than key-value heads, every rank holds the B's of
     queries, keys and values whole.
     """
     table = []
@@ -133,7 +134,7 @@ def adapter_entries(
         whole = len(entry.hf) == 3 and layout.tensor > num_kv_heads
         rows_cut = entry.shard.dim == 0 and not whole
         for hf, (rows, columns) in zip(entry.hf, entry.hf_shapes, strict=True):
-            part, peft = _leaf(hf), PREFIX + hf.removesuffix(".weight")
+            part, peft = _leaf(hf), PEFT_PREFIX + hf.removesuffix(".weight")
             a, b = (settings.rank, columns), (rows, settings.rank)
             cut = COLUMNS if entry.shard == COLUMNS else REPLICATED
             table.append(same(f"{name}.lora_A.{part}", f"{peft}.lora_A.weight", a, cut))
@@ -144,20 +145,20 @@ def adapter_entries(
 
 def adapter_shards(
     entries: Sequence[Entry], chunks: Iterable[MegatronModule]
-) -> Mapping[int, Shard]:
-    """This rank's parts, by index of `adapter_entries`."""
+) -> Mapping[int, LocalShard]:
+    """Return this rank's parts by their index in `adapter_entries`."""
     table = {entry.megatron: index for index, entry in enumerate(entries)}
     return {table[key]: tensor.detach for chunk in chunks for key, tensor in _held(chunk)}
 
 
 def adapter_bytes(entries: Sequence[Entry], indices: Iterable[int], rank: int, size: int) -> int:
-    """Of the pairs of rank `rank` on these weights, in numbers of `size` bytes."""
+    """Return the bytes of LoRA pairs of rank `rank` on some weights, `size` bytes a number."""
     total = 0
     for index in indices:
         entry = entries[index]
         if entry.expert is None:
             total += sum(rank * (rows + columns) for rows, columns in entry.hf_shapes)
-        else:  # the hub's stacks hold [columns, rows]; gate and up are projections of their own
+        else:  # HF's stacks hold [columns, rows]; gate and up are separate projections
             _, columns, rows = entry.hf_shapes[0]
             parts = entry.shard.parts
             total += rank * (rows + parts * columns)

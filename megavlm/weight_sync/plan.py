@@ -1,8 +1,7 @@
-"""Which trainer ranks hold which slices of which tensors, and in which buckets they are sent.
+"""Plan of weight updates: the trainer ranks that hold each tensor's shards, and the buckets.
 
-Pure: from the mapping table and the layout alone, for any number of ranks, without a process group.
-That the running ranks hold what the plan says is asserted where a push is set up
-(`shards.local_shards`).
+Pure functions of the mapping table and the layout, for any number of ranks, without a process
+group. `gather.local_shards` asserts that the running ranks hold what the plan says.
 """
 
 import math
@@ -15,11 +14,11 @@ from typing import Any
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
 from megavlm.parallel.mesh import Layout
-from megavlm.weight_sync.sglang_layout import stored_name
+from megavlm.weight_sync.sglang_layout import parameter_name
 
 _LAYER = re.compile(r"language_model\.decoder\.layers\.(\d+)\.")
 _LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.")
-TIED = "language_model.embedding.word_embeddings.weight"  # where tied, the last stage has a copy
+TIED = "language_model.embedding.word_embeddings.weight"  # if tied, the last stage has a copy
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class TrainerRanks:
     def of(
         cls, hf_config: Any, layout: Layout, world_size: int, options: ModelOptions
     ) -> "TrainerRanks":
-        """For a layout that the model can have (`check_model_layout`)."""
+        """Make the ranks of a run whose layout fits the model (`check_model_layout`)."""
         first, last = options.first_stage_layers, options.last_stage_layers
         layers = hf_config.text_config.num_hidden_layers
         return cls(layout, world_size, layer_stages(layers, layout, first, last))
@@ -50,14 +49,17 @@ class TrainerRanks:
         return stage * self.per_stage
 
     def stage(self, entry: Entry) -> int:
-        """The tower and the embedding are on the first stage."""
+        """Return the pipeline stage that holds an entry."""
         if match := _LAYER.match(entry.megatron):
             return self.layer_stages[int(match[1])]
+        # The tower and the embedding are on the first stage.
         return self.layout.pipeline - 1 if entry.megatron.startswith(_LAST_STAGE) else 0
 
     def source_ranks(self, entry: Entry) -> tuple[int, ...]:
-        """The ranks that hold the entry's shards, in shard order; of those that hold the same
-        shard (data, context and, where it cuts nothing, tensor ranks) the first.
+        """Return the ranks that send the entry's shards, in shard order.
+
+        The first of the ranks that hold the same shard (data, context and, if the shard is whole,
+        tensor ranks) sends it.
         """
         first, axis = self.first_of(self.stage(entry)), entry.shard.axis
         if entry.expert is not None:
@@ -70,8 +72,10 @@ class TrainerRanks:
 def layer_stages(
     num_layers: int, layout: Layout, first: int | None = None, last: int | None = None
 ) -> tuple[int, ...]:
-    """The stage of each layer. `first` and `last`: layers of those stages where the split is not
-    even. Virtual stages go round the stages, a chunk of each at a time.
+    """Return the pipeline stage of each layer.
+
+    first, last: number of layers of those stages if the split is not even. Virtual stages go round
+    the stages, a chunk of each at a time.
     """
     stages = layout.pipeline
     counts: list[int | None] = [None] * stages
@@ -91,8 +95,10 @@ def layer_stages(
 
 @dataclass(frozen=True)
 class Bucket:
-    """Entries that are sent together, all of one stage. `changed`: what training can change, which
-    every server gets; the rest is for servers that need all.
+    """Entries of one pipeline stage that are sent together.
+
+    changed: True for entries that training can change, which every server gets; the others go to
+    servers that need every tensor.
     """
 
     stage: int
@@ -101,8 +107,12 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`entries`: the mapping table; indices are of it. `changed`: what training can change."""
+class SyncPlan:
+    """Plan of a run's weight updates.
+
+    entries: the mapping table, which indices refer to. changed: indices of the entries that
+    training can change.
+    """
 
     entries: Sequence[Entry]
     trainer: TrainerRanks
@@ -110,22 +120,22 @@ class Plan:
 
     @cached_property
     def source_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Of each entry, in shard order."""
+        """Ranks that send the shards of each entry, in shard order."""
         return tuple(self.trainer.source_ranks(entry) for entry in self.entries)
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """Of each entry."""
+        """Pipeline stage of each entry."""
         return tuple(self.trainer.stage(entry) for entry in self.entries)
 
-    def given_by(self, rank: int) -> set[int]:
-        return {
-            index for index, source_ranks in enumerate(self.source_ranks) if rank in source_ranks
-        }
+    def sent_from(self, rank: int) -> set[int]:
+        """Return the indices of the entries that `rank` sends a shard of."""
+        return {index for index, ranks in enumerate(self.source_ranks) if rank in ranks}
 
     def buckets(self, *, full: bool, itemsize: int, max_bytes: int) -> Iterator[Bucket]:
-        """Stage by stage, in each what training can change first; without `full` that alone. The
-        whole tensors of a bucket take at most `max_bytes`; a single one may take more.
+        """Yield buckets stage by stage: what training can change first, the rest only with `full`.
+
+        The whole tensors of a bucket take at most `max_bytes`; a single tensor may take more.
         """
         for stage in range(self.trainer.layout.pipeline):
             mine = [index for index in range(len(self.entries)) if self.stages[index] == stage]
@@ -135,24 +145,24 @@ class Plan:
                     yield Bucket(stage, tuple(run), changed)
 
     def _runs(self, indices: Collection[int], itemsize: int, max_bytes: int) -> Iterator[list[int]]:
-        """What makes one parameter of a server stays together: parts that it fuses, a stack."""
+        """Split entries into runs. The parts of one server parameter stay in one run."""
         groups: dict[str, list[int]] = {}
         for index in indices:
-            groups.setdefault(stored_name(self.entries[index].hf[0]), []).append(index)
+            groups.setdefault(parameter_name(self.entries[index].hf[0]), []).append(index)
         run: list[int] = []
         size = 0
-        for handles in groups.values():
-            num_bytes = itemsize * sum(numel(self.entries[index]) for index in handles)
+        for parts in groups.values():
+            num_bytes = itemsize * sum(numel(self.entries[index]) for index in parts)
             if run and size + num_bytes > max_bytes:
                 yield run
                 run, size = [], 0
-            run += handles
+            run += parts
             size += num_bytes
         if run:
             yield run
 
 
 def numel(entry: Entry) -> int:
-    """Of the full Megatron tensor: an expert's entry has its share of the stack alone."""
+    """Return the size of an entry's full Megatron tensor; an expert's is its share of the stack."""
     count = sum(math.prod(shape) for shape in entry.hf_shapes)
     return count if entry.expert is None else count // entry.hf_shapes[0][0]

@@ -1,4 +1,4 @@
-"""The control side of SGLang servers: what changes them, and what they say of themselves."""
+"""Control requests to SGLang servers."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,23 +12,26 @@ from megavlm.inference.protocol import json_object
 from megavlm.inference.server_pool.targets import Target
 
 PIECE = 2**18  # bytes
-TIDY_TIMEOUT = 20.0  # seconds: a server that failed may answer nothing at all
+CLEANUP_TIMEOUT = 20.0  # seconds: a server that failed may not answer at all
 
-Answers = dict[str, dict[str, Any]]  # by the server's address
+Answers = dict[str, dict[str, Any]]  # by URL
 T = TypeVar("T")
 
 
 def control_client() -> httpx.Client:
-    """Connections to servers, without a proxy between."""
+    """Return an HTTP client that uses no proxy."""
     return httpx.Client(trust_env=False)
 
 
 class Servers:
-    """Requests to several servers at once. One that refuses or cannot be reached is lost: `lost`
-    has its reason, and no later request goes to it; `mismatched` those that hold other tensors than
-    they were sent. WeightSyncError, with the reasons, when none is left. Nothing is retried here,
-    because a retry of one step of a push would not undo the others. `http`: a `control_client()`,
-    which whoever made it closes.
+    """Servers of one attempt, which are sent requests at once.
+
+    A server that refuses a request or cannot be reached is lost: `lost` has the reason, and no
+    later request goes to it. `mismatched` has the URLs of servers whose tensors differ from what
+    they were sent. WeightSyncError, with the reasons, is raised when no server is left. Nothing is
+    retried, because a retry of one step of an update would not undo the others.
+
+    http: a `control_client()`, which the caller closes. timeout: seconds for a request.
     """
 
     def __init__(
@@ -45,42 +48,26 @@ class Servers:
         return [target for url, target in self._targets.items() if url not in self.lost]
 
     def lose(self, url: str, reason: str) -> None:
+        """Mark a server as lost. Raises WeightSyncError if none is left."""
         self.lost.setdefault(url, reason)
         if not self.live:
             raise WeightSyncError("; ".join(self.lost.values()))
 
-    def get(self, path: str) -> Answers:
-        return self._all("GET", path, {target.url: None for target in self.live})
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Answers:
-        """The same body to every server."""
-        return self.post_each(path, {target.url: body for target in self.live})
-
-    def post_each(self, path: str, bodies: Mapping[str, Mapping[str, Any]]) -> Answers:
-        """A body for each of some servers."""
-        return self._all("POST", path, bodies)
-
-    def read(self, path: str, answers: Answers, part: Callable[[Any], T]) -> dict[str, T]:
-        """`part` of each answer to `path`; servers that answer in another form are lost."""
-        parts = {}
-        for url, answer in answers.items():
-            try:
-                parts[url] = part(answer)
-            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                self.lose(url, f"{url}{path} answers in a form that is not SGLang's ({error!r})")
-        return parts
-
-    def _all(
-        self, method: str, path: str, bodies: Mapping[str, Mapping[str, Any] | None]
+    def request_each(
+        self, path: str, bodies: Mapping[str, Mapping[str, Any]] | None = None
     ) -> Answers:
-        urls = [target.url for target in self.live if target.url in bodies]
+        """Send a request to several servers at once. Returns the answers by URL.
+
+        bodies: the JSON to POST by URL; None sends a GET to every server. Lost servers are skipped.
+        """
+        urls = [target.url for target in self.live if bodies is None or target.url in bodies]
         if not urls:
             return {}
-        answers = {}
+        futures, answers = {}, {}
         with ThreadPoolExecutor(len(urls)) as pool:
-            futures = {
-                url: pool.submit(self.request, method, url, path, bodies[url]) for url in urls
-            }
+            for url in urls:
+                body = None if bodies is None else bodies[url]
+                futures[url] = pool.submit(self.request, url, path, body)
         for url, future in futures.items():
             try:
                 answers[url] = future.result()
@@ -88,26 +75,37 @@ class Servers:
                 self.lose(url, str(error))
         return answers
 
+    def read(self, path: str, answers: Answers, part: Callable[[Any], T]) -> dict[str, T]:
+        """Return `part` of each answer to `path`. Servers that answer in another form are lost."""
+        parts = {}
+        for url, answer in answers.items():
+            try:
+                parts[url] = part(answer)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                self.lose(url, f"{url}{path} answered in a form that is not SGLang's ({error!r})")
+        return parts
+
     def request(
         self,
-        method: str,
         url: str,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | None = None,
         *,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """One request, after whose failure (WeightSyncError) the server counts as before.
-        `timeout`: seconds, where not as for all.
+        """Send one request: a POST of `body`, or a GET without one.
+
+        Raises WeightSyncError if it fails, and then does not mark the server as lost. timeout:
+        seconds, if not those of all requests.
         """
         target = self._targets[url]
-        key = target.api_key if method == "GET" else target.admin_key
+        key = target.api_key if body is None else target.admin_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         content = b"" if body is None else json.dumps(body).encode()
         headers |= {"Content-Type": "application/json", "Content-Length": str(len(content))}
         try:
             reply = self._http.request(
-                method,
+                "GET" if body is None else "POST",
                 url + path,
                 content=_pieces(content),
                 headers=headers,
@@ -116,9 +114,11 @@ class Servers:
         except httpx.HTTPError as error:
             raise WeightSyncError(f"{url}{path} failed: {error!r}") from error
         if not reply.is_success:
-            raise WeightSyncError(f"{url}{path} ({reply.status_code}): {reply.text[:500]}")
+            raise WeightSyncError(
+                f"{url}{path} returned HTTP {reply.status_code}: {reply.text[:500]}"
+            )
         if not reply.headers.get("content-type", "").startswith("application/json"):
-            return {}  # /flush_cache answers a sentence
+            return {}  # /flush_cache answers in plain text
         try:
             answer = json_object(reply)
         except ValueError as error:
@@ -130,16 +130,18 @@ class Servers:
     def try_each(
         self, path: str, body: Mapping[str, Any], urls: Iterable[str] | None = None
     ) -> None:
-        """A body to some servers, or to all, lost ones too, whatever they say to it: to tidy up."""
+        """Send a request to some servers (default: all, lost ones too) and ignore its failures."""
         for url in self._targets if urls is None else urls:
             try:
-                self.request("POST", url, path, body, timeout=TIDY_TIMEOUT)
+                self.request(url, path, body, timeout=CLEANUP_TIMEOUT)
             except WeightSyncError:
-                pass  # it is gone, or there was nothing to tidy up
+                pass  # the server is gone, or there was nothing to clean up
 
 
 def _pieces(content: bytes) -> Iterator[bytes]:
-    """httpx copies what is left of a body each time that the connection takes a part of it: a
-    bucket as one body takes ten times as long.
+    """Split a request's body.
+
+    httpx copies the rest of a body each time that the connection takes a part of it: a bucket in
+    one piece takes ten times as long.
     """
     return (content[start : start + PIECE] for start in range(0, len(content), PIECE))

@@ -1,11 +1,11 @@
-"""An SGLang server's own tensors: their names, what they are fused of, and what each of its ranks
-stores. Pure; on the meta device it tells shapes without memory.
+"""Layout of an SGLang server's own tensors: their names, their parts, and what each rank stores.
 
-The rules are those of the weight loaders in sglang 0.5.23 (models/qwen2_vl.py, qwen2_5_vl.py,
-qwen3_vl.py, qwen3_vl_moe.py, layers/linear.py, layers/vocab_parallel_embedding.py and
-layers/moe/fused_moe_triton/layer.py). A sync compares checksums with the running server, so that a
-release with other rules is found out, not served. Not covered: quantised servers, and MoE kernels
-that store their weights shuffled.
+Pure functions; tensors on the meta device give the shapes without memory. The rules are those of
+the weight loaders in sglang 0.5.23 (models/qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py,
+qwen3_vl_moe.py, layers/linear.py, layers/vocab_parallel_embedding.py and
+layers/moe/fused_moe_triton/layer.py). A weight update compares checksums with the running server,
+so that a release with other rules is detected. Not covered: quantised servers, and MoE kernels that
+store their weights shuffled.
 
 Shapes: E experts, H hidden size, I an expert's intermediate size.
 """
@@ -25,7 +25,7 @@ CPU_FFN_MULTIPLE = 32  # of each rank (configs/update_config.py)
 VISION_MULTIPLE = 8  # the width of a gated vision MLP is, too
 # Fused parameters by the HF parts they are made of, in order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# Stacks of experts, by those of the hub.
+# Stacks of experts by their HF name.
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PADDED = re.compile(r"(model\.embed_tokens|lm_head|visual\.pos_embed)\.weight")
 # Linears whose output the ranks cut, and whose input; the latter keep their bias whole.
@@ -37,11 +37,13 @@ INPUT_CUT = re.compile(
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A server's layout. `expert_parallel`: over so many of its ranks whole experts are spread; the
-    others cut each expert. `num_kv_heads`: of the language model; ranks share one where they are
-    more. `tied_embeddings`: the hub has no head. `on_cpu`: SGLang then pads the width of language
-    MLPs and experts.
+class ServerLayout:
+    """Layout of a server's weights over its ranks.
+
+    expert_parallel: number of groups of ranks that hold different experts; the ranks of a group
+    cut each expert. num_kv_heads: of the language model; ranks share one if there are fewer.
+    tied_embeddings: HF's files have no output head. on_cpu: SGLang pads the width of language MLPs
+    and experts there.
     """
 
     tensor_parallel: int = 1
@@ -62,44 +64,44 @@ class Engine:
         return self.tensor_parallel // self.expert_parallel
 
 
-def stored_name(hub_name: str) -> str:
-    """The engine's parameter that an HF tensor is, or is part of."""
-    name = short_name(hub_name)
+def parameter_name(hf_name: str) -> str:
+    """Return the name of the server's parameter that an HF tensor is, or is a part of."""
+    name = short_name(hf_name)
     module, _, kind = name.rpartition(".")
     parent, _, leaf = module.rpartition(".")
     if leaf == "experts":
         return f"{module}.{EXPERTS[kind]}"
-    if leaf == "qkv":  # the tower's: fused on the hub already
+    if leaf == "qkv":  # the tower's, which HF fuses too
         return f"{parent}.qkv_proj.{kind}"
     fused = next((fused for fused, parts in FUSED.items() if leaf in parts), None)
     return f"{parent}.{fused}.{kind}" if fused else name
 
 
 def is_expert(stored: str) -> bool:
-    """Whether it is a stack of experts, whose rows a GPU's kernels may store in another order."""
+    """Return True for a stack of experts, whose rows a GPU's kernels may store in another order."""
     return stored.endswith((".w13_weight", ".w2_weight"))
 
 
-def engine_tensors(
-    hub_tensors: Mapping[str, Tensor], engine: Engine, rank: int
+def server_tensors(
+    hf_tensors: Mapping[str, Tensor], layout: ServerLayout, rank: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """What rank `rank` of a server stores of these HF tensors, under the engine's names.
+    """Yield the parameters that rank `rank` of a server stores of these HF tensors, with names.
 
-    Parts of one fused parameter must come together, as one mapping entry gives them. Views where
-    nothing is joined.
+    Parts of one fused parameter must come together, as one mapping entry has them. Tensors are
+    views where nothing is joined.
     """
     groups: dict[str, list[tuple[str, Tensor]]] = {}
-    for hub_name, tensor in hub_tensors.items():
-        groups.setdefault(stored_name(hub_name), []).append((short_name(hub_name), tensor))
-    size = engine.tensor_parallel
+    for hf_name, tensor in hf_tensors.items():
+        groups.setdefault(parameter_name(hf_name), []).append((short_name(hf_name), tensor))
+    size = layout.tensor_parallel
     for stored, parts in groups.items():
         name, tensor = parts[0]
         if len(parts) > 1:
             leaves = {name.split(".")[-2]: tensor for name, tensor in parts}
             fused = FUSED[stored.split(".")[-2]]
-            yield stored, _fused(stored, [leaves[leaf] for leaf in fused], engine, rank)
+            yield stored, _fused(stored, [leaves[leaf] for leaf in fused], layout, rank)
         elif ".experts." in name:
-            yield stored, _experts(name, tensor, engine, rank)
+            yield stored, _experts(name, tensor, layout, rank)
         elif ".attn.qkv." in name:  # as many keys as queries
             yield stored, _cut(tensor.chunk(3), rank, size)
         elif PADDED.fullmatch(name):
@@ -108,39 +110,39 @@ def engine_tensors(
             yield name, tensor.chunk(size)[rank]
         elif INPUT_CUT.fullmatch(name):
             if ".down_proj." in name:
-                tensor = _pad(tensor, _ffn_multiple(name, engine), dim=1)
+                tensor = _pad(tensor, _ffn_multiple(name, layout), dim=1)
             yield name, tensor.chunk(size, dim=1)[rank]
         else:
             yield name, tensor
 
 
-def _fused(name: str, parts: list[Tensor], engine: Engine, rank: int) -> Tensor:
-    size = engine.tensor_parallel
+def _fused(name: str, parts: list[Tensor], layout: ServerLayout, rank: int) -> Tensor:
+    size = layout.tensor_parallel
     if ".gate_up_proj." in name:
-        multiple = _ffn_multiple(name, engine)
+        multiple = _ffn_multiple(name, layout)
         return _cut([_pad(part, multiple) for part in parts], rank, size)
     query, *others = parts
-    heads = min(engine.num_kv_heads, size)
+    heads = min(layout.num_kv_heads, size)
     place = rank * heads // size
     return torch.cat([query.chunk(size)[rank], *(part.chunk(heads)[place] for part in others)])
 
 
-def _experts(name: str, stack: Tensor, engine: Engine, rank: int) -> Tensor:
-    """gate_up_proj [E, H, 2I] as [E, 2I, H], gate on top of up; down_proj [E, I, H] as
-    [E, H, I]. Neighbouring ranks cut an expert, and the groups of them hold the experts in order.
+def _experts(name: str, stack: Tensor, layout: ServerLayout, rank: int) -> Tensor:
+    """Return gate_up_proj [E, H, 2I] as [E, 2I, H], gate above up, or down_proj [E, I, H] as
+    [E, H, I]. Neighbouring ranks cut an expert, and their groups hold the experts in order.
     """
-    mine = stack.chunk(engine.expert_parallel)[rank // engine.expert_tensor].transpose(1, 2)
-    place, size = rank % engine.expert_tensor, engine.expert_tensor
+    mine = stack.chunk(layout.expert_parallel)[rank // layout.expert_tensor].transpose(1, 2)
+    place, size = rank % layout.expert_tensor, layout.expert_tensor
     if name.endswith(".down_proj"):
-        return _pad(mine, engine.ffn_multiple, dim=2).chunk(size, dim=2)[place]
-    if size == 1 and mine.shape[1] // 2 % engine.ffn_multiple == 0:
+        return _pad(mine, layout.ffn_multiple, dim=2).chunk(size, dim=2)[place]
+    if size == 1 and mine.shape[1] // 2 % layout.ffn_multiple == 0:
         return mine
-    halves = [_pad(half, engine.ffn_multiple, dim=1) for half in mine.chunk(2, dim=1)]
+    halves = [_pad(half, layout.ffn_multiple, dim=1) for half in mine.chunk(2, dim=1)]
     return _cut(halves, place, size, dim=1)
 
 
-def _ffn_multiple(name: str, engine: Engine) -> int:
-    return VISION_MULTIPLE if name.startswith("visual.") else engine.ffn_multiple
+def _ffn_multiple(name: str, layout: ServerLayout) -> int:
+    return VISION_MULTIPLE if name.startswith("visual.") else layout.ffn_multiple
 
 
 def _cut(parts: Sequence[Tensor], rank: int, size: int, dim: int = 0) -> Tensor:
@@ -153,7 +155,7 @@ def _vocab_multiple(rows: int, size: int) -> int:
 
 
 def _pad(tensor: Tensor, multiple: int, dim: int = 0) -> Tensor:
-    """With zeros at the end of `dim`, up to a multiple."""
+    """Pad with zeros at the end of `dim` up to a multiple."""
     missing = -tensor.shape[dim] % multiple
     if not missing:
         return tensor

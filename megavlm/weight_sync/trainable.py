@@ -1,4 +1,4 @@
-"""Which entries of a mapping training can change, and which have adapters: by the options."""
+"""Entries of a mapping that training can change, and those that have adapters."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,9 @@ from megavlm.models.common.mapping import Entry
 def trained_entries(
     entries: Sequence[Entry], options: ModelOptions, targets: Sequence[str] | None
 ) -> frozenset[int]:
-    """Indices of what changes. `targets`: of adapters, beside which nothing is trained, None
-    without adapters.
+    """Return the indices of the entries that training can change.
+
+    targets: `lora.targets`, whose weights alone change when merged; None without adapters.
     """
     if targets is not None:
         return adapted_entries(entries, targets)
@@ -20,7 +21,7 @@ def trained_entries(
 
 
 def adapted_entries(entries: Sequence[Entry], targets: Sequence[str]) -> frozenset[int]:
-    """Indices of the weights that `targets` put adapters on. ValueError as in `choose`."""
+    """Return the indices of the weights that have adapters. Raises ValueError as `choose` does."""
     names = {i: linear_name(entry) for i, entry in enumerate(entries)}
     components = {name: kind for name in names.values() if name and (kind := lora_component(name))}
     chosen = choose(targets, components, has_tower=True)
@@ -28,8 +29,9 @@ def adapted_entries(entries: Sequence[Entry], targets: Sequence[str]) -> frozens
 
 
 def linear_name(entry: Entry) -> str | None:
-    """A linear's name as `lora.targets` has it; None for what is no linear's weight. The experts
-    of a layer share one.
+    """Return a linear's name as `lora.targets` has it, None if the entry is no linear's weight.
+
+    The experts of a layer share a name.
     """
     name = entry.megatron.removesuffix(".weight")
     if name == entry.megatron or len(entry.hf_shapes[0]) < 2:

@@ -22,11 +22,11 @@ from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import add_adapters
 from megavlm.parallel.mesh import Layout
-from megavlm.weight_sync.fixed_targets import FixedTargets
-from megavlm.weight_sync.lora import Adapters
-from megavlm.weight_sync.plan import Plan, TrainerRanks
-from megavlm.weight_sync.plan_table import stored_bytes
-from megavlm.weight_sync.sglang_layout import Engine
+from megavlm.run.sync_plan import stored_bytes
+from megavlm.weight_sync.attempt import SyncSettings
+from megavlm.weight_sync.lora import AdapterWeights
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
+from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.base import Transport
@@ -35,6 +35,7 @@ from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.benchmarks.bench_model import SIZES
 from tests.distributed.fork import launch
+from tests.fakes.targets import FixedTargets
 from tests.parity.inputs import QUESTION
 from tests.parity.runs import build
 from tests.parity.table import Ranks
@@ -91,22 +92,21 @@ def measure(folder: Path, target: Target, scratch: Path, adapted: bool) -> list[
         for chunk in chunks:
             add_adapters(chunk, SETTINGS)
     targets = SETTINGS.targets if adapted else None
-    plan = Plan(entries, trainer, trained_entries(entries, options, targets))
-    pairs = Adapters.of(entries, SETTINGS, trainer, chunks, heads) if adapted else None
-    engine = Engine(target.tensor_parallel, 1, heads)
+    plan = SyncPlan(entries, trainer, trained_entries(entries, options, targets))
+    pairs = AdapterWeights.of(entries, SETTINGS, trainer, chunks, heads) if adapted else None
+    engine = ServerLayout(target.tensor_parallel, 1, heads)
     changed = sum(stored_bytes([entries[i] for i in plan.changed], engine, 4))
     everything = sum(stored_bytes(entries, engine, 4))
 
-    def sync(way: Transport, plan: Plan, adapters: Adapters | None = None) -> WeightSync:
+    def sync(way: Transport, plan: SyncPlan, adapters: AdapterWeights | None = None) -> WeightSync:
         return WeightSync(
             plan,
             chunks,
+            way,
+            SyncSettings(torch.float32, num_kv_heads=heads),
             targets=FixedTargets([target]) if mesh.is_driver else None,
-            transport=way,
-            dtype=torch.float32,
-            num_kv_heads=heads,
             adapters=adapters,
-            objects=mesh.objects,
+            group=mesh.objects,
         )
 
     rows = []
@@ -119,7 +119,7 @@ def measure(folder: Path, target: Target, scratch: Path, adapted: bool) -> list[
             rows.append(("frozen tower left out", kind, changed, timed(one)))
         one.close()
     if pairs is not None:
-        one = sync(TensorTransport(), Plan(entries, trainer, frozenset()), pairs)
+        one = sync(TensorTransport(), SyncPlan(entries, trainer, frozenset()), pairs)
         least = target.tensor_parallel * sum(
             shape[0] * shape[1] * 4 for entry in pairs.plan.entries for shape in entry.hf_shapes
         )
@@ -137,5 +137,5 @@ def transport(kind: str, scratch: Path) -> Transport:
     if kind == "disk":
         return DiskTransport(scratch)
     if kind == "distributed":
-        return DistributedTransport(backend="gloo", address="127.0.0.1")
+        return DistributedTransport("127.0.0.1")
     return TensorTransport()

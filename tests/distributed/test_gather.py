@@ -10,9 +10,8 @@ from safetensors.numpy import load_file
 
 from megavlm.models.common.config import ModelOptions
 from megavlm.parallel.mesh import Layout
-from megavlm.weight_sync.gather import gather
-from megavlm.weight_sync.plan import Plan, TrainerRanks
-from megavlm.weight_sync.shards import local_shards
+from megavlm.weight_sync.gather import gather, local_shards
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
 from megavlm.weight_sync.trainable import trained_entries
 from tests.distributed.fork import launch
 from tests.distributed.merged import add_pairs, merged
@@ -52,7 +51,7 @@ def gathered(
     if targets:
         add_pairs(chunks, targets)
     trainer = TrainerRanks.of(config, mesh.layout, mesh.world_size, options)
-    plan = Plan(entries, trainer, trained_entries(entries, options, targets or None))
+    plan = SyncPlan(entries, trainer, trained_entries(entries, options, targets or None))
     shards = local_shards(plan, chunks)  # asserts that this rank holds what the plan says
     tensors: list[tuple[str, torch.Tensor]] = []
     for bucket in plan.buckets(full=full, itemsize=4, max_bytes=BUCKET_BYTES):

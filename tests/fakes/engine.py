@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from megavlm.weight_sync.sglang_layout import Engine, engine_tensors
+from megavlm.weight_sync.sglang_layout import ServerLayout, server_tensors
 from tests.fakes.server import FakeServer, Refusal
 
 
@@ -54,7 +54,7 @@ class FakeEngine(FakeServer):
     def checksums(self) -> dict[str, str]:
         found = {
             name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()[:16]
-            for name, tensor in engine_tensors(self.weights, Engine(), 0)
+            for name, tensor in server_tensors(self.weights, ServerLayout(), 0)
         }
         return found | ({self.spoil: "0" * 16} if self.spoil else {})
 

@@ -52,11 +52,11 @@ class Served:
 
     def get(self, path: str) -> dict[str, Any]:
         with control_client() as http:
-            return Servers([self.target], http=http).get(path)[self.server.url]
+            return Servers([self.target], http=http).request(self.server.url, path)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         with control_client() as http:
-            return Servers([self.target], http=http).post(path, body)[self.server.url]
+            return Servers([self.target], http=http).request(self.server.url, path, body)
 
     def restore(self) -> "Served":
         """Load the folder's weights into the server."""

@@ -25,10 +25,10 @@ from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
 from megavlm.training.forward_backward import VisionFeatures, compute_logprobs
 from megavlm.training.optimizer import wrap
-from megavlm.weight_sync.fixed_targets import FixedTargets
-from megavlm.weight_sync.lora import Adapters, adapter_name
-from megavlm.weight_sync.plan import Plan, TrainerRanks
-from megavlm.weight_sync.sync import SyncReport, WeightSync
+from megavlm.weight_sync.attempt import SyncReport, SyncSettings
+from megavlm.weight_sync.lora import AdapterWeights, adapter_name
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
+from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.disk import DiskTransport
@@ -36,6 +36,7 @@ from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.distributed.lora_reference import ALPHA, RANK
 from tests.distributed.merged import add_pairs
+from tests.fakes.targets import FixedTargets
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
@@ -71,7 +72,7 @@ def transport(kind: str, folder: Path) -> Transport:
         return DiskTransport(folder)
     if kind == "tensor":
         return TensorTransport()
-    return DistributedTransport(backend="gloo", address="127.0.0.1", timeout=60)
+    return DistributedTransport("127.0.0.1", timeout=60)
 
 
 def push(
@@ -111,20 +112,22 @@ def make_sync(
     pairs = None
     if adapters:
         changed, settings = frozenset(), LoRA(rank=RANK, alpha=ALPHA, targets=trainer.targets)
-        pairs = Adapters.of(entries, settings, ranks, chunks, heads)
+        pairs = AdapterWeights.of(entries, settings, ranks, chunks, heads)
     return WeightSync(
-        Plan(entries, ranks, changed),
+        SyncPlan(entries, ranks, changed),
         chunks,
+        way,
+        SyncSettings(
+            torch.float32,
+            num_kv_heads=heads,
+            tied_embeddings=config.tie_word_embeddings,
+            pause=pause,
+            timeout=60,
+            bucket_bytes=2**19,
+        ),
         targets=targets if mesh.is_driver else None,
-        transport=way,
-        dtype=torch.float32,
-        num_kv_heads=heads,
         adapters=pairs,
-        pause=pause,
-        tied_embeddings=config.tie_word_embeddings,
-        timeout=60,
-        objects=mesh.objects,
-        bucket_bytes=2**19,
+        group=mesh.objects,
     )
 
 

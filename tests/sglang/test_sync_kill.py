@@ -19,7 +19,7 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
-from megavlm.weight_sync.transports.base import Load
+from megavlm.weight_sync.attempt import TensorBucket
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.conftest import DATA
 from tests.distributed.fork import launch
@@ -38,12 +38,12 @@ class Killing(TensorTransport):
     def __init__(self, server: ManagedServer) -> None:
         self.server, self.count = server, 0
 
-    def send(self, load: Load) -> int:
+    def send(self, bucket: TensorBucket) -> int:
         self.count += 1
         if self.count == 2:
             assert self.server._process is not None
             os.killpg(self.server._process.pid, signal.SIGKILL)
-        return super().send(load)
+        return super().send(bucket)
 
 
 def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
     mesh, entries, chunks = trainer.start()
     with ServerPool([ServerHandle.managed(server)], policy=policy) as pool:
         sync = make_sync(trainer, mesh, entries, chunks, pool, Killing(server))
-        with pytest.raises(WeightSyncError, match="weight version 1 was not pushed") as raised:
+        with pytest.raises(WeightSyncError, match="weight update to version 1 failed") as raised:
             sync.update_weights(1)
         assert not pool.routable(None), "no request goes to it"
         deadline = time.monotonic() + START

@@ -14,7 +14,7 @@ from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.weight_sync.checksums import check_checksums, checksums
 from megavlm.weight_sync.server_api import Servers, control_client
-from megavlm.weight_sync.sglang_layout import Engine
+from megavlm.weight_sync.sglang_layout import ServerLayout
 from tests.distributed.fork import launch
 from tests.distributed.merged import merged
 from tests.parity.reference import Reference
@@ -134,7 +134,7 @@ def served_names(served: Served) -> list[str]:
 def test_checksums_name_the_tensor_that_differs(served: Served) -> None:
     tensors = list(load_file(served.folder / "model.safetensors").items())
     broken = [(name, t + 1 if name.endswith("0.mlp.up_proj.weight") else t) for name, t in tensors]
-    engine, url = Engine(num_kv_heads=2), served.server.url
+    engine, url = ServerLayout(num_kv_heads=2), served.server.url
     with control_client() as http:
         servers = Servers([served.target], http=http)
         expected = checksums(tensors, {engine: "cpu"})[engine]
@@ -151,7 +151,7 @@ def test_refused_push_leaves_the_version_and_the_next_one_heals(
     weights = changed(served.folder, tmp_path / "weights", tower=False, seed=12)
     served.post("/begin_weight_update", {})
     arguments = ([served.target], "tensor", Trainer(weights), tmp_path, 8)
-    with pytest.raises(RuntimeError, match=r"weight version 8 was not pushed.*already open"):
+    with pytest.raises(RuntimeError, match=r"weight update to version 8 failed.*already open"):
         launch(2, push, *arguments)
     assert served.get("/model_info")["weight_version"] == "start"
     launch(2, push, *arguments)

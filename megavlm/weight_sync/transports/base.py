@@ -1,60 +1,39 @@
-"""How tensors reach servers: one interface, one file per way."""
+"""Interface of the transports, which bring tensors to servers."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
+from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
-from megavlm.weight_sync.sglang_layout import Engine
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is sent at once: whole tensors, contiguous or not, under their HF names, for the servers
-    `urls`. changed: whether training can change them.
-    """
-
-    tensors: Sequence[tuple[str, Tensor]]
-    urls: tuple[str, ...]
-    changed: bool
 
 
 class Transport(Protocol):
-    """Made on every rank, connected to nothing. Rank 0 prepares a push and commits or aborts it;
-    each rank that sends opens it and sends. All but `abort` and `close` raise WeightSyncError; a
-    server that fails is lost to `servers`, and the others go on; TrainerFault is none of theirs. No
-    load flushes a server's cache: that is done once, when all are there.
+    """Transport of tensors, one object on every trainer rank.
 
-    by_stage: each pipeline stage's first rank sends what the stage holds; else rank 0 sends all.
-    in_session: servers take it only between begin_weight_update and end_weight_update.
-    together: the servers take each load together, so that one that is lost stops all, and senders
-    take turns.
+    In an attempt each rank that sends opens the transport, rank 0 before all others, and sends its
+    buckets; then rank 0 closes the attempt. A server that fails is lost to `servers`, and the
+    others go on. WeightSyncError is raised if none is left, TrainerFault if no server caused the
+    failure. A transport never flushes the servers' caches: the coordinator does so once.
+
+    by_stage: the first rank of each pipeline stage sends the stage's tensors; otherwise rank 0
+    sends everything.
+    in_session: servers take the tensors only between begin_weight_update and end_weight_update.
+    collective: all servers receive a bucket in one collective: a lost server ends the attempt, and
+    the ranks that send take turns.
     """
 
     by_stage: bool
     in_session: bool
-    together: bool
+    collective: bool
 
-    def prepare(self) -> None:
-        """On rank 0, before any rank opens."""
+    def open(self, servers: Servers, attempt: SyncAttempt) -> None:
+        """Prepare to send to the servers of an attempt, after any earlier one, complete or not."""
 
-    def open(self, servers: Servers, engines: Mapping[str, Engine]) -> None:
-        """Takes the servers of a push, and their layouts."""
+    def send(self, bucket: TensorBucket) -> int:
+        """Send tensors. Returns the bytes of tensors that left this process, to all servers."""
 
-    def send(self, load: Load) -> int:
-        """Hands tensors over; bytes of tensors that left this process, for all servers together."""
+    def close(self, attempt: SyncAttempt | None = None) -> None:
+        """Close an attempt or, without one, the transport.
 
-    def commit(self, servers: Servers, refitted: Sequence[str]) -> None:
-        """On rank 0, after every rank has sent all: returns when the servers have loaded it.
-        `refitted`: those that got what training cannot change, too.
+        attempt: on rank 0, after every rank has sent everything: block until the servers have
+        loaded it. None: release what this rank holds, at the end of the run.
         """
-
-    def abort(self, servers: Servers) -> None:
-        """On rank 0: leaves the servers able to take the next push; their weights may be mixed
-        until then.
-        """
-
-    def close(self) -> None:
-        """Gives back what the transport holds."""

@@ -1,8 +1,8 @@
-"""Through a folder that all trainer ranks that send, and all servers, share."""
+"""Transport through a folder that the sending trainer ranks and all servers share."""
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,9 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megavlm.inference.errors import TrainerFault
+from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
-from megavlm.weight_sync.sglang_layout import Engine
-from megavlm.weight_sync.transports.base import Load
 
 PARTIAL, READY = "partial", "ready"
 CHANGED, REST = "changed", "rest"
@@ -22,60 +21,54 @@ CHANGED, REST = "changed", "rest"
 class DiskTransport:
     """Writes safetensors to `folder` and has the servers load them.
 
-    Servers see the folder only under its final name, when it is complete; it holds one push, and is
-    there until the next one: SGLang 0.5.23 answers when its first rank has loaded, and the others
-    may not have looked yet.
+    Servers see the folder under its final name only, when it is complete. It holds the tensors of
+    one attempt and stays until the next: SGLang 0.5.23 answers when its first rank has loaded, and
+    the other ranks may still have to read it.
     """
 
     by_stage = True
     in_session = False
-    together = False
+    collective = False
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._parts = 0
-        self._is_first = False  # of the ranks: it alone prepares
+        self._owns_folder = False  # True on rank 0, which makes and removes it
 
-    def prepare(self) -> None:
-        self._is_first = True
-        self._remove()
-        with self._writing():
-            for name in (CHANGED, REST):
-                (self.folder / PARTIAL / name).mkdir(parents=True)
+    def open(self, servers: Servers, attempt: SyncAttempt) -> None:
+        self._servers, self._parts = servers, 0
+        if dist.get_rank() == 0:
+            self._owns_folder = True
+            self._remove()
+            with self._writing():
+                for name in (CHANGED, REST):
+                    (self.folder / PARTIAL / name).mkdir(parents=True)
 
-    def open(self, servers: Servers, engines: Mapping[str, Engine]) -> None:
-        self._parts = 0
-
-    def send(self, load: Load) -> int:
-        folder = self.folder / PARTIAL / (CHANGED if load.changed else REST)
+    def send(self, bucket: TensorBucket) -> int:
+        folder = self.folder / PARTIAL / (CHANGED if bucket.changed else REST)
         path = folder / f"model-{dist.get_rank():04d}-{self._parts:05d}.safetensors"
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in load.tensors}
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in bucket.tensors}
         with self._writing():
             save_file(tensors, path)
         self._parts += 1
         return sum(tensor.nbytes for tensor in tensors.values())
 
-    def commit(self, servers: Servers, refitted: Sequence[str]) -> None:
+    def close(self, attempt: SyncAttempt | None = None) -> None:
+        if attempt is None:
+            if self._owns_folder:
+                self._remove()
+            return
         with self._writing():
             os.rename(self.folder / PARTIAL, self.folder / READY)
             filled = {name: any((self.folder / READY / name).iterdir()) for name in (CHANGED, REST)}
-        everyone = [target.url for target in servers.live]
-        for name, urls in ((CHANGED, everyone), (REST, refitted)):
-            folder = (self.folder / READY / name).resolve()
+        for name, urls in ((CHANGED, attempt.urls), (REST, attempt.refitted)):
             if filled[name]:
                 body = {
-                    "model_path": str(folder),
+                    "model_path": str((self.folder / READY / name).resolve()),
                     "load_format": "safetensors",
                     "flush_cache": False,
                 }
-                servers.post_each("/update_weights_from_disk", dict.fromkeys(urls, body))
-
-    def abort(self, servers: Servers) -> None:
-        self._remove()
-
-    def close(self) -> None:
-        if self._is_first:
-            self._remove()
+                self._servers.request_each("/update_weights_from_disk", dict.fromkeys(urls, body))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

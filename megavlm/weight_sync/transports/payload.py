@@ -1,4 +1,4 @@
-"""Tensors as SGLang's update requests carry them: pickled, and many as one.
+"""Serialisation of tensors for SGLang's update requests: pickled, and many as one.
 
 SGLang's unpickler admits few names; what is pickled here keeps to them, and imports no SGLang.
 """
@@ -17,10 +17,11 @@ from megavlm.parallel import platform
 
 
 def payload(content: Any) -> str:
-    """Of anything with tensors in it: a CPU's by value, a GPU's as CUDA IPC handles, which are good
-    as long as the tensors live.
+    """Serialise an object with tensors in it, to base64.
 
-    Not through torch's shared memory: its handles need the server's trust of our processes.
+    Tensors of a CPU are included by value, those of a GPU as CUDA IPC handles, which are valid as
+    long as the tensors live. torch's shared memory is not used, because a server would have to
+    trust this process.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
@@ -43,8 +44,7 @@ _DEVICE = 6  # where rebuild_cuda_tensor takes the device
 
 
 def flatten(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[SimpleNamespace]]:
-    """The layout of SGLang's `flattened_bucket`: all bytes one after the other, uint8 [bytes], and
-    where each tensor lies in them.
+    """Join tensors to SGLang's `flattened_bucket`: uint8 [bytes], and each tensor's place in it.
 
     The places have the fields of SGLang's FlattenedTensorMetadata; SimpleNamespace is a type that
     its unpickler admits.

@@ -1,118 +1,126 @@
-"""From rank 0 to servers on its own machine: by value on a CPU, by CUDA IPC between GPUs.
+"""Transport from rank 0 to servers on its machine: by value on a CPU, by CUDA IPC between GPUs.
 
-A server of one rank takes a bucket as one flat tensor under HF names. A server of several gets
-`direct` loads: each of its ranks finds its own slices alone, cut and fused as it stores them, so
-that no byte is sent twice and nothing is cut there. Not all tensors can be loaded so: what an
-engine keeps under another name, or a second time (a tied head of its own, on CPUs with AMX), and
-on a GPU the experts, whose rows its kernels may store in another order, go under their HF names,
-and the server's own loader cuts them. It reads its slices alone where they come by CUDA IPC.
+A server of one rank takes a bucket as one flat tensor under HF names. A server of several ranks
+gets `direct` loads: each rank receives only its own slices, cut and fused as it stores them, so
+that no byte is sent twice and the server cuts nothing. Some tensors cannot be loaded directly:
+those that a server keeps under another name or a second time (a tied head of its own, on CPUs with
+AMX), and on a GPU the experts, whose rows its kernels may store in another order. They are sent
+under their HF names, and the server's own loader cuts them; it reads only its slices if they come
+by CUDA IPC.
 
 Between GPUs a server's rank reads its slices out of rank 0's GPU, so servers must see that GPU.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megavlm.parallel import platform
 from megavlm.weight_sync import checksums as verify
+from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
-from megavlm.weight_sync.sglang_layout import Engine, engine_tensors, is_expert, stored_name
-from megavlm.weight_sync.transports.base import Load
+from megavlm.weight_sync.sglang_layout import (
+    ServerLayout,
+    is_expert,
+    parameter_name,
+    server_tensors,
+)
 from megavlm.weight_sync.transports.payload import flatten, payload
 
 UPDATE = "/update_weights_from_tensor"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
+@dataclass(frozen=True)
+class UpdateRequest:
+    """Request bodies by URL. tensors: must live while servers read them by their CUDA handles."""
+
+    bodies: Mapping[str, Mapping[str, Any]]
+    tensors: Sequence[Tensor]
+    num_bytes: int
+
+
 class TensorTransport:
     by_stage = False
     in_session = True
-    together = False
+    collective = False
 
-    def prepare(self) -> None:
-        pass
-
-    def open(self, servers: Servers, engines: Mapping[str, Engine]) -> None:
-        self._servers, self._engines = servers, engines
-        self._devices = {target.url: target.device for target in servers.live}
+    def open(self, servers: Servers, attempt: SyncAttempt) -> None:
+        self._servers, self._layouts = servers, attempt.layouts
+        self._devices = {target.url: target.device for target in attempt.targets}
+        several = [url for url, layout in attempt.layouts.items() if layout.tensor_parallel > 1]
         self._names: dict[str, set[str]] = {}
-        several = [url for url, engine in engines.items() if engine.tensor_parallel > 1]
-        for url, ranks in verify.held_checksums(servers, several).items():
-            self._names[url] = set(ranks[0])
+        if several:
+            bodies = dict.fromkeys(several, verify.CHECKSUM)
+            answers = servers.request_each(verify.WEIGHTS_CHECKER, bodies)
+            held = verify.read_checksums(servers, answers)
+            self._names = {url: set(ranks[0]) for url, ranks in held.items()}
 
-    def send(self, load: Load) -> int:
-        sent = 0
-        whole = [url for url in load.urls if url not in self._names]
-        if whole:
-            sent += self._send_whole(load.tensors, whole)
-        for url in load.urls:
+    def send(self, bucket: TensorBucket) -> int:
+        num_bytes = 0
+        for request in self._requests(bucket):
+            platform.synchronize()  # servers may read the tensors as soon as they have the request
+            self._servers.request_each(UPDATE, request.bodies)
+            num_bytes += request.num_bytes
+        return num_bytes
+
+    def close(self, attempt: SyncAttempt | None = None) -> None:
+        pass
+
+    def _requests(self, bucket: TensorBucket) -> Iterator[UpdateRequest]:
+        if whole := [url for url in bucket.urls if url not in self._names]:
+            yield self._whole(bucket.tensors, whole)
+        for url in bucket.urls:
             if url in self._names:
-                sent += self._send_direct(load.tensors, url)
-        return sent
+                yield from self._sliced(bucket.tensors, url)
 
-    def commit(self, servers: Servers, refitted: Sequence[str]) -> None:
-        pass
-
-    def abort(self, servers: Servers) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def _send_whole(self, tensors: Sequence[tuple[str, Tensor]], urls: Sequence[str]) -> int:
+    def _whole(self, tensors: Sequence[tuple[str, Tensor]], urls: Sequence[str]) -> UpdateRequest:
         flat, places = flatten(tensors)
         content = payload({"flattened_tensor": flat, "metadata": places})
-        platform.synchronize()  # what the handles lead to must be there
-        ranks = {url: self._engines[url].tensor_parallel for url in urls}
-        self._servers.post_each(
-            UPDATE,
-            {
-                url: {
-                    "serialized_named_tensors": [content] * count,
-                    "load_format": "flattened_bucket",
-                    "flush_cache": False,
-                }
-                for url, count in ranks.items()
-            },
-        )
-        return flat.nbytes * sum(ranks.values())
+        ranks = {url: self._layouts[url].tensor_parallel for url in urls}
+        bodies = {url: _body("flattened_bucket", [content] * count) for url, count in ranks.items()}
+        return UpdateRequest(bodies, [flat], flat.nbytes * sum(ranks.values()))
 
-    def _send_direct(self, tensors: Sequence[tuple[str, Tensor]], url: str) -> int:
-        engine, names, device = self._engines[url], self._names[url], self._devices[url]
-        direct = {name: x for name, x in tensors if loads_directly(name, names, engine, device)}
-        others = [(name, x) for name, x in tensors if name not in direct]
-        sent = self._send_whole(others, [url]) if others else 0
-        if not direct:
-            return sent
-        slices = [
-            [(name, _alone(x)) for name, x in engine_tensors(direct, engine, rank)]
-            for rank in range(engine.tensor_parallel)
-        ]
-        contents = [payload(mine) for mine in slices]
-        platform.synchronize()
-        body = {
-            "serialized_named_tensors": contents,
-            "load_format": "direct",
-            "flush_cache": False,
-        }
-        self._servers.post_each(UPDATE, {url: body})
-        return sent + sum(tensor.nbytes for mine in slices for _, tensor in mine)
+    def _sliced(self, tensors: Sequence[tuple[str, Tensor]], url: str) -> Iterator[UpdateRequest]:
+        layout, names, device = self._layouts[url], self._names[url], self._devices[url]
+        direct = {name: x for name, x in tensors if loads_directly(name, names, layout, device)}
+        if others := [(name, x) for name, x in tensors if name not in direct]:
+            yield self._whole(others, [url])
+        if direct:
+            slices = [
+                [(name, _own_storage(x)) for name, x in server_tensors(direct, layout, rank)]
+                for rank in range(layout.tensor_parallel)
+            ]
+            sent = [tensor for of_rank in slices for _, tensor in of_rank]
+            body = _body("direct", [payload(of_rank) for of_rank in slices])
+            yield UpdateRequest({url: body}, sent, sum(tensor.nbytes for tensor in sent))
 
 
-def loads_directly(hub_name: str, names: AbstractSet[str], engine: Engine, device: str) -> bool:
-    """Whether an engine with parameters `names` holds the tensor as `engine_tensors` makes it."""
-    name = stored_name(hub_name)
+def loads_directly(
+    hf_name: str, names: AbstractSet[str], layout: ServerLayout, device: str
+) -> bool:
+    """Return True if a server with parameters `names` stores what `server_tensors` makes."""
+    name = parameter_name(hf_name)
     if device == "cuda" and is_expert(name):
         return False
-    is_copied = name == EMBEDDING and engine.tied_embeddings and HEAD in names
+    is_copied = name == EMBEDDING and layout.tied_embeddings and HEAD in names
     return name in names and not is_copied
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """With a storage of its own: by value a whole storage travels."""
+def _body(load_format: str, contents: Sequence[str]) -> dict[str, Any]:
+    return {
+        "serialized_named_tensors": contents,
+        "load_format": load_format,
+        "flush_cache": False,
+    }
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """Copy a view, because pickling by value includes the whole storage."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

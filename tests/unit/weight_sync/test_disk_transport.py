@@ -1,37 +1,44 @@
-"""How long the folder of a push is there."""
+"""Lifetime of the folder of a weight update."""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch.distributed as dist
+
+from megavlm.inference.server_pool.targets import Target
+from megavlm.weight_sync.attempt import SyncAttempt
 from megavlm.weight_sync.transports.disk import CHANGED, PARTIAL, DiskTransport
+
+ATTEMPT = SyncAttempt((Target("a", 2, "cpu", needs_all=False),), {}, (), ())
 
 
 class Servers:
-    """Of several ranks each, that answer when the first of them has loaded."""
-
-    live = ()
+    """Servers of several ranks each, which answer when the first of them has loaded."""
 
     def __init__(self) -> None:
-        self.told: list[Path] = []
+        self.folders: list[Path] = []
 
-    def post_each(self, path: str, bodies: dict[str, Any]) -> None:
-        self.told += [Path(body["model_path"]) for body in bodies.values()]
+    def request_each(self, path: str, bodies: dict[str, Any]) -> None:
+        self.folders += [Path(body["model_path"]) for body in bodies.values()]
 
 
-def push(transport: DiskTransport, servers: Any, name: str) -> None:
-    transport.prepare()
+def update(transport: DiskTransport, servers: Any, name: str) -> None:
+    transport.open(servers, ATTEMPT)
     (transport.folder / PARTIAL / CHANGED / name).touch()
-    servers.live = (type("Target", (), {"url": "a"}),)
-    transport.commit(servers, [])
+    transport.close(ATTEMPT)
 
 
-def test_a_folder_is_there_until_the_next_push(tmp_path: Path) -> None:
+def test_a_folder_is_there_until_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank of a server that looks late finds it."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     transport, servers = DiskTransport(tmp_path), Servers()
-    push(transport, servers, "first")
-    (folder,) = servers.told
+    update(transport, servers, "first")
+    (folder,) = servers.folders
     assert [path.name for path in folder.iterdir()] == ["first"]
-    push(transport, servers, "second")
+    update(transport, servers, "second")
     assert [path.name for path in folder.iterdir()] == ["second"]
     DiskTransport(tmp_path).close()  # another rank's
     assert folder.exists()

@@ -19,7 +19,8 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from megavlm.parallel.mesh import Layout
 from megavlm.training.weight_push import WeightPusher
-from megavlm.weight_sync.plan import Plan, TrainerRanks
+from megavlm.weight_sync.attempt import SyncSettings
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.transports import disk
 from megavlm.weight_sync.transports.disk import DiskTransport
@@ -38,15 +39,13 @@ def pool_of(lines: list[str], *urls: str, start_timeout: float = 60.0) -> Iterat
 
 
 def pusher(pool: ServerPool, folder: Any = None) -> WeightPusher:
-    plan = Plan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
+    plan = SyncPlan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
     sync = WeightSync(
         plan,
         [Model(plan)],  # type: ignore[list-item]
+        TensorTransport() if folder is None else DiskTransport(folder),
+        SyncSettings(torch.float32, timeout=30, bucket_bytes=24),
         targets=pool,
-        transport=TensorTransport() if folder is None else DiskTransport(folder),
-        dtype=torch.float32,
-        timeout=30,
-        bucket_bytes=24,
     )
     state: Any = SimpleNamespace(step=4, mesh=SimpleNamespace(objects=None))
     return WeightPusher(state, sync, pool, None)
@@ -67,6 +66,8 @@ def pushed(urls: list[str], folder: Any = None) -> dict[str, Any]:
                 outcomes.append(f"{type(error).__name__}: {error}")
                 break
         states = [pool.record(url).state for url in urls]
+        assert weights._sync is not None
+        weights._sync.close()  # as a run does, whatever has happened
     return {"lines": lines, "outcomes": outcomes, "states": states}
 
 
@@ -164,11 +165,11 @@ def comes_back(port: int, dies: Callable[[], Any], again: Callable[[], Any]) -> 
         transport: Any = weights._sync._transport
         send = transport.send
 
-        def killing(load: Any) -> int:
+        def killing(bucket: Any) -> int:
             transport.send = send
             dies()
             threading.Timer(1.0, again).start()
-            return int(send(load))
+            return int(send(bucket))
 
         transport.send = killing
         started = time.monotonic()

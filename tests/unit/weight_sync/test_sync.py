@@ -17,16 +17,17 @@ from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.mapping import ROWS, gated, same, shard_tensor
 from megavlm.parallel.mesh import Layout
-from megavlm.weight_sync.fixed_targets import FixedTargets
+from megavlm.weight_sync.attempt import SyncReport, SyncSettings, sync_metrics
 from megavlm.weight_sync.lora import unload_adapters
-from megavlm.weight_sync.plan import Plan, TrainerRanks
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import Servers, control_client
-from megavlm.weight_sync.sync import SyncReport, WeightSync, measures
+from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.transports import disk
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.distributed.fork import launch
 from tests.fakes.server import FakeServer
+from tests.fakes.targets import FixedTargets
 
 UPDATE, VERSION = "/update_weights_from_tensor", "/update_weight_version"
 ENTRIES = [
@@ -73,13 +74,11 @@ def pushes(
         targets = FixedTargets([Target(url, 1, device, full, "reads", "writes")])
     size = dist.get_world_size()
     sync = WeightSync(
-        Plan(ENTRIES, TrainerRanks(Layout(tensor=size), size), frozenset({1, 2, 3})),
+        SyncPlan(ENTRIES, TrainerRanks(Layout(tensor=size), size), frozenset({1, 2, 3})),
         [Model()],  # type: ignore[list-item]  # of a MegatronModule only what a push needs
+        TensorTransport() if folder is None else DiskTransport(folder),
+        SyncSettings(torch.float32, bucket_bytes=100, pause=pause),
         targets=targets,
-        transport=TensorTransport() if folder is None else DiskTransport(folder),
-        dtype=torch.float32,
-        bucket_bytes=100,
-        pause=pause,
     )
     errors, report = [], None
     for version in versions:
@@ -165,8 +164,8 @@ def test_refusal_of_any_step(path: str, call: int) -> None:
         for result in results:
             assert result["version"] is None
             (error,) = result["errors"]
-            assert "weight version 4 was not pushed" in error and path in error
-            assert "refused as told" in error
+            assert "weight update to version 4 failed" in error and path in error
+            assert "refused as scripted" in error
         fake.refused.clear()
         results = launch(2, pushes, fake.url, (5,), False, None)
         assert [result["version"] for result in results] == [5, 5] and fake.weight_version == "5"
@@ -188,7 +187,7 @@ def test_an_answer_in_another_form_fails_the_push(path: str, fault: Any) -> None
         device = "cpu" if path == "/weights_checker" else "cuda"  # whose checksums are compared
         (result,) = launch(1, pushes, fake.url, (4,), False, None, device)
     (error,) = result["errors"]
-    assert "weight version 4 was not pushed" in error and path in error
+    assert "weight update to version 4 failed" in error and path in error
 
 
 def test_server_that_does_not_take_the_version() -> None:
@@ -196,7 +195,7 @@ def test_server_that_does_not_take_the_version() -> None:
         fake.deaf = True
         results = launch(2, pushes, fake.url, (4,), False, None)
     for result in results:
-        assert "says its weights are version '1'" in result["errors"][0]
+        assert "reports weight version '1'" in result["errors"][0]
 
 
 def test_no_server() -> None:
@@ -229,7 +228,9 @@ def test_a_folder_that_cannot_be_written(step: str, tmp_path: Path) -> None:
         assert paths(fake)[-1] == "/continue_generation" and fake.weight_version == "1"
     for result in results:
         (error,) = result["errors"]
-        assert "weight version 4 was not pushed" in error and f"{folder} cannot be written" in error
+        assert (
+            "weight update to version 4 failed" in error and f"{folder} cannot be written" in error
+        )
 
 
 def pushes_that_cannot_rename(*arguments: Any) -> dict[str, Any]:
@@ -286,8 +287,8 @@ def test_only_the_current_adapter_stays() -> None:
 def test_measures_are_of_all_pushes_of_a_step() -> None:
     first = SyncReport(seconds=1.0, bytes=10, tensors=2, checked=4, servers=1)
     second = SyncReport(seconds=1.0, bytes=5, tensors=1, checked=0, servers=2)
-    assert measures([]) == {}
-    assert measures([first, second]) == {
+    assert sync_metrics([]) == {}
+    assert sync_metrics([first, second]) == {
         "sync_bytes": 15,
         "sync_tensors": 3,
         "sync_checked": 4,

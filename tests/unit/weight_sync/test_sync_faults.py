@@ -20,16 +20,17 @@ from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.mapping import same
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync import sync as sync_module
-from megavlm.weight_sync.fixed_targets import FixedTargets
+from megavlm.weight_sync.attempt import SyncSettings, TensorBucket
 from megavlm.weight_sync.gather import gather
-from megavlm.weight_sync.plan import Plan, TrainerRanks
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.transports import distributed
-from megavlm.weight_sync.transports.base import Load, Transport
+from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine, GlooEngine
+from tests.fakes.targets import FixedTargets
 
 NAMES = [f"language_model.decoder.layers.{i}.w" for i in range(4)] + ["visual.w"]
 ENTRIES = [same(name, f"hub.{name}", (6,)) for name in NAMES]
@@ -41,7 +42,7 @@ UPDATE = "/update_weights_from_tensor"
 class Model(torch.nn.Module):
     """What this rank's stage holds, the tower frozen; every number grows with the version."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SyncPlan) -> None:
         super().__init__()
         self.held = {}
         for index, entry in enumerate(ENTRIES):
@@ -81,7 +82,7 @@ class Recorder(FixedTargets):
 def transport(kind: str) -> Transport:
     if kind == "tensor":
         return TensorTransport()
-    return DistributedTransport(backend="gloo", address="127.0.0.1", timeout=30)
+    return DistributedTransport("127.0.0.1", timeout=30)
 
 
 def pushes(
@@ -99,17 +100,15 @@ def pushes(
     size = dist.get_world_size()
     stages_of = tuple(i * stages // 4 for i in range(4))
     trainer = TrainerRanks(Layout(pipeline=stages), size, stages_of)
-    plan = Plan(ENTRIES, trainer, frozenset(range(4)))
+    plan = SyncPlan(ENTRIES, trainer, frozenset(range(4)))
     model = Model(plan)
     targets = Recorder([Target(url, 1, "cpu", needs_all=stale) for url in urls], floor)
     sync = WeightSync(
         plan,
         [model],  # type: ignore[list-item]
+        transport(kind),
+        SyncSettings(torch.float32, timeout=30, bucket_bytes=24),
         targets=targets if dist.get_rank() == 0 else None,
-        transport=transport(kind),
-        dtype=torch.float32,
-        timeout=30,
-        bucket_bytes=24,
     )
     outcomes: list[Any] = []
     for version in versions:
@@ -143,7 +142,7 @@ def test_part_2_of_4_fails_at_the_only_server() -> None:
         assert first["version"] == second["version"] == 5
         for result in (first, second):
             error, servers = result["outcomes"]
-            assert "WeightSyncError: weight version 4 was not pushed" in error and UPDATE in error
+            assert "WeightSyncError: weight update to version 4 failed" in error and UPDATE in error
             assert servers == 1
         assert first["told"] == [(engine.url, "failed"), (engine.url, "5")]
         versions = [body["new_version"] for path, body, _ in engine.requests if "version" in path]
@@ -182,7 +181,7 @@ def test_a_stale_server_gets_all_and_the_other_only_what_changes() -> None:
 
 
 def heal_one(urls: Sequence[str]) -> dict[str, Any]:
-    plan = Plan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
+    plan = SyncPlan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
     model = Model(plan)
     for parameter in model.parameters():
         parameter.data += float(parameter.requires_grad)
@@ -190,9 +189,9 @@ def heal_one(urls: Sequence[str]) -> dict[str, Any]:
     sync = WeightSync(
         plan,
         [model],  # type: ignore[list-item]
+        TensorTransport(),
+        SyncSettings(torch.float32),
         targets=FixedTargets(targets),
-        transport=TensorTransport(),
-        dtype=torch.float32,
     )
     return {"outcomes": [sync.update_weights(4).servers]}
 
@@ -282,9 +281,9 @@ def test_a_server_that_dies_in_a_broadcast(ranks: int, stages: int, dies_at: int
 class Slow(TensorTransport):
     """Leaves those that gather all the time to run ahead."""
 
-    def send(self, load: Load) -> int:
+    def send(self, bucket: TensorBucket) -> int:
         time.sleep(0.05)
-        return super().send(load)
+        return super().send(bucket)
 
 
 def counted() -> tuple[int, int]:
@@ -300,15 +299,14 @@ def counted() -> tuple[int, int]:
         return tensors
 
     sync_module.gather = counting
-    plan = Plan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
+    plan = SyncPlan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
     with FakeEngine() as engine:
         sync = WeightSync(
             plan,
             [Model(plan)],  # type: ignore[list-item]
+            Slow(),
+            SyncSettings(torch.float64, bucket_bytes=48),  # so that what is gathered is a copy
             targets=FixedTargets([Target(engine.url, 1, "cuda", needs_all=True)]),
-            transport=Slow(),
-            dtype=torch.float64,  # so that what is gathered is a copy
-            bucket_bytes=48,
         )
         sync.update_weights(1)
     return max(counts), len(counts)

@@ -1,4 +1,4 @@
-"""Plans of syncs on clusters that do not exist: what 512 ranks give, and what servers need."""
+"""Plans of syncs on clusters that do not exist: what 512 ranks send, and what servers need."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,10 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.registry import family
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout
-from megavlm.run.sync_plan import sync_plan
+from megavlm.run.sync_plan import received_bytes, stored_bytes, sync_plan, sync_table
 from megavlm.weight_sync.lora import adapter_entries
-from megavlm.weight_sync.plan import Plan, TrainerRanks, numel
-from megavlm.weight_sync.plan_table import Serving, received, stored_bytes, table
-from megavlm.weight_sync.sglang_layout import Engine
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
+from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.trainable import trained_entries
 from tests.unit.models.releases import released_config
 
@@ -25,25 +24,35 @@ ATTENTION = (16, ("language.attention",))
 
 def make_plan(
     config: Any, layout: Layout, world_size: int, options: ModelOptions, lora: LoRA | None = None
-) -> Plan:
+) -> SyncPlan:
     entries = family(config.model_type).mapping(config)
     trainer = TrainerRanks.of(config, layout, world_size, options)
     targets = None if lora is None else lora.targets
-    return Plan(entries, trainer, trained_entries(entries, options, targets))
+    return SyncPlan(entries, trainer, trained_entries(entries, options, targets))
 
 
 @pytest.mark.parametrize(
-    ("release", "layout", "engine", "billions"),
+    ("release", "layout", "servers", "billions"),
     [
-        ("Qwen2.5-VL-72B", Layout(tensor=8, pipeline=4), Engine(8, 1, 8), 72.7),
-        ("Qwen2.5-VL-72B", Layout(tensor=4, pipeline=8, virtual=2, context=4), Engine(16, 1, 8), 0),
-        ("Qwen3-VL-235B-A22B", Layout(tensor=4, pipeline=2, expert=8), Engine(8, 1, 4), 235.1),
-        ("Qwen3-VL-235B-A22B", Layout(pipeline=2, expert=64), Engine(8, 8, 4), 235.1),
-        ("Qwen3-VL-235B-A22B", Layout(expert=8, expert_tensor=4), Engine(16, 4, 4), 0),
+        ("Qwen2.5-VL-72B", Layout(tensor=8, pipeline=4), ServerLayout(8, 1, 8), 72.7),
+        (
+            "Qwen2.5-VL-72B",
+            Layout(tensor=4, pipeline=8, virtual=2, context=4),
+            ServerLayout(16, 1, 8),
+            0,
+        ),
+        (
+            "Qwen3-VL-235B-A22B",
+            Layout(tensor=4, pipeline=2, expert=8),
+            ServerLayout(8, 1, 4),
+            235.1,
+        ),
+        ("Qwen3-VL-235B-A22B", Layout(pipeline=2, expert=64), ServerLayout(8, 8, 4), 235.1),
+        ("Qwen3-VL-235B-A22B", Layout(expert=8, expert_tensor=4), ServerLayout(16, 4, 4), 0),
     ],
 )
 def test_512_ranks(
-    release: str, layout: Layout, engine: Engine, billions: float, tmp_path: Path
+    release: str, layout: Layout, servers: ServerLayout, billions: float, tmp_path: Path
 ) -> None:
     config = released_config(release, tmp_path)
     options = ModelOptions()
@@ -61,13 +70,13 @@ def test_512_ranks(
         changed = sum(numel(plan.entries[index]) for index in plan.changed)
         assert changed / 1e9 == pytest.approx(billions, rel=0.02)
 
-    rows = table(plan, Serving(4, engine), itemsize=2, lora=ATTENTION)
+    rows = sync_table(plan, servers, itemsize=2, lora=ATTENTION)
     assert rows["tower"].changed == rows["tower"].stored == 0 < rows["tower"].full
     changed = sum(row.changed for row in rows.values())
-    stored = stored_bytes([plan.entries[i] for i in plan.changed], engine, 2)
+    stored = stored_bytes([plan.entries[i] for i in plan.changed], servers, 2)
     # No rank stores another's slices but norms, padding and key-value heads that ranks share.
     assert changed <= sum(stored) < 1.05 * changed
-    assert received(rows, Serving(4, engine))["tensor"] <= 1.1 * max(stored)
+    assert received_bytes(rows, servers)["tensor"] <= 1.1 * max(stored)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,7 @@ def test_the_plan_is_what_ranks_hold(
     for rank in range(world_size):
         parameters = rank_parameters(config, layout, world_size, rank, options, lora)
         held = {x.name: x for x in parameters if "lora_" not in x.name}
-        for index in plan.given_by(rank):
+        for index in plan.sent_from(rank):
             entry = plan.entries[index]
             name = entry.megatron.replace(".experts.experts.", f".experts.{entry.expert}.")
             given = held[name]
@@ -139,7 +148,7 @@ def test_the_printed_plan(tmp_path: Path, write_recipe: Any) -> None:
     recipe = write_recipe(model={"folder": str(folder), "dtype": "bfloat16"})
     text = sync_plan(load(recipe, ["parallel.tensor=4", "rollout.tensor_parallel=4"]), 8)
     assert "trainer: 8 ranks (tensor 4); servers: 1 x 4 ranks" in text
-    assert re.search(r"tower +385 +1\.3 GB +- +- +- +nobody", text)
+    assert re.search(r"tower +385 +1\.3 GB +- +- +- +no rank", text)
     assert "tensor       each receives 3.8 GB, 1.00 x the least; sent by rank 0" in text
     assert "distributed  each receives 15.2 GB, 4.00 x the least; sent by rank 0" in text
     with pytest.raises(ValueError, match=r"parallel\.tensor=4 .*does not divide the world size 6"):

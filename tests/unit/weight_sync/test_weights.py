@@ -10,8 +10,8 @@ from megavlm.models.common.mapping import ROWS, Entry, expert_down, same
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.checksums import checksums
 from megavlm.weight_sync.gather import to_hf
-from megavlm.weight_sync.plan import Plan, TrainerRanks, layer_stages
-from megavlm.weight_sync.sglang_layout import Engine, engine_tensors
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, layer_stages
+from megavlm.weight_sync.sglang_layout import ServerLayout, server_tensors
 from megavlm.weight_sync.transports.payload import flatten
 from megavlm.weight_sync.transports.tensor import loads_directly
 
@@ -19,11 +19,11 @@ LAST = "language_model.decoder.final_layernorm.weight"
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
 
 
-def plan(entries: Sequence[Entry], changed: Collection[int] = ()) -> Plan:
-    return Plan(entries, TrainerRanks(), frozenset(changed))
+def plan(entries: Sequence[Entry], changed: Collection[int] = ()) -> SyncPlan:
+    return SyncPlan(entries, TrainerRanks(), frozenset(changed))
 
 
-def runs(plan: Plan, max_bytes: int, itemsize: int = 4, full: bool = True) -> list[list[int]]:
+def runs(plan: SyncPlan, max_bytes: int, itemsize: int = 4, full: bool = True) -> list[list[int]]:
     buckets = plan.buckets(full=full, itemsize=itemsize, max_bytes=max_bytes)
     return [list(bucket.entries) for bucket in buckets]
 
@@ -66,7 +66,7 @@ def test_each_stage_sends_its_own() -> None:
     names = [f"language_model.decoder.layers.{i}.x" for i in range(4)]
     entries = [same(name, name, (4,)) for name in [*names, "visual.y", LAST, EMBEDDING]]
     trainer = TrainerRanks(Layout(pipeline=2, tensor=2), 8, layer_stages(4, Layout(pipeline=2)))
-    staged = Plan(entries, trainer, frozenset(range(7)))
+    staged = SyncPlan(entries, trainer, frozenset(range(7)))
     found = [(b.stage, b.entries) for b in staged.buckets(full=True, itemsize=4, max_bytes=1000)]
     assert found == [(0, (0, 1, 4, 6)), (1, (2, 3, 5))]
     assert staged.source_ranks == ((0,), (0,), (4,), (4,), (0,), (4,), (0,))
@@ -134,7 +134,7 @@ def test_engine_tensors() -> None:
         "model.language_model.e.mlp.experts.gate_up_proj": torch.ones(4, 2, 6),
         "model.language_model.e.mlp.experts.down_proj": torch.ones(4, 3, 2),
     }
-    engine = dict(engine_tensors(tensors, Engine(), 0))
+    engine = dict(server_tensors(tensors, ServerLayout(), 0))
     assert engine["l.self_attn.qkv_proj.bias"].tolist() == [1, 2, 3, 4]
     assert engine["l.mlp.gate_up_proj.weight"].sum(1).tolist() == [3, 3, 0, 0]
     embedding = engine["model.embed_tokens.weight"]
@@ -156,13 +156,13 @@ def test_engine_tensors() -> None:
 def test_checksum_is_of_the_bytes() -> None:
     tensor = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16).t()
     expected = hashlib.sha256(tensor.contiguous().view(torch.int16).numpy()).hexdigest()[:16]
-    found = checksums([("x.weight", tensor)], {Engine(2): "cpu"})
-    assert found == {Engine(2): [{"x.weight": expected}] * 2}  # no rank cuts such a one
+    found = checksums([("x.weight", tensor)], {ServerLayout(2): "cpu"})
+    assert found == {ServerLayout(2): [{"x.weight": expected}] * 2}  # no rank cuts such a one
 
 
 def test_a_cpu_pads_mlps_and_experts() -> None:
     """To 32 a rank, each half by itself."""
-    engine, mlp = Engine(2, on_cpu=True), "model.layers.0.mlp"
+    engine, mlp = ServerLayout(2, on_cpu=True), "model.layers.0.mlp"
     tensors = {
         f"{mlp}.gate_proj.weight": torch.ones(40, 3),
         f"{mlp}.up_proj.weight": torch.ones(40, 3),
@@ -170,7 +170,7 @@ def test_a_cpu_pads_mlps_and_experts() -> None:
         f"{mlp}.experts.gate_up_proj": torch.ones(2, 3, 80),
         f"{mlp}.experts.down_proj": torch.ones(2, 40, 3),
     }
-    first, second = (dict(engine_tensors(tensors, engine, rank)) for rank in range(2))
+    first, second = (dict(server_tensors(tensors, engine, rank)) for rank in range(2))
     assert [len(x[f"{mlp}.gate_up_proj.weight"]) for x in (first, second)] == [64, 64]
     assert second[f"{mlp}.gate_up_proj.weight"].sum(1).tolist() == ([3.0] * 8 + [0.0] * 24) * 2
     assert second[f"{mlp}.down_proj.weight"].sum(0).tolist() == [3.0] * 8 + [0.0] * 24
@@ -182,19 +182,19 @@ def test_a_cpu_pads_mlps_and_experts() -> None:
 def test_what_a_server_cannot_load_directly() -> None:
     names = {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.experts.w2_weight"}
     embedding, experts = "model.embed_tokens.weight", "model.layers.0.mlp.experts.down_proj"
-    assert loads_directly(embedding, names, Engine(2), "cpu")
+    assert loads_directly(embedding, names, ServerLayout(2), "cpu")
     # A tied head of its own, which the server's loader fills with the embedding.
-    assert not loads_directly(embedding, names, Engine(2, tied_embeddings=True), "cpu")
-    assert loads_directly(embedding, names - {"lm_head.weight"}, Engine(2, 1, 1, True), "cpu")
-    assert loads_directly(experts, names, Engine(2), "cpu")
-    assert not loads_directly(experts, names, Engine(2), "cuda")
-    assert not loads_directly("model.norm.weight", names, Engine(2), "cpu")
+    assert not loads_directly(embedding, names, ServerLayout(2, tied_embeddings=True), "cpu")
+    assert loads_directly(embedding, names - {"lm_head.weight"}, ServerLayout(2, 1, 1, True), "cpu")
+    assert loads_directly(experts, names, ServerLayout(2), "cpu")
+    assert not loads_directly(experts, names, ServerLayout(2), "cuda")
+    assert not loads_directly("model.norm.weight", names, ServerLayout(2), "cpu")
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_slices_of_all_ranks_make_the_whole(size: int) -> None:
     """Two key-value heads, which four ranks share; experts by twos on four ranks."""
-    engine = Engine(size, 2 if size == 4 else 1, num_kv_heads=2)
+    engine = ServerLayout(size, 2 if size == 4 else 1, num_kv_heads=2)
     attention = "model.language_model.layers.0.self_attn"
     rows = {"q_proj": 8, "k_proj": 2, "v_proj": 2}
     tensors = {
@@ -211,7 +211,7 @@ def test_slices_of_all_ranks_make_the_whole(size: int) -> None:
         "visual.blocks.0.mlp.down_proj.weight": torch.ones(3, 20),
         "visual.merger.mlp.2.bias": torch.ones(3),
     }
-    ranks = [dict(engine_tensors(tensors, engine, rank)) for rank in range(size)]
+    ranks = [dict(server_tensors(tensors, engine, rank)) for rank in range(size)]
     held = {name: [rank[name] for rank in ranks] for name in ranks[0]}
     queries = [x[: 32 // size] for x in held["model.layers.0.self_attn.qkv_proj.weight"]]
     assert torch.equal(torch.cat(queries), tensors[f"{attention}.q_proj.weight"])
