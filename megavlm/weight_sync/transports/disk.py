@@ -75,6 +75,8 @@ class DiskTransport:
         try:
             yield
         except (OSError, SafetensorError) as error:
+            # The attempt is lost, and what was written of it may be what fills the disk.
+            shutil.rmtree(self.folder / PARTIAL, ignore_errors=True)
             raise TrainerFault(f"{self.folder} cannot be written: {error}") from error
 
     def _remove(self) -> None:
