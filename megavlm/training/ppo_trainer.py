@@ -14,7 +14,7 @@ from megavlm.training.colocate import Offloadable, trainer_memory
 from megavlm.training.critic import Critic
 from megavlm.training.driver import Driver
 from megavlm.training.forward_backward import VisionFeatures, compute_logprobs
-from megavlm.training.losses import engine_gap
+from megavlm.training.losses import critic_loss, engine_gap, with_value_loss
 from megavlm.training.metrics import (
     critic_metrics,
     engine_metrics,
@@ -23,7 +23,6 @@ from megavlm.training.metrics import (
 )
 from megavlm.training.policy_trainer import PolicyTrainer
 from megavlm.training.train_state import TrainState
-from megavlm.training.value_update import critic_loss, with_value_loss
 from megavlm.weight_sync.sync import WeightSync
 
 

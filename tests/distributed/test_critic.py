@@ -17,8 +17,8 @@ from megavlm.data.packing import make_pack, prompt_tree
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.critic import Critic
 from megavlm.training.forward_backward import VisionFeatures
+from megavlm.training.losses import critic_loss
 from megavlm.training.train_state import TrainState
-from megavlm.training.value_update import critic_loss
 from tests.columns import columns
 from tests.conftest import row, write_rows
 from tests.distributed.fork import launch

@@ -30,9 +30,8 @@ from megavlm.training.forward_backward import (
     compute_logprobs,
     forward_backward,
 )
-from megavlm.training.losses import Update, policy_loss
+from megavlm.training.losses import Update, policy_loss, with_value_loss
 from megavlm.training.optimizer import build_updater, wrap
-from megavlm.training.value_update import with_value_loss
 from tests.columns import columns
 from tests.distributed.fork import launch
 from tests.parity.inputs import Inputs

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megavlm.config.algorithm import PPO
+from megavlm.training.losses import critic_loss, with_value_loss
 from megavlm.training.metrics import value_metrics
-from megavlm.training.value_update import critic_loss, with_value_loss
 from tests.columns import columns
 
 
