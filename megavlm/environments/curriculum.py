@@ -1,46 +1,38 @@
 """Curriculum: stages of rewards, by step or by mean reward. Its state is part of a checkpoint."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from megavlm.rewards.manager import Stage
-
-
-@dataclass(frozen=True)
-class Term:
-    """A stage and when it ends: at step `until`, or once the mean reward reaches `reward`."""
-
-    stage: Stage
-    until: int | None = None
-    reward: float | None = None
+from megavlm.config.curriculum import CurriculumConfig, CurriculumStage
 
 
 class Curriculum:
-    def __init__(self, terms: Sequence[Term], window: int) -> None:
-        """Begin with the first stage. window: steps over which a stage's mean reward counts."""
-        self._terms = list(terms)
+    def __init__(self, settings: CurriculumConfig) -> None:
+        """Begin with the first stage."""
+        self._stages = settings.stages
         self._current = 0
-        self._rewards: deque[float] = deque(maxlen=window)
+        self._rewards: deque[float] = deque(maxlen=settings.window)
 
     @property
     def number(self) -> int:
         """Number of the present stage, from 0."""
         return self._current
 
-    def stage(self, step: int) -> Stage | None:
+    def stage(self, step: int) -> CurriculumStage | None:
         """Return the stage of the step after `step` finished ones, None without a curriculum."""
-        while self._terms and (end := self._terms[self._current].until) is not None and step >= end:
+        while (
+            self._stages and (end := self._stages[self._current].until) is not None and step >= end
+        ):
             self._advance()
-        return self._terms[self._current].stage if self._terms else None
+        return self._stages[self._current] if self._stages else None
 
     def record(self, reward: float) -> None:
         """Record the mean reward of a step."""
-        if not self._terms:
+        if not self._stages:
             return
         self._rewards.append(reward)
-        enough = self._terms[self._current].reward
+        enough = self._stages[self._current].reward
         if enough is None or len(self._rewards) < (self._rewards.maxlen or 1):
             return
         if sum(self._rewards) / len(self._rewards) >= enough:
@@ -51,10 +43,10 @@ class Curriculum:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state. Raises ValueError if the recipe has fewer stages than the run had."""
-        if state["stage"] and state["stage"] >= len(self._terms):
+        if state["stage"] and state["stage"] >= len(self._stages):
             raise ValueError(
                 f"curriculum.stages: the checkpoint is in stage {state['stage'] + 1}, and there "
-                f"are {len(self._terms)}: use its stages, or start with run.resume=never"
+                f"are {len(self._stages)}: use its stages, or start with run.resume=never"
             )
         self._current = state["stage"]
         self._rewards.extend(state["rewards"])

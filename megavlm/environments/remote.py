@@ -7,6 +7,7 @@ from concurrent import futures
 from dataclasses import asdict
 from typing import Any
 
+from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments import registry, wire
 from megavlm.environments.base import Context, Environment, Observation, Step
 from megavlm.rewards.base import Example
@@ -19,10 +20,11 @@ MAX_ENVIRONMENT_REPLY = 2**28  # of an environment with its row's images, and an
 class Local:
     """Built-in environments, in the trainer's process: they need next to no time."""
 
-    def __init__(self, name: str, options: Mapping[str, Any], *, timeout: float) -> None:
+    def __init__(self, settings: EnvironmentConfig) -> None:
         """Load the class. Raises ValueError for unknown options."""
-        self._class, self._options = registry.load_environment(name, options), options
-        self.timeout: float | None = timeout  # of a call, for who makes it to keep
+        self._options = settings.options
+        self._class = registry.load_environment(settings.name, settings.options)
+        self.timeout: float | None = settings.timeout  # of a call; the caller keeps it
 
     def make(self, context: Context) -> Environment:
         return registry.make(self._class, context, self._options)
@@ -36,30 +38,20 @@ class EnvironmentPool:
 
     timeout = None  # it is kept here
 
-    def __init__(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        *,
-        workers: int,
-        timeout: float,
-        memory_mb: int,
-    ) -> None:
-        """Start the first process. timeout: seconds of a reset or step, without the time of
-        rewards. Raises ValueError if the class cannot be loaded.
-        """
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        """Start the first process. Raises ValueError if the class cannot be loaded."""
 
         def start() -> LimitedProcess:
             return LimitedProcess(
                 "megavlm.environments.worker",
-                {"name": name, "options": options},
+                {"name": settings.name, "options": settings.options},
                 what="environment",
-                memory_mb=memory_mb,
+                memory_mb=settings.memory_mb,
                 max_reply=MAX_ENVIRONMENT_REPLY,
             )
 
-        self._timeout = timeout
-        self._pool = ProcessPool(start, workers=workers)
+        self._timeout = settings.timeout  # of a reset or step, without the time of rewards
+        self._pool = ProcessPool(start, workers=settings.workers)
 
     def make(self, context: Context) -> "RemoteEnvironment":
         return RemoteEnvironment(self, context)
@@ -101,6 +93,15 @@ class EnvironmentPool:
 
     def close(self) -> None:
         self._pool.close()
+
+
+def make_environments(settings: EnvironmentConfig) -> Local | EnvironmentPool:
+    """Load the environment. A user's class runs in processes, the first of which starts here.
+
+    Raises ValueError if it cannot be loaded or does not have the options.
+    """
+    is_built_in = settings.name in registry.BUILT_IN_ENVIRONMENTS
+    return Local(settings) if is_built_in else EnvironmentPool(settings)
 
 
 class RemoteEnvironment:

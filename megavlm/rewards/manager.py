@@ -5,14 +5,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
+from megavlm.config.curriculum import CurriculumStage
+from megavlm.config.reward import Reward
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
 from megavlm.rewards.pool import RewardPool
 from megavlm.rewards.remote import RemoteOptions, RemoteReward
-
-Policy = Literal["zero", "skip", "stop"]
 
 
 @dataclass(frozen=True)
@@ -25,47 +25,34 @@ class Part:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Stage of a curriculum. weights: of the parts if there are several rewards, else an option of
-    the only one. tolerance: an option of every reward that has it.
-    """
-
-    weights: Mapping[str, float] = field(default_factory=dict)
-    tolerance: float | None = None
-
-
 class RewardManager:
     """Scores responses; `failures` counts by kind. Used within one event loop."""
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        on_failure: Policy,
-        workers: int,
-        timeout: float,
-        memory_mb: int,
-        failure_value: float = 0.0,
-    ) -> None:
-        """Start the first reward process. timeout: seconds for one response and reward.
-        failure_value: reward of a response whose reward failed. Raises ValueError for a reward that
-        cannot be loaded or does not have an option.
+    def __init__(self, parts: Sequence[Part], settings: Reward) -> None:
+        """Start the first reward process. settings: limits, and the policy for failures.
+
+        Raises ValueError for a reward that cannot be loaded or does not have an option.
         """
-        self.parts, self._on_failure = list(parts), on_failure
-        self._failure_value = failure_value
+        self.parts, self._settings = list(parts), settings
         self.failures: Counter[str] = Counter()
         self._remote = {
-            part.label: _remote(part, timeout) for part in parts if registry.is_remote(part.name)
+            part.label: _remote(part, settings.timeout)
+            for part in parts
+            if registry.is_remote(part.name)
         }
         local = [part for part in parts if part.label not in self._remote]
         self._local = {part.label: index for index, part in enumerate(local)}
         self._pool = None
         if local:
             rewards = [(part.name, part.options) for part in local]
-            self._pool = RewardPool(rewards, workers=workers, timeout=timeout, memory_mb=memory_mb)
+            self._pool = RewardPool(
+                rewards,
+                workers=settings.workers,
+                timeout=settings.timeout,
+                memory_mb=settings.memory_mb,
+            )
 
-    def check(self, stage: Stage) -> None:
+    def check(self, stage: CurriculumStage) -> None:
         """Check that the rewards have what a stage sets. Raises ValueError if none has."""
         takes = set().union(*(self._takes(part) for part in self.parts))
         for key, given in (("weights", stage.weights), ("tolerance", stage.tolerance)):
@@ -83,9 +70,11 @@ class RewardManager:
         assert self._pool is not None
         return self._pool.takes[self._local[part.label]]
 
-    async def score(self, response: str, example: Example, stage: Stage | None = None) -> Score:
+    async def score(
+        self, response: str, example: Example, stage: CurriculumStage | None = None
+    ) -> Score:
         """Score a response. Raises RewardStop if a reward fails and reward.on_failure=stop."""
-        stage = stage or Stage()
+        stage = stage or CurriculumStage()
         try:
             found = await asyncio.gather(
                 *(self._part(part, response, example, stage) for part in self.parts)
@@ -99,15 +88,15 @@ class RewardManager:
         RewardStop if it says stop.
         """
         self.failures[failure.kind] += 1
-        if self._on_failure == "stop":
+        if self._settings.on_failure == "stop":
             raise RewardStop(
                 f"a reward failed ({failure}), and reward.on_failure=stop: repair it, or set "
                 "reward.on_failure to zero or skip"
             ) from failure
-        skipped = self._on_failure == "skip"
-        return Score(self._failure_value, False, failure=failure.kind, skipped=skipped)
+        skipped = self._settings.on_failure == "skip"
+        return Score(self._settings.failure_value, False, failure=failure.kind, skipped=skipped)
 
-    def _combine(self, found: Sequence[Score], stage: Stage) -> Score:
+    def _combine(self, found: Sequence[Score], stage: CurriculumStage) -> Score:
         """Return the weighted sum of scores; the first one decides correctness."""
         if len(found) == 1:
             only, part = found[0], self.parts[0]
@@ -120,7 +109,9 @@ class RewardManager:
             parts |= {f"{part.label}/{name}": value for name, value in score.parts.items()}
         return Score(total, found[0].correct, parts)
 
-    async def _part(self, part: Part, response: str, example: Example, stage: Stage) -> Score:
+    async def _part(
+        self, part: Part, response: str, example: Example, stage: CurriculumStage
+    ) -> Score:
         if part.label in self._remote:
             found = await self._remote[part.label].score(response, example)
         else:
@@ -132,7 +123,7 @@ class RewardManager:
             )
         return _checked(found)
 
-    def _options(self, part: Part, takes: set[str], stage: Stage) -> dict[str, Any]:
+    def _options(self, part: Part, takes: set[str], stage: CurriculumStage) -> dict[str, Any]:
         options = dict(part.options)
         if stage.tolerance is not None and "tolerance" in takes:
             options["tolerance"] = stage.tolerance

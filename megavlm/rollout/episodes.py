@@ -12,17 +12,18 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
 from megavlm.data.chat import IMAGE_PLACEHOLDER, Message
 from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
 from megavlm.environments.base import Observation, Step
+from megavlm.environments.remote import make_environments
 from megavlm.inference.protocol import Response, is_complete
 from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, RewardFailure
-from megavlm.rewards.manager import RewardManager, Stage
-from megavlm.rollout.scoring import environments
+from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
 
@@ -40,12 +41,17 @@ class EpisodeRunner:
         """Load the environment. Raises ValueError if that fails."""
         self._config, self._settings = config, config.environment
         self._processor, self.reward_manager = processor, reward_manager
-        self._environments = environments(config.environment)
+        self._environments = make_environments(config.environment)
         self._runner = asyncio.Runner()
         self.skipped: Counter[Kind] = Counter()  # prompts that could not start
 
     def start(
-        self, groups: Sequence[Group], n: int, *, stage: Stage | None = None, step: int = 0
+        self,
+        groups: Sequence[Group],
+        n: int,
+        *,
+        stage: CurriculumStage | None = None,
+        step: int = 0,
     ) -> list[Group]:
         """Start n episodes in each group. Returns the groups that could start; the others are
         counted in `skipped` and have no episodes.
@@ -62,7 +68,7 @@ class EpisodeRunner:
         n: int,
         draw: Callable[[int], list[Prompt]],
         *,
-        stage: Stage | None = None,
+        stage: CurriculumStage | None = None,
         step: int = 0,
     ) -> list[Group]:
         """Start n episodes in each group, with a prompt from `draw` in place of each that cannot
@@ -135,7 +141,7 @@ class EpisodeRunner:
         self._runner.close()
 
     async def _start_all(
-        self, groups: Sequence[Group], n: int, stage: Stage | None, step: int
+        self, groups: Sequence[Group], n: int, stage: CurriculumStage | None, step: int
     ) -> None:
         seed = self._config.run.seed
         await asyncio.gather(
@@ -145,7 +151,7 @@ class EpisodeRunner:
             )
         )
 
-    async def _start(self, group: Group, n: int, stage: Stage | None, seed: int) -> None:
+    async def _start(self, group: Group, n: int, stage: CurriculumStage | None, seed: int) -> None:
         prompt, data = group.prompt, self._config.data
         row = example(prompt.row, data.system_prompt)
         score = partial(self.reward_manager.score, stage=stage)

@@ -27,7 +27,7 @@ from megavlm.inference.protocol import Sampling
 from megavlm.observability.records import finite, write_whole
 from megavlm.observability.text import failed_rewards, number, percent, points
 from megavlm.rollout.episodes import EpisodeRunner
-from megavlm.rollout.scoring import make_reward_manager
+from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
 from megavlm.run.model_paths import served_folder
 from megavlm.training.evaluation import EvaluationSet, sampling

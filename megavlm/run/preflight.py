@@ -24,12 +24,13 @@ from megavlm.config.schema import Config
 from megavlm.data.image_decoding import decode
 from megavlm.data.rows import Row, Rows
 from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS, check_environment_name
+from megavlm.environments.remote import make_environments
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
 from megavlm.models.registry import FAMILIES
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
-from megavlm.rollout.scoring import environments, make_reward_manager, parts
+from megavlm.rollout.rewards import make_reward_manager, reward_parts
 from megavlm.run.model_paths import check_model_paths
 from megavlm.run.preflight_layout import check_ranks, check_sizes
 from megavlm.run.run_lock import check_free
@@ -54,7 +55,7 @@ def check(
     check_partial_rollouts(config)
     if isinstance(config.algorithm, PolicyOptimization):
         check_algorithm(config.algorithm)
-    for part in parts(config):
+    for part in reward_parts(config):
         registry.check_reward_name(part.name)
     key = "data.train_files" if phase == "train" else "data.test_files"
     train_files = config.data.train_files if phase == "train" else ()
@@ -62,7 +63,7 @@ def check(
         raise ValueError(f"{key}=[] names no data: add {key}=[FILE.parquet]")
     if not files:
         return
-    environments(config.environment).close()
+    make_environments(config.environment).close()
     asyncio.run(make_reward_manager(config).close())
     check_model(Path(config.model.folder), config)
     if config.model.checkpoint is not None:
@@ -224,7 +225,7 @@ def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) 
     ):
         return  # a user's environment may need no reward
     columns = Example(row.problem, row.answer, row.category, extra=row.extra).columns()
-    for part in parts(config):
+    for part in reward_parts(config):
         try:
             registry.check_reward_row(part.name, columns, part.options)
         except ValueError as error:

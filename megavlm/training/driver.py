@@ -10,6 +10,7 @@ from megavlm.data.loader import PromptStream
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
+from megavlm.environments.curriculum import Curriculum
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import Connection
 from megavlm.models.cost import ModelCost
@@ -20,7 +21,7 @@ from megavlm.observability.samples import SampleWriter
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.partial_rollouts import PartialRolloutBuffer
-from megavlm.rollout.scoring import make_curriculum, make_reward_manager
+from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
 from megavlm.training.batch import PackShape, RankBatch, by_rank, plan_step
 from megavlm.training.best_metric import BestMetricTracker
@@ -47,7 +48,7 @@ class Driver:
         )
         self.partial_rollouts = PartialRolloutBuffer()
         self.best_metric = BestMetricTracker(config.checkpoint.best_metric)
-        self.curriculum = make_curriculum(config)
+        self.curriculum = Curriculum(config.curriculum)
         if connection is not None:
             self.episode_runner = EpisodeRunner(config, self.processor, make_reward_manager(config))
 

@@ -9,8 +9,9 @@ import pytest
 from megavlm.config.algorithm import GRPO
 from megavlm.config.load import load
 from megavlm.config.schema import Config
+from megavlm.environments.curriculum import Curriculum
 from megavlm.rewards.geospot import WEIGHTS
-from megavlm.rollout.scoring import make_curriculum, make_reward_manager
+from megavlm.rollout.rewards import make_reward_manager
 from megavlm.run import preflight
 from tests.conftest import write_model_folder
 from tests.unit.models.releases import RELEASES
@@ -82,7 +83,7 @@ def test_an_environment_s_base_goes_with_a_model_s_recipe(name: str, tmp_path: P
     path.write_text(f"base: {[str(base) for base in bases]}\n")
     config = load(path)
     preflight.check(config, world_size=config.parallel.num_ranks, files=False)
-    make_curriculum(config)
+    Curriculum(config.curriculum)
     manager = (
         make_reward_manager(config) if name != "caption.yaml" else None
     )  # its corpus is not here

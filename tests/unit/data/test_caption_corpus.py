@@ -13,7 +13,7 @@ import pytest
 from megavlm.config.load import load
 from megavlm.data.caption_corpus import with_corpus
 from megavlm.rewards.base import Example
-from megavlm.rollout.scoring import make_reward_manager
+from megavlm.rollout.rewards import make_reward_manager
 
 CAPTIONS = [["a red bus drives by", "a bus"], ["two dogs play outside here"]]
 

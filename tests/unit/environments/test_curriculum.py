@@ -1,27 +1,39 @@
 """Stages by step and by reward, and a curriculum that is resumed where it was."""
 
+from typing import Any
+
 import pytest
 
-from megavlm.environments.curriculum import Curriculum, Term
-from megavlm.rewards.manager import Stage
+from megavlm.config.curriculum import CurriculumConfig, CurriculumStage
+from megavlm.environments.curriculum import Curriculum
 
-STAGES = [Stage({"country": 1.0}, tolerance) for tolerance in (500.0, 200.0, 25.0)]
+
+def curriculum_of(*ends: dict[str, Any]) -> Curriculum:
+    """Return a curriculum of three tolerances; `ends`: when the first two stages end."""
+    stages = [
+        CurriculumStage(weights={"country": 1.0}, tolerance=tolerance, **end)
+        for tolerance, end in zip((500.0, 200.0, 25.0), [*ends, {}], strict=True)
+    ]
+    return Curriculum(CurriculumConfig(stages=stages, window=2))
 
 
 def by_step() -> Curriculum:
-    return Curriculum([Term(STAGES[0], 100), Term(STAGES[1], 300), Term(STAGES[2])], window=2)
+    return curriculum_of({"until": 100}, {"until": 300})
 
 
 def by_reward() -> Curriculum:
-    terms = [Term(STAGES[0], reward=0.5), Term(STAGES[1], 9, 0.5), Term(STAGES[2])]
-    return Curriculum(terms, window=2)
+    return curriculum_of({"reward": 0.5}, {"until": 9, "reward": 0.5})
+
+
+def tolerance_of(stage: CurriculumStage | None) -> float | None:
+    return None if stage is None else stage.tolerance
 
 
 def test_stages_by_step() -> None:
     curriculum = by_step()
-    seen = [curriculum.stage(step) for step in (0, 99, 100, 299, 300, 5000)]
-    assert seen == [STAGES[i] for i in (0, 0, 1, 1, 2, 2)]
-    assert by_step().stage(400) == STAGES[2], "two stages end at once"
+    seen = [tolerance_of(curriculum.stage(step)) for step in (0, 99, 100, 299, 300, 5000)]
+    assert seen == [500.0, 500.0, 200.0, 200.0, 25.0, 25.0]
+    assert tolerance_of(by_step().stage(400)) == 25.0, "two stages end at once"
 
 
 def test_promotion_needs_a_whole_window_of_reward() -> None:
@@ -30,14 +42,14 @@ def test_promotion_needs_a_whole_window_of_reward() -> None:
         curriculum.stage(1)
         curriculum.record(reward)
         assert curriculum.number == number
-    assert curriculum.stage(1) == STAGES[2]
+    assert tolerance_of(curriculum.stage(1)) == 25.0
 
 
 def test_a_step_ends_a_stage_that_reward_did_not() -> None:
     curriculum = by_reward()
     curriculum.record(0.5)
     curriculum.record(0.5)
-    assert (curriculum.stage(3), curriculum.stage(9)) == (STAGES[1], STAGES[2])
+    assert [tolerance_of(curriculum.stage(step)) for step in (3, 9)] == [200.0, 25.0]
 
 
 def test_it_is_resumed_where_it_was() -> None:
@@ -55,10 +67,10 @@ def test_it_is_resumed_where_it_was() -> None:
         second.record(reward)
     assert second.state_dict() == whole.state_dict()
     with pytest.raises(ValueError, match=r"curriculum.stages: the checkpoint is in stage 2"):
-        Curriculum([], 2).load_state_dict({"stage": 1, "rewards": []})
+        Curriculum(CurriculumConfig(window=2)).load_state_dict({"stage": 1, "rewards": []})
 
 
 def test_none_is_none() -> None:
-    curriculum = Curriculum([], 2)
+    curriculum = Curriculum(CurriculumConfig(window=2))
     curriculum.record(1.0)
     assert curriculum.stage(7) is None

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megavlm.config.reward import Reward
 from megavlm.rewards import geo3k
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
@@ -201,7 +202,7 @@ HOSTILE = {
 @pytest.fixture(scope="module")
 def manager() -> Iterator[RewardManager]:
     parts = [Part("math", "geo3k", options={"format_reward": 0.0})]
-    manager = RewardManager(parts, on_failure="zero", workers=1, timeout=3, memory_mb=2048)
+    manager = RewardManager(parts, Reward(on_failure="zero", workers=1, timeout=3, memory_mb=2048))
     yield manager
     asyncio.run(manager.close())
 
@@ -216,7 +217,7 @@ def test_hostile_answers_get_nothing_within_the_limit(manager: RewardManager, na
 
 def test_a_catastrophic_regular_expression_ends_at_the_limit() -> None:
     parts = [Part("regex", "user_rewards:catastrophic")]
-    manager = RewardManager(parts, on_failure="zero", workers=1, timeout=1, memory_mb=1024)
+    manager = RewardManager(parts, Reward(on_failure="zero", workers=1, timeout=1, memory_mb=1024))
     found = asyncio.run(manager.score("a" * 60, Example("?", "!")))
     assert found == Score(0.0, False, failure="timeout")
     asyncio.run(manager.close())

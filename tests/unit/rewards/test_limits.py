@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from megavlm.config.load import load
+from megavlm.config.reward import Reward
 from megavlm.rewards.base import Example, RewardStop, Score
 from megavlm.rewards.manager import Part, RewardManager
-from megavlm.rollout.scoring import make_reward_manager
+from megavlm.rollout.rewards import make_reward_manager
 
 FAULTY = "user_rewards:faulty"
 EXAMPLE = Example("?", "red")
@@ -24,10 +25,7 @@ EXAMPLE = Example("?", "red")
 def make(on_failure: str = "zero", timeout: float = 1.0, name: str = FAULTY) -> RewardManager:
     return RewardManager(
         [Part("only", name)],
-        on_failure=on_failure,  # type: ignore[arg-type]
-        workers=1,
-        timeout=timeout,
-        memory_mb=1024,
+        Reward(on_failure=on_failure, workers=1, timeout=timeout, memory_mb=1024),  # type: ignore[arg-type]
     )
 
 
@@ -40,7 +38,7 @@ def manager() -> Iterator[RewardManager]:
     manager = make()
     yield manager
     asyncio.run(manager.close())
-    assert not mine(), "a reward process outlives the judge"
+    assert not mine(), "a reward process outlives the manager"
 
 
 def mine() -> list[psutil.Process]:
@@ -138,21 +136,22 @@ def test_a_recipe_says_what_a_failure_is_worth(write_recipe: Callable[..., Path]
         asyncio.run(manager.close())
 
 
-def test_the_thread_that_made_a_judge_may_end() -> None:
-    judges: list[RewardManager] = []
-    thread = threading.Thread(target=lambda: judges.append(make()))
+def test_the_thread_that_made_a_manager_may_end() -> None:
+    managers: list[RewardManager] = []
+    thread = threading.Thread(target=lambda: managers.append(make()))
     thread.start()
     thread.join()
-    assert score(judges[0], "plain").correct, "the pool's own thread keeps it"
-    asyncio.run(judges[0].close())
+    assert score(managers[0], "plain").correct, "the pool's own thread keeps it"
+    asyncio.run(managers[0].close())
 
 
 TRAINER = """
 import asyncio, sys
+from megavlm.config.reward import Reward
 from megavlm.rewards.base import Example
 from megavlm.rewards.manager import Part, RewardManager
 parts = [Part("r", "user_rewards:faulty")]
-manager = RewardManager(parts, on_failure="stop", workers=1, timeout=60, memory_mb=1024)
+manager = RewardManager(parts, Reward(on_failure="stop", workers=1, timeout=60, memory_mb=1024))
 print(int(asyncio.run(manager.score("pid", Example("?", "red"))).reward), flush=True)
 asyncio.run(manager.score("mark and sleep", Example("?", "red", extra={"mark": sys.argv[1]})))
 """

@@ -5,15 +5,19 @@ from collections.abc import Sequence
 
 import pytest
 
+from megavlm.config.curriculum import CurriculumStage
+from megavlm.config.reward import Reward
 from megavlm.rewards.base import Example, Score
-from megavlm.rewards.manager import Part, RewardManager, Stage
+from megavlm.rewards.manager import Part, RewardManager
 
 EXAMPLE = Example("?", "red", images=(b"red",))
 
 
-def score(parts: Sequence[Part], response: str, stage: Stage | None = None) -> Score:
+def score(parts: Sequence[Part], response: str, stage: CurriculumStage | None = None) -> Score:
     async def run() -> Score:
-        manager = RewardManager(parts, on_failure="zero", workers=2, timeout=10, memory_mb=1024)
+        manager = RewardManager(
+            parts, Reward(on_failure="zero", workers=2, timeout=10, memory_mb=1024)
+        )
         try:
             return await manager.score(response, EXAMPLE, stage)
         finally:
@@ -43,7 +47,7 @@ def test_a_function_gets_images_and_options() -> None:
 def test_a_function_with_any_options_gets_those_of_the_recipe_and_the_stage() -> None:
     part = Part("sum", "user_rewards:anything", options={"a": 1.5, "b": 2})
     assert score([part], "red").reward == 3.5
-    assert score([part], "red", Stage(tolerance=8.0)).reward == 11.5
+    assert score([part], "red", CurriculumStage(tolerance=8.0)).reward == 11.5
 
 
 @pytest.mark.parametrize("name", ["later", "LATER"])
@@ -54,10 +58,10 @@ def test_a_coroutine_function_is_refused(name: str) -> None:
 
 def test_a_stage_changes_weights_and_tolerance() -> None:
     parts = [Part("right", "exact_match"), Part("close", "user_rewards:tolerant")]
-    stage = Stage({"close": 0.5}, tolerance=8.0)
+    stage = CurriculumStage(weights={"close": 0.5}, tolerance=8.0)
     assert score(parts, "red", stage).reward == 1.0 + 0.5 * 8.0
     assert score(parts, "red").reward == 1.0 + 1.0
-    place = Stage({"country": 1.0}, tolerance=8.0)
+    place = CurriculumStage(weights={"country": 1.0}, tolerance=8.0)
     only = [Part("place", "geospot")]
     assert score(only, "red", place) == Score(1.0, True, {"country": 1.0})
 
@@ -71,12 +75,22 @@ def test_an_unknown_option_is_refused() -> None:
 
 def test_a_stage_that_no_reward_can_keep_is_refused() -> None:
     judges = [
-        (Part("a", "exact_match"), Stage(tolerance=3.0), "tolerance given, but exact_match"),
-        (Part("a", "vqa"), Stage({"country": 1.0}), "weights given, but vqa has none"),
-        (Part("a", "geospot"), Stage({"contry": 1.0}), "no component 'contry'"),
+        (
+            Part("a", "exact_match"),
+            CurriculumStage(tolerance=3.0),
+            "tolerance given, but exact_match",
+        ),
+        (
+            Part("a", "vqa"),
+            CurriculumStage(weights={"country": 1.0}),
+            "weights given, but vqa has none",
+        ),
+        (Part("a", "geospot"), CurriculumStage(weights={"contry": 1.0}), "no component 'contry'"),
     ]
     for part, stage, problem in judges:
-        manager = RewardManager([part], on_failure="zero", workers=1, timeout=10, memory_mb=1024)
+        manager = RewardManager(
+            [part], Reward(on_failure="zero", workers=1, timeout=10, memory_mb=1024)
+        )
         with pytest.raises(ValueError, match=problem):
             manager.check(stage)
         asyncio.run(manager.close())

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megavlm.config.reward import Reward
 from megavlm.rewards import remote
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
@@ -19,7 +20,7 @@ RATING = {"choices": [{"message": {"content": "I say 7.5"}}]}
 def score(*parts: Part, timeout: float = 5.0, response: str = "a dog") -> Score:
     async def run() -> Score:
         manager = RewardManager(
-            parts, on_failure="zero", workers=1, timeout=timeout, memory_mb=1024
+            parts, Reward(on_failure="zero", workers=1, timeout=timeout, memory_mb=1024)
         )
         try:
             return await manager.score(response, EXAMPLE)
@@ -111,7 +112,9 @@ def test_a_service_that_is_busy_is_asked_again_when_it_says(
 def test_requests_beyond_the_concurrency_wait_their_turn() -> None:
     async def run(service: FakeService) -> list[Score]:
         parts = [by_url(service, concurrency=1)]
-        manager = RewardManager(parts, on_failure="zero", workers=1, timeout=5, memory_mb=1024)
+        manager = RewardManager(
+            parts, Reward(on_failure="zero", workers=1, timeout=5, memory_mb=1024)
+        )
         try:
             return await asyncio.gather(*(manager.score("a dog", EXAMPLE) for _ in range(20)))
         finally:

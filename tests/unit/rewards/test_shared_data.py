@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from megavlm.config.reward import Reward
 from megavlm.data.caption_corpus import with_corpus
 from megavlm.environments.registry import default_reward
 from megavlm.rewards.base import Example, Score
@@ -35,7 +36,9 @@ def scores(
     part = Part("it", default_reward(name), options=options)
 
     async def run() -> list[Score]:
-        manager = RewardManager([part], on_failure="stop", workers=1, timeout=20, memory_mb=2048)
+        manager = RewardManager(
+            [part], Reward(on_failure="stop", workers=1, timeout=20, memory_mb=2048)
+        )
         try:
             return await asyncio.gather(*(manager.score(text, example(row)) for text, row in pairs))
         finally:

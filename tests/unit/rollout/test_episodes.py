@@ -11,6 +11,7 @@ import torch
 
 from megavlm.config.data import Data
 from megavlm.config.environment import EnvironmentConfig
+from megavlm.config.reward import Reward
 from megavlm.data.chat import Message
 from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor, Prompt
@@ -38,7 +39,7 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
 @pytest.fixture(scope="module")
 def manager() -> Iterator[RewardManager]:
     manager = RewardManager(
-        [Part("r", "vqa")], on_failure="zero", workers=1, timeout=10, memory_mb=1024
+        [Part("r", "vqa")], Reward(on_failure="zero", workers=1, timeout=10, memory_mb=1024)
     )
     yield manager
     asyncio.run(manager.close())
@@ -323,7 +324,7 @@ def test_two_rewards_asked_for_at_once_are_no_time_of_the_environment_s(
             assert example.images == ROW.images
             return Score(1.0 if response == "3" else 0.25, response == "3")
 
-    manager = Slow([], on_failure="zero", workers=1, timeout=1, memory_mb=1024)
+    manager = Slow([], Reward(on_failure="zero", workers=1, timeout=1, memory_mb=1024))
     policy = Policy(processor, "3")
     options = {"fault": "score twice"}
     (episode,) = play(processor, manager, policy, FAULTY, n=1, timeout=4.5, options=options)
@@ -430,7 +431,7 @@ def graded(wrong: float = 0.0) -> RewardManager:
         async def score(self, response: str, example: Example, stage: Any = None) -> Any:
             return Score(1.0 if response == "3" else wrong, response == "3")
 
-    return Graded([], on_failure="zero", workers=1, timeout=1, memory_mb=1024)
+    return Graded([], Reward(on_failure="zero", workers=1, timeout=1, memory_mb=1024))
 
 
 def fails(policy: Any) -> RewardManager:
@@ -442,4 +443,4 @@ def fails(policy: Any) -> RewardManager:
                 return self.failed(RewardFailure("timeout", "as told"))
             return Score(1.0 if response == "3" else 0.5, response == "3")
 
-    return Short([], on_failure=policy, workers=1, timeout=1, memory_mb=1024)
+    return Short([], Reward(on_failure=policy, workers=1, timeout=1, memory_mb=1024))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megavlm.config.load import load
+from megavlm.environments.curriculum import Curriculum
 from megavlm.parallel.mesh import Layout
-from megavlm.rollout.scoring import make_curriculum
 from megavlm.training.batch import PackShape
 from megavlm.training.driver import Driver
 
@@ -50,7 +50,10 @@ def test_the_curriculum_is_part_of_the_state(write_recipe: Callable[..., Path]) 
     def driver() -> Any:
         other = SimpleNamespace(state_dict=lambda: {"drawn": 3}, load_state_dict=lambda *_: None)
         return SimpleNamespace(
-            config=config, stream=other, partial_rollouts=other, curriculum=make_curriculum(config)
+            config=config,
+            stream=other,
+            partial_rollouts=other,
+            curriculum=Curriculum(config.curriculum),
         )
 
     first, second = driver(), driver()

@@ -1,0 +1,46 @@
+"""Rewards of a run: those of the recipe or of its environment, ready for its curriculum."""
+
+import asyncio
+import tempfile
+import weakref
+from dataclasses import replace
+
+from megavlm.config.schema import Config
+from megavlm.data.caption_corpus import with_corpus
+from megavlm.environments.registry import default_reward
+from megavlm.rewards.manager import Part, RewardManager
+
+
+def reward_parts(config: Config) -> list[Part]:
+    """Return the rewards that the recipe names, or the one of its environment."""
+    reward = config.reward
+    if reward.parts:
+        return [
+            Part(label, part.name, part.weight, part.options)
+            for label, part in reward.parts.items()
+        ]
+    name = reward.name or default_reward(config.environment.name)
+    return [Part("reward", name, options=reward.options)]
+
+
+def make_reward_manager(config: Config) -> RewardManager:
+    """Start the rewards. Raises ValueError for a reward that cannot be loaded, and for a curriculum
+    stage whose tolerance or weights no reward takes.
+    """
+    # Reward processes read the corpus whenever one starts: it stays as long as the manager.
+    folder = tempfile.TemporaryDirectory(prefix="megavlm_rewards_")
+    parts = [
+        replace(part, options=with_corpus(part.options, folder.name))
+        if part.name == "caption"
+        else part
+        for part in reward_parts(config)
+    ]
+    reward_manager = RewardManager(parts, config.reward)
+    weakref.finalize(reward_manager, folder.cleanup)
+    try:
+        for stage in config.curriculum.stages:
+            reward_manager.check(stage)
+    except ValueError:
+        asyncio.run(reward_manager.close())
+        raise
+    return reward_manager
