@@ -128,4 +128,4 @@ def test_a_new_family(new_family: Path, tmp_path: Path, write_recipe: Callable[.
 
     text = sync_plan(config, 1)
     assert "tower" in text and "attention" in text
-    assert config.model.freeze_tower and " nobody" in text
+    assert config.model.freeze_tower and "no rank" in text

@@ -280,7 +280,7 @@ def test_a_process_with_ranks_is_left_alone() -> None:
 def refuse() -> int:
     """How many ranks the tensor axis has afterwards."""
     build_mesh(Layout(tensor=2))
-    with pytest.raises(AssertionError, match="use a fresh one"):
+    with pytest.raises(AssertionError, match="use a new process"):
         with fake_rank(0, 8):
             raise RuntimeError("the group of this process was replaced")
     together = torch.ones(1)
