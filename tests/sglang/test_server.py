@@ -56,9 +56,9 @@ def test_a_request_without_a_key_is_refused(started: Served) -> None:
     readers = replace(target, api_key=server.api_key, admin_key=server.api_key)
     with control_client() as http:
         with pytest.raises(WeightSyncError, match=r"/model_info returned HTTP 401"):
-            Servers([target], http=http).get("/model_info")
+            Servers([target], http=http).request_each("/model_info")
         with pytest.raises(WeightSyncError, match=r"/flush_cache returned HTTP 401"):
-            Servers([readers], http=http).post("/flush_cache", {})
+            Servers([readers], http=http).request_each("/flush_cache", {server.url: {}})
 
 
 def test_folder_that_sglang_cannot_serve(folder: Path, tmp_path: Path) -> None:
