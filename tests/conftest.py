@@ -16,10 +16,20 @@ from safetensors.numpy import save_file
 
 from megavlm.config.data import Data
 from megavlm.data.rows import Row, Rows
+from tests.timeouts import SCALE, scaled
 
 # An example's time says what else the machine does, nothing about the code.
 settings.register_profile("megavlm", deadline=None)
 settings.load_profile("megavlm")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Scale the limits of pytest-timeout."""
+    for item in items if SCALE != 1 else []:
+        mark = item.get_closest_marker("timeout")
+        limit = float(mark.args[0] if mark else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(scaled(limit)), append=False)
+
 
 TINY_CONFIG = {
     "model_type": "qwen2_5_vl",
