@@ -72,9 +72,13 @@ def train(
     """
     if data_report:
         from megavlm.config.load import load
+        from megavlm.observability.progress import Progress
         from megavlm.run.data_report import data_report as write_data_report
 
-        typer.echo(write_data_report(load(recipe, overrides or [])))
+        config = load(recipe, overrides or [])
+        with Progress(sys.stderr) as progress:
+            page = write_data_report(config, progress)
+        typer.echo(page)
         return
     _run("train", recipe, overrides or [], dry_run)
 
@@ -226,10 +230,13 @@ def _run(
         from megavlm.run import worker
 
         return worker.run(phase, config)
+    from megavlm.observability.progress import Progress
     from megavlm.run import preflight
 
     world_size = int(os.environ.get("WORLD_SIZE", config.parallel.num_ranks))
-    preflight.check(config, world_size=world_size, phase=phase)
+    with Progress(sys.stderr) as progress:
+        progress.show("checking the recipe")
+        preflight.check(config, world_size=world_size, phase=phase)
     if dry_run:
         from megavlm.config.dump import to_yaml
 

@@ -1,7 +1,7 @@
 """Statistics of a data set: counts, lengths and sizes, of all rows or of evenly spread ones."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megavlm.data.image_decoding import image_size
@@ -42,13 +42,23 @@ class Summary:
 
 
 def summarize(
-    rows: Rows, processor: Processor, *, max_tokens: int, limit: int, num_samples: int = 10
+    rows: Rows,
+    processor: Processor,
+    *,
+    max_tokens: int,
+    limit: int,
+    num_samples: int = 10,
+    count: Callable[[int, int], object] = lambda done, total: None,
 ) -> Summary:
-    """Summarize at most `limit` evenly spread rows. max_tokens: limit of a prompt's length."""
+    """Summarize at most `limit` evenly spread rows.
+
+    max_tokens: limit of a prompt's length. count: called with the rows that are done and all.
+    """
     summary = Summary(len(rows))
     indices = evenly(len(rows), limit)
     wanted = {indices[i] for i in evenly(len(indices), num_samples)}
     for index in indices:
+        count(summary.num_looked_at, len(indices))
         summary.num_looked_at += 1
         try:
             row = rows[index]

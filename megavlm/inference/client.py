@@ -27,8 +27,14 @@ class RolloutClient:
     response is lost or doubled. A 4xx status is our own mistake and is not retried.
     """
 
-    def __init__(self, routing: Routing, limits: RequestLimits = DEFAULT_LIMITS) -> None:
-        self._routing, self._limits = routing, limits
+    def __init__(
+        self,
+        routing: Routing,
+        limits: RequestLimits = DEFAULT_LIMITS,
+        show: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        """Prepare the connections. show: called with a line about how far a generation is."""
+        self._routing, self._limits, self._show = routing, limits, show
         self._runner = asyncio.Runner()
         # trust_env: no proxy between a trainer and its servers. The number of connections has no
         # limit of its own, because concurrency bounds the requests in flight.
@@ -73,6 +79,7 @@ class RolloutClient:
             routing=self._routing,
             http=self._http,
             limits=self._limits,
+            show=self._show,
         )
         while not self._runner.run(batch.run()):
             if refit is None:

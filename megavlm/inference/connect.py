@@ -1,7 +1,7 @@
 """Connection of a run to its rollout servers: servers that it starts, or running ones by URL."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.inference.server_pool.router import BehindRouter
 from megavlm.inference.server_pool.state import RestartPolicy
+from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
 
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
@@ -36,11 +37,12 @@ class Connection:
 
 @contextmanager
 def connect(
-    config: Config, model_folder: str | Path, *, needs_refit: bool = True
+    config: Config, model_folder: str | Path, progress: Progress, *, needs_refit: bool = True
 ) -> Iterator[Connection]:
     """Connect to `rollout.urls`, or run servers of `model_folder` as long as the context.
 
-    needs_refit: servers get requests only after a push; False: they serve what they started with.
+    progress: shows the wait for servers, and how far a generation is. needs_refit: servers get
+    requests only after a push; False: they serve what they started with.
     """
     rollout = config.rollout
     policy = RestartPolicy(
@@ -50,8 +52,9 @@ def connect(
         needs_refit=needs_refit,
     )
     handles = server_handles(config, model_folder, needs_refit=needs_refit)
-    server_pool = ServerPool(handles, policy, log=lambda line: print(line, flush=True))
-    with server_pool, _client(rollout, server_pool) as client:
+    progress.begin(_waiting(config, len(handles)))
+    server_pool = ServerPool(handles, policy, log=progress.line)
+    with server_pool, _client(rollout, server_pool, progress.show) as client:
         if not rollout.colocate:
             yield Connection(client, server_pool)
             return
@@ -61,13 +64,23 @@ def connect(
             yield Connection(client, server_pool, memory)
 
 
-def _client(rollout: Rollout, server_pool: ServerPool) -> RolloutClient:
+def _waiting(config: Config, count: int) -> str:
+    servers = f"{count} rollout server" + "s" * (count > 1)
+    if config.rollout.mode == "external":
+        return f"waiting for {servers}"
+    return f"starting {servers}, which takes a minute or two (its log is in {config.run.dir})"
+
+
+def _client(
+    rollout: Rollout, server_pool: ServerPool, show: Callable[[str], object]
+) -> RolloutClient:
     if rollout.router is None:
         limits = RequestLimits(total=rollout.request_timeout, concurrency=rollout.concurrency)
-        return RolloutClient(server_pool, limits)
+        return RolloutClient(server_pool, limits, show)
     together = rollout.concurrency * len(rollout.urls)
     limits = RequestLimits(total=rollout.request_timeout, concurrency=together)
-    return RolloutClient(BehindRouter(server_pool, rollout.router, os.environ.get(API_KEY)), limits)
+    router = BehindRouter(server_pool, rollout.router, os.environ.get(API_KEY))
+    return RolloutClient(router, limits, show)
 
 
 def server_handles(

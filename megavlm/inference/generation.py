@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ from megavlm.inference.requests import (
     make_requests,
 )
 from megavlm.inference.server_pool.routing import Address, Outlook, Routing, choose_server
-from megavlm.observability.progress import Progress
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
@@ -37,7 +36,7 @@ class GenerationBatch:
 
     groups: the responses of each prompt, filled in place; a group is complete, partly aborted, or
     empty. version: of the weights that must answer; None: any. wanted: complete groups after which
-    the rest is aborted.
+    the rest is aborted. show: called with a line about how far it is.
     """
 
     prompts: Sequence["Prompt"]
@@ -49,6 +48,7 @@ class GenerationBatch:
     routing: Routing
     http: httpx.AsyncClient
     limits: RequestLimits
+    show: Callable[[str], object]
     _waiting: deque[Request] = field(init=False)
     _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False)
     _loads: Counter[str] = field(init=False)  # prompts in flight by server
@@ -66,7 +66,7 @@ class GenerationBatch:
         self._running, self._loads, self._num_tokens = {}, Counter(), 0
         loop, changed, started = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
         wake = partial(loop.call_soon_threadsafe, changed.set)
-        with self.routing.in_use(wake), Progress() as progress:
+        with self.routing.in_use(wake):
             try:
                 self._waiting = deque(self._make_requests())
                 while self._num_complete < self.wanted:
@@ -77,7 +77,7 @@ class GenerationBatch:
                         return False
                     await self._wait(changed)
                     self._collect()
-                    progress.show(self._line(time.monotonic() - started))
+                    self.show(self._line(time.monotonic() - started))
                 if self._running:
                     await self._abort()
                 return True
@@ -237,9 +237,8 @@ class GenerationBatch:
 
     def _line(self, seconds: float) -> str:
         return (
-            f"rollout  {self._num_complete}/{self.wanted} prompts, "
-            f"{sum(self._loads.values())} in flight, {len(self._loads)} servers, "
-            f"{self._num_tokens / seconds:,.0f} tok/s"
+            f"{self._num_complete} of {self.wanted} prompts answered, "
+            f"{self._num_tokens / seconds:,.0f} tokens/s"
         )
 
 

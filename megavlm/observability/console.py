@@ -1,6 +1,8 @@
 """Console output of a run: one line per step, and closing tables."""
 
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -10,15 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megavlm.observability.result import category_rows
+from megavlm.observability.terminal_chart import terminal_chart
 from megavlm.observability.text import duration, number, percent, points
 
 WIDTH = 120
-
-LEGEND = (
-    "acc: correct responses · len: tokens per response · cut: responses ended by length\n"
-    "flat: groups without signal · kl: to the reference · ent: entropy\n"
-    "gap: largest log-prob difference of rollout and trainer · grad: norm before clipping"
-)
 
 
 def _share(value: float) -> str:
@@ -29,21 +26,42 @@ def _short(value: float) -> str:
     return number(value, digits=2)
 
 
-# (metric, text before the value, format, text after it), in the order of the line.
-_FIELDS: tuple[tuple[str, str, Callable[[float], str], str], ...] = (
-    ("loss", " loss ", number, ""),
-    ("reward", " reward ", lambda value: f"{value:.3f}", ""),
-    ("accuracy", "acc ", _share, ""),
-    ("response_length", " len ", _short, ""),
-    ("truncated_share", "cut ", _share, ""),
-    ("groups_without_signal", "flat ", _share, ""),
-    ("kl_reference", " kl ", _short, ""),
-    ("entropy", "ent ", _short, ""),
-    ("rollout_max_difference", "gap ", _short, ""),
-    ("gradient_norm", " grad ", _short, ""),
-    ("learning_rate", "lr ", _short, ""),
-    ("seconds/total", " ", _short, "s"),
-    ("tokens_per_second", "", _short, " tok/s"),
+@dataclass(frozen=True)
+class _Field:
+    """Part of a step's line. meaning: for the legend."""
+
+    metric: str
+    label: str
+    form: Callable[[float], str]
+    meaning: str
+    unit: str = ""
+
+
+# In the order of the line.
+_FIELDS = (
+    _Field("loss", "loss", number, "training loss"),
+    _Field("reward", "reward", lambda value: f"{value:.3f}", "mean of the step's responses"),
+    _Field("accuracy", "correct", _share, "correct responses"),
+    _Field("response_length", "length", _short, "tokens per response"),
+    _Field("truncated_share", "cut off", _share, "responses ended by the token limit"),
+    _Field(
+        "groups_without_signal",
+        "no signal",
+        _share,
+        "prompts whose responses all have the same reward, from which nothing is learnt",
+    ),
+    _Field("kl_reference", "KL", _short, "distance from the model before training, nats per token"),
+    _Field("entropy", "entropy", _short, "of the next token, in nats; near 0 nothing is tried"),
+    _Field(
+        "rollout_max_difference",
+        "mismatch",
+        _short,
+        "largest difference of a token's log-prob between server and trainer",
+    ),
+    _Field("gradient_norm", "gradient", _short, "its norm before clipping"),
+    _Field("learning_rate", "lr", _short, "learning rate"),
+    _Field("seconds/total", "", _short, "duration of the step", "s"),
+    _Field("tokens_per_second", "", _short, "tokens trained on per second", " tok/s"),
 )
 # Metrics to leave out, in this order, where a line would be longer than WIDTH.
 _SPARE = ("rollout_max_difference", "entropy", "response_length", "accuracy")
@@ -51,32 +69,57 @@ _SPARE = ("rollout_max_difference", "entropy", "response_length", "accuracy")
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """Format one step in at most WIDTH columns, without metrics that it did not log."""
+    fields = _fields(metrics)
+    for spare in ("", *_SPARE):
+        fields = [field for field in fields if field.metric != spare]
+        parts = [
+            f"{field.label} {field.form(metrics[field.metric])}{field.unit}".lstrip()
+            for field in fields
+        ]
+        line = "  ".join([f"step {step:>{len(str(num_steps))}}/{num_steps}", *parts])
+        if len(line) <= WIDTH:
+            break
+    return line
+
+
+def legend(metrics: Mapping[str, float]) -> str:
+    """Return what the words of such a step's line mean, at most WIDTH columns wide."""
+    # A later step may log a share that is 0 now.
+    shown = {name: value or 1.0 for name, value in metrics.items()}
+    words = [f"{field.label or field.unit.strip()}: {field.meaning}" for field in _fields(shown)]
+    text = "Each step: " + "; ".join(words) + ". All metrics: docs/reference/metrics.md"
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _fields(metrics: Mapping[str, float]) -> list[_Field]:
+    """Return the parts of a step's line, without those that would say nothing."""
     hidden = set()
     if "reward" in metrics:
         # The value of a policy loss means nothing to a reader; the learning rate is in the report.
         hidden = {"loss", "learning_rate"}
     if metrics.get("truncated_share") == 0:
         hidden.add("truncated_share")
-    for spare in ("", *_SPARE):
-        hidden.add(spare)
-        parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
-        for name, before, form, after in _FIELDS:
-            if name in metrics and name not in hidden:
-                parts.append(before + form(metrics[name]) + after)
-        line = " ".join(parts)
-        if len(line) <= WIDTH:
-            break
-    return line
+    return [field for field in _FIELDS if field.metric in metrics and field.metric not in hidden]
 
 
-def print_closing(result: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the closing tables of a run. result: of `result.build_result`."""
-    (console or Console()).print(closing(result))
+def print_closing(
+    result: Mapping[str, Any],
+    rewards: Sequence[tuple[int, float]] = (),
+    console: Console | None = None,
+) -> None:
+    """Print the closing tables of a run. result: of `result.build_result`. rewards: (step, reward)
+    of a curve.
+    """
+    (console or Console()).print(closing(result, rewards))
 
 
-def closing(result: Mapping[str, Any]) -> RenderableType:
-    """Return accuracy by category, the conclusion, time by phase, and the output files."""
+def closing(result: Mapping[str, Any], rewards: Sequence[tuple[int, float]] = ()) -> RenderableType:
+    """Return the reward curve, accuracy by category, the conclusion, time by phase, and the output
+    files.
+    """
     parts: list[RenderableType] = []
+    if len(rewards) > 1:
+        parts.append(Text(terminal_chart(rewards, "Reward per step") + "\n", no_wrap=True))
     if result["evaluation_after"] or result["evaluation_before"]:
         parts.append(_accuracy_table(result))
     if result["conclusion"]:

@@ -72,6 +72,15 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 
 
+def reward_points(run_dir: Path | str) -> list[tuple[int, float]]:
+    """Return (step, reward) of each step that has one."""
+    return [
+        (record["step"], record["reward"])
+        for record in read_records(Path(run_dir) / METRICS_FILE)
+        if record.get("reward") is not None
+    ]
+
+
 def evaluation_scalars(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """Return an evaluation as metrics: `evaluation/<measure>`, `evaluation/<measure>/<category>`,
     and `evaluation/failures`, the number of responses whose reward failed.

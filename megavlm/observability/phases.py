@@ -1,7 +1,7 @@
 """Wall-clock seconds per phase of a step."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -12,15 +12,22 @@ class Phases:
         self,
         synchronize: Callable[[], object] | None = None,
         clock: Callable[[], float] | None = None,
+        begun: Callable[[str], object] | None = None,
+        before: Mapping[str, float] | None = None,
     ) -> None:
-        """Start the clock. synchronize: waits for queued device work at both ends of a phase."""
+        """Start the clock. synchronize: waits for queued device work at both ends of a phase.
+        begun: called with the name of a phase that begins. before: seconds of phases that ended
+        before.
+        """
         self._synchronize = synchronize or (lambda: None)
+        self._begun = begun or (lambda name: None)
         self._clock = clock or time.perf_counter
-        self._seconds: dict[str, float] = {}
-        self._start = self._clock()
+        self._seconds = dict(before or {})
+        self._start = self._clock() - sum(self._seconds.values())
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self._begun(name.replace("_", " "))
         self._synchronize()
         start = self._clock()
         yield
@@ -38,3 +45,11 @@ class Phases:
         metrics["seconds/total"] = now - self._start
         self._seconds, self._start = {}, now
         return metrics
+
+
+def seconds_outside_phases(metrics: Mapping[str, float | None]) -> float:
+    """Return what `seconds/total` has beyond the sum of the phases."""
+    phases = sum(value or 0.0 for name, value in metrics.items() if name.startswith("seconds/")) - (
+        metrics["seconds/total"] or 0.0
+    )
+    return max(0.0, (metrics["seconds/total"] or 0.0) - phases)

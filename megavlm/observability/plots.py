@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
+from megavlm.observability.metrics import EVALUATIONS_FILE, reward_points
 from megavlm.observability.records import read_records
 
 REWARD_FILE = "reward.png"
@@ -29,11 +29,7 @@ def window_of(num_values: int) -> int:
 def reward_curve(run_dir: Path | str) -> Path:
     """Draw reward per step, its moving mean and greedy test accuracy; return the PNG's path."""
     run_dir = Path(run_dir)
-    points = [
-        (record["step"], record["reward"])
-        for record in read_records(run_dir / METRICS_FILE)
-        if record.get("reward") is not None
-    ]
+    points = reward_points(run_dir)
     steps, rewards = [step for step, _ in points], [reward for _, reward in points]
     evaluations = read_records(run_dir / EVALUATIONS_FILE)
     # Not pyplot, which keeps global state and needs a display.

@@ -1,49 +1,115 @@
-"""Progress of a long wait: a live line on a terminal, a line now and then in a log."""
+"""Progress of a command: one live line on a terminal, sparse lines in a log."""
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
-from rich import progress
 from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
 
-LOG_EVERY = 10.0  # seconds
+from megavlm.observability.text import duration, minutes
+
+# A log gets a line of progress after so many seconds, or this share of the time so far.
+LOG_EVERY, LOG_SHARE = 30.0, 0.05
 
 
 class Progress:
-    """Context in which `show` replaces a line on a terminal. A log gets a line every LOG_EVERY
-    seconds, and none of a wait that is shorter.
+    """Context in which a terminal's last line says what is done now, since when and how much longer
+    it takes. A log gets a line of each `begin`, and of the rest one now and then.
+
+    Lines that are to stay go through `line`. It may be used from several threads.
     """
 
     def __init__(
-        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO | None = None,
+        *,
+        started: float | None = None,
+        is_quiet: bool = False,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        """Prepare the line. started: Unix seconds, by default now. is_quiet: shows nothing."""
+        self._console = Console(file=stream, highlight=False, soft_wrap=True, quiet=is_quiet)
         self._clock = clock
-        self._last = clock()
-        self._live: progress.Progress | None = None
-        if self._console.is_terminal:
-            self._live = progress.Progress(
-                progress.SpinnerColumn(),
-                progress.TextColumn("{task.description}", markup=False),
-                progress.TimeElapsedColumn(),
+        self._started = clock() if started is None else started
+        self._last_log = clock()
+        self._doing = self._detail = self._logged = ""
+        self._first: tuple[int, float] | None = None  # steps done, and when, as counting began
+        self._seconds_left: float | None = None
+        self._live: Live | None = None
+        if self._console.is_terminal and not is_quiet:
+            self._spinner = Spinner("dots")
+            self._live = Live(
                 console=self._console,
                 transient=True,
+                refresh_per_second=4,
+                get_renderable=self._rendered,
             )
-            self._task = self._live.add_task("", total=None, visible=False)
 
-    def show(self, line: str) -> None:
-        """Show how far the wait is."""
-        if self._live is not None:
-            self._live.update(self._task, description=line, visible=True)
-        elif self._clock() - self._last >= LOG_EVERY:
-            self._last = self._clock()
-            self._console.print(line, markup=False)
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._started
+
+    def begin(self, what: str) -> None:
+        """Show what begins now."""
+        self._doing, self._detail, self._seconds_left = what, "", None
+        self._log(what)
+
+    def count(self, done: int, total: int, unit: str = "step") -> None:
+        """Show that `done` of `total` steps are made and the next one begins. The time left follows
+        from the steps since the first call.
+        """
+        now = self._clock()
+        if self._first is None or done < self._first[0]:
+            self._first = done, now
+        first, since = self._first
+        if done > first:
+            self._seconds_left = (now - since) / (done - first) * (total - done)
+        self._doing = f"{unit} {min(done + 1, total):,} of {total:,}"
+        self.show("")
+
+    def show(self, detail: str) -> None:
+        """Show how far it is."""
+        self._detail = detail
+        if self._live is None:
+            due = max(LOG_EVERY, LOG_SHARE * self.elapsed)
+            text = self._text
+            if self._clock() - self._last_log >= due and text != self._logged:
+                self._log(text)
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, markup=False)
+
+    def _log(self, text: str) -> None:
+        if self._live is None:
+            self._last_log, self._logged = self._clock(), text
+            left = (
+                "" if self._seconds_left is None else f", about {duration(self._seconds_left)} left"
+            )
+            self.line(f"[{minutes(self.elapsed)}] {text}{left}")
+
+    @property
+    def _text(self) -> str:
+        return ": ".join(part for part in (self._doing, self._detail) if part)
+
+    def _rendered(self) -> Spinner:
+        left = "" if self._seconds_left is None else f", about {minutes(self._seconds_left)} left"
+        text = Text(f"{self._text}  ", no_wrap=True, overflow="ellipsis")
+        self._spinner.update(text=text.append(f"{minutes(self.elapsed)} so far{left}", "dim"))
+        return self._spinner
 
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
+            # A forked child prints past the live line, whose lock another thread may hold.
+            os.register_at_fork(after_in_child=_restore_output)
         return self
 
     def __exit__(
@@ -54,3 +120,7 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+def _restore_output() -> None:
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
+from megavlm.observability.phases import seconds_outside_phases
 from megavlm.observability.records import finite, read_records, write_whole
 from megavlm.observability.text import failed_rewards, percent, points
 
@@ -35,7 +36,7 @@ def build_result(
 
     "Before" is the evaluation at step 0, "after" the one at the last step, None without one;
     `evaluation` is the last one. final_reward: see `final_reward`. extra_seconds: of phases outside
-    the steps (server start, export). paths: output files by name.
+    the steps (start of servers, export). paths: output files by name.
     """
     run_dir = Path(run_dir)
     evaluations = {record["step"]: record for record in read_records(run_dir / EVALUATIONS_FILE)}
@@ -47,6 +48,8 @@ def build_result(
             section, _, phase = name.partition("/")
             if section == "seconds" and phase != "total" and value is not None:
                 seconds[phase] += value
+        if "seconds/total" in record:
+            seconds["other"] += seconds_outside_phases(record)
     for record in evaluations.values():
         seconds["evaluation"] += record["seconds"]
     for phase, value in (extra_seconds or {}).items():

@@ -41,6 +41,12 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def minutes(seconds: float) -> str:
+    """Format seconds as a clock does: 0:05, 4:05, 3:12:00."""
+    whole, rest = divmod(round(seconds), 60)
+    return f"{whole}:{rest:02d}" if whole < 60 else f"{whole // 60}:{whole % 60:02d}:{rest:02d}"
+
+
 def shorten(text: str, limit: int) -> str:
     """Cut a text at `limit` characters, and append how many are left out."""
     if len(text) <= limit:

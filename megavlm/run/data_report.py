@@ -1,5 +1,6 @@
 """`megavlm train RECIPE --data-report`: a page about the recipe's data, without training."""
 
+from functools import partial
 from pathlib import Path
 
 from megavlm.config.schema import Config
@@ -7,12 +8,13 @@ from megavlm.data.processor import Processor
 from megavlm.data.report import DATA_REPORT_FILE, write_data_report
 from megavlm.data.rows import Rows
 from megavlm.data.summary import summarize
+from megavlm.observability.progress import Progress
 from megavlm.run.preflight import check_run_dir
 
 LIMIT = 5000  # rows of each split that are read
 
 
-def data_report(config: Config) -> Path:
+def data_report(config: Config, progress: Progress) -> Path:
     """Write data_report.html to the run directory and return its path. Loads no weights.
 
     Raises ValueError if there is no data or the directory cannot be written.
@@ -22,16 +24,17 @@ def data_report(config: Config) -> Path:
         raise ValueError("data.train_files=[] names no data: add data.train_files=[FILE.parquet]")
     check_run_dir(Path(config.run.dir))
     processor = Processor(config.model.folder, config.data)
-    summaries = {
-        name: summarize(
-            Rows(files, config.data),
-            processor,
-            max_tokens=config.data.max_prompt_tokens,
-            limit=LIMIT,
-        )
-        for name, files in splits.items()
-        if files
-    }
+    summaries = {}
+    for name, files in splits.items():
+        if files:
+            summaries[name] = summarize(
+                Rows(files, config.data),
+                processor,
+                max_tokens=config.data.max_prompt_tokens,
+                limit=LIMIT,
+                count=partial(progress.count, unit=f"{name.lower()}: row"),
+            )
+    progress.show("writing the page")
     path = Path(config.run.dir) / DATA_REPORT_FILE
     write_data_report(path, summaries)
     return path

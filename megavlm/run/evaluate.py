@@ -24,6 +24,7 @@ from megavlm.evaluation.tables import MeasureTable, ModelComparison, compare_mod
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import connect
 from megavlm.inference.protocol import Sampling
+from megavlm.observability.progress import Progress
 from megavlm.observability.records import finite, write_whole
 from megavlm.observability.text import failed_rewards, number, percent, points
 from megavlm.rollout.episodes import EpisodeRunner
@@ -35,7 +36,7 @@ from megavlm.training.evaluation import EvaluationSet, sampling
 RESULT_FILE, TABLE_FILE, PAGE_FILE = "evaluation.json", "evaluation.parquet", "evaluation.html"
 
 
-def evaluate_models(config: Config) -> None:
+def evaluate_models(config: Config, progress: Progress) -> None:
     """Evaluate the models of a recipe; write evaluation.json, evaluation.parquet and
     evaluation.html.
     """
@@ -49,13 +50,14 @@ def evaluate_models(config: Config) -> None:
         own = replace(config, run=replace(config.run, dir=str(home)))
         with (
             served_folder(config, name) as folder,
-            connect(own, folder, needs_refit=False) as connection,
+            connect(own, folder, progress, needs_refit=False) as connection,
         ):
             # Each model has its own tokenizer and image processor.
             served = replace(config, model=replace(config.model, folder=str(folder)))
             shown = name or config.model.checkpoint or config.model.folder
             player = ModelPlayer(served, connection.client)
             with closing(player):
+                progress.begin(f"evaluating {shown}")
                 # Blind and shuffled measures are of the first model only.
                 results += [player.measures()] if place == 0 else []
                 candidates.append(player.candidate(shown))

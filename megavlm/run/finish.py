@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megavlm.observability.console import print_closing
+from megavlm.observability.metrics import reward_points
 from megavlm.observability.plots import reward_curve
 from megavlm.observability.report import REPORT_FILE, write_report
 from megavlm.observability.result import build_result, write_result
@@ -16,18 +17,25 @@ def finish(train_state: TrainState, driver: Driver | None, complete: bool) -> No
     run_dir = Path(train_state.config.run.dir)
     if not complete:
         if driver is not None:
-            print(f"Stopped after step {train_state.step}; the same command goes on from there.")
+            train_state.progress.line(
+                f"Stopped after step {train_state.step}; the same command goes on from there."
+            )
             driver.close()
         return
     paths = {"run": run_dir, "checkpoints": train_state.folder}
     difference = None
+    progress = train_state.progress
     if train_state.config.checkpoint.export_hf:
+        progress.begin("exporting the model as a HuggingFace folder")
         paths["HuggingFace folder"] = folder = export_checkpoint(train_state, driver)
         if train_state.config.checkpoint.verify_export:
-            difference = verify_export(train_state, driver, folder)
+            progress.begin("comparing the exported model with the trained one")
+            with train_state.phases("verification"):
+                difference = verify_export(train_state, driver, folder)
     if driver is None:
         return
     driver.close()
+    progress.begin("writing the report")
     train_state.start_step_clock()
     paths["reward curve"] = reward_curve(run_dir)
     paths["report"] = run_dir / REPORT_FILE
@@ -42,8 +50,9 @@ def finish(train_state: TrainState, driver: Driver | None, complete: bool) -> No
     write_result(run_dir, result)
     write_report(run_dir)  # it shows the result
     if train_state.config.run.summary:
-        print_closing(result)
+        print_closing(result, reward_points(run_dir))
     if difference is not None:
-        print(
-            f"transformers on the exported folder gives the trainer's logits to {difference:.1e}."
+        progress.line(
+            "transformers computes the trainer's logits from the exported folder, to "
+            f"{difference:.1e} of the largest."
         )

@@ -36,6 +36,7 @@ def run_workers(arguments: Sequence[str], num_ranks: int) -> int:
     that ended it. SIGINT and SIGTERM are forwarded. Call it in the main thread: it sets handlers.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the run become children of this process
+    print(f"starting {num_ranks} rank{'s' * (num_ranks > 1)}", flush=True)
     before = {child.pid for child in psutil.Process().children()}
     command = [sys.executable, "-m", "megavlm.run.launcher", str(os.getpid()), str(num_ranks)]
     signals: list[int] = []

@@ -6,6 +6,9 @@ from megavlm.config.algorithm import PPO, PolicyOptimization
 from megavlm.config.dump import write
 from megavlm.config.schema import Config
 from megavlm.inference.connect import connect
+from megavlm.observability.phases import Phases
+from megavlm.observability.progress import Progress
+from megavlm.parallel import platform
 from megavlm.parallel.mesh import Layout, build_mesh, init_distributed, shutdown
 from megavlm.run.finish import finish
 from megavlm.run.run_lock import run_lock
@@ -18,21 +21,28 @@ from megavlm.training.train_state import TrainState
 from megavlm.weight_sync.sync import WeightSync
 
 
-def train(config: Config) -> None:
-    """Called on every rank; rank 0 is the driver too, and starts the rollout servers."""
+def train(config: Config, progress: Progress) -> None:
+    """Train a recipe. Called on every rank; rank 0 is the driver too, and starts the servers."""
     init_distributed()
     mesh = build_mesh(Layout.from_config(config.parallel), seed=config.run.seed)
+    phases = Phases(
+        platform.synchronize, begun=progress.show, before={"start of ranks": progress.elapsed}
+    )
     with ExitStack() as stack:
         connection = None
         if mesh.is_driver:
             stack.enter_context(run_lock(config.run.dir))
             write(config, config.run.dir)
             if generates(config):
-                connection = stack.enter_context(connect(config, config.model.folder))
-        train_state = TrainState.build(config, mesh)
+                with phases("start of servers"):
+                    connection = stack.enter_context(connect(config, config.model.folder, progress))
+        progress.begin("loading the model and the data")
+        with phases("model"):
+            train_state = TrainState.build(config, mesh, progress, phases)
         driver = None
         if mesh.is_driver:
-            driver = Driver(config, train_state.hf_config, mesh, connection)
+            with phases("data"):
+                driver = Driver(config, train_state.hf_config, mesh, connection, progress)
         sync = None
         if generates(config):
             sync = WeightSync.from_config(

@@ -1,4 +1,4 @@
-"""One rank of a run: the training program and its exit code.
+"""One rank of a run: what it prepares, the program, and its exit code.
 
 Bad input that is only found here (a server that does not start, a reply that cannot be used) is
 reported as one sentence on stderr with exit code 2, by the first rank that finds it. Ranks that
@@ -9,11 +9,16 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Literal, NoReturn
 
+import psutil
+
 from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError, WeightSyncError
+from megavlm.observability.progress import Progress
+from megavlm.parallel import platform
 from megavlm.rewards.base import RewardStop
 from megavlm.run.launcher import AGENT_PID, REASON_FILE, die_with
 
@@ -21,21 +26,32 @@ PATIENCE = 5.0  # seconds that a rank which lost a peer waits for that peer to r
 
 
 def run(phase: Literal["train", "evaluate"], config: Config) -> None:
-    """Run `megavlm.run.main`'s function named `phase` on this rank. Returns if it succeeds.
+    """Train on this rank, or evaluate, which rank 0 does alone. Returns if it succeeds.
 
     Otherwise the process exits at once: interpreter shutdown with open process groups can abort,
     which would hide the exit code.
     """
     if AGENT_PID in os.environ:
         die_with(int(os.environ[AGENT_PID]))
+    is_first = os.environ["RANK"] == "0"
+    started = psutil.Process(int(os.environ.get(AGENT_PID, os.getpid()))).create_time()
     try:
-        if AGENT_PID not in os.environ and os.environ["RANK"] == "0":
-            from megavlm.run import preflight
+        with Progress(started=started, is_quiet=not is_first) as progress:
+            if AGENT_PID not in os.environ and is_first:
+                from megavlm.run import preflight
 
-            preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]), phase=phase)
-        from megavlm.run.main import evaluate, train
+                progress.begin("checking the recipe")
+                preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]), phase=phase)
+            progress.begin("loading packages")
+            _prepare()
+            if phase == "train":
+                from megavlm.run.train import train
 
-        {"train": train, "evaluate": evaluate}[phase](config)
+                train(config, progress)
+            elif is_first:
+                from megavlm.run.evaluate import evaluate_models
+
+                evaluate_models(config, progress)
     except KeyboardInterrupt:
         _leave(130)
     except (
@@ -55,6 +71,14 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
         if _reason_given():
             _leave(2)
         raise
+
+
+def _prepare() -> None:
+    """Install the platform; call it before the first import of megatron-core."""
+    # megatron-core warns at each step and rank of optional kernels and of deprecated torch names.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed|torch\.nn)\.")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    platform.install()
 
 
 def _explain(error: Exception, config: Config) -> NoReturn:

@@ -29,6 +29,8 @@ class BaseTrainer:
         """Resume, open the records, and push the weights to the servers. Collective."""
         state, driver, memory = self.train_state, self.driver, None
         driver_state = self.resume()
+        if state.step:
+            state.progress.line(f"resumed from step {state.step} of {state.config.algorithm.steps}")
         if driver is not None:
             driver.start(state.step, driver_state)
         connection = None if driver is None else driver.connection
@@ -38,6 +40,7 @@ class BaseTrainer:
         server_pool = None if connection is None else connection.server_pool
         self.weights = WeightPusher(state, self.sync, server_pool, memory)
         if self.sync is not None:
+            state.progress.begin("sending the weights to the servers")
             with state.phases("sync"):
                 self.weights.push()
 
@@ -71,6 +74,7 @@ class BaseTrainer:
                 self.evaluate()
             while state.step < last:
                 state.start_step_clock()
+                state.progress.count(state.step, last)
                 self.train_step()
                 state.saver.poll()
                 is_last = state.step == last
@@ -86,8 +90,10 @@ class BaseTrainer:
             return True
 
     def evaluate(self) -> None:
+        self.train_state.progress.begin(f"evaluating after {self.train_state.step} steps")
         self.weights.push_if_changed()
-        self.weights.run_on_driver(self.evaluate_on_driver)
+        with self.train_state.phases("evaluation"):
+            self.weights.run_on_driver(self.evaluate_on_driver)
 
     def evaluate_on_driver(self) -> None:
         assert self.driver is not None

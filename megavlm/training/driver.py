@@ -1,5 +1,6 @@
 """The driver, rank 0's part of a run: data, the plan of each step, evaluation and records."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,8 +16,9 @@ from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import Connection
 from megavlm.models.cost import ModelCost
 from megavlm.models.registry import family
-from megavlm.observability.console import step_line
+from megavlm.observability.console import legend, step_line
 from megavlm.observability.metrics import MetricsWriter, evaluation_scalars
+from megavlm.observability.progress import Progress
 from megavlm.observability.samples import SampleWriter
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.episodes import EpisodeRunner
@@ -27,15 +29,24 @@ from megavlm.training.batch import PackShape, RankBatch, by_rank, plan_step
 from megavlm.training.best_metric import BestMetricTracker
 from megavlm.training.evaluation import EvaluationSet, evaluate
 
+LINE_EVERY = 1.0  # seconds between printed steps; the records have all
+
 
 class Driver:
     episode_runner: EpisodeRunner  # in a run with rollout servers
 
     def __init__(
-        self, config: Config, hf_config: Any, mesh: Mesh, connection: Connection | None
+        self,
+        config: Config,
+        hf_config: Any,
+        mesh: Mesh,
+        connection: Connection | None,
+        progress: Progress,
     ) -> None:
         """Load the data and start the rewards. connection: None where the run generates nothing."""
         self.config, self.mesh, self.connection = config, mesh, connection
+        self._progress = progress
+        self._last_line: float | None = None  # when a step was last printed
         parts = family(hf_config.model_type)
         self._cost = ModelCost.of(parts.mapping(hf_config), parts.architecture(hf_config))
         data, algorithm = config.data, config.algorithm
@@ -81,7 +92,13 @@ class Driver:
         self.metrics.write(step, metrics)
         self.best_metric.step(metrics)
         self.samples.write(step, samples)
-        print(step_line(step, self.config.algorithm.steps, metrics), flush=True)
+        now, num_steps = time.monotonic(), self.config.algorithm.steps
+        if self._last_line is None:
+            self._progress.line(legend(metrics))
+        elif now - self._last_line < LINE_EVERY and step < num_steps:
+            return
+        self._last_line = now
+        self._progress.line(step_line(step, num_steps, metrics))
 
     def evaluate(self, step: int, refit: Callable[[], None]) -> None:
         """Evaluate the weights of `step` on the test rows. `refit` pushes them to servers that
@@ -98,7 +115,7 @@ class Driver:
         )
         self.metrics.write_evaluation(step, result.to_dict())
         self.best_metric.evaluation(evaluation_scalars(result.to_dict()))
-        print(result.line(f" after {step} steps"), flush=True)
+        self._progress.line(result.line(f" after {step} steps"))
 
     @cached_property
     def evaluation_set(self) -> EvaluationSet:

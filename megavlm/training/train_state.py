@@ -17,8 +17,8 @@ from megavlm.config.schema import Config
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family
-from megavlm.observability.phases import Phases
-from megavlm.parallel import platform
+from megavlm.observability.phases import Phases, seconds_outside_phases
+from megavlm.observability.progress import Progress
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
 from megavlm.training.initial_model import adapter_settings, start_model, starting_step
@@ -42,13 +42,14 @@ class TrainState:
     model: list[VisionLanguageModel]
     updater: Updater
     saver: Saver
+    progress: Progress
+    phases: Phases
     step: int = 0
     algorithm_state: dict[str, float] = field(default_factory=dict)
-    phases: Phases = field(default_factory=lambda: Phases(platform.synchronize))
     seconds_between_steps: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, config: Config, mesh: Mesh) -> Self:
+    def build(cls, config: Config, mesh: Mesh, progress: Progress, phases: Phases) -> Self:
         """Build this rank's part of the model with its initial weights. Collective."""
         hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
         entries = family(hf_config.model_type).mapping(hf_config)
@@ -87,6 +88,8 @@ class TrainState:
             model=model,
             updater=updater,
             saver=saver,
+            progress=progress,
+            phases=phases,
         )
 
     @property
@@ -149,8 +152,10 @@ class TrainState:
         """Start the clock of a step; what was timed since the last one goes to
         `seconds_between_steps`.
         """
-        for name, seconds in self.phases.take().items():
+        seconds = self.phases.take()
+        seconds["seconds/other"] = seconds_outside_phases(seconds)
+        for name, value in seconds.items():
             phase = name.removeprefix("seconds/")
-            if phase != "total":
+            if phase not in ("total", "evaluation"):  # an evaluation's record has its seconds
                 before = self.seconds_between_steps.get(phase, 0.0)
-                self.seconds_between_steps[phase] = before + seconds
+                self.seconds_between_steps[phase] = before + value

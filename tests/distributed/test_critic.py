@@ -14,6 +14,8 @@ from megavlm.checkpointing.folder import complete_steps
 from megavlm.config.algorithm import PPO
 from megavlm.config.load import load
 from megavlm.data.packing import make_pack, prompt_tree
+from megavlm.observability.phases import Phases
+from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.critic import Critic
 from megavlm.training.forward_backward import VisionFeatures
@@ -35,7 +37,10 @@ class Run:
         assert isinstance(config.algorithm, PPO)
         self.settings = config.algorithm
         self.train_state = TrainState.build(
-            config, build_mesh(Layout.from_config(config.parallel), seed=0)
+            config,
+            build_mesh(Layout.from_config(config.parallel), seed=0),
+            Progress(is_quiet=True),
+            Phases(),
         )
         self.critic = Critic(self.train_state, self.settings)
         self.train_state.resume()

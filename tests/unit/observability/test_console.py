@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megavlm.observability.console import LEGEND, WIDTH, print_closing, step_line
+from megavlm.observability.console import WIDTH, legend, print_closing, step_line
 from megavlm.observability.result import build_result
 from megavlm.observability.text import duration, number, percent, points
 
@@ -19,7 +19,7 @@ from .runs import evaluation, measure, metrics, write_run
 
 def printed(result: dict[str, Any], width: int = WIDTH) -> str:
     console = Console(file=StringIO(), width=width)
-    print_closing(result, console)
+    print_closing(result, [(step, step / 10) for step in range(1, 6)], console)
     file = console.file
     assert isinstance(file, StringIO)
     return file.getvalue()
@@ -27,15 +27,15 @@ def printed(result: dict[str, Any], width: int = WIDTH) -> str:
 
 def test_a_step_of_reinforcement_learning() -> None:
     assert step_line(7, 40, metrics(7) | {"truncated_share": 0.03}) == (
-        "step  7/40  reward 0.700 acc 70%  len 2.0 cut 3% flat 25%  kl 0.0070 ent 0.50 gap 1e-6"
-        "  grad 0.80  2.0s 6.0k tok/s"
+        "step  7/40  reward 0.700  correct 70%  length 2.0  cut off 3%  no signal 25%  KL 0.0070"
+        "  gradient 0.80  2.0s  6.0k tok/s"
     )
 
 
 def test_a_supervised_step() -> None:
     names = ("loss", "gradient_norm", "learning_rate", "seconds/total", "tokens_per_second")
     line = step_line(7, 300, {name: metrics(7)[name] for name in names})
-    assert line == "step   7/300  loss 0.0100  grad 0.80 lr 5e-4  2.0s 6.0k tok/s"
+    assert line == "step   7/300  loss 0.0100  gradient 0.80  lr 5e-4  2.0s  6.0k tok/s"
 
 
 @given(st.lists(st.floats(), min_size=len(metrics(1)), max_size=len(metrics(1))))
@@ -46,10 +46,14 @@ def test_a_line_fits_whatever_it_shows(values: list[float]) -> None:
     assert len(line) <= WIDTH and "\n" not in line and line.endswith("tok/s")
 
 
-def test_the_legend_fits_and_explains_the_labels() -> None:
-    assert max(map(len, LEGEND.splitlines())) <= WIDTH
-    for label in ("acc", "len", "cut", "flat", "kl", "ent", "gap", "grad"):
-        assert f"{label}: " in LEGEND
+def test_the_legend_explains_every_word_of_a_line() -> None:
+    text = legend(metrics(7))
+    assert max(map(len, text.splitlines())) <= WIDTH
+    joined = " ".join(text.split())
+    for word in ("reward", "cut off", "no signal", "KL", "mismatch", "gradient", "tok/s"):
+        assert f"{word}: " in joined
+    assert "loss: " not in joined, "it is not in the line"
+    assert "loss: " in legend({"loss": 0.1})
 
 
 @given(st.floats())
@@ -102,6 +106,7 @@ def test_the_closing_tables_hold_every_measure(tmp_path: Path) -> None:
     for expected in ("31.0", "30.0", "rollout", "update", "evaluation", "this is visual"):
         assert expected in text
     assert "80.0 % to 100.0 %" in text, "the interval of the last accuracy"
+    assert "Reward per step" in text and "step 1" in text
     assert max(map(len, text.splitlines())) <= WIDTH
     table = text[text.index("category") : text.index("interval")]
     assert max(map(len, map(str.rstrip, table.splitlines()))) <= 80, "a log is narrow"

@@ -31,6 +31,7 @@ def test_the_result_is_put_together_from_the_files_of_the_run(tmp_path: Path) ->
     assert written["seconds_by_phase"] == {
         "rollout": 2.0,
         "update": 4.0,
+        "other": 2.0,
         "evaluation": 4.0,
         "export": 1.5,
     }

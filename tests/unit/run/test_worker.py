@@ -17,13 +17,13 @@ platform.install()
 from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.rewards.base import RewardStop
 from megavlm.inference.errors import RolloutRequestError, WeightSyncError
-from megavlm.run import main, preflight
+from megavlm.run import preflight, train
 
-def fail(config):
+def fail(config, progress):
     raise {error}
 
 preflight.check = lambda *args, **kwargs: None
-main.train = fail
+train.train = fail
 os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "1"
 worker.run("train", load(sys.argv[1]))
 """

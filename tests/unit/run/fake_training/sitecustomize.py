@@ -1,4 +1,4 @@
-"""On PYTHONPATH of launched ranks: `megavlm.run.main` replaced by the ends a run can have.
+"""On PYTHONPATH of launched ranks: `megavlm.run.train` replaced by the ends a run can have.
 
 The run's seed chooses the end; see test_launcher.py.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-def train(config: Any) -> None:
+def train(config: Any, progress: Any) -> None:
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
@@ -43,6 +43,6 @@ def train(config: Any) -> None:
             dist.barrier()
 
 
-main = types.ModuleType("megavlm.run.main")
-main.train = main.evaluate = train  # type: ignore[attr-defined]
-sys.modules["megavlm.run.main"] = main
+module = types.ModuleType("megavlm.run.train")
+module.train = train  # type: ignore[attr-defined]
+sys.modules["megavlm.run.train"] = module
