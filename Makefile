@@ -7,8 +7,6 @@ BIN := $(VENV)/bin
 LOCK := launch/requirements-cpu.txt
 # A new lock or new package metadata makes a new stamp name; an unchanged one costs nothing.
 STAMP := $(VENV)/installed-$(shell cat $(LOCK) setup.py | cksum | cut -d' ' -f1)
-DOCS_LOCK := launch/requirements-docs.txt
-DOCS_STAMP := $(VENV)/docs-$(shell cksum < $(DOCS_LOCK) | cut -d' ' -f1)
 DATA ?=
 SEED ?=
 FAMILY ?=
@@ -16,37 +14,48 @@ ALGORITHM ?=
 ENV ?=
 OVERRIDES ?=
 TESTS ?= tests
+JOBS ?= 2
 CASES ?=
 
-.PHONY: help setup demo test parity pushes style bench docs
+.PHONY: help setup demo test test-slow test-all parity pushes style bench docs
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 15
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 15
 	@echo
 	@echo 'make demo takes DATA=DIR (your images), SEED=1, FAMILY=qwen3_vl, ALGORITHM=ppo (recipes/algorithms),'
 	@echo '  ENV=vqa_retry (geo3k, geo3k_calculator, vqa, caption, geospot) and OVERRIDES="algorithm.steps=3"'
-	@echo 'make test takes TESTS=tests/unit/data, make parity takes CASES=..., any target PYTHON=python3.12'
+	@echo 'make test takes TESTS=tests/unit/data and JOBS=8, make parity takes CASES=..., any target PYTHON=python3.12'
 
 setup: $(STAMP) ## create .venv with the pinned packages (3 GB)
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "megavlm needs Python 3.11 or newer; choose one with: make PYTHON=python3.12" >&2; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python launch/install.py $(LOCK)
 	@# Where the package index serves torch for CUDA only, its libraries come as dependencies.
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $(LOCK))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@# Every interpreter of .venv can import the lock's torchvision, which is built for CUDA.
+	@echo 'import megavlm.parallel.torchvision_ops as ops; ops.install_hook()' \
+		> $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megavlm.pth
 	@rm -f $(VENV)/installed-*
 	@touch $@
 
 demo: setup ## train a tiny model on generated images, or on yours
 	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(if $(ALGORITHM)$(ENV),--algorithm $(or $(ENV),$(ALGORITHM))) $(OVERRIDES)
 
-test: setup $(DOCS_STAMP) ## run the test suite
-	@# Two files at a time: ranks and servers wait for each other and leave a core idle.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+# Several tests at a time: ranks and servers wait for each other and leave cores idle.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+test: setup ## run the tests of every unit, layout and family, and a whole run (10 minutes)
+	$(PYTEST) -m "not slow" $(TESTS)
+
+test-slow: setup ## run the tests that `make test` leaves out
+	$(PYTEST) -m slow $(TESTS)
+
+test-all: test test-slow ## run the whole test suite (35 minutes)
 
 parity: setup ## compare all models, layouts and inputs with transformers; write tests/parity/RESULTS.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.run $(CASES)
@@ -62,11 +71,6 @@ style: setup ## run the linter, the formatter (check only) and the type checker
 bench: setup ## run and print the benchmarks; nothing passes or fails by them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks -q -s -o python_files="bench_*.py" -o python_functions="bench_*"
 
-docs: setup $(DOCS_STAMP) ## build the documentation in build/docs; a broken link fails
+docs: setup ## build the documentation in build/docs; a broken link fails
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet
 	@echo "The documentation is in build/docs/index.html (with search: python3 -m http.server -d build/docs)"
-
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(DOCS_LOCK)
-	@rm -f $(VENV)/docs-*
-	@touch $@

@@ -1,4 +1,4 @@
-"""The lock files in launch/ are complete and agree with themselves: pip does not look."""
+"""The lock file in launch/ is complete and agrees with itself: pip does not look."""
 
 import re
 from importlib.metadata import PackageNotFoundError, distribution
@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LOCKS = [ROOT / "launch" / name for name in ("requirements-cpu.txt", "requirements-docs.txt")]
+LOCK = ROOT / "launch" / "requirements-cpu.txt"
 
 # What sglang 0.5.23 requires and a CPU does without. Each is imported only by GPU code or by a
 # feature that megavlm does not use; the rollout tests run the server without them.
@@ -29,9 +29,9 @@ DIFFERENT = {
 
 
 def locked() -> dict[str, str]:
-    """Return name -> version, as the files pin them."""
+    """Return name -> version, as the file pins them."""
     pins = {}
-    for line in "".join(lock.read_text() for lock in LOCKS).splitlines():
+    for line in LOCK.read_text().splitlines():
         if line and not line.startswith("#"):
             match = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s+]+)", line)
             assert match, f"{line!r} is not NAME==VERSION without a local tag"
@@ -55,7 +55,7 @@ def test_a_pin_is_installed_and_what_it_requires_is_pinned(name: str) -> None:
     try:
         installed = distribution(name).version.split("+")[0]
     except PackageNotFoundError:
-        pytest.fail(f"{name} is pinned but not installed: run make setup docs")
+        pytest.fail(f"{name} is pinned but not installed: run make setup")
     assert installed == PINS[name]
     for requirement in requirements(name):
         other = canonicalize_name(requirement.name)
@@ -85,5 +85,5 @@ def test_setup_py_asks_for_nothing_that_the_lock_lacks() -> None:
 
 
 def test_no_file_names_a_package_index() -> None:
-    for path in (*LOCKS, ROOT / "Makefile", ROOT / "setup.py", ROOT / "pyproject.toml"):
+    for path in (LOCK, ROOT / "Makefile", ROOT / "setup.py", ROOT / "pyproject.toml"):
         assert not re.search(r"https?://|--(extra-)?index-url|--find-links", path.read_text())

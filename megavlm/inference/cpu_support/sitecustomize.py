@@ -19,25 +19,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Loaded by its path: megavlm itself need not be importable in the server's processes.
-_OPERATORS = Path(__file__).resolve().parents[2] / "parallel" / "torchvision_ops.py"
 
-
-class TorchvisionHook(importlib.abc.MetaPathFinder):
-    """Import hook that defines torchvision's operators before its first import; finds nothing."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname == "torchvision":
-            sys.meta_path.remove(self)  # first: the operators import torchvision too
-            spec = importlib.util.spec_from_file_location("_torchvision_ops", _OPERATORS)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules["_torchvision_ops"] = module  # the operators live as long as the module
-            spec.loader.exec_module(module)
-            module.define_torchvision_operators()
-        return None
+def _load_torchvision_ops() -> ModuleType:
+    """Load the module by its path: megavlm itself need not be importable in these processes."""
+    path = Path(__file__).resolve().parents[2] / "parallel" / "torchvision_ops.py"
+    spec = importlib.util.spec_from_file_location("_torchvision_ops", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # the operators live as long as the module
+    spec.loader.exec_module(module)
+    return module
 
 
 class PinnedMemoryHook(importlib.abc.MetaPathFinder):
@@ -63,4 +54,5 @@ def _unpinned(factory: Any) -> Any:
     return call
 
 
-sys.meta_path[:0] = [TorchvisionHook(), PinnedMemoryHook()]
+_load_torchvision_ops().install_hook()
+sys.meta_path.insert(0, PinnedMemoryHook())
