@@ -22,5 +22,9 @@ class RunConfig(Section):
     """Whether an earlier run in `run.dir` is continued. `auto` resumes from its latest checkpoint
     if there is one, so that the same command starts and restarts a run; `never` starts anew."""
 
+    timeout: float = bounded(24.0, above=0.0)
+    """Hours that a rank waits for another before the run ends with an error. Other ranks wait while
+    rank 0 generates rollouts and evaluates; 24 lets the longest of these finish."""
+
     summary: bool = True
     """Print the closing tables when the run ends."""

@@ -1,8 +1,8 @@
 """Mesh of ranks: the number of ranks per axis, and megatron-core's process groups."""
 
-import datetime
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
@@ -105,7 +105,7 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
     platform.start(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
-    timeout = datetime.timedelta(minutes=timeout_minutes)
+    timeout = timedelta(minutes=timeout_minutes)
     if "RANK" in os.environ:
         dist.init_process_group(platform.backend(), timeout=timeout)
     else:
@@ -137,8 +137,13 @@ def check_world(layout: Layout, world_size: int) -> None:
         )
 
 
-def build_mesh(layout: Layout | None = None, *, seed: int = 0) -> Mesh:
-    """Build megatron-core's groups for a layout. A second call replaces them. Collective."""
+def build_mesh(
+    layout: Layout | None = None, *, seed: int = 0, timeout: timedelta = timedelta(minutes=30)
+) -> Mesh:
+    """Build megatron-core's groups for a layout. A second call replaces them. Collective.
+
+    timeout: how long a rank waits for another in the group for Python objects.
+    """
     layout = layout or Layout()
     world_size, rank = dist.get_world_size(), dist.get_rank()
     check_world(layout, world_size)
@@ -161,7 +166,7 @@ def build_mesh(layout: Layout | None = None, *, seed: int = 0) -> Mesh:
         create_gloo_process_groups=real,
     )
     model_parallel_cuda_manual_seed(seed)
-    group = dist.new_group(backend="gloo" if real else None)
+    group = dist.new_group(backend="gloo" if real else None, timeout=timeout)
     assert group is not None, "a group over all ranks has every rank in it"
     # megatron-core's order of axes, fastest first: tensor, context, data, pipeline
     data_size = world_size // layout.model_size

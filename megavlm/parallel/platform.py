@@ -17,6 +17,15 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
+# Of every rank and of the servers that it starts, where the user's environment does not say more.
+ENVIRONMENT = {
+    # Sequence parallelism relies on one hardware queue for the order of communication and compute.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # As SGLang sets them: a group of trainer and servers hangs or fails if its ranks differ.
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
 
 def has_gpu() -> bool:
     return torch.cuda.is_available()
@@ -38,8 +47,8 @@ def backend() -> str:
 
 def start(local_rank: int) -> None:
     """Select this rank's device. CPU ranks share the cores of a machine: one thread each."""
-    # Sequence parallelism relies on one hardware queue for the order of communication and compute.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if has_gpu():
         torch.cuda.set_device(local_rank)
     else:

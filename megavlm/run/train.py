@@ -1,6 +1,7 @@
 """A whole run: ranks and servers up, the trainer that the recipe names, and what is left behind."""
 
 from contextlib import ExitStack
+from datetime import timedelta
 
 from megavlm.config.algorithm import PPO, PolicyOptimization
 from megavlm.config.dump import write
@@ -9,6 +10,7 @@ from megavlm.inference.connect import connect
 from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
+from megavlm.parallel.collectives import barrier
 from megavlm.parallel.mesh import Layout, build_mesh, init_distributed, shutdown
 from megavlm.run.finish import finish
 from megavlm.run.run_lock import run_lock
@@ -24,7 +26,11 @@ from megavlm.weight_sync.sync import WeightSync
 def train(config: Config, progress: Progress) -> None:
     """Train a recipe. Called on every rank; rank 0 is the driver too, and starts the servers."""
     init_distributed()
-    mesh = build_mesh(Layout.from_config(config.parallel), seed=config.run.seed)
+    mesh = build_mesh(
+        Layout.from_config(config.parallel),
+        seed=config.run.seed,
+        timeout=timedelta(hours=config.run.timeout),
+    )
     phases = Phases(
         platform.synchronize, begun=progress.show, before={"start of ranks": progress.elapsed}
     )
@@ -36,6 +42,9 @@ def train(config: Config, progress: Progress) -> None:
             if generates(config):
                 with phases("start of servers"):
                     connection = stack.enter_context(connect(config, config.model.folder, progress))
+        if config.rollout.colocate:
+            # SGLang measures the memory of shared GPUs as it starts, which no model may take yet.
+            barrier(mesh)
         progress.begin("loading the model and the data")
         with phases("model"):
             train_state = TrainState.build(config, mesh, progress, phases)

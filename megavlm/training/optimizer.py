@@ -99,7 +99,9 @@ class Updater:
             for chunk in self.chunks
             for buffer in chunk.buffers + chunk.expert_parallel_buffers
         ]
-        return not any_rank(any(not buffer.grad_data.isfinite().all() for buffer in buffers))
+        # The largest magnitude is NaN or infinite if any element is; it needs no copy of a buffer.
+        largest = [torch.linalg.vector_norm(buffer.grad_data, ord=torch.inf) for buffer in buffers]
+        return not any_rank(any(not norm.isfinite() for norm in largest))
 
     def step(self, *, value_head_alone: bool = False) -> float:
         """Clip gradients, update the parameters and advance the schedule. Returns the gradient norm

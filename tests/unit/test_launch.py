@@ -62,6 +62,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[0-2]")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "32")
     monkeypatch.setenv("PLAN", PLAN)
     for key in ("WORLD_SIZE", *KEYS):
         monkeypatch.delenv(key, raising=False)
@@ -111,6 +112,7 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
         for line in notes.with_name("notes.env").read_text().splitlines()
         if "=" in line
     )
+    assert environment["SRUN_CPUS_PER_TASK"] == "32"
     api_key, admin_key = (environment[key] for key in KEYS)
     assert len({api_key, admin_key}) == 2 and len(api_key) == 64
     folders = set()

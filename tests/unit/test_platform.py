@@ -1,13 +1,16 @@
 """The CPU platform changes where things run, never what is computed."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megavlm.inference.server_args import ServerOptions
 from megavlm.parallel import platform
 
 
@@ -80,3 +83,17 @@ def test_adam_equals_torch(weight_decay: float, decoupled: bool, seed: int) -> N
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     assert optimizers[0].param_groups[0]["step"] == 3
     assert set(optimizers[0].state[ours]) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_ranks_and_servers_agree_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One NCCL group over both hangs or fails if these differ; 0 is what SGLang sets."""
+    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    platform.start(0)
+    servers = ServerOptions(Path("model"), dtype="bfloat16", device="cuda").environment()
+    assert [os.environ[name] for name in names] == [servers[name] for name in names] == ["0", "0"]
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    platform.start(0)
+    assert os.environ["NCCL_NVLS_ENABLE"] == "1", "the user's own value stays"

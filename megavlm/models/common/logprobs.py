@@ -51,12 +51,13 @@ def token_scores(
     *,
     scoring: Scoring,
     group: dist.ProcessGroup,
-    chunk_size: int = 256,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs [N] and entropies [N] of targets. Collective over `group`, the tensor axis.
 
     The gradient with respect to `hidden_NH` is this rank's part of a sum over the tensor axis.
-    Besides inputs and gradients, two fp32 tensors [chunk_size, V/tp] are held.
+    Besides inputs and gradients, two fp32 tensors [chunk_size, V/tp] are held. chunk_size: None:
+    see default_chunk_size.
 
     Source: d logp/dz = onehot - p; d entropy/dz = -p (log p + entropy), z the scaled logits.
     """
@@ -68,9 +69,25 @@ def token_scores(
         suppressed = ids[(ids >= 0) & (ids < weight_VH.size(0))]
     logits = _Logits(weight_VH.detach(), scoring.temperature, suppressed)
     logprobs, entropy = _ChunkedScores.apply(
-        hidden_NH, weight_VH, target_ids_N, logits, group, chunk_size
+        hidden_NH,
+        weight_VH,
+        target_ids_N,
+        logits,
+        group,
+        chunk_size or default_chunk_size(weight_VH.size(0), weight_VH.device.type),
     )
     return logprobs, entropy
+
+
+def default_chunk_size(vocab_size: int, device_type: str) -> int:
+    """Return how many targets make a chunk. vocab_size: V/tp.
+
+    Backward reads and writes the whole fp32 gradient of the weight for each chunk. On a GPU chunks
+    are large, 2,048 to 4,096 targets with two tensors of about 2.5 GB; on a CPU memory is short.
+    """
+    if device_type == "cpu":
+        return 256
+    return min(max(int(2.5e9) // (2 * 4 * vocab_size), 2048), 4096)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.models.common.logprobs import Scoring, token_scores
+from megavlm.models.common.logprobs import Scoring, default_chunk_size, token_scores
 from tests.distributed.fork import launch
 
 N, H, V = 13, 6, 20
@@ -149,3 +149,16 @@ def test_memory_does_not_grow_with_the_targets() -> None:
     (few,), (many,) = (launch(1, added_bytes, count) for count in (64, 1024))
     assert few < 60e6
     assert many < few + 20e6
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "device_type", "expected"),
+    [
+        (151_936, "cpu", 256),
+        (151_936, "cuda", 2056),
+        (300_000, "cuda", 2048),
+        (38_000, "cuda", 4096),
+    ],
+)
+def test_chunks_are_large_on_a_gpu(vocab_size: int, device_type: str, expected: int) -> None:
+    assert default_chunk_size(vocab_size, device_type) == expected

@@ -1,10 +1,13 @@
 """Measures over all packs of all ranks, from the last stage, on every rank."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 
-from megavlm.parallel.collectives import reduce_measures, scatter
-from megavlm.parallel.mesh import build_mesh
+from megavlm.parallel.collectives import barrier, reduce_measures, scatter
+from megavlm.parallel.mesh import Layout, build_mesh
 from tests.distributed.fork import launch
 from tests.parity.table import LAYOUTS, Ranks
 
@@ -51,3 +54,22 @@ def given(ranks: Ranks) -> int:
 
 def test_scatter_gives_each_rank_its_part() -> None:
     assert launch(4, given, LAYOUTS["TP2xPP2"]) == [10, 11, 12, 13]
+
+
+def waited(seconds: float) -> str:
+    """Rank 1 works for two seconds while rank 0 waits for its object."""
+    mesh = build_mesh(Layout(), timeout=timedelta(seconds=seconds))
+    if mesh.rank == 1:
+        time.sleep(2)
+    try:
+        barrier(mesh)
+    except RuntimeError as error:
+        return str(error)
+    return "arrived"
+
+
+@pytest.mark.parametrize(("seconds", "arrives"), [(60.0, True), (0.5, False)])
+def test_ranks_wait_for_objects_as_long_as_the_mesh_says(seconds: float, arrives: bool) -> None:
+    (answer, _) = launch(2, waited, seconds)
+    assert (answer == "arrived") is arrives
+    assert arrives or "Timed out" in answer

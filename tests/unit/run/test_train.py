@@ -1,0 +1,46 @@
+"""The order in which a run takes the memory of its devices."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megavlm.config.load import load
+from megavlm.observability.progress import Progress
+from megavlm.run import train as run
+
+
+class Stop(Exception):
+    """Ends the run where the model would be built."""
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
+    write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, colocate: bool
+) -> None:
+    """SGLang refuses GPUs whose free memory shrinks while it starts."""
+    events = []
+
+    @contextmanager
+    def connect(*_: Any) -> Iterator[None]:
+        events.append("servers")
+        yield
+
+    def build(*_: Any) -> None:
+        events.append("model")
+        raise Stop
+
+    mesh = SimpleNamespace(is_driver=True)
+    monkeypatch.setattr(run, "init_distributed", lambda: None)
+    monkeypatch.setattr(run, "build_mesh", lambda *_, **__: mesh)
+    monkeypatch.setattr(run, "connect", connect)
+    monkeypatch.setattr(run, "barrier", lambda _: events.append("all ranks wait"))
+    monkeypatch.setattr(run.TrainState, "build", build)
+    config = load(write_recipe(rollout={"colocate": colocate}), [])
+    with pytest.raises(Stop):
+        run.train(config, Progress(is_quiet=True))
+    waits = ["all ranks wait"] if colocate else []
+    assert events == ["servers", *waits, "model"]
