@@ -1,9 +1,17 @@
-"""Runs a function on N gloo ranks by fork: torch and megatron are imported once, so a test pays 0.3
-s, not torchrun's 6.
+"""Functions on N gloo ranks, forked from this process.
+
+Ranks start with every package that this process has imported, and what one imports besides is
+imported here for those that follow. So a rank costs 20 ms of CPU time, hardly more than one of a
+pool that waits for work, and no test sees what another left behind.
 """
 
+import contextlib
+import gc
+import importlib
 import multiprocessing
 import os
+import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -14,15 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.timeouts import scaled
+
 GRACE = 5.0  # seconds
+PACKAGES = sysconfig.get_path("purelib")
 
 
 def launch(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240
 ) -> list[Any]:
     """Results of `function(*args)` by rank. They travel by pickle: return plain values or small
-    tensors.
+    tensors. `timeout`: seconds, scaled.
     """
+    timeout = scaled(timeout)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -41,11 +53,20 @@ def launch(
             results = _results([receiver for receiver, _ in pipes], timeout)
             for worker in workers:
                 worker.join(timeout)
-            return results
         finally:
             for worker in workers:
                 worker.kill()
                 worker.join()
+    _import(results[0][1])
+    return [result for result, _ in results]
+
+
+def _import(names: list[str]) -> None:
+    """Import what a rank has imported, in its order."""
+    for name in names:
+        # An extension's inner modules come with it.
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
 
 
 def _results(receivers: list[Connection], timeout: float) -> list[Any]:
@@ -83,6 +104,8 @@ def _work(
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    gc.freeze()  # collections leave out what this process shares with its parent
+    known = set(sys.modules)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
@@ -90,11 +113,20 @@ def _work(
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()
-        answer: tuple[Any, str | None] = (result, None)
+        answer: tuple[Any, str | None] = ((result, _packages(known)), None)
     except BaseException:
         answer = (None, traceback.format_exc())
     # As numbers, not through torch's shared memory, which dies with this process.
     sender.send(_plain(answer))
+
+
+def _packages(known: set[str]) -> list[str]:
+    """Return the names of modules of installed packages that are not `known`, in their order."""
+    return [
+        name
+        for name, module in sys.modules.items()
+        if name not in known and (getattr(module, "__file__", None) or "").startswith(PACKAGES)
+    ]
 
 
 def _plain(value: Any) -> Any:

@@ -79,7 +79,6 @@ def pair(name: Name, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 def expect(folder: Path, targets: Sequence[str]) -> dict[str, Any]:
     """Logits by sequence and response, and gradients (dA, dB) by adapted linear and projection."""
-    torch.set_num_threads(2)
     reference = Reference(folder)
     parameters = {short(name): p for name, p in reference.model.named_parameters()}
     adapted = projections(reference.config, targets)

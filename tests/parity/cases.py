@@ -58,7 +58,6 @@ class Differences:
 
 def expect(folder: Path, cases: Sequence[Sequences], head: str) -> Expected:
     """What transformers computes: logits and values by sequence and response, gradients by name."""
-    torch.set_num_threads(2)
     reference = Reference(folder)
     with torch.no_grad():
         scores = [[reference.scores(case.prompt, r) for r in case.responses] for case in cases]
