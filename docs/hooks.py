@@ -116,7 +116,9 @@ def entries(cls: type) -> Iterator[tuple[str, str]]:
                 "under the field"
             )
         bounds = fields[key].metadata.get("bounds")
-        facts = [type_in_words(annotation), _default(fields[key])]
+        follows = "follows" in fields[key].metadata
+        facts = [type_in_words(f"{annotation} | None" if follows else annotation)]
+        facts += ["default `null`"] if follows else [_default(fields[key])]
         facts += [str(bounds)] if bounds and str(bounds) else []
         yield key, f"{'; '.join(facts)}\n{{ .facts }}\n\n{docstring}\n"
         for inner in filter(dataclasses.is_dataclass, typing.get_args(hints[key])):

@@ -42,6 +42,8 @@ TINY_CONFIG = {
 }
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+
 DATA = Data(max_prompt_tokens=2**20)  # no prompt of a test is too long
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.section import Section, bounded
+from megavlm.config.section import Section, bounded, follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,8 +255,9 @@ class PPO(PolicyOptimization):
     """Learning rate of a separate critic, or of a shared critic's value head; the policy keeps
     `optimizer.lr`. A critic starts with an untrained head and takes a higher rate."""
 
-    critic_warmup_steps: int = bounded(0, least=0)
-    """First steps of the run, which train the critic alone."""
+    critic_warmup_steps: int = follows(0, least=0)
+    """First steps of the run, which train the critic alone. Null takes a twelfth of
+    `algorithm.steps`, at most 5."""
 
     gamma: float = bounded(1.0, least=0, most=1)
     """Discount of rewards per token, or per turn with `gae_level` turn. 1 suits a reward at the end

@@ -6,27 +6,34 @@ Rules that need files, ports or a world size are in megavlm/run/preflight.py.
 from dataclasses import fields
 
 from megavlm.config.algorithm import SFT, PolicyOptimization
+from megavlm.config.derived import longest_tree
 from megavlm.config.evaluation import EVALUATION, MEASURES
 from megavlm.config.lora import SERVED_TARGETS
 from megavlm.config.schema import Config
 from megavlm.config.section import Section, out_of_range
 
 
+def check_ranges(config: Config) -> None:
+    """Raise ValueError for the first number outside its range, in one sentence as `check`."""
+    for name, section in _sections(config).items():
+        for key, value, bounds in out_of_range(section):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ValueError(
+                f"{name}.{key}={shown} is out of range: set it to "
+                f"{'numbers' if isinstance(value, tuple) else 'a number'} {bounds}"
+            )
+
+
 def check(config: Config) -> None:
-    """Raise ValueError for the first rule that the configuration breaks.
+    """Raise ValueError for the first rule between keys that the configuration breaks.
 
     The message is one sentence: key, value, rule and way out.
     """
-    sections: dict[str, Section] = {
-        item.name: getattr(config, item.name) for item in fields(config)
-    }
-    for name, section in sections.items():
-        _check_ranges(name, section)
-    for section in sections.values():
+    for section in _sections(config).values():
         section.check()
     _check_lora(config)
     _check_algorithm(config)
-    _check_turns(config)
+    _check_pack(config)
     _check_curriculum(config)
     _check_oversample(config)
     _check_adapters(config)
@@ -35,13 +42,8 @@ def check(config: Config) -> None:
     _check_checkpoint(config)
 
 
-def _check_ranges(name: str, section: Section) -> None:
-    for key, value, bounds in out_of_range(section):
-        shown = list(value) if isinstance(value, tuple) else value
-        raise ValueError(
-            f"{name}.{key}={shown} is out of range: set it to "
-            f"{'numbers' if isinstance(value, tuple) else 'a number'} {bounds}"
-        )
+def _sections(config: Config) -> dict[str, Section]:
+    return {item.name: getattr(config, item.name) for item in fields(config)}
 
 
 def _check_lora(config: Config) -> None:
@@ -74,14 +76,7 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.prompts_per_step={prompts} over algorithm.minibatches={minibatches} leaves "
             f"fewer prompts than parallel.data={ranks} ranks: raise the first or lower another"
         )
-    responses, new = algorithm.responses_per_prompt, config.rollout.max_new_tokens
-    longest = config.data.max_prompt_tokens + responses * new
-    if longest > config.data.pack_tokens:
-        raise ValueError(
-            f"data.pack_tokens={config.data.pack_tokens} cannot hold a prompt and its responses: "
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {responses} x "
-            f"rollout.max_new_tokens={new} is {longest}; raise it or lower one of the others"
-        )
+    new = config.rollout.max_new_tokens
     if config.rollout.top_p != 1:
         raise ValueError(
             f"rollout.top_p={config.rollout.top_p} cuts the distribution over whose whole the "
@@ -95,21 +90,26 @@ def _check_algorithm(config: Config) -> None:
         )
 
 
-def _check_turns(config: Config) -> None:
-    environment, algorithm = config.environment, config.algorithm
-    if environment.max_turns == 1 or not isinstance(algorithm, PolicyOptimization):
+def _check_pack(config: Config) -> None:
+    environment, algorithm, data = config.environment, config.algorithm, config.data
+    if not isinstance(algorithm, PolicyOptimization):
         return
-    turns, new = environment.max_turns, config.rollout.max_new_tokens
-    episode = turns * new + (turns - 1) * environment.max_observation_tokens
-    longest = config.data.max_prompt_tokens + algorithm.responses_per_prompt * episode
-    if longest > config.data.pack_tokens:
+    longest, new = longest_tree(config), config.rollout.max_new_tokens
+    if longest <= data.pack_tokens:
+        return
+    held = f"data.pack_tokens={data.pack_tokens} cannot hold a prompt and its"
+    way_out = "set it to null, raise it, or lower one of the others"
+    if environment.max_turns == 1:
         raise ValueError(
-            f"data.pack_tokens={config.data.pack_tokens} cannot hold a prompt and its episodes:"
-            f" environment.max_turns={turns} responses of rollout.max_new_tokens={new} with "
-            "observations of environment.max_observation_tokens="
-            f"{environment.max_observation_tokens} between them make up to {longest} tokens; "
-            "raise it or lower one of the others"
+            f"{held} responses: data.max_prompt_tokens={data.max_prompt_tokens} + "
+            f"{algorithm.responses_per_prompt} x rollout.max_new_tokens={new} is {longest}; "
+            f"{way_out}"
         )
+    raise ValueError(
+        f"{held} episodes: environment.max_turns={environment.max_turns} responses of "
+        f"rollout.max_new_tokens={new} with observations of environment.max_observation_tokens="
+        f"{environment.max_observation_tokens} between them make up to {longest} tokens; {way_out}"
+    )
 
 
 def _check_curriculum(config: Config) -> None:

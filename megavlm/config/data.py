@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.section import Section, bounded
+from megavlm.config.section import Section, bounded, follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,10 @@ class Data(Section):
     """Longest prompt in tokens, image tokens included; `data.long_prompts` decides about longer
     ones."""
 
-    pack_tokens: int = bounded(4096, least=1)
+    pack_tokens: int = follows(4096, least=1)
     """Longest packed sequence of one forward pass in tokens. It must hold a prompt and all of its
-    responses; larger packs are faster and need more memory."""
+    responses; larger packs are faster and need more memory. Null takes what they need at their
+    longest (for SFT an answer as long as its prompt), and at least 4096."""
 
     bad_samples: Literal["refuse", "skip"] = "refuse"
     """Handling of rows that cannot be used, such as images that cannot be decoded: `refuse` ends

@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megavlm.config.algorithm import ALGORITHMS, Algorithm
-from megavlm.config.cross_rules import check
+from megavlm.config.cross_rules import check, check_ranges
+from megavlm.config.derived import derive
 from megavlm.config.recipe import one_line, parse_override, read_recipe
 from megavlm.config.schema import Config
 from megavlm.config.section import MISSING
@@ -27,9 +28,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ValueError, in one sentence, for an unreadable file, an unknown key (with the nearest
     known one), a value of the wrong type, or a broken rule.
     """
-    raw = OmegaConf.merge(read_recipe(Path(path)), *(parse_override(item) for item in overrides))
-    assert isinstance(raw, DictConfig)
-    return build(raw)
+    try:
+        recipe = read_recipe(Path(path))
+        raw = OmegaConf.merge(recipe, *(parse_override(item) for item in overrides))
+        assert isinstance(raw, DictConfig)
+        return build(raw)
+    except RecursionError as error:
+        raise ValueError(
+            f"{path} or its overrides have lists or mappings in each other that are too deep to "
+            "read: look for brackets that are not closed"
+        ) from error
 
 
 def build(raw: DictConfig | Mapping[str, Any]) -> Config:
@@ -47,8 +55,21 @@ def build(raw: DictConfig | Mapping[str, Any]) -> Config:
         _check_known(name, values, classes)
     tree = {name: {**_defaults(cls), **given.get(name, {})} for name, cls in classes.items()}
     values = _plain(OmegaConf.create(tree), resolve=True)
-    sections = {name: _section(name, cls, values[name]) for name, cls in classes.items()}
+    following = {
+        f"{name}.{key}"
+        for name, cls in classes.items()
+        for key in _following(cls)
+        if values[name][key] is None
+    }
+    sections = {
+        name: _section(
+            name, cls, {k: v for k, v in values[name].items() if f"{name}.{k}" not in following}
+        )
+        for name, cls in classes.items()
+    }
     config = Config(**sections)
+    check_ranges(config)
+    config = derive(config, following)
     check(config)
     return config
 
@@ -90,6 +111,8 @@ def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
             raise ValueError(
                 f"{name}.{key} is not set: give it in the recipe, or add {name}.{key}=VALUE"
             )
+        if types[key] == tuple[str, ...] and isinstance(value, str):
+            value = [value]
         expected = _words(types[key])
         mistyped = f"{name}.{key}={_shown(value)} has the wrong type: it must be {expected}"
         # OmegaConf would read 8 as true.
@@ -126,11 +149,17 @@ def _keys(cls: Any) -> tuple[str, ...]:
     return tuple(item.name for item in fields(cls))
 
 
+def _following(cls: Any) -> list[str]:
+    return [item.name for item in fields(cls) if "follows" in item.metadata]
+
+
 def _defaults(cls: Any) -> dict[str, Any]:
     """Return the default of each key, tuples as lists, which a YAML list replaces."""
     values = {}
     for item in fields(cls):
-        if item.default_factory is dataclasses.MISSING:
+        if "follows" in item.metadata:
+            value = None
+        elif item.default_factory is dataclasses.MISSING:
             value = item.default
         else:
             value = item.default_factory()

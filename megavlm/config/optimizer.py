@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.section import Section, bounded
+from megavlm.config.section import Section, bounded, follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,9 @@ class Optimizer(Section):
     """Course of the learning rate from `optimizer.lr` to `optimizer.min_lr` after warmup; constant
     stays at `optimizer.lr`."""
 
-    warmup_steps: int = bounded(0, least=0)
-    """Steps over which the learning rate rises linearly from 0."""
+    warmup_steps: int = follows(0, least=0)
+    """Steps over which the learning rate rises linearly from 0. Null takes an eighth of the steps
+    in which the model learns, at most 20."""
 
     betas: tuple[float, float] = bounded((0.9, 0.95), least=0, below=1)
     """Decay rates of the first and second moment. 0.95 in place of 0.999 forgets old gradients

@@ -1,4 +1,4 @@
-"""Recipe files: YAML with a list of bases, and dotted overrides, as untyped trees.
+"""Recipe files: YAML with bases, and dotted overrides, as untyped trees.
 
     base: [common.yaml]          # relative to this file; later bases win, this file wins over them
     optimizer: {lr: 1e-6}        # a section of schema.py's Config
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 
@@ -28,10 +28,13 @@ def read_recipe(path: Path, inside: tuple[Path, ...] = ()) -> DictConfig:
         raise ValueError(f"the recipe {path}{named} is not YAML: {one_line(error)}") from error
     if not isinstance(content, DictConfig):
         raise ValueError(f"the recipe {path}{named} must be sections of keys, not a list or text")
-    bases = content.pop("base", [])
-    if isinstance(bases, str) or any(not isinstance(base, str) for base in bases or ()):
-        raise ValueError(f"base={bases} in {path} must be a list of files: base: [common.yaml]")
-    parents = [read_recipe(path.parent / base, (*inside, path)) for base in bases or ()]
+    given = content.pop("base", None)
+    bases = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(bases, list | ListConfig) or not all(isinstance(x, str) for x in bases):
+        raise ValueError(
+            f"base={given} in {path} must be a file, or a list of files: base: common.yaml"
+        )
+    parents = [read_recipe(path.parent / base, (*inside, path)) for base in bases]
     merged = OmegaConf.merge(*parents, content)
     assert isinstance(merged, DictConfig)
     return merged

@@ -18,6 +18,7 @@ OWNED_SERVER_ARGS = {
     "enable_memory_saver": "rollout.colocate",
     "dtype": "model.dtype",
     "config": "rollout.server_args",
+    "device": "CUDA_VISIBLE_DEVICES",
 }
 # Options that run code from a model folder or a request, and keys, which are random for each run.
 REFUSED_SERVER_ARGS = {

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 MISSING: Any = "???"  # OmegaConf's mark of a key without default
+MOST = 10**9  # of whole numbers without another bound: anything above is a slip of the keyboard
 
 
 class Section:
@@ -49,6 +50,13 @@ def bounded(default: Any, **limits: float) -> Any:
     return field(default=default, metadata={"bounds": Bounds(**limits)})
 
 
+def follows(default: int, **limits: float) -> Any:
+    """Return a field that is null in recipes unless they set it: it then follows from other keys,
+    by the rule in derived.py. `default`: its value in a section that is made without a recipe.
+    """
+    return field(default=default, metadata={"bounds": Bounds(**limits), "follows": True})
+
+
 def out_of_range(section: Section) -> Iterator[tuple[str, Any, Bounds]]:
     """Yield (key, value, bounds) of each number outside its range. None is in range."""
     values: Any = section  # every section is a dataclass
@@ -58,5 +66,7 @@ def out_of_range(section: Section) -> Iterator[tuple[str, Any, Bounds]]:
         if bounds is None or value is None:
             continue
         numbers = value if isinstance(value, tuple) else (value,)
+        if bounds.most is None and all(type(number) is int for number in numbers):
+            bounds = replace(bounds, most=MOST)
         if not all(bounds.holds(number) for number in numbers):
             yield item.name, value, bounds

@@ -41,6 +41,18 @@ def fetch(url: str, *, max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> 
     raise ValueError(f"{_shown(url)}: more than {MAX_REDIRECTS} redirects")
 
 
+def check_url(url: str) -> None:
+    """Raise ValueError for a URL that `fetch` refuses whatever the network says: by its form, or by
+    an address in it that is not public.
+    """
+    host = _checked(url).hostname or ""
+    try:
+        address = "127.0.0.1" if host == "localhost" else str(ipaddress.ip_address(host))
+    except ValueError:
+        return  # a name
+    _check_public(url, address)
+
+
 def is_public(address: str) -> bool:
     """Return True if an IP address is public: not loopback, private, link-local, shared, multicast
     or reserved, and not an IPv6 form of such an IPv4 address.
@@ -79,6 +91,11 @@ def _resolve(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, str]]
     return [(family, str(address[0])) for family, _, _, _, address in found]
 
 
+def _check_public(url: str, address: str) -> None:
+    if not is_public(address):
+        raise ValueError(f"{_shown(url)}: {address} is not a public address")
+
+
 def _connect(parts: SplitResult, deadline: float) -> socket.socket:
     """Connect to an address of the host, all of which must be public."""
     host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
@@ -88,8 +105,7 @@ def _connect(parts: SplitResult, deadline: float) -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise ValueError(f"{_shown(parts.geturl())}: the name is not known ({error})") from error
     for _, address in addresses:
-        if not is_public(address):
-            raise ValueError(f"{_shown(parts.geturl())}: {address} is not a public address")
+        _check_public(parts.geturl(), address)
     family, address = addresses[0]
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -26,7 +26,7 @@ class DataFile:
 
     @property
     def suffix(self) -> str:
-        return Path(self.url).suffix
+        return Path(self.url).suffix.lower()
 
     @property
     def folder(self) -> str:
@@ -96,11 +96,12 @@ def expand(entries: Sequence[str]) -> list[DataFile]:
         if not urls:
             raise ValueError(f"{entry}: no such data file; give Parquet, JSONL or CSV files")
         for url in urls:
-            if Path(url).suffix not in SUFFIXES:
+            file = DataFile(url, number, _name(entry, url))
+            if file.suffix not in SUFFIXES:
                 raise ValueError(
                     f"{url}: not a data file by its name; it must end in {', '.join(SUFFIXES)}"
                 )
-            files.append(DataFile(url, number, _name(entry, url)))
+            files.append(file)
     return files
 
 

@@ -7,6 +7,8 @@ from io import BytesIO
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from megavlm.data import git_lfs
+
 # Formats of training data. Pillow's other decoders are rarely needed and have had more flaws.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 2**26  # 64 megapixels: 192 MiB as RGB
@@ -79,6 +81,8 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
+        if git_lfs.is_pointer(data):
+            raise ValueError(git_lfs.FETCH) from None
         raise ValueError(f"not an image in one of {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError as error:
         raise ValueError(f"larger than the limit of {max_pixels} pixels ({error})") from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
-from megavlm.data.fetch import fetch
+from megavlm.data.fetch import check_url, fetch
 from megavlm.data.files import find_filesystem, has_protocol
 
 MAX_FILE_BYTES = 2**26  # of an encoded image
@@ -62,22 +62,31 @@ def image_bytes(value: object, folder: DataFolder) -> bytes:
     """Return the encoded image of a cell, without decoding it. Raises ValueError for a cell that
     has none.
     """
-    if isinstance(value, dict):
-        value = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
-    if isinstance(value, str) and value:
-        return _of_text(value, folder)
-    if not isinstance(value, bytes):
-        raise ValueError("an image has neither bytes nor a path")
-    if len(value) > MAX_FILE_BYTES:
-        raise _too_large(len(value))
-    return value
+    content = _content(value)
+    if isinstance(content, str) and content:
+        return _of_text(content, folder)
+    if not isinstance(content, bytes):
+        raise ValueError(f"an image has neither bytes nor a path: {value!r:.80}")
+    if len(content) > MAX_FILE_BYTES:
+        raise _too_large(len(content))
+    return content
 
 
 def is_url(value: object) -> bool:
-    """Return True if the image must be fetched over http(s)."""
+    """Return True if the image must be fetched over http(s). Raises ValueError for a URL that will
+    not be fetched, as far as it can be told without the network.
+    """
+    content = _content(value)
+    if isinstance(content, str) and content[:8].lower().startswith(("http://", "https://")):
+        check_url(content)
+        return True
+    return False
+
+
+def _content(value: object) -> object:
     if isinstance(value, dict):
-        value = next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
-    return isinstance(value, str) and value[:8].lower().startswith(("http://", "https://"))
+        return next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
+    return value
 
 
 def _of_text(text: str, folder: DataFolder) -> bytes:

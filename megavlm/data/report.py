@@ -8,9 +8,8 @@ from typing import Any
 
 from megavlm.data.image_decoding import decode
 from megavlm.data.summary import Summary
-from megavlm.observability.page import EmbeddedImage, embed, render
+from megavlm.observability.page import embed, render
 from megavlm.observability.records import write_whole
-from megavlm.observability.text import shorten
 
 DATA_REPORT_FILE = "data_report.html"
 NUM_BINS = 8
@@ -55,7 +54,7 @@ def _split(name: str, summary: Summary) -> dict[str, Any]:
         "reasons": summary.reasons,
         "more_reasons": summary.num_bad + summary.num_long - len(summary.reasons),
         "samples": [
-            (row, [_image(data) for data in row.images], num_tokens)
+            (row, [embed(decode(data)) for data in row.images], num_tokens)
             for row, num_tokens in summary.samples
         ],
     }
@@ -103,11 +102,3 @@ def _bins(ordered: Sequence[int]) -> list[tuple[str, int, float]]:
         )
         for i, start in enumerate(range(low, high + 1, width))
     ]
-
-
-def _image(data: bytes) -> EmbeddedImage | str:
-    """Return the image, or why it cannot be decoded: the sampled rows are read by their headers."""
-    try:
-        return embed(decode(data))
-    except ValueError as error:
-        return shorten(str(error), 200)

@@ -1,6 +1,7 @@
 """Rows of Parquet, JSONL and CSV files: questions about images and videos, read on demand."""
 
 import hashlib
+import logging
 import math
 from bisect import bisect_right
 from collections import OrderedDict
@@ -12,8 +13,11 @@ from typing import Any, overload
 from megavlm.config.data import Data
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message, read_chat
 from megavlm.data.files import DataFile, expand
+from megavlm.data.image_decoding import decode
 from megavlm.data.image_sources import DataFolder, image_bytes, is_url
 from megavlm.data.tables import RecordBlock, open_table
+
+logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 2**28  # of blocks that a process keeps; larger blocks are kept one at a time
 NULL_MEANS = {
@@ -45,6 +49,7 @@ class Row:
     source: str  # "file:row", for error messages
     videos: tuple[Video, ...] = ()  # with one VIDEO_PLACEHOLDER per video, or none at all
     extra: Mapping[str, Any] = field(default_factory=dict)  # columns for rewards and environments
+    num_unfetched: int = 0  # images at URLs, which Rows.peek leaves out
     messages: tuple[Message, ...] = ()  # the whole chat; () where `problem` is all of it
     dataset: str = field(default="", compare=False)  # the data set's name: "geo3k/train"
 
@@ -208,10 +213,10 @@ class _RowMaker:
                     f"{data.answer_key!r}: set data.answer_key=null, or leave that message out"
                 )
             messages, answer = messages[:-1], messages[-1].text
-        found = [item for name in data.image_keys for item in _listed(record.get(name))]
+        found = [(name, item) for name in data.image_keys for item in _listed(record.get(name))]
         if found and held:
             raise ValueError(f"images both in the messages and in {', '.join(data.image_keys)}")
-        found = found or held
+        found = found or [(str(data.prompt_key), item) for item in held]
         videos = () if data.video_key is None else _listed(record.get(data.video_key))
         if self.checked:
             for mark, items, name in (
@@ -220,6 +225,7 @@ class _RowMaker:
             ):
                 if name or held:
                     _check_placeholders(messages, mark, len(items), data.prompt_key, name)
+        images = [self._image(column, item) for column, item in found]
         category = None if data.category_key is None else record.get(data.category_key)
         whole = len(messages) == 1 and messages[0].role == "user"
         last = next(message for message in reversed(messages) if message.role == "user")
@@ -227,11 +233,12 @@ class _RowMaker:
             index=index,
             problem=last.text,
             answer=answer,
-            images=tuple(self._image(item) for item in found if self.fetches or not is_url(item)),
+            images=tuple(image for image in images if image is not None),
             category="" if category is None else str(category),
             source=source,
             videos=tuple(self._video(item) for item in videos),
             extra={name: record.get(name) for name in data.extra_keys},
+            num_unfetched=images.count(None),
             messages=() if whole else messages,
             dataset=dataset,
         )
@@ -254,8 +261,12 @@ class _RowMaker:
             return chat.messages, list(chat.images)
         return (Message("user", _text(self.record, column)),), []
 
-    def _image(self, value: object) -> bytes:
-        return image_bytes(value, self.folder)
+    def _image(self, column: str, value: object) -> bytes | None:
+        """Return an encoded image, None for one that is not fetched. Errors name the column."""
+        try:
+            return None if not self.fetches and is_url(value) else image_bytes(value, self.folder)
+        except ValueError as error:
+            raise ValueError(f"column {column!r}: {error}") from error
 
     def _video(self, value: object) -> Video:
         if not isinstance(value, dict) or not isinstance(value.get("frames"), list):
@@ -266,7 +277,19 @@ class _RowMaker:
         fps = value.get("fps")
         if not isinstance(fps, int | float) or not 0 < fps < math.inf:
             raise ValueError(f"a video's fps is {fps!r}; it must be a number above 0")
-        return Video(tuple(map(self._image, value["frames"])), float(fps))
+        frames = (image_bytes(frame, self.folder) for frame in value["frames"])
+        return Video(tuple(frames), float(fps))
+
+
+def check_images(row: Row) -> None:
+    """Raise ValueError for an image or a frame that cannot be decoded, naming the row."""
+    frames = (frame for video in row.videos for frame in video.frames)
+    for kind, files in (("image", row.images), ("frame", frames)):
+        for number, file in enumerate(files, 1):
+            try:
+                decode(file)
+            except ValueError as error:
+                raise ValueError(f"{row.source}: {kind} {number}: {error}") from error
 
 
 def _columns(data: Data) -> list[tuple[str, str]]:
@@ -284,6 +307,10 @@ def _check_columns(file: DataFile, names: Sequence[str] | None, data: Data) -> N
     if data.prompt_key is None and data.question is None:
         raise ValueError("data.prompt_key=null asks nothing: set data.question=TEXT")
     for key, column in _columns(data):
+        if names is not None and names.count(column) > 1:
+            logger.warning(
+                "%s: %r is the name of several columns: the last is read", file.url, column
+            )
         if names is not None and column not in names:
             raise ValueError(
                 f"{file.url}: no column {column!r} ({key}); it has {', '.join(names)}"

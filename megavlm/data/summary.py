@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megavlm.data.image_decoding import image_size
 from megavlm.data.processor import Processor
-from megavlm.data.rows import Row, Rows
+from megavlm.data.rows import Row, Rows, check_images
 
 MAX_REASONS = 20
 
@@ -63,6 +63,7 @@ def summarize(
         try:
             row = rows[index]
             num_tokens = processor.num_tokens(row)
+            check_images(row)
             sizes = [image_size(image) for image in row.images]
         except ValueError as error:
             summary.num_bad += 1

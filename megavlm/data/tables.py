@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from megavlm.data import git_lfs
 from megavlm.data.files import DataFile
 
 # A block of JSONL ends at the first of these.
@@ -50,6 +51,9 @@ def open_table(file: DataFile, texts: Sequence[str] = ()) -> RecordTable:
 
     Raises ValueError for a file that is not of the format of its suffix.
     """
+    with file.open() as stream:
+        if git_lfs.is_pointer(stream.read(64)):
+            raise ValueError(f"{file.url}: {git_lfs.FETCH}")
     if file.suffix == ".csv":
         return CsvTable(file, texts)
     return ParquetTable(file) if file.suffix == ".parquet" else LinesTable(file)

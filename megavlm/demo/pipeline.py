@@ -19,6 +19,7 @@ from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.data.rows import Rows
 from megavlm.demo.data import TASKS_OF, DemoData, draw_data, take_data
+from megavlm.models.registry import FAMILIES
 from megavlm.parallel import platform
 
 MARK = ".megavlm-demo"
@@ -64,6 +65,8 @@ def run_demo(
             f"--algorithm {algorithm} is for drawn images: with --data give the keys of "
             f"recipes/algorithms/{algorithm}.yaml as overrides"
         )
+    if family not in FAMILIES:
+        raise ValueError(f"--family {family} is unknown: choose one of {', '.join(FAMILIES)}")
     load(RECIPES / main, overrides)  # so that a mistake ends the demo before the warm start
     _clear(run_dir)
     seconds: dict[str, float] = {}
@@ -102,10 +105,7 @@ def run_demo(
             data_section = Data(category_key=sets.category_key)
             num_rows = len(Rows([str(sets.warm_start)], data_section))
             warm_steps = max(WARM_EPOCHS * num_rows // WARM_BATCH, 1)
-    steps = []
-    if warm_steps is not None:
-        warm_up = min(20, warm_steps)
-        steps = [f"algorithm.steps={warm_steps}", f"optimizer.warmup_steps={warm_up}"]
+    steps = [] if warm_steps is None else [f"algorithm.steps={warm_steps}"]
     warm_start = run_dir / "warm_start"
     with _phase("warm start", seconds):
         _train(

@@ -10,11 +10,6 @@ from megavlm.config.lora import SERVED_TARGETS
 from megavlm.config.schema import Config
 
 CPU_SUPPORT = Path(__file__).resolve().parent / "cpu_support"
-# Set by megavlm itself, or unsafe: they run code that comes with a model or with a request.
-RESERVED = frozenset(
-    "model_path host port device dtype tp_size tensor_parallel_size api_key admin_api_key config "
-    "trust_remote_code enable_custom_logit_processor".split()
-)
 
 ServerArgs = Mapping[str, str | int | float | bool | list[str] | None]
 
@@ -40,8 +35,6 @@ class ServerOptions:
     cache_images: keep image features across requests; False if training changes the vision tower,
     because SGLang never drops them when weights change. server_args: further SGLang arguments, by
     their names in Python; None drops a default of megavlm.
-
-    Raises ValueError for a server argument that is not allowed.
     """
 
     model_folder: str | Path
@@ -50,14 +43,6 @@ class ServerOptions:
     tensor_parallel: int = 1
     cache_images: bool = True
     server_args: ServerArgs = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in self.server_args:
-            if name.lstrip("-").replace("-", "_") in RESERVED:
-                raise ValueError(
-                    f"rollout.server_args.{name} is not allowed: megavlm sets it itself or it "
-                    "lets a model or a request run code; remove it."
-                )
 
     @staticmethod
     def from_config(config: Config, model_folder: str | Path, device: str) -> "ServerOptions":

@@ -21,8 +21,7 @@ from megavlm.checkpointing.folder import MANIFEST, PEFT_CONFIG, is_checkpoint
 from megavlm.config.algorithm import SFT, PolicyOptimization
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
-from megavlm.data.image_decoding import decode
-from megavlm.data.rows import Row, Rows
+from megavlm.data.rows import Row, Rows, check_images
 from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS, check_environment_name
 from megavlm.environments.remote import make_environments
 from megavlm.inference.errors import RolloutServerError
@@ -203,7 +202,7 @@ def check_data(files: Sequence[str], config: Config, use: Literal["sft", "reward
     for index in range(min(len(rows), SAMPLE)):
         try:
             row = rows.peek(index)
-            _check_row(row)
+            check_images(row)
             _check_use(row, config, use)
         except ValueError as error:
             if config.data.bad_samples == "refuse":
@@ -230,14 +229,6 @@ def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) 
             registry.check_reward_row(part.name, columns, part.options)
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
-
-
-def _check_row(row: Row) -> None:
-    for number, image in enumerate(row.images, 1):
-        try:
-            decode(image)
-        except ValueError as error:
-            raise ValueError(f"{row.source}: image {number}: {error}") from error
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:

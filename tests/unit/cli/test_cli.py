@@ -91,7 +91,11 @@ BAD = [
     (["evaluate", "RECIPE", "data.test_files=[]"], "data.test_files=[] names no data"),
     (["report", "none"], "none is not a run directory: it has no metrics.jsonl"),
     (["demo", "--data", "none"], "--data none is not a folder"),
-    (["demo", "algorithm.steps=2"], "optimizer.warmup_steps=5 is above algorithm.steps=2"),
+    (["demo", "--family", "qwen4"], "--family qwen4 is unknown: choose one of qwen2_vl, qwen2_5_"),
+    (
+        ["demo", "algorithm.steps=2", "optimizer.warmup_steps=5"],
+        "optimizer.warmup_steps=5 is above algorithm.steps=2",
+    ),
     (["demo", "run.dir=x"], "run.dir=x is set by the demo: give --run-dir x instead"),
 ]
 

@@ -17,7 +17,11 @@ PARTS = "reward.parts={a: {name: vqa}, b: {name: caption, weight: 2}}"
     ("overrides", "problem"),
     [
         (
-            ["environment.max_turns=3", "environment.max_observation_tokens=300"],
+            [
+                "data.pack_tokens=4096",
+                "environment.max_turns=3",
+                "environment.max_observation_tokens=300",
+            ],
             r"data.pack_tokens=4096 cannot hold a prompt and its episodes.* up to 5920 tokens",
         ),
         (["environment.max_turns=0"], "environment.max_turns=0 is out of range"),

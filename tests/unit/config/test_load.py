@@ -26,7 +26,7 @@ def recipe(folder: Path, text: str = "", name: str = "recipe.yaml") -> Path:
 def test_defaults_are_the_dataclasses(tmp_path: Path) -> None:
     config = load(recipe(tmp_path, REQUIRED))
     assert config.algorithm == GRPO()
-    assert config.optimizer == Optimizer()
+    assert config.optimizer == Optimizer(warmup_steps=5)  # it follows from algorithm.steps
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.run == RunConfig(dir="runs/x")
     assert config.parallel.num_ranks == 1
@@ -68,6 +68,46 @@ def test_overrides_are_yaml(tmp_path: Path, override: str, read: Callable[[Confi
     assert read(load(recipe(tmp_path, REQUIRED), [override]))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        ([], "optimizer.warmup_steps", 5),
+        (["algorithm.steps=3"], "optimizer.warmup_steps", 0),
+        (["algorithm.steps=1000"], "optimizer.warmup_steps", 20),
+        (["algorithm.name=ppo"], "optimizer.warmup_steps", 4),  # of the policy's 37 steps
+        (["algorithm.name=sft"], "optimizer.warmup_steps", 20),
+        (["optimizer.warmup_steps=7"], "optimizer.warmup_steps", 7),
+        (["algorithm.name=ppo"], "algorithm.critic_warmup_steps", 3),
+        (["algorithm.name=ppo", "algorithm.steps=3"], "algorithm.critic_warmup_steps", 0),
+        (["algorithm.name=ppo", "algorithm.steps=90"], "algorithm.critic_warmup_steps", 5),
+        ([], "data.pack_tokens", 4096),
+        (["rollout.max_new_tokens=400"], "data.pack_tokens", 1024 + 8 * 400),
+        (["data.max_prompt_tokens=4090"], "data.pack_tokens", 4090 + 8 * 4),
+        (
+            ["environment.max_turns=3", "rollout.max_new_tokens=200"],
+            "data.pack_tokens",
+            1024 + 8 * (3 * 200 + 2 * 256),
+        ),
+        (["algorithm.name=sft", "data.max_prompt_tokens=3000"], "data.pack_tokens", 6000),
+    ],
+)
+def test_what_follows_from_other_keys_is_shown_and_what_is_given_is_kept(
+    tmp_path: Path, overrides: list[str], key: str, value: int
+) -> None:
+    section, name = key.split(".")
+    path = recipe(tmp_path, REQUIRED)
+    assert load(path, overrides).to_dict()[section][name] == value
+    assert load(path, [f"{key}=null", *overrides]).to_dict()[section][name] == value
+    assert f"  {name}: {value}\n" in to_yaml(load(path, overrides))
+
+
+def test_a_single_text_is_a_list_of_one(tmp_path: Path) -> None:
+    recipe(tmp_path, REQUIRED + "data: {train_files: a.parquet, image_keys: photo}", "base.yaml")
+    config = load(recipe(tmp_path, "base: base.yaml"), ["lora.targets=vision.mlp"])
+    assert (config.data.train_files, config.data.image_keys) == (("a.parquet",), ("photo",))
+    assert config.lora.targets == ("vision.mlp",)
+
+
 def test_algorithm_is_chosen_by_name(tmp_path: Path) -> None:
     path = recipe(tmp_path, REQUIRED + "algorithm: {name: sft, batch_size: 3}")
     assert load(path).algorithm == SFT(batch_size=3)
@@ -86,7 +126,8 @@ MISTAKES = {
     "parallel.data=two": "has the wrong type: it must be a whole number or null",
     "run.resume=maybe": 'run.resume="maybe" has the wrong type: it must be one of auto, never',
     "evaluation.before=8": "evaluation.before=8 has the wrong type: it must be true or false",
-    "data.train_files=a": 'data.train_files="a" has the wrong type: it must be a list',
+    "data.train_weights=a": 'data.train_weights="a" has the wrong type: it must be a list',
+    "rollout.gpus=3": "rollout.gpus=3 has the wrong type: it must be a list",
     "data.train_files={a: 1}": "has the wrong type: it must be a list",
     "optimizer.betas=[1]": "optimizer.betas=[1] has the wrong type: it must be a list of 2",
     "rollout.server_args=[a]": "has the wrong type: it must be keys with values",
@@ -118,8 +159,10 @@ def test_what_must_be_given_is_named(tmp_path: Path) -> None:
     [
         ("a: [", "is not YAML"),
         ("- a\n- b", "must be sections of keys"),
-        ("base: common.yaml", "must be a list of files"),
-        ("base: [1]", "must be a list of files"),
+        ("base: 3", "base=3 in .* must be a file, or a list of files"),
+        ("base: [1]", "must be a file, or a list of files"),
+        ("base: {a: b}", "must be a file, or a list of files"),
+        ("data: {x: " + 3000 * "[" + 3000 * "]" + "}", "too deep to read"),
         ("base: [none.yaml]", r"none.yaml \(a base of .*recipe.yaml\) cannot be read"),
         ("base: [recipe.yaml]", "is a base of itself"),
     ],

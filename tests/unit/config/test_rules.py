@@ -134,7 +134,11 @@ BROKEN = {
     ): "data.video_key=videos with evaluation.after: the rollout servers do not take videos",
     ("data.min_pixels=9", "data.max_pixels=8"): "data.min_pixels=9 is above data.max_pixels=8",
     ("data.pack_tokens=1023",): "data.pack_tokens=1023 cannot hold a prompt",
-    ("rollout.max_new_tokens=385",): "1024 + 8 x rollout.max_new_tokens=385 is 4104",
+    (
+        "data.pack_tokens=4096",
+        "rollout.max_new_tokens=385",
+    ): "1024 + 8 x rollout.max_new_tokens=385 is 4104; set it to null",
+    (f"algorithm.steps={10**30}",): "set it to a number at least 1 and at most 1000000000",
     ("algorithm.minibatches=3",): "algorithm.minibatches=3 must divide",
     ("algorithm.minibatches=8", "parallel.data=3"): "fewer prompts than parallel.data=3 ranks",
     (SFT, "parallel.data=33"): "algorithm.batch_size=32 is less than a row for each",
@@ -193,6 +197,7 @@ BROKEN = {
     ("rollout.server_args.tp-size=2",): "use rollout.tensor_parallel",
     ("rollout.server_args.trust-remote-code=true",): "refused, because it runs code",
     ("rollout.server_args.api_key=secret",): "rollout.server_args.api_key is refused",
+    ("rollout.server_args={--device: cpu}",): "rollout.server_args.--device is set by megavlm",
     ("optimizer.min_lr=1",): "optimizer.min_lr=1.0 is above optimizer.lr=1e-06",
     ("optimizer.warmup_steps=41",): "optimizer.warmup_steps=41 is above algorithm.steps=40",
     (
@@ -218,7 +223,7 @@ KEPT = [
     ("lora.targets=[]", "model.freeze_tower=false"),  # without a rank there are no adapters
     (SFT, "data.video_key=videos"),
     ("data.min_pixels=8", "data.max_pixels=8"),
-    ("rollout.max_new_tokens=384",),
+    ("rollout.max_new_tokens=384", "data.pack_tokens=4096"),
     ("algorithm.minibatches=8", "parallel.data=2"),
     ("algorithm.clip_low=1", "algorithm.policy_loss=cispo"),
     ("algorithm.policy_loss=gspo", "algorithm.loss_aggregation=sequence_mean"),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
 from megavlm.data.image_decoding import FORMATS, decode, image_size
+from tests.conftest import LFS_POINTER
 
 NOISE = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
 
@@ -46,6 +47,11 @@ def test_modes_become_rgb_as_pillow_converts_them(mode: str) -> None:
     expected = Image.open(io.BytesIO(data)).convert("RGB")
     assert decode(data).mode == "RGB"
     assert np.array_equal(np.asarray(decode(data)), np.asarray(expected))
+
+
+def test_a_pointer_of_git_lfs_is_named() -> None:
+    with pytest.raises(ValueError, match=r"a git-LFS pointer .* `git lfs pull`"):
+        decode(LFS_POINTER)
 
 
 def test_palette_with_transparency() -> None:

@@ -57,8 +57,11 @@ def rows(tmp_path: Path) -> Rows:
         {"images": [image(60, 90, i % 3)], "problem": f"<image>q{i}", "answer": "a", "task": "t"}
         for i in range(20)
     ]
+    whole = encode(Image.effect_noise((60, 90), 50).convert("RGB"), "JPEG")
+    half = whole[: len(whole) // 2]  # its header is whole
     records += [
         {"images": [b"broken"], "problem": "<image>q", "answer": "a", "task": "t"},
+        {"images": [half], "problem": "<image>q", "answer": "a", "task": "t"},
         {"images": [image(60, 90)], "problem": "<image>" + LONG, "answer": "a", "task": "t"},
         {"images": [], "problem": EVIL, "answer": EVIL, "task": EVIL},
     ]  # fmt: skip
@@ -73,8 +76,9 @@ def processor(folder_of: Callable[[str], Path]) -> Processor:
 
 def test_numbers(rows: Rows, processor: Processor) -> None:
     summary = summarize(rows, processor, max_tokens=200, limit=100)
-    assert (summary.num_rows, summary.num_looked_at) == (23, 23)
-    assert (summary.num_bad, summary.num_long) == (1, 1)
+    assert (summary.num_rows, summary.num_looked_at) == (24, 24)
+    assert (summary.num_bad, summary.num_long) == (2, 1)
+    assert "x.parquet:21: image 1: the JPEG image is broken" in summary.reasons[1]
     assert summary.num_usable == 21
     assert summary.by_category == {"t": 21, EVIL: 1}  # the long one too
     assert max(summary.prompt_tokens) > 500
@@ -83,7 +87,7 @@ def test_numbers(rows: Rows, processor: Processor) -> None:
     assert len(summary.samples) >= 8
     assert summary.prompt_tokens[0] == processor.num_tokens(rows[0])
     few = summarize(rows, processor, max_tokens=200, limit=5)
-    assert (few.num_rows, few.num_looked_at) == (23, 5)
+    assert (few.num_rows, few.num_looked_at) == (24, 5)
 
 
 def test_the_page_is_whole_and_holds_nothing_that_runs(

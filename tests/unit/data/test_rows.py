@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megavlm.data.rows import Row, Video
+from megavlm.config.data import Data
+from megavlm.data.rows import Row, Rows, Video
 from tests.conftest import read_rows
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -147,7 +148,7 @@ def test_bad_videos_are_named(
         ([[b"1"], [b"2"]], {"answer": [1.0, NAN]}, r":1: 'answer' is None; it must be text"),
         ([[b"1"]], {"problem": [NAN]}, r":0: 'problem' is None; it must be text"),
         ([[b"1"]], {"problem": [["a"]]}, r":0: 'problem' is \['a'\]; it must be text"),
-        ([[None]], {}, r":0: an image has neither bytes nor a path"),
+        ([[None]], {}, r":0: column 'images': an image has neither bytes nor a path"),
     ],
 )
 def test_bad_rows_are_named(
@@ -191,6 +192,27 @@ def test_image_paths_stay_in_the_folder(tmp_path: Path, name: str, message: str)
     file = write(tmp_path / "data" / "x.parquet", [name], pa.string())
     with pytest.raises(ValueError, match=message):
         read_rows([file])
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://10.0.0.5/x.png", "10.0.0.5 is not a public address"),
+        ("http://localhost:8000/x.png", "127.0.0.1 is not a public address"),
+        ("https://[::1]/x.png", "::1 is not a public address"),
+        ("https://me:secret@a.org/x.png", "URL holds credentials"),
+        ("https://example.org/x.png", None),
+    ],
+)
+def test_a_row_that_is_not_fetched_has_urls_that_could_be(
+    tmp_path: Path, url: str, message: str | None
+) -> None:
+    rows = Rows([write(tmp_path / "x.parquet", [url], pa.string())], Data(category_key=None))
+    if message is None:
+        assert (rows.peek(0).images, rows.peek(0).num_unfetched) == ((), 1)
+        return
+    with pytest.raises(ValueError, match=f":0: column 'images': .*{message}"):
+        rows.peek(0)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="real images (../shared/data) are not here")

@@ -20,7 +20,7 @@ from megavlm.data.files import DataFile, expand
 from megavlm.data.rows import Rows
 from megavlm.rewards import geospot
 from megavlm.rewards.base import Example
-from tests.conftest import png, read_rows
+from tests.conftest import LFS_POINTER, png, read_rows
 
 ROOT = Path(__file__).parents[3]
 
@@ -93,11 +93,40 @@ def test_csv(tmp_path: Path) -> None:
         read_rows([str(path)])
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet", "PARQUET"])
+def test_a_pointer_of_git_lfs_is_named_with_the_command_that_fetches_it(
+    tmp_path: Path, suffix: str
+) -> None:
+    (tmp_path / f"x.{suffix}").write_bytes(LFS_POINTER)
+    with pytest.raises(ValueError, match=rf"x\.{suffix}: a git-LFS pointer .* `git lfs pull`"):
+        read_rows([str(tmp_path / f"x.{suffix}")])
+
+
+def test_a_suffix_may_be_in_capitals(tmp_path: Path) -> None:
+    path = tmp_path / "X.PARQUET"
+    pq.write_table(pa.table({"problem": ["q"], "answer": ["a"]}), path)
+    assert read_rows([str(path)], image_keys=(), category_key=None)[0].problem == "q"
+
+
+def test_a_name_of_several_columns_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = pa.table(
+        [["first"], ["last"], ["a"], ["a"]], names=["problem", "problem", "answer", "x"]
+    )
+    pq.write_table(table, tmp_path / "x.parquet")
+    rows = read_rows([str(tmp_path / "x.parquet")], image_keys=(), category_key=None)
+    assert rows[0].problem == "last"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/x.parquet: 'problem' is the name of several columns: the last is read"
+    ]
+
+
 def test_an_empty_image_cell_is_a_bad_sample_and_null_is_a_row_without(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("problem,answer,images\nq,a,\n")
     rows = Rows([str(path)], Data(category_key=None))
-    with pytest.raises(ValueError, match=r"x\.csv:0: an image has neither bytes nor"):
+    with pytest.raises(ValueError, match=r"x\.csv:0: column 'images': an image has neither"):
         _ = rows[0]
     records = [{"problem": "q", "answer": "a", "images": value} for value in (None, [], "", [""])]
     rows = Rows([jsonl(tmp_path / "x.jsonl", records)], Data(category_key=None))

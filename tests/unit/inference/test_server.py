@@ -208,12 +208,6 @@ def test_command_line() -> None:
     assert words == ["--tp-size", "2", "--sleep-on-idle"]
 
 
-@pytest.mark.parametrize("name", ["trust_remote_code", "api-key", "--port"])
-def test_reserved_argument(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"rollout.server_args.{name} is not allowed"):
-        ServerOptions("model", "float32", "cpu", server_args={name: True})
-
-
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
