@@ -11,9 +11,8 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,6 +31,7 @@ from checkpoint_tools.options import (
     one_process,
 )
 from checkpoint_tools.streaming import format_bytes
+from megavlm.version_option import add_version
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,27 +39,7 @@ app = typer.Typer(
     help="HuggingFace model folders and PEFT adapters to Megatron checkpoints and back.",
 )
 app.add_typer(lora_app)
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        typer.echo(f"megavlm-convert {version('megavlm')}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    _: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            help="Print the version and exit.",
-        ),
-    ] = False,
-) -> None:
-    """Declare the options of `megavlm-convert` itself."""
+add_version(app, "megavlm-convert")
 
 
 @command(
@@ -93,11 +73,11 @@ def _import(
         )
         if not ranks.is_lead:
             return
-    seconds = time.perf_counter() - start
-    console.report(
-        {**asdict(done), "seconds": seconds},
+    console.report_done(
+        done,
+        start,
         f"{hf_dir}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)}, imported into "
-        f"{checkpoint_dir} in {seconds:.1f} s",
+        f"{checkpoint_dir}",
     )
 
 
@@ -112,34 +92,37 @@ def _export(
     output: HFOutputOptions,
     source: StepOptions,
     console: ConsoleOptions,
+    experts: Annotated[
+        Literal["hub", "memory"] | None,
+        typer.Option(
+            help="Format of stacked experts: as on the hub, or as transformers 5 saves them "
+            "(default: that of the folder that the checkpoint was made of)."
+        ),
+    ] = None,
 ) -> None:
     """Turn a checkpoint, imported or trained under any layout, into a HuggingFace model folder.
 
     Adapters are merged, as lora-merge does; lora-export exports them alone.
     """
-    max_shard_bytes = output.max_shard_bytes
+    output.check()
     one_process("export")
-    import torch
+    from checkpoint_tools.export_hf import export_hf
 
-    from checkpoint_tools.export_hf import WriteOptions, export_hf
-
-    dtype = getattr(torch, output.dtype) if output.dtype else None
     start = time.perf_counter()
     done = export_hf(
         checkpoint_dir,
         hf_dir,
         step=source.step,
         alpha=source.alpha,
-        options=WriteOptions(output.force, max_shard_bytes, dtype, console.progress),
+        options=output.write_options(console.progress, experts),
     )
-    seconds = time.perf_counter() - start
-    console.report(
-        {**asdict(done), "seconds": seconds},
+    merged = f"; adapters of {done.num_merged} projections are merged" if done.num_merged else ""
+    console.report_done(
+        done,
+        start,
         f"{checkpoint_dir}: {done.num_tensors} tensors of step {done.step}, "
-        f"{format_bytes(done.num_bytes)}, exported to {hf_dir} in {count_files(done.num_files)}, "
-        f"{seconds:.1f} s"
-        + (f"; adapters of {done.num_merged} projections are merged" if done.num_merged else "")
-        + done.remarks(),
+        f"{format_bytes(done.num_bytes)}, exported to {hf_dir} in {count_files(done.num_files)}",
+        merged + done.remarks(),
     )
 
 

@@ -18,8 +18,9 @@ from checkpoint_tools.streaming import ShowProgress, no_progress, prefetch
 from checkpoint_tools.weights import KeyEntries, Weights, step_weights
 from megavlm.checkpointing.folder import copy_hf_files
 from megavlm.models.common.hf_source import INDEX, SINGLE
+from megavlm.models.common.loading import HUB, MEMORY, Form
 from megavlm.models.common.lora_linear import is_adapter
-from megavlm.models.common.mapping import Entry
+from megavlm.models.common.mapping import Entry, Shape
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class WriteOptions:
     """Options of a written HuggingFace folder.
 
     force: replace an older folder. max_shard_bytes: largest weight file. dtype: of the weights,
-    None to keep their own. show: progress display.
+    None to keep their own. experts: form of stacked experts, None for that of the source. show:
+    progress display.
     """
 
     force: bool = False
     max_shard_bytes: int = 5 * 10**9
     dtype: torch.dtype | None = None
+    experts: Form | None = None
     show: ShowProgress = no_progress
 
 
@@ -90,13 +93,17 @@ def write_hf(
     options = options or WriteOptions()
     dtype = options.dtype
     source = weights if adapters is None else merged_weights(weights, adapters)
-    plan = _plan(weights, dtype, options.max_shard_bytes)
+    form = options.experts or weights.experts
+    plan = _plan(weights, dtype, options.max_shard_bytes, form)
     total = sum(file.nbytes for file in plan)
 
     def read(entry: Entry) -> list[Tensor]:
         """Return tensors of the hub, or one expert's rows of them."""
         full = _rounded(entry, source.read(entry), dtype or weights.dtypes[entry.megatron])
-        return [tensor.contiguous() for tensor in entry.to_hf(full)]
+        tensors = entry.to_hf(full)
+        if form == MEMORY and entry.expert is not None:
+            tensors = tuple(row.t() for row in tensors)
+        return [tensor.contiguous() for tensor in tensors]
 
     sources = (*weights.folders, *([adapters.path] if adapters else []))
     with (
@@ -154,14 +161,16 @@ class _File:
         return sum(spec.nbytes for spec in self.specs.values())
 
 
-def _plan(weights: Weights, dtype: torch.dtype | None, max_shard_bytes: int) -> list[_File]:
+def _plan(
+    weights: Weights, dtype: torch.dtype | None, max_shard_bytes: int, form: Form
+) -> list[_File]:
     """Distribute the keys over files, in the order of the mapping. A file exceeds
     `max_shard_bytes` only if it holds a single key.
     """
     files: list[_File] = []
     for key, group in weights.groups.items():
         specs = {
-            name: Spec(dtype or weights.dtypes[key], shape)
+            name: Spec(dtype or weights.dtypes[key], _shape(group[0], shape, form))
             for name, shape in zip(group[0].hf, group[0].hf_shapes, strict=True)
         }
         nbytes = sum(spec.nbytes for spec in specs.values())
@@ -174,6 +183,14 @@ def _plan(weights: Weights, dtype: torch.dtype | None, max_shard_bytes: int) -> 
             file.name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         _large_items_first(file)
     return files
+
+
+def _shape(entry: Entry, shape: Shape, form: Form) -> Shape:
+    """Return the shape of one of the entry's HF tensors, [E, a, b] for a stack, in a form."""
+    if form == HUB or entry.expert is None:
+        return shape
+    count, rows, columns = shape
+    return count, columns, rows
 
 
 def _large_items_first(file: _File) -> None:

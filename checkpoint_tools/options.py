@@ -4,8 +4,9 @@ import inspect
 import json
 import os
 import re
+import time
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 import typer
@@ -53,6 +54,12 @@ class ConsoleOptions:
         elif not self.quiet:
             typer.echo(sentence)
 
+    def report_done(self, done: Any, start: float, sentence: str, remarks: str = "") -> None:
+        """Print the result of a conversion, a dataclass, with the seconds since `start`."""
+        seconds = time.perf_counter() - start
+        record = {**asdict(done), "seconds": seconds}
+        self.report(record, f"{sentence}, {seconds:.1f} s{remarks}")
+
 
 @dataclass(frozen=True)
 class HFOutputOptions:
@@ -65,9 +72,24 @@ class HFOutputOptions:
         typer.Option(help="Dtype of the weights (default: unchanged)."),
     ] = None
 
+    def check(self) -> None:
+        """Raise ValueError if `max_shard_size` is not a size. Imports nothing heavy."""
+        _ = self.max_shard_bytes
+
+    def write_options(
+        self, show: ShowProgress, experts: Literal["hub", "memory"] | None = None
+    ) -> Any:
+        """Return checkpoint_tools.export_hf.WriteOptions."""
+        import torch
+
+        from checkpoint_tools.export_hf import WriteOptions
+
+        dtype = getattr(torch, self.dtype) if self.dtype else None
+        return WriteOptions(self.force, self.max_shard_bytes, dtype, experts, show)
+
     @property
     def max_shard_bytes(self) -> int:
-        """Size of the largest weight file. Raises ValueError if `max_shard_size` is not a size."""
+        """Size of the largest weight file."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B|)", self.max_shard_size.strip().upper())
         if match is None or match[2] not in _UNITS or float(match[1]) == 0:
             raise ValueError(

@@ -7,7 +7,6 @@ Source: https://github.com/huggingface/safetensors#format
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,6 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from megavlm.checkpointing.atomic import close_written
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.mapping import Shape
 
@@ -102,11 +102,8 @@ class SafetensorsWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._file:
-            if error is None:
-                assert self._left == 0, f"{self._left} bytes of the header were not written"
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        close_written(self._file, is_whole=error is None)
+        assert error is not None or self._left == 0, f"{self._left} bytes were not written"
 
 
 def read_spans(path: Path) -> dict[str, TensorSpan]:

@@ -17,6 +17,7 @@ from megavlm.checkpointing.folder import (
     PEFT_CONFIG,
     Manifest,
     check_hf_files,
+    experts_form,
     is_checkpoint,
     locate_step,
 )
@@ -36,7 +37,8 @@ class Weights:
     path: the HuggingFace folder, or the folder of the step. hf_files: the folder of the model's
     other files. groups and dtypes: by Megatron key. read: returns the full Megatron tensor of an
     entry. extras: name, shape and dtype of the step's tensors that a HuggingFace folder does not
-    have, which are adapters and a value head. reader: reads them.
+    have, which are adapters and a value head. reader: reads them. experts: form of the experts in
+    the folder, or in the one that a checkpoint was made of.
     """
 
     path: Path
@@ -48,6 +50,7 @@ class Weights:
     manifest: Manifest | None = None
     extras: tuple[tuple[str, Shape, torch.dtype], ...] = ()
     reader: StepReader | None = None
+    experts: Form = HUB
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -118,7 +121,7 @@ def hub_weights(path: Path, experts: Form = HUB, *, without_adapters: bool = Fal
         )
     groups = by_key(entries)
     dtypes = {key: tensors.dtype(group) for key, group in groups.items()}
-    return Weights(path, path, config, groups, dtypes, tensors.read)
+    return Weights(path, path, config, groups, dtypes, tensors.read, experts=experts)
 
 
 def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:
@@ -146,7 +149,8 @@ def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:
     def read(entry: Entry) -> Tensor:
         return reader.read(entry.megatron, entry.expert)
 
-    return Weights(path, hf_files, config, groups, dtypes, read, manifest, extras, reader)
+    form = experts_form(hf_files)
+    return Weights(path, hf_files, config, groups, dtypes, read, manifest, extras, reader, form)
 
 
 def _check(

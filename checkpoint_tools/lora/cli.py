@@ -1,7 +1,6 @@
 """Commands for adapters: lora-export, lora-import, lora-merge."""
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -56,12 +55,11 @@ def _lora_export(
         force=force,
         show=console.progress,
     )
-    seconds = time.perf_counter() - start
-    console.report(
-        {**asdict(done), "seconds": seconds},
+    console.report_done(
+        done,
+        start,
         f"{checkpoint_dir}: adapters of step {done.step} (rank {done.rank}, alpha {done.alpha:g}) "
-        f"on {done.num_modules} modules, {format_bytes(done.num_bytes)}, exported to {peft_dir} in "
-        f"{seconds:.1f} s",
+        f"on {done.num_modules} modules, {format_bytes(done.num_bytes)}, exported to {peft_dir}",
     )
 
 
@@ -102,12 +100,12 @@ def _lora_import(
         experts=experts,
         show=console.progress,
     )
-    seconds = time.perf_counter() - start
-    console.report(
-        {**asdict(done), "seconds": seconds},
+    console.report_done(
+        done,
+        start,
         f"{peft_dir}: {done.num_tensors} tensors with those of the base model, "
-        f"{format_bytes(done.num_bytes)}, imported into {checkpoint_dir} in {seconds:.1f} s\n"
-        f"A recipe with these adapters has lora.rank={done.rank} lora.alpha={done.alpha:g} "
+        f"{format_bytes(done.num_bytes)}, imported into {checkpoint_dir}",
+        f"\nA recipe with these adapters has lora.rank={done.rank} lora.alpha={done.alpha:g} "
         f"lora.targets=[{','.join(done.targets)}]",
     )
 
@@ -130,14 +128,10 @@ def _lora_merge(
     experts: Experts = "hub",
 ) -> None:
     """Merge adapters into their base model, in fp32 and rounded once, as a HuggingFace folder."""
-    max_shard_bytes = output.max_shard_bytes
+    output.check()
     one_process("lora-merge")
-    import torch
-
-    from checkpoint_tools.export_hf import WriteOptions
     from checkpoint_tools.lora.merge_adapters import merge_adapters
 
-    dtype = getattr(torch, output.dtype) if output.dtype else None
     start = time.perf_counter()
     done = merge_adapters(
         source,
@@ -146,12 +140,12 @@ def _lora_merge(
         step=chosen.step,
         alpha=chosen.alpha,
         experts=experts,
-        options=WriteOptions(output.force, max_shard_bytes, dtype, console.progress),
+        options=output.write_options(console.progress),
     )
-    seconds = time.perf_counter() - start
-    console.report(
-        {**asdict(done), "seconds": seconds},
+    console.report_done(
+        done,
+        start,
         f"{source}: adapters of {done.num_merged} projections merged, {done.num_tensors} tensors, "
-        f"{format_bytes(done.num_bytes)}, in {hf_dir}, {count_files(done.num_files)}, "
-        f"{seconds:.1f} s" + done.remarks(),
+        f"{format_bytes(done.num_bytes)}, in {hf_dir}, {count_files(done.num_files)}",
+        done.remarks(),
     )

@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import IO
 
 
 def partial_path(target: Path) -> Path:
@@ -42,6 +43,14 @@ def remove_folder(target: Path) -> None:
     target.rename(doomed)
     sync(target.parent)
     shutil.rmtree(doomed)
+
+
+def close_written(file: IO[bytes], *, is_whole: bool) -> None:
+    """Close a new file, flushed to the disk if all of it was written."""
+    with file:
+        if is_whole:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def sync_tree(folder: Path) -> None:

@@ -1,11 +1,12 @@
 """Sizes and checksums of the files of a step."""
 
-import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from megavlm.checkpointing.atomic import close_written
 
 _BLOCK = 1 << 24
 
@@ -83,10 +84,7 @@ class SummedFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._file:
-            if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        close_written(self._file, is_whole=error is None)
 
 
 def _crc32(path: Path) -> int:

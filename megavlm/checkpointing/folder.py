@@ -3,7 +3,8 @@
     CHECKPOINT_DIR/
       latest               name of the newest step
       best                 name of the best step, if a metric is configured
-      hf/                  config, tokenizer and processor files of the model, and their checksums
+      hf/                  config, tokenizer and processor files of the model, their checksums, and
+                           how the folder that they are from stacks experts
       step_00000040/
         manifest.json      step, contents, scores, and size and checksum of every other file
         .metadata, metadata.json, common.pt, *.distcp    megatron-core dist_checkpointing
@@ -26,7 +27,9 @@ import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from safetensors import safe_open
 
 from megavlm.checkpointing import atomic
 from megavlm.checkpointing.checksums import file_checksums, first_difference
@@ -40,6 +43,7 @@ EXTRA_STATE = "extra.json"
 LORA_SETTINGS = "lora.json"
 PEFT_CONFIG = "adapter_config.json"
 _HF_SUMS = "checksums"  # no suffix: never the name of a model's file, and never copied from hf/
+_EXPERTS = "experts"  # holds "memory" if experts are stacked as transformers 5 saves them
 # Files of a HuggingFace folder that hold neither weights nor code, by name alone.
 _HF_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*")
 
@@ -128,6 +132,8 @@ def latest_step(folder: str | Path) -> int | None:
     folder = Path(folder)
     steps = complete_steps(folder)
     if not steps:
+        if (folder / LATEST).is_file():
+            logger.warning("%s names a step, but no step is complete.", folder / LATEST)
         return None
     step = _tracked(folder)
     if step is None:
@@ -180,15 +186,42 @@ def publish(folder: Path, step: int) -> None:
         announcement = _announcement(path.name, atomic.partial_path(path))
         lines = f"{step_folder(folder, before).name}\n{announcement}\n"
         atomic.write_text(folder / LATEST, lines)
+    elif (folder / LATEST).is_file():
+        logger.warning("%s did not name a complete step: it is replaced.", folder / LATEST)
     atomic.replace_folder(path)
     atomic.write_text(folder / LATEST, f"{path.name}\n")
 
 
 def write_hf_files(source: Path, target: Path) -> None:
-    """Create `hf/`, with the checksums of its files."""
+    """Create `hf/`, with the form of the experts in `source` and the checksums of its files."""
     copy_hf_files(source, target)
+    form = experts_form(source)
+    if form != "hub":
+        (target / _EXPERTS).write_text(form)
     sums = file_checksums(target, sorted(path.name for path in target.iterdir()))
     (target / _HF_SUMS).write_text(json.dumps(sums, indent=1))
+
+
+def experts_form(folder: Path) -> Literal["hub", "memory"]:
+    """Return how a HuggingFace folder, or the `hf/` of a checkpoint, stacks experts: as on the hub,
+    or as transformers 5 saves them. "hub" where there are no stacks.
+
+    Their shapes tell: gate_up_proj [E, H, 2I] with down_proj [E, I, H], or both with the last two
+    dims exchanged.
+    """
+    if (folder / _EXPERTS).is_file():
+        return "memory"
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():
+                kind = name.rpartition(".experts.")[2]
+                if kind in ("gate_up_proj", "down_proj"):
+                    shapes.setdefault(kind, file.get_slice(name).get_shape())
+        if len(shapes) == 2:
+            (_, _, columns), (_, rows, _) = shapes["gate_up_proj"], shapes["down_proj"]
+            return "hub" if columns == 2 * rows else "memory"
+    return "hub"
 
 
 def check_hf_files(folder: Path) -> None:
@@ -206,6 +239,25 @@ def check_hf_files(folder: Path) -> None:
         raise ValueError(f"{path} cannot be read as checksums: {error}.") from error
     if problem := first_difference(path.parent, sums, sums):
         raise ValueError(f"{problem} If it was changed on purpose, delete {path}.")
+
+
+def saved_config(step: Path) -> dict[str, Any]:
+    """Return the config.json of the model that a step's folder holds, {} if it cannot be read."""
+    try:
+        values = json.loads((step.parent / HF_FILES / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def check_family(step: Path, model_type: str) -> None:
+    """Raise ValueError if a step's folder holds a model of another family."""
+    saved = saved_config(step).get("model_type", model_type)
+    if saved != model_type:
+        raise ValueError(
+            f"{step} holds a model of the family {saved}, and model.folder one of {model_type}: "
+            "name a folder and a checkpoint of one model"
+        )
 
 
 def copy_hf_files(source: Path, target: Path) -> None:

@@ -21,7 +21,13 @@ from megatron.core.utils import unwrap_model
 from megavlm.checkpointing.adapter_settings import adapter_keys
 from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.checkpointing.checksums import first_difference
-from megavlm.checkpointing.folder import EXTRA_STATE, Manifest, check_hf_files, locate_step
+from megavlm.checkpointing.folder import (
+    EXTRA_STATE,
+    Manifest,
+    check_family,
+    check_hf_files,
+    locate_step,
+)
 from megavlm.checkpointing.random_states import random_states_file, restore_random_states
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.state import current_layout, replica_group, sharded_state
@@ -36,17 +42,19 @@ def load_checkpoint(
     chunks: Sequence[MegatronModule],
     optimizer: MegatronOptimizer | None = None,
     scheduler: OptimizerParamScheduler | None = None,
+    model_type: str | None = None,
 ) -> dict[str, Any]:
-    """Load a step (default: the latest) in place and return its `extra`. Collective.
+    """Load a step (default: the latest) in place and return its `extra`. Collective. model_type:
+    the family that the step must be of, None for any.
 
     Without an optimizer only the weights are loaded, in the model's dtype, and an imported
     checkpoint is accepted, too. With an optimizer this rank's random states are restored as well if
     the run has the layout that saved them. An optimizer that was built before its model's weights
     were loaded alone needs `optimizer.reload_model_params()`.
 
-    Raises ValueError, the same on every rank, if there is no such step, a file of the step or of
-    the model is missing or damaged, a tensor is missing or of another shape, or the model has no
-    place for the step's adapters.
+    Raises ValueError, the same on every rank, if there is no such step, it is of another family, a
+    file of the step or of the model is missing or damaged, a tensor is missing or of another shape,
+    or the model has no place for the step's adapters.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
@@ -55,6 +63,8 @@ def load_checkpoint(
         if rank != 0:
             return None
         path = locate_step(Path(folder), step)
+        if model_type is not None:
+            check_family(path, model_type)
         return path, Manifest.read(path)
 
     (found, *_) = run_on_all_ranks("load", find)

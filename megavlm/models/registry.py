@@ -75,6 +75,16 @@ FAMILIES = {
 }
 
 
+def quantization(values: Mapping[str, Any]) -> str | None:
+    """Return the method by which a config.json says that its weights are quantised, None for
+    weights as they were trained.
+    """
+    settings = values.get("quantization_config")
+    if settings is None:
+        return None
+    return str(settings.get("quant_method") if isinstance(settings, Mapping) else settings)
+
+
 def family(model_type: Any) -> Family:
     """Return the family of a `model_type`, which a config.json may set to anything. Raises
     ValueError for one that is not supported.

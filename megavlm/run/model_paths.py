@@ -50,7 +50,7 @@ def served_folder(config: Config, name: str | None) -> Iterator[Path]:
     adapter does not fit the model.
     """
     # Imported late: preflight imports this module before the platform is installed.
-    from checkpoint_tools.export_hf import export_hf
+    from checkpoint_tools.export_hf import WriteOptions, export_hf
     from checkpoint_tools.lora.merge_adapters import merge_adapters
 
     model = config.model
@@ -65,8 +65,9 @@ def served_folder(config: Config, name: str | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="megavlm-evaluate-") as folder:
         target = Path(folder) / "hf"
+        options = WriteOptions(experts="hub")  # the form that servers read
         if kind == "adapter":
-            merge_adapters(own, target, adapter=path)
+            merge_adapters(own, target, adapter=path, options=options)
         else:
-            export_hf(path, target)
+            export_hf(path, target, options=options)
         yield target

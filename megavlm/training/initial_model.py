@@ -55,7 +55,7 @@ def start_model(
         _add(model, lora, config.run.seed)
     if step is not None:
         with _without_value_head(model):
-            load_checkpoint(step, chunks=model)
+            load_checkpoint(step, chunks=model, model_type=hf_config.model_type)
     else:
         for chunk in model:
             load_hf(chunk, entries, HFFolder(config.model.folder), mesh)

@@ -115,6 +115,7 @@ class TrainState:
             chunks=self.model,
             optimizer=self.updater.optimizer,
             scheduler=self.updater.scheduler,
+            model_type=self.hf_config.model_type,
         )
         self.step = extra["step"]
         self.algorithm_state = extra["algorithm"]

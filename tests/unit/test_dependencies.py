@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[2]
 # Lower never imports higher; packages of one level do not import each other. A module's package is
 # the part of its name after `megavlm.`; a module that is named here has a level of its own.
 LEVELS = [
-    {"models.registry"},  # it imports a family's modules when they are used
+    {
+        "models.registry",
+        "version_option",
+    },  # the first imports a family's modules when they are used
     {"config", "observability"},
     {"algorithms", "parallel", "rewards"},
     {"environments", "data"},

@@ -9,6 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megavlm.data import git_lfs
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -144,4 +146,7 @@ def _open(path: Path) -> safe_open:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}.") from error
     except SafetensorError as error:
+        with path.open("rb") as file:
+            if git_lfs.is_pointer(file.read(64)):
+                raise ValueError(f"{path}: {git_lfs.FETCH}") from error
         raise ValueError(f"{path} is not a complete safetensors file: {error}.") from error

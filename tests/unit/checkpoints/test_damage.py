@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.checkpointing.folder import latest_step, step_folder
+from megavlm.checkpointing.atomic import partial_path
+from megavlm.checkpointing.folder import latest_step, publish, step_folder
 from megavlm.checkpointing.save import SaveTarget
 from megavlm.checkpointing.saver import Saver
 from tests.distributed.fork import launch
@@ -55,6 +56,21 @@ def test_a_truncated_file_is_named_and_the_step_before_loads(tmp_path: Path) -> 
     for message in messages:
         assert str(step_folder(tmp_path / "run", 2)) in message and "\n" not in message
     assert "bytes; its manifest lists" in messages[0]
+
+
+def test_a_damaged_tracker_is_never_replaced_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "latest").write_text("step_00000003\n")
+    assert latest_step(tmp_path) is None
+    partial_path(step_folder(tmp_path, 1)).mkdir()
+    (partial_path(step_folder(tmp_path, 1)) / "manifest.json").write_text("{}")
+    publish(tmp_path, 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/latest names a step, but no step is complete.",
+        f"{tmp_path}/latest did not name a complete step: it is replaced.",
+    ]
+    assert latest_step(tmp_path) == 1
 
 
 def test_an_empty_tracker_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
