@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,12 +10,14 @@ import typer
 
 from megavlm.demo import FAMILY
 from megavlm.models.registry import FAMILIES
+from megavlm.version_option import add_version
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Reinforcement learning for vision-language models on megatron-core and SGLang.",
 )
+add_version(app, "megavlm")
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe.")]
 Overrides = Annotated[
@@ -30,27 +31,6 @@ DryRun = Annotated[
         help="Check everything, print the resolved configuration and start nothing.",
     ),
 ]
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        typer.echo(f"megavlm {version('megavlm')}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    _: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            help="Print the version and exit.",
-        ),
-    ] = False,
-) -> None:
-    """Declare the options of `megavlm` itself."""
 
 
 @app.command()
@@ -231,16 +211,20 @@ def _run(
 
         return worker.run(phase, config)
     from megavlm.observability.progress import Progress
-    from megavlm.run import preflight
 
     world_size = int(os.environ.get("WORLD_SIZE", config.parallel.num_ranks))
     with Progress(sys.stderr) as progress:
         progress.show("checking the recipe")
-        preflight.check(config, world_size=world_size, phase=phase)
-    if dry_run:
-        from megavlm.config.dump import to_yaml
+        if dry_run:
+            from megavlm.run.dry_run import dry_run as check_all
 
-        typer.echo(to_yaml(config), nl=False)
+            resolved = check_all(config, world_size=world_size, phase=phase)
+        else:
+            from megavlm.run import preflight
+
+            preflight.check(config, world_size=world_size, phase=phase)
+    if dry_run:
+        typer.echo(resolved, nl=False)
         return None
     from megavlm.run.launcher import run_workers
 

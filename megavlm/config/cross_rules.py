@@ -9,6 +9,7 @@ from megavlm.config.algorithm import SFT, PolicyOptimization
 from megavlm.config.derived import longest_tree
 from megavlm.config.evaluation import EVALUATION, MEASURES
 from megavlm.config.lora import SERVED_TARGETS
+from megavlm.config.metric_names import nearest_metrics
 from megavlm.config.schema import Config
 from megavlm.config.section import Section, out_of_range
 
@@ -200,7 +201,14 @@ def _check_checkpoint(config: Config) -> None:
             "resumes from none: remove one of them"
         )
     metric = checkpoint.best_metric
-    if metric is None or not metric.startswith(EVALUATION):
+    if metric is None:
+        return
+    if not metric.startswith(EVALUATION):
+        if near := nearest_metrics(metric):
+            raise ValueError(
+                f"checkpoint.best_metric={metric} is no metric of training steps: choose one of "
+                f"metrics.jsonl, such as {', '.join(near)}, or {EVALUATION}greedy"
+            )
         return
     measure = metric.split("/")[1]
     if measure not in MEASURES:

@@ -114,12 +114,16 @@ class Processor:
         prompt = self._prompt(row, self._short_ids(row))
         num_tokens = len(prompt.token_ids)
         if num_tokens > self._max_prompt_tokens:
-            raise PromptTooLong(
-                f"{row.source}: the prompt has {num_tokens} tokens, more than "
-                f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that, lower "
-                "data.max_pixels or show fewer frames of a video"
-            )
+            raise PromptTooLong(self.too_long(row, num_tokens))
         return prompt
+
+    def too_long(self, row: Row, num_tokens: int) -> str:
+        """Return the sentence about a prompt of num_tokens, above data.max_prompt_tokens."""
+        return (
+            f"{row.source}: the prompt has {num_tokens} tokens, more than "
+            f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that, lower "
+            "data.max_pixels or show fewer frames of a video"
+        )
 
     def next_turn(self, prompt: Prompt, response: Sequence[int], row: Row) -> Prompt:
         """Append to a prompt a response that ended its turn, and the messages and images of `row`

@@ -1,23 +1,21 @@
 """Checks of a run before a GPU or a server is used: files, columns, images, layout, ports.
 
 Each raises ValueError with one sentence: key, value, rule and way out. Rules that need nothing but
-the configuration are in megavlm/config, those of the layout in preflight_layout.py. Not covered:
-memory, the number of GPUs, prompts that are too long (the processor reports their rows).
+the configuration are in megavlm/config, those of the model in preflight_model.py, those of the
+layout in preflight_layout.py, and what needs the tokenizer or tensors in dry_run.py. Not covered:
+memory, and the number of the trainer's GPUs.
 """
 
 import asyncio
-import json
-import os
+import difflib
 import socket
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
-from safetensors import SafetensorError, safe_open
-
 from megavlm.algorithms.registry import check as check_algorithm
-from megavlm.checkpointing.folder import MANIFEST, PEFT_CONFIG, is_checkpoint
 from megavlm.config.algorithm import SFT, PolicyOptimization
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
@@ -26,12 +24,13 @@ from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS, check_environme
 from megavlm.environments.remote import make_environments
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
-from megavlm.models.registry import FAMILIES
+from megavlm.inference.server_options import option_names
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
 from megavlm.rollout.rewards import make_reward_manager, reward_parts
 from megavlm.run.model_paths import check_model_paths
-from megavlm.run.preflight_layout import check_ranks, check_sizes
+from megavlm.run.preflight_layout import check_ranks
+from megavlm.run.preflight_model import check_checkpoint, check_model
 from megavlm.run.run_lock import check_free
 
 SAMPLE = 2000  # rows of a data set whose images are decoded
@@ -64,10 +63,12 @@ def check(
         return
     make_environments(config.environment).close()
     asyncio.run(make_reward_manager(config).close())
-    check_model(Path(config.model.folder), config)
+    values = check_model(Path(config.model.folder), config)
     if config.model.checkpoint is not None:
-        check_checkpoint(Path(config.model.checkpoint))
+        check_checkpoint(Path(config.model.checkpoint), config, values)
     check_run_dir(Path(config.run.dir))
+    check_server_args(config.rollout)
+    check_gpus(config.rollout)
     if phase == "train":
         check_free(config.run.dir)
     else:
@@ -76,7 +77,7 @@ def check(
     if phase == "train":
         check_handles(config.rollout)
     check_data(train_files, config, "sft" if isinstance(config.algorithm, SFT) else "rewards")
-    check_data(config.data.test_files, config, "rewards" if _evaluates(config, phase) else None)
+    check_data(config.data.test_files, config, "rewards" if evaluates(config, phase) else None)
 
 
 def check_partial_rollouts(config: Config) -> None:
@@ -93,98 +94,22 @@ def check_partial_rollouts(config: Config) -> None:
         )
 
 
-def check_model(folder: Path, config: Config) -> None:
-    """Raise ValueError if `folder` is not a complete HuggingFace folder of a supported family that
-    the layouts can split.
-    """
-    values = _read_json(folder, "config.json")
-    model_type = values.get("model_type")
-    if model_type not in list(FAMILIES):  # a config.json may hold anything, also what has no hash
-        raise ValueError(
-            f"model.folder={folder} holds a model of type {model_type!r}, which is not supported: "
-            f"use one of {', '.join(FAMILIES)}"
-        )
-    check_sizes(config, values, folder)
-    check_weights(folder)
-    if (folder / PEFT_CONFIG).is_file():
-        raise ValueError(
-            f"model.folder={folder} holds adapters beside its model, which would be ignored: "
-            f"merge them (megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}), or move "
-            "them away"
-        )
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() and not path.exists():
-            raise ValueError(
-                f"model.folder={folder} has a broken link, {path.name}: download the file"
-            )
-    if not (folder / "tokenizer.json").is_file() and not (
-        (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
-    ):
-        raise ValueError(
-            f"model.folder={folder} has no tokenizer (tokenizer.json): "
-            "copy it from where the model came from"
-        )
-    names = ("preprocessor_config.json", "processor_config.json")
-    if not any((folder / name).is_file() for name in names):
-        raise ValueError(
-            f"model.folder={folder} has no image processor ({' or '.join(names)}): "
-            "copy it from where the model came from"
-        )
-
-
-def check_weights(folder: Path) -> None:
-    """Raise ValueError if safetensors files that the index names are missing or truncated.
-
-    Reads only the headers.
-    """
-    shards = sorted(folder.glob("*.safetensors"))
-    pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-    if not shards and pickles:
-        raise ValueError(
-            f"model.folder={folder} holds pickled weights ({sorted(pickles)[0].name}), which can "
-            "run any code when they are loaded: if you trust them, save them as safetensors "
-            "(save_pretrained in transformers)"
-        )
-    if not shards:
-        raise ValueError(f"model.folder={folder} has no *.safetensors: give a complete model")
-    index = "model.safetensors.index.json"
-    if (folder / index).is_file():
-        named = set(_read_json(folder, index).get("weight_map", {}).values())
-        missing = sorted(named - {shard.name for shard in shards})
-        if missing:
-            raise ValueError(
-                f"model.folder={folder} lacks {missing[0]}, which its {index} names: "
-                "download it again"
-            )
-    for shard in shards:
-        try:
-            with safe_open(shard, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{shard} is damaged ({error}): download it again") from error
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Raise ValueError if `folder` is neither a checkpoint folder with a complete step nor a step's
-    own folder.
-    """
-    if not is_checkpoint(folder):
-        raise ValueError(
-            f"model.checkpoint={folder} holds no complete checkpoint (no {MANIFEST}): create one "
-            "with megavlm-convert import, or set model.checkpoint=null to start from the weights "
-            "in model.folder"
-        )
-
-
 def check_run_dir(folder: Path) -> None:
     """Raise ValueError if the directory cannot be created or written by this user."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "is not writable" if existing.is_dir() else "is a file"
+    reason = None if existing.is_dir() else "is a file"
+    if reason is None:
+        try:  # what mode bits say is not all: a read-only disk, or none that takes files
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+        except OSError as error:
+            reason = f"is not writable ({error.strerror})"
+    if reason is not None:
         raise ValueError(f"run.dir={folder} cannot be written, because {existing} {reason}")
 
 
-def _evaluates(config: Config, phase: str) -> bool:
+def evaluates(config: Config, phase: str) -> bool:
+    """Return True if the run asks the questions of data.test_files."""
     evaluation = config.evaluation
     return phase == "evaluate" or bool(evaluation.every or evaluation.before or evaluation.after)
 
@@ -231,20 +156,34 @@ def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) 
             raise ValueError(f"{row.source}: {error}") from error
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise ValueError(f"model.folder={folder} is not a folder: give a HuggingFace model folder")
-    try:
-        values = json.loads((folder / name).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+def check_server_args(rollout: Rollout) -> None:
+    """Raise ValueError for options of managed servers that SGLang does not have."""
+    if not rollout.server_args:
+        return
+    known = option_names()
+    for name in rollout.server_args:
+        plain = name.lstrip("-").replace("-", "_")
+        if plain not in known:
+            near = difflib.get_close_matches(plain, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f"rollout.server_args.{name} is no option of the installed SGLang: {hint}"
+                "python -m sglang.launch_server --help lists them"
+            )
+
+
+def check_gpus(rollout: Rollout) -> None:
+    """Raise ValueError if rollout.gpus names GPUs that this machine does not have."""
+    if not rollout.gpus:
+        return
+    from megavlm.parallel import platform  # torch takes seconds, and few runs come here
+
+    count = platform.num_gpus()
+    if max(rollout.gpus) >= count:
         raise ValueError(
-            f"model.folder={folder} has no {name}: give a HuggingFace model folder"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / name} cannot be read ({error})") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{folder / name} is not a JSON object: give a complete model folder")
-    return values
+            f"rollout.gpus={list(rollout.gpus)} names GPUs for the servers, and this machine has "
+            f"{count}: remove it, or name those that are there"
+        )
 
 
 def check_ports(rollout: Rollout) -> None:

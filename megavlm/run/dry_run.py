@@ -1,0 +1,154 @@
+"""`--dry-run`: the checks before a run, and those that need the model's tokenizer and tensors.
+
+A run makes the latter as it goes. They take seconds of imports, so that only a dry run has them.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megavlm.checkpointing.folder import experts_form, locate_step
+from megavlm.config.dump import to_yaml
+from megavlm.config.schema import Config
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Row, Rows
+from megavlm.data.summary import evenly
+from megavlm.parallel import platform
+from megavlm.run import preflight
+
+PROMPTS = 500  # rows of a data set, evenly spread, that become prompts
+FETCHED = 3  # rows of a data set whose images at URLs are fetched
+NOT_CHECKED = (
+    "values of tensors (but for tied embeddings), rows that are not named above, memory, and "
+    "whether servers start"
+)
+
+
+def dry_run(config: Config, *, world_size: int, phase: Literal["train", "evaluate"]) -> str:
+    """Return the resolved configuration as YAML, followed by comments on what was checked and what
+    was not. Starts and writes nothing.
+
+    Raises ValueError for the first thing that would end the run later.
+    """
+    preflight.check(config, world_size=world_size, phase=phase)
+    platform.install()
+    checked = [check_tensors(config)]
+    processor = Processor(config.model.folder, config.data)
+    files = {"train_files": config.data.train_files} if phase == "train" else {}
+    if preflight.evaluates(config, phase):
+        files["test_files"] = config.data.test_files
+    for key, names in files.items():
+        checked.append(check_prompts(f"data.{key}", Rows(names, config.data), processor, config))
+    lines = [f"# Checked: {line}\n" for line in checked]
+    return "".join((to_yaml(config), *lines, f"# Not checked: {NOT_CHECKED}\n"))
+
+
+def check_tensors(config: Config) -> str:
+    """Check that the tensors of model.folder and of model.checkpoint are those of the model, by
+    names and shapes. Returns what was checked.
+    """
+    # Imported late: they import megatron-core, which the platform must precede.
+    from checkpoint_tools.hf_config import read_config
+    from megavlm.checkpointing.reader import StepReader
+    from megavlm.models.common.hf_source import HFFolder
+    from megavlm.models.common.loading import HUB, HubTensors
+    from megavlm.models.common.mapping import by_key
+    from megavlm.models.registry import family
+
+    folder, checkpoint = Path(config.model.folder), config.model.checkpoint
+    hf_config = read_config(folder)
+    parts = family(hf_config.model_type)
+    parts.architecture(hf_config)
+    parts.rotary(hf_config)
+    entries, source = parts.mapping(hf_config), HFFolder(folder)
+    HubTensors(entries, source, HUB if checkpoint is None else experts_form(folder))
+    done = f"{len(source)} tensors of {folder} by name and shape"
+    if checkpoint is None:
+        return done
+    step = locate_step(Path(checkpoint), None)
+    reader = StepReader(step)
+    for key, (entry, *_) in by_key(entries).items():
+        if key not in reader.tensors:
+            raise ValueError(
+                f"model.checkpoint={checkpoint} has no tensor {key}, which the model in "
+                f"model.folder={folder} needs: name a folder and a checkpoint of one model"
+            )
+        if reader.shape(key) != entry.checkpoint_shape:
+            raise ValueError(
+                f"model.checkpoint={checkpoint} holds {key} as {reader.shape(key)}, and the model "
+                f"in model.folder={folder} as {entry.checkpoint_shape}: name a folder and a "
+                "checkpoint of one model"
+            )
+    return f"{done}, and those of {step}"
+
+
+@dataclass
+class _Found:
+    """Numbers of the rows that became prompts. unfetched: rows whose images stayed at URLs."""
+
+    lengths: list[int] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # the reasons
+    fetched: int = 0
+    unfetched: int = 0
+
+
+def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) -> str:
+    """Check rows as training makes prompts of them, evenly spread ones. Returns what was checked.
+
+    Raises ValueError, as training would, for a row that cannot be used or is too long where those
+    are refused, and if none is left where they are skipped.
+    """
+    data, found = config.data, _Found()
+    indices = evenly(len(rows), PROMPTS)
+    for index in indices:
+        try:
+            row = _read(rows, index, found)
+            length = None if row.num_unfetched else processor.num_tokens(row)
+        except ValueError as error:
+            if data.bad_samples == "refuse":
+                raise
+            found.skipped.append(str(error))
+            continue
+        if length is not None and length > data.max_prompt_tokens:
+            reason = processor.too_long(row, length)
+            if data.long_prompts == "refuse":
+                raise ValueError(reason)
+            found.skipped.append(reason)
+        elif length is not None:
+            found.lengths.append(length)
+    if found.skipped and not found.lengths:
+        raise ValueError(
+            f"{key}: none of {len(found.skipped)} rows, evenly spread, can be used: "
+            f"{found.skipped[0]}"
+        )
+    return f"{len(rows):,} rows of {key}: {_summary(found, len(rows), len(indices))}"
+
+
+def _read(rows: Rows, index: int, found: _Found) -> Row:
+    """Read a row, with its images at URLs if it is one of the first such rows."""
+    row = rows.peek(index)
+    if row.num_unfetched and found.fetched < FETCHED:
+        found.fetched += 1
+        return rows[index]
+    found.unfetched += bool(row.num_unfetched)
+    return row
+
+
+def _summary(found: _Found, num_rows: int, num_prompts: int) -> str:
+    first = min(num_rows, preflight.SAMPLE)
+    texts = [f"columns, images and rewards of {_share(first, num_rows, 'the first')}"]
+    prompts = f"prompts of {_share(num_prompts, num_rows, 'evenly spread')}"
+    if found.lengths:
+        prompts += f" ({min(found.lengths)} to {max(found.lengths)} tokens)"
+    texts.append(prompts)
+    if found.skipped:
+        texts.append(f"{len(found.skipped)} of them would be skipped, first: {found.skipped[0]}")
+    if found.fetched:
+        texts.append(
+            f"images at URLs fetched for {found.fetched} rows, and for {found.unfetched} not"
+        )
+    return "; ".join(texts)
+
+
+def _share(count: int, total: int, which: str) -> str:
+    return "all" if count == total else f"{which} {count:,}"

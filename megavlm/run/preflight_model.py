@@ -1,0 +1,169 @@
+"""Checks of the model that a run starts from: its HuggingFace folder and its checkpoint.
+
+From headers and JSON alone, without torch. Tensors are compared with config.json by a dry run
+(run/dry_run.py) and when the weights are loaded.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from megavlm.checkpointing.folder import (
+    MANIFEST,
+    PEFT_CONFIG,
+    check_family,
+    is_checkpoint,
+    locate_step,
+    saved_config,
+)
+from megavlm.config.schema import Config
+from megavlm.data import git_lfs
+from megavlm.models.registry import FAMILIES, quantization
+from megavlm.run.preflight_layout import Values, check_sizes
+
+# Ends of the names of the values in a config.json that fix shapes of tensors.
+_SIZES = ("_size", "_layers", "_heads", "_dim", "depth", "num_experts")
+
+
+def check_model(folder: Path, config: Config) -> Values:
+    """Return the values of the model's config.json.
+
+    Raises ValueError if `folder` is not a complete HuggingFace folder of a supported family that
+    the layouts can split.
+    """
+    _check_fetched(folder)
+    values = _read_json(folder, "config.json")
+    model_type = values.get("model_type")
+    if model_type not in list(FAMILIES):  # a config.json may hold anything, also what has no hash
+        raise ValueError(
+            f"model.folder={folder} holds a model of type {model_type!r}, which is not supported: "
+            f"use one of {', '.join(FAMILIES)}"
+        )
+    if method := quantization(values):
+        raise ValueError(
+            f"model.folder={folder} holds quantised weights ({method}), which cannot be trained: "
+            "take the model in bfloat16"
+        )
+    check_sizes(config, values, folder)
+    check_weights(folder)
+    if (folder / PEFT_CONFIG).is_file():
+        raise ValueError(
+            f"model.folder={folder} holds adapters beside its model, which would be ignored: "
+            f"merge them (megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}), or move "
+            "them away"
+        )
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(
+                f"model.folder={folder} has a broken link, {path.name}: download the file"
+            )
+    if not (folder / "tokenizer.json").is_file() and not (
+        (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    ):
+        raise ValueError(
+            f"model.folder={folder} has no tokenizer (tokenizer.json): "
+            "copy it from where the model came from"
+        )
+    names = ("preprocessor_config.json", "processor_config.json")
+    if not any((folder / name).is_file() for name in names):
+        raise ValueError(
+            f"model.folder={folder} has no image processor ({' or '.join(names)}): "
+            "copy it from where the model came from"
+        )
+    return values
+
+
+def _check_fetched(folder: Path) -> None:
+    """Raise ValueError if files of the folder are pointers of git-LFS."""
+    pointers = []
+    for path in sorted(folder.glob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                if git_lfs.is_pointer(file.read(64)):
+                    pointers.append(path.name)
+    if pointers:
+        more = f" (and {len(pointers) - 1} more)" if len(pointers) > 1 else ""
+        raise ValueError(f"model.folder={folder}: {pointers[0]}{more}: {git_lfs.FETCH}")
+
+
+def check_weights(folder: Path) -> None:
+    """Raise ValueError if safetensors files that the index names are missing or truncated.
+
+    Reads only the headers.
+    """
+    shards = sorted(folder.glob("*.safetensors"))
+    pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+    if not shards and pickles:
+        raise ValueError(
+            f"model.folder={folder} holds pickled weights ({sorted(pickles)[0].name}), which can "
+            "run any code when they are loaded: if you trust them, save them as safetensors "
+            "(save_pretrained in transformers)"
+        )
+    if not shards:
+        raise ValueError(f"model.folder={folder} has no *.safetensors: give a complete model")
+    index = "model.safetensors.index.json"
+    if (folder / index).is_file():
+        named = set(_read_json(folder, index).get("weight_map", {}).values())
+        missing = sorted(named - {shard.name for shard in shards})
+        if missing:
+            raise ValueError(
+                f"model.folder={folder} lacks {missing[0]}, which its {index} names: "
+                "download it again"
+            )
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{shard} is damaged ({error}): download it again") from error
+
+
+def check_checkpoint(folder: Path, config: Config, values: Values) -> None:
+    """Raise ValueError if `folder` is neither a checkpoint folder with a complete step nor a step's
+    own folder, or if it holds another model than the one in model.folder, whose
+    config.json has these values.
+    """
+    if not is_checkpoint(folder):
+        raise ValueError(
+            f"model.checkpoint={folder} holds no complete checkpoint (no {MANIFEST}): create one "
+            "with megavlm-convert import, or set model.checkpoint=null to start from the weights "
+            "in model.folder"
+        )
+    step = locate_step(folder, None)
+    check_family(step, values["model_type"])
+    saved, ours = dict(_sizes(saved_config(step))), dict(_sizes(values))
+    for name in saved.keys() & ours.keys():
+        if saved[name] != ours[name]:
+            raise ValueError(
+                f"model.checkpoint={folder} holds a model with {name}={saved[name]}, and the one "
+                f"in model.folder={config.model.folder} has {ours[name]}: name a folder and a "
+                "checkpoint of one model"
+            )
+
+
+def _sizes(values: Values, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Yield (dotted key, value) of the sizes in a config.json and its sections."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _sizes(value, f"{prefix}{key}.")
+        elif type(value) is int and key.endswith(_SIZES):
+            yield prefix + key, value
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(f"model.folder={folder} is not a folder: give a HuggingFace model folder")
+    try:
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"model.folder={folder} has no {name}: give a HuggingFace model folder"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / name} cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{folder / name} is not a JSON object: give a complete model folder")
+    return values
