@@ -11,17 +11,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import png, write_model_folder
+from megavlm.demo.tiny_model import make_tiny_model
+from tests.cache import cached_folder
+from tests.conftest import png
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
+
+
+def make_model(folder: Path) -> None:
+    """A model with the pixel bounds of the released ones."""
+    make_tiny_model(folder, ["red"] * 9, seed=0, num_heads=8, num_kv_heads=4, max_pixels=2**24)
 
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
     """Make a folder with what the tutorial takes for granted: recipes, a model, photos."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    write_model_folder(tmp_path / "models/Qwen2.5-VL-3B-Instruct")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/Qwen2.5-VL-3B-Instruct").symlink_to(
+        cached_folder("tutorial", "", make_model)
+    )
     (tmp_path / "photos").mkdir()
     for color in ("red", "blue", "green"):
         (tmp_path / f"photos/{color}_01.png").write_bytes(png())

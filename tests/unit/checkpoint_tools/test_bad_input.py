@@ -13,10 +13,12 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from checkpoint_tools.export_hf import export_hf
+from checkpoint_tools.export_hf import WriteOptions, export_hf
 from checkpoint_tools.import_hf import import_hf
 from megavlm.models.common import hf_source
-from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.hf_source import SINGLE, HFFolder
+from megavlm.models.common.loading import Form
+from tests.conftest import LFS_POINTER
 from tests.unit.checkpoint_tools.command import run, sentence
 from tests.unit.checkpoint_tools.conftest import Folder
 
@@ -229,10 +231,49 @@ def test_experts_in_every_layout_become_one_checkpoint(
     """Unstacked experts are recognised by their keys; the format of stacks is --experts."""
     rewrite(hf, change)
     import_hf(hf, tmp_path / "checkpoint", experts=form)  # type: ignore[arg-type]
-    export_hf(tmp_path / "checkpoint", tmp_path / "out")
+    export_hf(tmp_path / "checkpoint", tmp_path / "out", options=WriteOptions(experts="hub"))
     before, after = HFFolder(hf_folder(MOE)), HFFolder(tmp_path / "out")
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("form", ["hub", "memory"])
+def test_experts_come_back_in_the_form_they_came_in_or_as_asked(
+    form: Form, hf: Path, hf_folder: Folder, tmp_path: Path
+) -> None:
+    other: Form = "memory" if form == "hub" else "hub"
+    if form == "memory":
+        rewrite(hf, transpose)
+    checkpoint = tmp_path / "checkpoint"
+    assert run("import", hf, checkpoint, "--experts", form, "--quiet") == 0
+    assert run("export", checkpoint, tmp_path / "same", "--quiet") == 0
+    assert run("export", checkpoint, tmp_path / "other", "--experts", other, "--quiet") == 0
+    came, same, turned = (
+        load_file(path / SINGLE) for path in (hf, tmp_path / "same", tmp_path / "other")
+    )
+    assert came.keys() == same.keys() == turned.keys()
+    assert all(torch.equal(came[name], same[name]) for name in came)
+    transpose(turned)
+    assert all(torch.equal(came[name], turned[name]) for name in came)
+
+
+def test_quantised_weights_are_refused(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    refused(
+        tmp_path, r"describes quantised weights \(fp8\), .*: take the model in bfloat16", capsys
+    )
+
+
+def test_a_pointer_of_git_lfs_is_named(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (hf / SINGLE).write_bytes(LFS_POINTER)
+    refused(tmp_path, r"model.safetensors: a git-LFS pointer .* `git lfs pull`", capsys)
 
 
 def test_a_square_stack_is_read_as_told_and_never_guessed(hf: Path, tmp_path: Path) -> None:

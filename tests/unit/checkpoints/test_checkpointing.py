@@ -224,7 +224,8 @@ def load_error(
     run = start(hf, ranks, **options or {})
     try:
         if weights:
-            load_checkpoint(folder, step=step, chunks=run.chunks)
+            config = json.loads((hf / "config.json").read_text())
+            load_checkpoint(folder, step=step, chunks=run.chunks, model_type=config["model_type"])
         else:
             run.load(folder, step)
     except ValueError as error:
@@ -238,11 +239,13 @@ def test_what_cannot_be_loaded_is_named_on_every_rank(hf: Path, tmp_path: Path) 
     launch(2, train_and_save, hf, TP2, tmp_path / "trained", 0)
     wide = make_hf(tmp_path / "wide", num_layers=4, ffn_size=512)
     deep = make_hf(tmp_path / "deep", num_layers=6)
+    other = make_hf(tmp_path / "other", num_layers=4, family="qwen2_vl")
 
     for source, folder, step, weights, message in (
         (hf, tmp_path / "imported", None, False, "holds weights only"),
         (hf, tmp_path / "nothing", None, True, "holds no complete checkpoint."),
         (hf, tmp_path / "trained", 2, True, "no complete checkpoint of step 2; it has steps 3."),
+        (other, tmp_path / "imported", None, True, "qwen2_5_vl, and model.folder one of qwen2_vl"),
         (wide, tmp_path / "imported", None, True, "(512, 128); the model's has (1024, 128)."),
         (deep, tmp_path / "trained", None, True, "which the model needs."),
     ):

@@ -33,6 +33,9 @@ BROKEN = {
         "checkpoint.keep_last=1",
         "checkpoint.keep_every=5",
     ): "checkpoint.keep_every=5 must be a multiple of checkpoint.every=0",
+    (
+        "checkpoint.best_metric=rewards",
+    ): "checkpoint.best_metric=rewards is no metric of training steps: choose one of metrics.jso",
     ("checkpoint.best_metric=evaluation/loss",): "choose one of evaluation/greedy, evaluation/samp",
     (
         "checkpoint.best_metric=evaluation/shuffled/count",
@@ -45,6 +48,7 @@ BROKEN = {
 KEPT = (
     (*KEEP, "checkpoint.keep_every=20", GREEDY, "evaluation.every=10"),
     (GREEDY, "evaluation.after=true"),
+    ("checkpoint.best_metric=reward/part/a",),
     ("checkpoint.best_metric=loss", "checkpoint.best_mode=min", "checkpoint.keep_last=1"),
     ("checkpoint.step=0", "checkpoint.async_save=false"),
 )

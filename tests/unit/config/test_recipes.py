@@ -13,6 +13,7 @@ from megavlm.environments.curriculum import Curriculum
 from megavlm.rewards.geospot import WEIGHTS
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.run import preflight
+from megavlm.run.preflight_model import check_model
 from tests.conftest import write_model_folder
 from tests.unit.models.releases import RELEASES
 
@@ -37,7 +38,13 @@ def test_a_recipe_resolves_and_fits_its_model(name: str, tmp_path: Path) -> None
     preflight.check(config, world_size=config.parallel.num_ranks, files=False)
     release = RELEASES.get(Path(config.model.folder).name.removesuffix("-Instruct"), {})
     assert release or name.startswith("debug/"), "a recipe names a released model"
-    preflight.check_model(write_model_folder(tmp_path / "model", **release), config)
+    check_model(write_model_folder(tmp_path / "model", **release), config)
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if name.startswith("debug/")])
+def test_a_recipe_of_the_demo_takes_fewer_steps_and_longer_responses(name: str) -> None:
+    config = load(RECIPES / name, ["algorithm.steps=3", "rollout.max_new_tokens=600"])
+    assert config.optimizer.warmup_steps == 0 and config.data.pack_tokens >= 4096
 
 
 @pytest.mark.parametrize("name", [name for name in WHOLE if name.startswith("grpo/")])

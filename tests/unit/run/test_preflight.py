@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from megavlm.inference.server_args import CPU_ARGS, SHARED_GPU_ARGS
+from megavlm.inference.server_options import option_names
 from megavlm.run import preflight
-from tests.conftest import png, row, write_rows
+from tests.conftest import LFS_POINTER, TINY_CONFIG, png, row, write_rows
 from tests.unit.run.checks import WriteRecipe, check, refused
 
 
@@ -61,6 +63,16 @@ def _missing_shard(folder: Path) -> None:
             "holds adapters beside its model, which would be ignored: merge them",
         ),
         (
+            lambda folder: (folder / "model.safetensors").write_bytes(LFS_POINTER),
+            "model.safetensors: a git-LFS pointer in place of the file: fetch it with `git lfs pu",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text(
+                json.dumps({**TINY_CONFIG, "quantization_config": {"quant_method": "fp8"}})
+            ),
+            "holds quantised weights (fp8), which cannot be trained: take the model in bfloat16",
+        ),
+        (
             lambda folder: (folder / "generation_config.json").symlink_to("gone"),
             "has a broken link, generation_config.json",
         ),
@@ -85,12 +97,61 @@ def test_model_folder_and_checkpoint_exist(write_recipe: WriteRecipe, tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "qwen2_vl"}, "of the family qwen2_vl, and model.folder one of qwen2_5_vl"),
+        ({"hidden_size": 64}, "holds a model with hidden_size=64, and the one in model.folder="),
+        ({"max_position_embeddings": 64}, None),
+    ],
+)
+def test_a_checkpoint_is_of_the_model(
+    write_recipe: WriteRecipe, tmp_path: Path, values: dict[str, Any], message: str | None
+) -> None:
+    for name in ("step_00000003", "hf"):
+        (tmp_path / "checkpoint" / name).mkdir(parents=True)
+    (tmp_path / "checkpoint/step_00000003/manifest.json").write_text("{}")
+    (tmp_path / "checkpoint/latest").write_text("step_00000003")
+    (tmp_path / "checkpoint/hf/config.json").write_text(json.dumps(TINY_CONFIG | values))
+    override = f"model.checkpoint={tmp_path / 'checkpoint'}"
+    if message is None:
+        check(write_recipe(), override)
+    else:
+        assert message in refused(write_recipe(), override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.server_args.mem_fraction=0.5"],
+            "rollout.server_args.mem_fraction is no option of the installed SGLang: did you mean "
+            "mem_fraction_static?",
+        ),
+        (["rollout.gpus=[999]"], "rollout.gpus=[999] names GPUs for the servers, and this machine"),
+    ],
+)
+def test_servers_can_be_started(
+    write_recipe: WriteRecipe, overrides: list[str], message: str
+) -> None:
+    assert message in refused(write_recipe(), *overrides)
+    check(write_recipe(), "rollout.server_args={--mem-fraction-static: 0.5, max_total_tokens: 9}")
+
+
+def test_the_options_that_megavlm_sets_are_sglangs() -> None:
+    used = {*CPU_ARGS, *SHARED_GPU_ARGS, "tp_size", "disable_radix_cache", "enable_lora"}
+    assert used <= option_names()
+
+
+@pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([], "no rows"),
         ([row(), row(problem="no placeholder"), row(problem="<image><image>")], ":2: 2 <image>"),
         ([row(), row(images=[{"bytes": png()[:60], "path": None}])], ":1: image 1: "),
         ([row(), row(images=[{"bytes": b"<svg/>", "path": None}])], ":1: image 1: not an image"),
+        ([row(images=[LFS_POINTER])], ":0: image 1: a git-LFS pointer"),
+        ([row(images=[3])], ":0: column 'images': an image has neither bytes nor a path: 3"),
+        ([row(images=["http://10.0.0.5/x.png"])], "10.0.0.5 is not a public address"),
     ],
 )
 def test_rows(
@@ -128,14 +189,11 @@ def test_files_and_columns(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     )
 
 
-def test_run_dir(
-    write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_dir(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     text = refused(write_recipe(), f"run.dir={tmp_path / 'file' / 'run'}")
     assert f"because {tmp_path / 'file'} is a file" in text
-    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
-    assert f"because {tmp_path} is not writable" in refused(write_recipe())
+    assert "because /proc is not writable" in refused(write_recipe(), "run.dir=/proc/run")
 
 
 @pytest.mark.parametrize(
