@@ -40,8 +40,14 @@ def megavlm(
     return run
 
 
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return cached_folder("cli-model", "", lambda path: make_tiny_model(path, ["red"] * 9, seed=0))
+
+
 @pytest.mark.parametrize("phase", ["train", "evaluate"])
 def test_dry_run_prints_what_it_resolved_and_starts_nothing(
+    model: Path,
     megavlm: Callable[..., tuple[int, str, str]],
     write_recipe: WriteRecipe,
     monkeypatch: pytest.MonkeyPatch,
@@ -49,7 +55,6 @@ def test_dry_run_prints_what_it_resolved_and_starts_nothing(
 ) -> None:
     monkeypatch.setattr("megavlm.run.launcher.run_workers", lambda *_: pytest.fail("started"))
     recipe = write_recipe()
-    model = cached_folder("cli-model", "", lambda path: make_tiny_model(path, ["red"] * 9, seed=0))
     given = ["run.seed=7", f"model.folder={model}"]
     code, out, err = megavlm(phase, recipe, *given, "--dry-run")
     assert (code, err) == (0, "")
