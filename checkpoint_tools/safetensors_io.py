@@ -103,7 +103,9 @@ class SafetensorsWriter:
         trace: TracebackType | None,
     ) -> None:
         close_written(self._file, is_whole=error is None)
-        assert error is not None or self._left == 0, f"{self._left} bytes were not written"
+        assert error is not None or self._left == 0, (
+            f"{self._left} bytes of the header were not written"
+        )
 
 
 def read_spans(path: Path) -> dict[str, TensorSpan]:

@@ -148,5 +148,5 @@ def _open(path: Path) -> safe_open:
     except SafetensorError as error:
         with path.open("rb") as file:
             if git_lfs.is_pointer(file.read(64)):
-                raise ValueError(f"{path}: {git_lfs.FETCH}") from error
+                raise ValueError(f"{path}: {git_lfs.FETCH}.") from error
         raise ValueError(f"{path} is not a complete safetensors file: {error}.") from error
