@@ -98,8 +98,20 @@ class Rollout(Section):
     """Seconds until a request to a server fails; requests for responses and for weight updates are
     tried again."""
 
+    patience: float = bounded(60, above=0)
+    """Seconds that a server may answer no health probe and show no work before it is taken for
+    hung. A server that works is busy, however long: on a CPU by the CPU time of its processes, else
+    by the counters of its /v1/loads. The default is two probes, which SGLang answers within 20 s,
+    and then some."""
+
     concurrency: int = bounded(64, least=1)
     """Prompts in flight at each server. The responses to a prompt are one request."""
+
+    image_tokens: int | None = bounded(None, least=1)
+    """Image tokens of the prompts in flight at each server; a prompt with more goes alone. It
+    bounds what a server has to encode before it answers, and changes nothing for images of up to
+    `image_tokens` / `concurrency` tokens. Null takes 65536, which is 64 images of one megapixel,
+    and 8192 on a CPU, where such an image takes seconds."""
 
     sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """Transport of weight updates. `tensor`: rank 0 sends each server rank its slices, by CUDA IPC

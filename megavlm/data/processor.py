@@ -37,6 +37,11 @@ class Prompt:
     images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
 
     @property
+    def num_vision_tokens(self) -> int:
+        """Return the number of tokens of all images and videos."""
+        return len(self.token_ids) - len(self.short_ids) + len(self.images)
+
+    @property
     def request_ids(self) -> tuple[int, ...]:
         """Token ids for the rollout server, which expands each vision token itself.
 

@@ -24,6 +24,7 @@ from megavlm.parallel import platform
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
 # directory.
 API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
+IMAGE_TOKENS = {"cuda": 65536, "cpu": 8192}  # rollout.image_tokens by device
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def connect(
     policy = RestartPolicy(
         max_restarts=rollout.max_restarts,
         start_timeout=rollout.start_timeout,
+        patience=rollout.patience,
         min_servers=rollout.min_servers,
         needs_refit=needs_refit,
     )
@@ -74,11 +76,15 @@ def _waiting(config: Config, count: int) -> str:
 def _client(
     rollout: Rollout, server_pool: ServerPool, show: Callable[[str], object]
 ) -> RolloutClient:
+    image_tokens = rollout.image_tokens or IMAGE_TOKENS[platform.device().type]
+    servers = len(rollout.urls) if rollout.router is not None else 1  # behind one address
+    limits = RequestLimits(
+        total=rollout.request_timeout,
+        concurrency=servers * rollout.concurrency,
+        image_tokens=servers * image_tokens,
+    )
     if rollout.router is None:
-        limits = RequestLimits(total=rollout.request_timeout, concurrency=rollout.concurrency)
         return RolloutClient(server_pool, limits, show)
-    together = rollout.concurrency * len(rollout.urls)
-    limits = RequestLimits(total=rollout.request_timeout, concurrency=together)
     router = BehindRouter(server_pool, rollout.router, os.environ.get(API_KEY))
     return RolloutClient(router, limits, show)
 

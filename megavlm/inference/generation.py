@@ -51,7 +51,7 @@ class GenerationBatch:
     show: Callable[[str], object]
     _waiting: deque[Request] = field(init=False)
     _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False)
-    _loads: Counter[str] = field(init=False)  # prompts in flight by server
+    _loads: Counter[str] = field(init=False)  # slots taken by server
     _attempts: Counter[int] = field(init=False, default_factory=Counter)  # failed ones, by place
     _num_tokens: int = field(init=False, default=0)
     _aborting: bool = field(init=False, default=False)
@@ -92,8 +92,8 @@ class GenerationBatch:
             self.n,
             self.sampling,
             self.groups,
+            self.limits,
             num_servers=max(len(self.routing.routable(self.version)), 1),
-            concurrency=self.limits.concurrency,
             single=self.wanted < len(self.prompts),
         )
 
@@ -102,23 +102,27 @@ class GenerationBatch:
         return sum(map(is_complete, self.groups))
 
     def _send_waiting(self) -> None:
-        """Send as many of the waiting requests as the servers may have in flight."""
+        """Send as many of the waiting requests as the servers may have in flight. None overtakes
+        one that waits for room at the same server.
+        """
         addresses = {a.url: a for a in self.routing.routable(self.version)}
         now = asyncio.get_running_loop().time()
+        full: set[str] = set()
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
             others = addresses.keys() - {request.last_url} or addresses.keys()
-            loads = {url: self._loads[url] for url in addresses if url in others}
+            loads = {url: self._loads[url] for url in addresses if url in others - full}
             url = None
             if now >= request.not_before:
-                limit = self.limits.concurrency
-                url = choose_server(request.key, loads, request.num_prompts, limit)
+                url = choose_server(request.key, loads, request.slots, self.limits.concurrency)
+                if url is None:
+                    full.update(loads)
             if url is None:
                 self._waiting.append(request)  # each is looked at once, so all keep their order
                 continue
             response = request.send(self.http, addresses[url], self.sampling, self.limits)
             self._running[asyncio.create_task(response)] = request, addresses[url]
-            self._loads[url] += request.num_prompts
+            self._loads[url] += request.slots
 
     def _needs_refit(self) -> bool:
         """Return True if waiting cannot help; no request is in flight."""
@@ -176,12 +180,13 @@ class GenerationBatch:
         """Request the rest of responses that another client has aborted."""
         for place, prompt in zip(request.places, request.prompts, strict=True):
             if not is_complete(self.groups[place]):
-                rest = Request([place], [prompt], self.n, tuple(self.groups[place]))
+                begun = tuple(self.groups[place])
+                rest = Request([place], [prompt], self.n, begun, self.limits.slots(prompt))
                 self._retry(rest, address, "it was aborted")
 
     def _take(self, task: ResponseTask) -> Request:
         request, address = self._running.pop(task)
-        self._loads[address.url] -= request.num_prompts
+        self._loads[address.url] -= request.slots
         return request
 
     def _retry(self, request: Request, address: Address, problem: str) -> None:
@@ -192,7 +197,9 @@ class GenerationBatch:
         if attempts >= ATTEMPTS:
             raise RolloutServerError(
                 f"{address.url}/generate did not answer the request of {request.source} in "
-                f"{ATTEMPTS} attempts; the last problem: {problem}"
+                f"{ATTEMPTS} attempts; the last problem: {problem}; if a request takes longer than "
+                "rollout.request_timeout, lower rollout.concurrency or rollout.image_tokens, or "
+                "raise that"
             )
         now = asyncio.get_running_loop().time()
         request.not_before = now + self.limits.pause(attempts)

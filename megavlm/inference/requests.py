@@ -35,6 +35,7 @@ class RequestLimits:
     total: of a request, from the first byte sent to the last byte read. body: from the head of the
     response on, which comes when all tokens are sampled. connect: of a connection. retry_delay:
     longest pause before the first retry. concurrency: prompts in flight at each server.
+    image_tokens: bound on the tokens of their images.
     """
 
     total: float = 300.0
@@ -42,6 +43,13 @@ class RequestLimits:
     connect: float = 10.0
     retry_delay: float = 1.0
     concurrency: int = 64
+    image_tokens: int = 65536
+
+    def slots(self, prompt: "Prompt") -> int:
+        """Return how many of the `concurrency` slots of a server a prompt takes: one, or more if
+        its images have more than a slot's share of `image_tokens`.
+        """
+        return max(1, -(-prompt.num_vision_tokens * self.concurrency // self.image_tokens))
 
     def pause(self, attempts: int) -> float:
         """Return the pause after so many failed attempts: exponential, with full jitter."""
@@ -57,14 +65,15 @@ class RequestFailed(Exception):
 class Request:
     """Request for n new responses to each of `prompts`, or for the rest of one prompt's `begun`.
 
-    places: index of each prompt in the batch. not_before: time of the event loop. last_url: the
-    server that failed it last.
+    places: index of each prompt in the batch. slots: how many of a server's it takes. not_before:
+    time of the event loop. last_url: the server that failed it last.
     """
 
     places: list[int]
     prompts: Sequence["Prompt"]
     n: int
     begun: Sequence[Response] = ()
+    slots: int = 1
     not_before: float = 0.0
     last_url: str | None = None
 
@@ -134,30 +143,38 @@ def make_requests(
     n: int,
     sampling: Sampling,
     begun: Sequence[Sequence[Response]],
+    limits: RequestLimits,
     *,
     num_servers: int,
-    concurrency: int,
     single: bool,
 ) -> list[Request]:
     """Return requests for all prompts whose groups are not complete, the begun ones first.
 
     Args:
         begun: what each prompt's group has so far.
-        concurrency: prompts in flight at each server.
         single: one request per prompt, so that no response waits for another prompt's.
     """
     continued = [
-        Request([place], [prompts[place]], n, responses)
+        Request([place], [prompts[place]], n, responses, limits.slots(prompts[place]))
         for place, responses in enumerate(begun)
         if any(not r.is_complete for r in responses)
     ]
     fresh = [place for place, responses in enumerate(begun) if not responses]
-    size = min(
+    needed = sum(limits.slots(prompts[place]) for place in fresh)
+    size = min(  # in slots
         PROMPTS_PER_REQUEST,
         max(1, TOKENS_PER_REQUEST // sampling.max_new_tokens),
-        concurrency,
-        -(-len(fresh) // num_servers) or 1,
+        limits.concurrency,
+        -(-needed // num_servers) or 1,
     )
-    size = 1 if single else size
-    parts = (fresh[start : start + size] for start in range(0, len(fresh), size))
-    return [*continued, *(Request(part, [prompts[place] for place in part], n) for part in parts)]
+    requests: list[Request] = []
+    for place in fresh:
+        slots = limits.slots(prompts[place])
+        last = requests[-1] if requests else None
+        if single or last is None or last.slots + slots > size:
+            requests.append(Request([place], [prompts[place]], n, slots=slots))
+        else:
+            last.places.append(place)
+            last.prompts = [*last.prompts, prompts[place]]
+            last.slots += slots
+    return [*continued, *requests]

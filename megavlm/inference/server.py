@@ -126,6 +126,11 @@ class ManagedServer:
         """Return True from `launch` to `stop`, even if the server has died."""
         return self._process is not None
 
+    @property
+    def pid(self) -> int | None:
+        """Return the id of the server's first process; None if it was not launched."""
+        return None if self._process is None else self._process.pid
+
     def stop(self) -> None:
         """End the server and all its workers. Does nothing if it is stopped already."""
         process, self._process = self._process, None

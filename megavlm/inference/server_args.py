@@ -22,6 +22,9 @@ CPU_ARGS: ServerArgs = {
     "max_total_tokens": 20000,
     "sleep_on_idle": True,
     "skip_server_warmup": True,
+    # A forward of large images may take longer than SGLang's 300 s on a machine that does other
+    # work too; probes tell a server that hangs from one that computes.
+    "watchdog_timeout": 86400,
 }
 # The copy of the weights in host memory saves sending again what training does not change.
 SHARED_GPU_ARGS: ServerArgs = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}

@@ -60,6 +60,8 @@ class FakeServer:
         self.aborted = threading.Event()
         self.num_connections = 0
         self.ill = threading.Event()  # /health_generate fails
+        self.works = False  # its counters change whenever they are read
+        self.num_used_tokens = 0
         self.is_paused = False
         self.closed = threading.Event()
         self._http = _Server(("127.0.0.1", port), type("Bound", (_Handler,), {"fake": self}))
@@ -94,6 +96,10 @@ class FakeServer:
             self.weight_version = body["new_version"]
         if path == "/abort_request":
             self.aborted.set()
+        if path == "/v1/loads?include=core":
+            self.num_used_tokens += self.works
+            used = self.num_used_tokens
+            return {"loads": [{"num_used_tokens": used, "total_prefill_uncached_tokens": 5}]}
         if path == "/model_info":
             return {"weight_version": self.weight_version}
         if path == "/server_info":

@@ -1,13 +1,14 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
 Python imports `sitecustomize` in every process whose PYTHONPATH holds this directory: in the server
-and in the workers that it spawns. Stock SGLang needs exactly three things:
+and in the workers that it spawns. Stock SGLang needs exactly three things, and gets a fourth:
 
 1. torchvision must be importable beside a CPU build of torch: its two missing operators are
    defined right before the first `import torchvision`, never earlier, so that a process that does
    not use torchvision does not import torch for it.
 2. `sgl_kernel` must be importable: the directory beside this file holds an import-only stand-in.
 3. Its adapters ask for pinned memory, which needs a GPU build of torch: they get pageable memory.
+4. Its vision towers attend image by image (segment_attention.py), not over all images of a batch.
 """
 
 import importlib.abc
@@ -47,6 +48,29 @@ class PinnedMemoryHook(importlib.abc.MetaPathFinder):
         return None
 
 
+class VisionAttentionHook(importlib.abc.MetaPathFinder):
+    """Import hook: SGLang's vision attention is replaced as soon as its module has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "sglang.srt.layers.attention.vision":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None and spec.loader is not None
+        run = spec.loader.exec_module
+
+        def run_and_replace(module: ModuleType) -> None:
+            run(module)
+            import segment_attention
+
+            segment_attention.install()
+
+        spec.loader.exec_module = run_and_replace  # type: ignore[method-assign]
+        return spec
+
+
 def _unpinned(factory: Any) -> Any:
     def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         return factory(*args, **kwargs)
@@ -55,4 +79,4 @@ def _unpinned(factory: Any) -> Any:
 
 
 _load_torchvision_ops().install_hook()
-sys.meta_path.insert(0, PinnedMemoryHook())
+sys.meta_path[:0] = [PinnedMemoryHook(), VisionAttentionHook()]

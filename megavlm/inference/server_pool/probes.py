@@ -8,11 +8,16 @@ from megavlm.inference.protocol import bearer, json_object
 from megavlm.inference.server_pool.handle import ServerHandle
 
 QUICK = 10.0  # seconds for an answer that needs no model
+WORK_COUNTERS = ("total_prefill_uncached_tokens", "num_used_tokens")  # of each scheduler
 SLOW = 30.0  # SGLang itself gives up on a generated token after 20 s
 
 
 class ProbeError(Exception):
     """A probe that failed: its message is the reason."""
+
+
+class Unreachable(ProbeError):
+    """Nothing listens at the server's address."""
 
 
 class Refused(ProbeError):
@@ -57,6 +62,15 @@ class Probes:
         """Check that the server generates: a token for this probe, or any that it does anyway."""
         await self._get(handle, "/health_generate", SLOW)
 
+    async def counters(self, handle: ServerHandle) -> list[Any]:
+        """Return counters that change while the server prefills and samples. Its first process
+        answers for the schedulers, which write them between forward passes.
+        """
+        loads = (await self._info(handle, "/v1/loads?include=core", QUICK)).get("loads")
+        if not isinstance(loads, list):
+            raise ProbeError("/v1/loads: no loads, which SGLang reports")
+        return [[load.get(name) for name in WORK_COUNTERS] for load in loads]
+
     async def _resume(self, handle: ServerHandle) -> None:
         """Resume generation. A trainer that dies during a push leaves the server paused, and
         /health, which generates a token, fails while it is. A push will show a wrong key.
@@ -90,5 +104,7 @@ class Probes:
             return reply
         except httpx.HTTPStatusError as error:
             raise ProbeError(f"{path} returned HTTP {error.response.status_code}") from error
+        except httpx.ConnectError as error:
+            raise Unreachable(f"{path}: {error!r}") from error
         except httpx.HTTPError as error:
             raise ProbeError(f"{path}: {error!r}") from error

@@ -61,6 +61,11 @@ class ServerRecords:
             self._records[url] = after
             if event.kind is EventKind.ANSWERED:
                 self._last_answer[url] = now
+            if after.busy and not before.busy:
+                self._log(
+                    f"rollout server {url} is busy: it works and answers no probe; lower "
+                    "rollout.image_tokens or rollout.concurrency if this goes on"
+                )
             if after.state is not before.state:
                 self._num_failures += after.state in (State.DEAD, State.RETIRED)
                 self._log_change(url, before, after)

@@ -55,14 +55,15 @@ class Routing(Protocol):
 
 
 def choose_server(key: str, loads: Mapping[str, int], size: int, limit: int) -> str | None:
-    """Return the server for a request of `size` prompts; None if each has `limit` in flight.
+    """Return the server for a request that takes `size` slots; None if none of those with requests
+    has as many of its `limit` left.
 
     Equal keys give the same server, and most keys keep theirs when a server comes or goes:
     rendezvous hashing (Thaler and Ravishankar, 1998) with bounded loads (Mirrokni et al., 2018).
 
     Args:
         key: equal for prompts that show the same images.
-        loads: prompts in flight by server.
+        loads: slots taken by server.
     """
     bound = SLACK * (sum(loads.values()) + size) / max(len(loads), 1)
     free = {url: load for url, load in loads.items() if load == 0 or load + size <= limit}

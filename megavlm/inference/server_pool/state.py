@@ -34,6 +34,8 @@ class EventKind(Enum):
     ANSWERED = "answered"  # a probe, or a request
     REQUEST_FAILED = "a request failed"
     PROBE_FAILED = "a probe failed"
+    BUSY = "a probe failed, and the server works"
+    UNREACHABLE = "nothing listens at its address"
     START_FAILED = "the start failed"
     EXITED = "the process exited"
     REFITTED = "refitted"
@@ -59,8 +61,9 @@ class RestartPolicy:
     """Policy of restarting servers and of giving them up. Times in seconds.
 
     max_restarts: of a managed server; the counter resets after `reset_after` healthy seconds.
-    back_off: pause before the first restart, doubled with each. max_failures: probes in a row that
-    a suspect server may fail. start_timeout: to become healthy, and the longest absence of an
+    back_off: pause before the first restart, doubled with each. patience: of a suspect server that
+    answers no probe and shows no work. max_failures: probes in a row that find nothing at its
+    address. start_timeout: to become healthy, and the longest absence of an
     external server. max_missed: failed pushes in a row after which a server is given up.
     max_mismatches: the same of pushes after which its checksums differ. min_servers: the fewest
     servers that a run continues with. needs_refit: a started server gets requests only after a
@@ -69,6 +72,7 @@ class RestartPolicy:
 
     max_restarts: int = 3
     back_off: float = 2.0
+    patience: float = 60.0
     max_failures: int = 3
     reset_after: float = 600.0
     start_timeout: float = 300.0
@@ -87,8 +91,10 @@ class ServerRecord:
     """State of one server. Times in seconds of the pool's clock.
 
     version: of the weights that it was refitted with and still has; None if it must be refitted.
-    failures: failed probes in a row. missed, mismatches: failed pushes in a row, and those of them
-    with other checksums. restarts: the restart counter. since: start of the current state.
+    failures: probes in a row that found nothing at its address. busy: it answers no probe and
+    works. missed, mismatches: failed pushes in a row, and those of them
+    with other checksums. restarts: the restart counter. since: start of the current state, or its
+    last sign of work.
     healthy_since: when it last became fit for requests. retry_at: time of the next restart. reason:
     of its last failure.
     """
@@ -97,6 +103,7 @@ class ServerRecord:
     state: State = State.STARTING
     version: str | None = None
     failures: int = 0
+    busy: bool = False
     missed: int = 0
     mismatches: int = 0
     restarts: int = 0
@@ -135,6 +142,10 @@ def transition(
             return record, Action.NOTHING
         case EventKind.PROBE_FAILED:
             return _probe_failed(record, event.reason, now, policy)
+        case EventKind.UNREACHABLE:
+            return _unreachable(record, event.reason, now, policy)
+        case EventKind.BUSY:
+            return _busy(record, event.reason, now), Action.NOTHING
         case EventKind.EXITED | EventKind.START_FAILED:
             return _died(record, event.reason, now, policy)
         case EventKind.TICK:
@@ -153,7 +164,7 @@ def _answered(record: ServerRecord, now: float, policy: RestartPolicy) -> Server
         version = None if policy.needs_refit else UNVERIFIED
         record = replace(record, version=version)
     if record.version is None:
-        return _to(record, State.STALE, now, failures=0)
+        return _to(record, State.STALE, now, failures=0, busy=False)
     return _healthy(record, now)
 
 
@@ -161,7 +172,7 @@ def _healthy(record: ServerRecord, now: float) -> ServerRecord:
     # A suspicion that passes does not reset the clock of healthy time.
     fit = record.state in (State.HEALTHY, State.SUSPECT)
     healthy_since = record.healthy_since if fit else now
-    return _to(record, State.HEALTHY, now, failures=0, healthy_since=healthy_since)
+    return _to(record, State.HEALTHY, now, failures=0, busy=False, healthy_since=healthy_since)
 
 
 def _refitted(record: ServerRecord, version: str, now: float) -> ServerRecord:
@@ -202,10 +213,30 @@ def _probe_failed(
 ) -> tuple[ServerRecord, Action]:
     if record.state not in ANSWERING:
         return record, Action.NOTHING
+    if record.state is State.SUSPECT and now - record.since >= policy.patience:
+        why = (
+            f"no answer and no sign of work for {policy.patience:g} s (rollout.patience; if it "
+            f"only had too much to do, raise that or lower rollout.concurrency): {reason}"
+        )
+        return _died(record, why, now, policy)
+    return _to(record, State.SUSPECT, now, reason=reason), Action.NOTHING
+
+
+def _unreachable(
+    record: ServerRecord, reason: str, now: float, policy: RestartPolicy
+) -> tuple[ServerRecord, Action]:
+    if record.state not in ANSWERING:
+        return record, Action.NOTHING
     failures = record.failures + 1
     if failures >= policy.max_failures:
         return _died(record, reason, now, policy)
     return _to(record, State.SUSPECT, now, failures=failures, reason=reason), Action.NOTHING
+
+
+def _busy(record: ServerRecord, reason: str, now: float) -> ServerRecord:
+    if record.state not in ANSWERING:
+        return record
+    return replace(record, state=State.SUSPECT, since=now, failures=0, busy=True, reason=reason)
 
 
 def _died(
@@ -214,7 +245,7 @@ def _died(
     if record.state is State.DEAD:
         return record, Action.NOTHING
     record = _reset_counter(record, now, policy)
-    gone = replace(record, version=None, failures=0, reason=reason)
+    gone = replace(record, version=None, failures=0, busy=False, reason=reason)
     if not record.managed:
         return _to(gone, State.DEAD, now), Action.NOTHING
     if record.restarts >= policy.max_restarts:

@@ -6,14 +6,15 @@ thread lives until the pool is left, and ends the servers.
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server_pool.handle import ServerHandle
-from megavlm.inference.server_pool.probes import ProbeError, Probes, Refused
+from megavlm.inference.server_pool.probes import ProbeError, Probes, Refused, Unreachable
 from megavlm.inference.server_pool.records import ServerRecords
 from megavlm.inference.server_pool.state import Action, Event, EventKind, State
+from megavlm.inference.server_pool.work import read_work
 
 TICK = 0.2  # seconds between looks at a process
 PROBE_EVERY = 15.0  # seconds without an answer after which a server is probed
@@ -136,24 +137,32 @@ class Supervisor:
         self._records.apply(handle.url, Event(EventKind.ANSWERED))
 
     async def _probe_generation(self, handle: ServerHandle) -> None:
-        await self._probe(handle, self._probes.check_generation(handle))
+        await self._probe(handle, self._probes.check_generation)
 
     async def _probe_version(self, handle: ServerHandle) -> None:
         """Probe the weight version, which also shows a server that another process replaced."""
         expected = self._records.record(handle.url).version
-        version = await self._probe(handle, self._probes.weight_version(handle))
+        version = await self._probe(handle, self._probes.weight_version)
         if version is not None and expected and version != expected:
             reason = f"its weights are version {version!r} instead of {expected!r}"
             self._records.apply(handle.url, Event(EventKind.WRONG_VERSION, reason=reason))
 
-    async def _probe(self, handle: ServerHandle, probe: Coroutine[Any, Any, Any]) -> Any:
+    async def _probe(
+        self, handle: ServerHandle, probe: Callable[[ServerHandle], Awaitable[Any]]
+    ) -> Any:
+        before = await read_work(handle, self._probes)
         try:
-            result = await probe
+            result = await probe(handle)
         except ProbeError as error:
-            reason = str(error)
-            if handle.server is not None:
-                reason = handle.server.with_log(f"{handle.url}{reason}")
-            await self._apply(handle, Event(EventKind.PROBE_FAILED, reason=reason))
+            kind = EventKind.PROBE_FAILED
+            if isinstance(error, Unreachable):
+                kind = EventKind.UNREACHABLE
+            elif (await read_work(handle, self._probes)).shows_work(before):
+                kind = EventKind.BUSY
+            reason = f"{handle.url}{error}"
+            if handle.server is not None and kind is not EventKind.BUSY:
+                reason = handle.server.with_log(reason)
+            await self._apply(handle, Event(kind, reason=reason))
             return None
         self._records.apply(handle.url, Event(EventKind.ANSWERED))
         return result

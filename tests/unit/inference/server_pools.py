@@ -9,7 +9,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.fakes.server import FakeServer
 
-POLICY = RestartPolicy(max_restarts=2, back_off=0.1, max_failures=2, start_timeout=60)
+POLICY = RestartPolicy(max_restarts=2, back_off=0.1, patience=0.1, max_failures=2, start_timeout=60)
 
 
 def external(*fakes: FakeServer, **options: Any) -> ServerPool:

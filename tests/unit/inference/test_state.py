@@ -18,7 +18,7 @@ from megavlm.inference.server_pool.state import (
 )
 
 POLICY = RestartPolicy(
-    max_restarts=2, back_off=1.0, max_failures=3, reset_after=100, start_timeout=50
+    max_restarts=2, back_off=1.0, patience=30, max_failures=3, reset_after=100, start_timeout=50
 )
 
 
@@ -53,23 +53,45 @@ def test_a_failed_request_is_a_suspicion_that_a_probe_settles() -> None:
     suspect = run(healthy(), (EventKind.REQUEST_FAILED, 3.0))
     assert suspect.state is State.SUSPECT and not suspect.routable("7")
     assert run(suspect, (EventKind.ANSWERED, 4.0)).routable("7")
-    assert run(suspect, *[(EventKind.PROBE_FAILED, 4.0)] * 2).state is State.SUSPECT
-    assert run(suspect, *[(EventKind.PROBE_FAILED, 4.0)] * 3).state is State.DEAD
+    assert run(suspect, (EventKind.PROBE_FAILED, 32.9)).state is State.SUSPECT
+    dead = run(suspect, (EventKind.PROBE_FAILED, 4.0), (EventKind.PROBE_FAILED, 33.0))
+    assert dead.state is State.DEAD and "no sign of work for 30 s (rollout.patience" in dead.reason
 
 
-def test_failures_count_in_a_row() -> None:
+def test_patience_begins_when_the_first_probe_fails() -> None:
+    record = run(healthy(), (EventKind.PROBE_FAILED, 90.0))
+    assert record.state is State.SUSPECT
+    assert run(record, (EventKind.PROBE_FAILED, 119.9)).state is State.SUSPECT
+    assert run(record, (EventKind.PROBE_FAILED, 120.0)).state is State.DEAD
+
+
+def test_a_server_that_works_is_busy_however_long() -> None:
+    record = healthy()
+    for now in range(20, 10_000, 20):
+        record = run(record, (EventKind.BUSY, now))
+    assert record.state is State.SUSPECT and record.busy and not record.routable("7")
+    assert run(record, (EventKind.PROBE_FAILED, now + 29.9)).state is State.SUSPECT
+    assert run(record, (EventKind.PROBE_FAILED, now + 30.0)).state is State.DEAD, "it hangs now"
+    answered = run(record, (EventKind.ANSWERED, now + 1))
+    assert answered.routable("7") and not answered.busy, "it keeps its weights"
+
+
+def test_nothing_at_the_address_counts_in_a_row() -> None:
     record = healthy()
     for now in range(3, 30, 3):
-        record = run(record, (EventKind.PROBE_FAILED, now), (EventKind.PROBE_FAILED, now))
+        record = run(record, (EventKind.UNREACHABLE, now), (EventKind.UNREACHABLE, now))
         record = run(record, (EventKind.ANSWERED, now))
     assert record.state is State.HEALTHY
+    record = run(record, *[(EventKind.UNREACHABLE, 40.0)] * 2)
+    assert record.state is State.SUSPECT
+    assert run(record, (EventKind.UNREACHABLE, 40.0)).state is State.DEAD
 
 
 def test_a_failed_push_is_a_suspicion_that_leaves_it_stale() -> None:
     suspect = run(healthy(), (EventKind.SYNC_FAILED, 3.0))
     assert suspect.state is State.SUSPECT
     assert run(suspect, (EventKind.ANSWERED, 4.0)).state is State.STALE
-    assert run(suspect, *[(EventKind.PROBE_FAILED, 4.0)] * 3).state is State.DEAD
+    assert run(suspect, (EventKind.PROBE_FAILED, 33.0)).state is State.DEAD
     assert (
         run(ServerRecord(True), (EventKind.ANSWERED, 1.0), (EventKind.SYNC_FAILED, 2.0)).state
         is State.SUSPECT
@@ -131,7 +153,7 @@ def test_an_external_server_may_come_back_stale_and_is_given_up_in_the_end() -> 
     away = run(
         healthy(managed=False),
         (EventKind.REQUEST_FAILED, 3.0),
-        *[(EventKind.PROBE_FAILED, 4.0)] * 3,
+        *[(EventKind.UNREACHABLE, 4.0)] * 3,
     )
     assert away.state is State.DEAD
     assert run(away, (EventKind.TICK, 53.9), (EventKind.ANSWERED, 53.9)).state is State.STALE

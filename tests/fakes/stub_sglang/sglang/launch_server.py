@@ -1,7 +1,8 @@
 """Started in SGLang's place by server_main.py: it has a worker and answers, or acts by STUB.
 
-ok | crash (at once) | silent (never listens) | stubborn (ignores SIGTERM) | mortal (one launch that
-answers; later ones crash: the file STUB_LAUNCHES counts them)
+ok | busy (answers no /health_generate and computes) | crash (at once) | silent (never listens) |
+stubborn (ignores SIGTERM) | mortal (one launch that answers; later ones crash: the file
+STUB_LAUNCHES counts them)
 """
 
 import argparse
@@ -25,7 +26,8 @@ mode = os.environ["STUB"]
 logging.basicConfig()
 logging.warning("all arguments: %s", vars(arguments))
 print("keys in the environment:", arguments.api_key in os.environ.values(), flush=True)
-worker = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+work = "while True: pass" if mode == "busy" else "import signal; signal.pause()"
+worker = subprocess.Popen([sys.executable, "-c", work])
 print("worker", worker.pid, flush=True)
 
 if mode == "mortal":
@@ -41,5 +43,7 @@ if mode == "stubborn":
 if mode == "silent":
     signal.pause()
 keys = arguments.api_key, arguments.admin_api_key
-with FakeServer(port=arguments.port, keys=keys, weight_version="default", device="cpu"):
+with FakeServer(port=arguments.port, keys=keys, weight_version="default", device="cpu") as fake:
+    if mode == "busy":
+        fake.faults = {("/health_generate", call): "hang" for call in range(1, 1000)}
     signal.pause()

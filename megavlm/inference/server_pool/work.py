@@ -1,0 +1,63 @@
+"""Signs of work of a server that answers no probe: a busy server is not dead."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.probes import ProbeError, Probes
+
+# Share of one core that counts as work. An idle server takes less; a stopped one nothing; a busy
+# one has more even where twenty processes share a core.
+WORK_SHARE = 0.03
+
+
+@dataclass(frozen=True)
+class WorkReading:
+    """What a server had done at `time`, seconds of a monotonic clock.
+
+    cpu_seconds: of all its processes, if they are ours and compute on the CPU: on a GPU SGLang
+    takes a whole core while it waits. counters: of its schedulers otherwise; None: not known.
+    """
+
+    time: float
+    cpu_seconds: float | None = None
+    counters: list[Any] | None = None
+
+    def shows_work(self, since: "WorkReading") -> bool:
+        """Return True if the server has worked since an earlier reading."""
+        if self.cpu_seconds is not None and since.cpu_seconds is not None:
+            seconds = self.time - since.time
+            return self.cpu_seconds - since.cpu_seconds > WORK_SHARE * seconds
+        return None not in (self.counters, since.counters) and self.counters != since.counters
+
+
+async def read_work(handle: ServerHandle, probes: Probes) -> WorkReading:
+    """Return what the server has done so far."""
+    now, server = time.monotonic(), handle.server
+    if server is not None and server.device == "cpu":
+        return WorkReading(now, cpu_seconds=None if server.pid is None else cpu_seconds(server.pid))
+    try:
+        return WorkReading(now, counters=await probes.counters(handle))
+    except ProbeError:
+        return WorkReading(now)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and all its descendants in seconds; 0 if it has ended."""
+    try:
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0.0
+    return sum(map(_own_cpu_seconds, processes))
+
+
+def _own_cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)

@@ -1,0 +1,34 @@
+"""Attention of SGLang's vision towers, image by image: what SGLang's own computes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megavlm.demo.tiny_configs import TINY_FAMILIES
+from megavlm.inference.server import free_port
+from megavlm.inference.server_args import ServerOptions
+
+pytestmark = pytest.mark.sglang
+
+ROOT = Path(__file__).resolve().parents[2]
+TOWERS = Path(__file__).with_name("towers.py")
+
+
+def test_towers_of_all_families_give_the_same_features() -> None:
+    """Images of several sizes, equal ones among them, a video, and windows in two blocks."""
+    options = ServerOptions("m", dtype="float32", device="cpu")
+    done = subprocess.run(
+        [sys.executable, "-P", str(TOWERS), str(ROOT), str(free_port())],
+        env=os.environ | options.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found) == set(TINY_FAMILIES)
+    for difference, magnitude in found.values():
+        assert difference < 1e-6 * magnitude and magnitude > 1

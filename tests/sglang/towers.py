@@ -1,0 +1,58 @@
+"""Compare the vision towers of SGLang's models under its own attention and under ours: run in a
+process that has cpu_support on its path. Prints a line of JSON with the largest difference for each
+family, and the largest magnitude.
+"""
+
+import json
+import os
+import sys
+
+import torch
+from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.layers.attention import vision
+from sglang.srt.models.qwen2_5_vl import Qwen2_5_VisionTransformer
+from sglang.srt.models.qwen2_vl import Qwen2VisionTransformer
+from sglang.srt.models.qwen3_vl import Qwen3VLMoeVisionModel
+from sglang.srt.runtime_context import get_context, get_parallel
+
+sys.path.append(sys.argv[1])  # this project's folder
+
+from megavlm.demo.tiny_configs import TINY_FAMILIES, TinySizes, tiny_config
+from megavlm.demo.tiny_model import SPECIAL_TOKENS
+
+TOWERS = {
+    "qwen2_vl": Qwen2VisionTransformer,
+    "qwen2_5_vl": Qwen2_5_VisionTransformer,
+    "qwen3_vl": Qwen3VLMoeVisionModel,
+    "qwen3_vl_moe": Qwen3VLMoeVisionModel,
+}
+GRIDS = [[1, 4, 4], [1, 20, 12], [1, 20, 12], [1, 2, 30], [2, 8, 6]]
+
+
+def difference(family: str) -> tuple[float, float]:
+    """Return the largest difference and the largest magnitude of a tower's features."""
+    sizes = TinySizes(full_attention_blocks=[1] if family == "qwen2_5_vl" else None)
+    ids = {token: place for place, token in enumerate(SPECIAL_TOKENS)}
+    config = tiny_config(family, sizes, 64, ids).vision_config
+    torch.manual_seed(0)
+    tower = TOWERS[family](config, norm_eps=1e-6)
+    for parameter in tower.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    ours = [block.attn.qkv_backend for block in tower.blocks]
+    assert all(type(backend) is not vision.VisionSdpaAttention for backend in ours)
+    patches = sum(t * h * w for t, h, w in GRIDS)
+    pixels = torch.randn(patches, 3 * 2 * config.patch_size**2)
+    with torch.no_grad():
+        found = tower(pixels, torch.tensor(GRIDS))
+        for backend in ours:
+            backend.__class__ = vision.VisionSdpaAttention
+        expected = tower(pixels, torch.tensor(GRIDS))
+    return (found - expected).abs().max().item(), expected.abs().max().item()
+
+
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
+ranks = {"attn_tp_rank": 0, "tp_rank": 0}
+with get_context().override_server_args(device="cpu"), get_parallel().override(**ranks):
+    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
+    initialize_model_parallel()
+    print(json.dumps({family: difference(family) for family in TINY_FAMILIES}))

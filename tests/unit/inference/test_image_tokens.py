@@ -1,0 +1,60 @@
+"""The bound on image tokens in flight: what a prompt takes of it, and the order that it leaves."""
+
+import pytest
+
+from megavlm.data.processor import Prompt
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.protocol import Sampling
+from megavlm.inference.requests import RequestLimits, make_requests
+from tests.fakes.fixed_servers import FixedServers
+from tests.fakes.server import FakeServer
+from tests.unit.inference.prompts import make_prompt
+
+SHORT = Sampling(temperature=1.0, max_new_tokens=4)
+LONG = Sampling(temperature=1.0, max_new_tokens=300)  # a request for each prompt
+
+
+def prompt(image_tokens: int, first_id: int = 7) -> Prompt:
+    return make_prompt(first_id, pngs=(b"png",) * image_tokens)
+
+
+@pytest.mark.parametrize(
+    ("image_tokens", "slots"), [(0, 1), (1, 1), (8, 1), (9, 2), (16, 2), (64, 8), (1000, 125)]
+)
+def test_a_prompt_takes_the_slots_of_its_share(image_tokens: int, slots: int) -> None:
+    assert RequestLimits(concurrency=8, image_tokens=64).slots(prompt(image_tokens)) == slots
+
+
+def sizes(prompts: list[Prompt], limits: RequestLimits) -> list[tuple[int, int]]:
+    """Return the prompts and the slots of each request."""
+    begun: list[list[object]] = [[] for _ in prompts]
+    requests = make_requests(
+        prompts,
+        2,
+        SHORT,
+        begun,
+        limits,
+        num_servers=1,
+        single=False,  # type: ignore[arg-type]
+    )
+    assert [place for request in requests for place in request.places] == [*range(len(prompts))]
+    assert [p for request in requests for p in request.prompts] == prompts
+    return [(request.num_prompts, request.slots) for request in requests]
+
+
+def test_requests_of_large_images_hold_fewer_prompts() -> None:
+    limits = RequestLimits(concurrency=64, image_tokens=64)
+    assert sizes([prompt(1)] * 40, limits) == [(16, 16), (16, 16), (8, 8)]
+    assert sizes([prompt(4)] * 6, limits) == [(4, 16), (2, 8)]
+    assert sizes([prompt(100), prompt(1), prompt(1)], limits) == [(1, 100), (2, 2)]
+
+
+def test_a_large_prompt_is_not_overtaken() -> None:
+    """It waits until the server is free, and the prompts after it wait for their turn."""
+    prompts = [prompt(1, 0), prompt(4, 1), prompt(1, 2), prompt(9, 3), prompt(1, 4)]
+    limits = RequestLimits(concurrency=4, image_tokens=4)
+    with FakeServer() as fake, RolloutClient(FixedServers(fake.url), limits) as client:
+        groups = client.generate(prompts, n=1, sampling=LONG)
+        asked = [body["input_ids"][0][0] for body in fake.bodies("/generate")]
+    assert asked == [0, 1, 2, 3, 4]
+    assert [group[0].token_ids for group in groups] == [(place, 0) for place in range(5)]
