@@ -17,8 +17,8 @@ from pathlib import Path
 from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.config.schema import Config
-from megavlm.data.rows import Rows
 from megavlm.demo.data import TASKS_OF, DemoData, draw_data, take_data
+from megavlm.demo.warm_start import plan_warm_start
 from megavlm.models.registry import FAMILIES
 from megavlm.parallel import platform
 
@@ -28,7 +28,6 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "debug"
 OPTIONS = {"run.dir": "--run-dir", "run.seed": "--seed"}
 # For a set that we did not draw.
 RESPONSE_TOKENS = 16  # at most
-WARM_EPOCHS, WARM_BATCH = 8, 64
 
 
 def run_demo(
@@ -101,24 +100,23 @@ def run_demo(
     else:
         images = "any"
         longest = [f"rollout.max_new_tokens={_longest_answer(model, sets)}"]
-        if warm_steps is None:
-            data_section = Data(category_key=sets.category_key)
-            num_rows = len(Rows([str(sets.warm_start)], data_section))
-            warm_steps = max(WARM_EPOCHS * num_rows // WARM_BATCH, 1)
-    steps = [] if warm_steps is None else [f"algorithm.steps={warm_steps}"]
     warm_start = run_dir / "warm_start"
+    warm_recipe = f"sft_{images}.yaml"
+    warm_keys = [
+        *common,
+        f"run.dir={warm_start}",
+        f"model.checkpoint={imported}",
+        f"data.train_files=[{sets.warm_start}]",
+        "run.summary=false",
+    ]
+    if data is not None:
+        planned = plan_warm_start(load(RECIPES / warm_recipe, warm_keys), warm_steps)
+        print(f"warm start: {planned}; --warm-steps gives another number", flush=True)
+        warm_steps = planned.steps
+    if warm_steps is not None:
+        warm_keys.append(f"algorithm.steps={warm_steps}")
     with _phase("warm start", seconds):
-        _train(
-            f"sft_{images}.yaml",
-            [
-                *common,
-                f"run.dir={warm_start}",
-                f"model.checkpoint={imported}",
-                f"data.train_files=[{sets.warm_start}]",
-                "run.summary=false",
-                *steps,
-            ],
-        )
+        _train(warm_recipe, warm_keys)
     with _phase("training", seconds):
         _train(
             main,
