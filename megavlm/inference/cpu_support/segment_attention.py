@@ -45,8 +45,8 @@ class SegmentAttention(vision.VisionSdpaAttention):
         splits = [tensor.split([size for _, size in parts]) for tensor in (q, k, v)]
         outputs = []
         for (length, _), *qkv in zip(parts, *splits, strict=True):
-            heads_first = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in qkv)
-            output = F.scaled_dot_product_attention(*heads_first, scale=self.scale)
+            q, k, v = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in qkv)
+            output = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
             outputs.append(output.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)
 

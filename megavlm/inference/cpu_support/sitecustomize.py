@@ -63,7 +63,7 @@ class VisionAttentionHook(importlib.abc.MetaPathFinder):
 
         def run_and_replace(module: ModuleType) -> None:
             run(module)
-            import segment_attention
+            import segment_attention  # type: ignore[import-not-found]
 
             segment_attention.install()
 
