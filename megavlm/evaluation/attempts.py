@@ -8,9 +8,19 @@ from megavlm.data.rows import Row
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Turn of an attempt. message, images: what the environment showed before a later turn."""
+
+    text: str
+    message: str = ""
+    images: Sequence[bytes] = ()
+
+
+@dataclass(frozen=True)
 class Attempt:
     """Response, of all its turns together, and its score. finish: "stop" or "length". failure: kind
-    of failure if the reward could not be computed; the response is not correct then.
+    of failure if the reward could not be computed; the response is not correct then. turns: where
+    there are several.
     """
 
     text: str
@@ -20,6 +30,7 @@ class Attempt:
     finish: str
     parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name
     failure: str | None = None
+    turns: Sequence[Turn] = ()
 
 
 @dataclass(frozen=True)

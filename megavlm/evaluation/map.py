@@ -86,9 +86,11 @@ def world_map(found: Sequence[Spot], names: Sequence[str]) -> WorldMap | None:
             if place is not None:
                 dots.append(Dot(*_pixels(place), style, _hint(spot.label, place), truth))
         dots.append(Dot(*truth, TRUTH, _hint(spot.label, spot.truth)))
+    used = {dot.style for dot in dots}
+    legend = [LegendEntry(TRUTH, "true place"), *map(LegendEntry, STYLES, names)]
     return WorldMap(
         dots,
-        [LegendEntry(TRUTH, "true place"), *map(LegendEntry, STYLES, names)],
+        [entry for entry in legend if entry.style in used],
         _land(),
         [(_x(lon), f"{lon}°" if lon % 60 == 0 else "") for lon in range(-150, 180, 30)],
         [(_y(lat), f"{lat}°") for lat in range(-60, 90, 30)],

@@ -1,18 +1,18 @@
 """evaluation.html: tables, a map, and questions with their images, responses and rewards."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megavlm.data.image_decoding import decode
 from megavlm.data.rows import Row
-from megavlm.evaluation.attempts import Attempt, Candidate, Question
+from megavlm.evaluation.attempts import Attempt, Candidate, Question, Turn
 from megavlm.evaluation.map import spots, world_map
 from megavlm.evaluation.statistics import Estimate, PairedTest
 from megavlm.evaluation.tables import MeasureTable, ModelComparison
 from megavlm.observability.page import EmbeddedImage, embed, render
 from megavlm.observability.records import write_whole
-from megavlm.observability.text import failed_rewards, number, percent, points
+from megavlm.observability.text import failed_rewards, number, percent, points, short_names
 
 # Bounds of the page's size; those of texts are in the template.
 MAX_QUESTIONS = 80
@@ -28,12 +28,12 @@ def write_page(
     comparison: ModelComparison | None,
 ) -> None:
     """Write the page of one model, or of two that are compared. tables: one for each model."""
-    names = [candidate.name for candidate in candidates]
-    questions_head, questions = _questions(candidates)
+    names = short_names([candidate.name for candidate in candidates])
+    questions_head, questions = _questions(candidates, names)
     page = render(
         "evaluation.html",
         title="evaluation",
-        names=names,
+        models=[(name, candidate.name) for name, candidate in zip(names, candidates, strict=True)],
         tiles=_tiles(names, tables, comparison),
         overall_head=["measure", *_columns(names)],
         overall=_overall(tables),
@@ -42,7 +42,7 @@ def write_page(
             *_parts("category", "by_category", names, tables, comparison),
             *_parts("data set", "by_dataset", names, tables, comparison),
         ],
-        candidates=candidates,
+        candidates=list(zip(names, candidates, strict=True)),
         failed_rewards=failed_rewards,
         map=world_map(spots(candidates), names),
         questions_head=questions_head,
@@ -115,10 +115,20 @@ def _cells(measure: str, found: Estimate) -> list[str]:
     return [number(found.value), f"{number(low)} to {number(high)}"]
 
 
-Shown = tuple[Row, list[EmbeddedImage], list[tuple[str, list[tuple[Attempt, list[str]]]]]]
+@dataclass(frozen=True)
+class ShownTurn:
+    """Turn with its images embedded."""
+
+    text: str
+    message: str
+    shown: Sequence[EmbeddedImage]
 
 
-def _questions(candidates: Sequence[Candidate]) -> tuple[str, list[Shown]]:
+ShownAttempt = tuple[Attempt, list[ShownTurn], list[str]]
+Shown = tuple[Row, list[EmbeddedImage], list[tuple[str, list[ShownAttempt]]]]
+
+
+def _questions(candidates: Sequence[Candidate], names: Sequence[str]) -> tuple[str, list[Shown]]:
     """Return a heading and the questions to show: first those on which the models differ, the rest
     evenly spread.
     """
@@ -135,18 +145,32 @@ def _questions(candidates: Sequence[Candidate]) -> tuple[str, list[Shown]]:
     head = f"{len(shown)} of {len(groups)} questions"
     if len(candidates) > 1:
         head += f", those first on which the models differ ({len(differ)})"
-    names = [candidate.name for candidate in candidates]
     return head, [_question(group, names) for group in shown]
 
 
 def _question(group: Sequence[Question | None], names: Sequence[str]) -> Shown:
     row = next(question for question in group if question is not None).row
-    answers: list[Any] = [
-        (name, [(attempt, _notes(attempt)) for attempt in question.attempts[:MAX_ATTEMPTS]])
+    answers = [
+        (
+            name,
+            [
+                (attempt, _turns(attempt), _notes(attempt))
+                for attempt in question.attempts[:MAX_ATTEMPTS]
+            ],
+        )
         for name, question in zip(names, group, strict=True)
         if question is not None
     ]
-    return row, [embed(decode(data)) for data in row.images], answers
+    return row, _embedded(row.images), answers
+
+
+def _turns(attempt: Attempt) -> list[ShownTurn]:
+    turns = attempt.turns or [Turn(attempt.text)]
+    return [ShownTurn(turn.text, turn.message, _embedded(turn.images)) for turn in turns]
+
+
+def _embedded(images: Iterable[bytes]) -> list[EmbeddedImage]:
+    return [embed(decode(data)) for data in images]
 
 
 def _notes(attempt: Attempt) -> list[str]:

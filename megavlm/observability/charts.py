@@ -56,6 +56,7 @@ def draw_chart(
     values = [value for line in lines for _, value in line.points if _is_value(value)]
     if not values:
         return None
+    lines = [line for line in lines if any(_is_value(value) for _, value in line.points)]
     ticks = _ticks(min(values), max(values))
     low, high = min(ticks[0], *values), max(ticks[-1], *values)
     first, last = min(steps), max(steps)

@@ -187,7 +187,11 @@ def _phase_table(seconds: Mapping[str, float]) -> Table:
     table.add_column("share", justify="right", no_wrap=True)
     total = sum(seconds.values())
     for phase, value in sorted(seconds.items(), key=lambda item: -item[1]):
-        table.add_row(escape(phase), duration(value), percent(value / total if total else None))
+        table.add_row(
+            escape(phase.replace("_", " ")),
+            duration(value),
+            percent(value / total if total else None),
+        )
     table.add_section()
     table.add_row("all", duration(total), "", style="bold")
     return table

@@ -14,7 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
-from megavlm.observability.text import duration, number, percent, points, shorten
+from megavlm.observability.text import duration, number, percent, points, shorten, visible
 
 MAX_SIDE = 448
 # Shown without smoothing: the images of a toy data set are a few dozen pixels wide.
@@ -30,6 +30,7 @@ _environment = Environment(
 )
 _environment.filters |= {
     "shorten": shorten,
+    "visible": visible,
     "duration": duration,
     "number": number,
     "percent": percent,

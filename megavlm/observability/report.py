@@ -162,4 +162,4 @@ def _phases(seconds: Mapping[str, float]) -> list[tuple[str, float, float]]:
     """Return (phase, seconds, share of all), the longest first."""
     total = sum(seconds.values())
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
-    return [(phase, value, value / total) for phase, value in ordered] if total else []
+    return [(phase.replace("_", " "), value, value / total) for phase, value in ordered if total]

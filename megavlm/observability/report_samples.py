@@ -1,5 +1,6 @@
 """Sampled rollouts for the report: a few steps, with their images embedded."""
 
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,29 @@ LIMITS = {"prompt": 2000, "response": 1200, "responses": 32}
 
 
 def sampled_steps(run_dir: Path) -> list[tuple[int, list[Record]]]:
-    """Return up to MAX_STEPS steps with their groups. A group's `shown` holds its images, or why
-    one is not shown.
+    """Return up to MAX_STEPS steps with their groups. `shown` of a group, and of a response's later
+    turns, holds the images, or why one is not shown.
     """
     records = read_records(run_dir / SAMPLES_FOLDER / SAMPLES_FILE)
     steps = [(step, list(groups)) for step, groups in groupby(records, lambda r: r["step"])]
     images = _Images(run_dir / SAMPLES_FOLDER)
+
+    def shown(item: Record) -> Record:
+        return item | {"shown": [images.read(name) for name in item["images"]]}
+
     return [
-        (
-            step,
-            [
-                group | {"shown": [images.read(name) for name in group["images"]]}
-                for group in groups
-            ],
-        )
+        (step, [shown(group) | {"responses": _responses(group, shown)} for group in groups])
         for step, groups in _evenly(steps, MAX_STEPS)
+    ]
+
+
+def _responses(group: Record, shown: Callable[[Record], Record]) -> list[Record]:
+    """Return the responses that are shown, each with its turns, the first of which has no message
+    of its own.
+    """
+    return [
+        response | {"turns": [{"text": response["text"]}, *map(shown, response.get("turns", ()))]}
+        for response in group["responses"][: LIMITS["responses"]]
     ]
 
 

@@ -170,12 +170,13 @@ def category_rows(result: Mapping[str, Any]) -> list[CategoryRow]:
     if last is None:
         return []
     rows = []
-    for category in [*last["greedy"]["by_category"], None]:
+    names = list(last["greedy"]["by_category"])
+    for category in [*(names if set(names) - {""} else []), None]:
         counted = _cell(last, "greedy", category)
         assert counted is not None
         rows.append(
             CategoryRow(
-                category="all" if category is None else category,
+                category="all" if category is None else category or "(none)",
                 count=counted["count"],
                 before=_value(before, "greedy", category),
                 after=_value(after, "greedy", category),

@@ -43,18 +43,30 @@ class SampleWriter:
         """Write a few of the groups, of as many categories as possible, if the step is due.
 
         A group has `prompt`, `answer`, `category`, `source`, `images`: (content key, PNG) in the
-        order of the prompt, and `responses`, each with `text`, `reward`, `correct`, `finish`.
+        order of the prompt, and `responses`, each with `text`, `reward`, `correct`, `finish` and
+        `turns`: the later ones, each with `message`, `images` and `text`.
         """
         if not self.is_due(step):
             return
         for group in _spread(groups)[: self._groups_per_step]:
-            names = []
-            for key, png in group["images"]:
-                path = self.image_path(key)
-                names.append(path.name)
-                if not path.exists():
-                    write_whole(path, png)
-            append_record(self.folder / SAMPLES_FILE, {"step": step, **group, "images": names})
+            responses = [
+                response | {"turns": [self._with_names(turn) for turn in response["turns"]]}
+                if response.get("turns")
+                else response
+                for response in group["responses"]
+            ]
+            record = {"step": step, **self._with_names(group), "responses": responses}
+            append_record(self.folder / SAMPLES_FILE, record)
+
+    def _with_names(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the item's images, and return it with their names in their place."""
+        names = []
+        for key, png in item["images"]:
+            path = self.image_path(key)
+            names.append(path.name)
+            if not path.exists():
+                write_whole(path, png)
+        return {**item, "images": names}
 
     def image_path(self, key: str) -> Path:
         return self.folder / f"{key}.png"

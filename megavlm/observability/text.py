@@ -1,7 +1,8 @@
 """Numbers, durations and long texts as people read them."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -45,6 +46,40 @@ def minutes(seconds: float) -> str:
     """Format seconds as a clock does: 0:05, 4:05, 3:12:00."""
     whole, rest = divmod(round(seconds), 60)
     return f"{whole}:{rest:02d}" if whole < 60 else f"{whole // 60}:{whole % 60:02d}:{rest:02d}"
+
+
+def visible(text: str) -> str:
+    """Replace characters that a page would not show, and those that stand for bytes that are no
+    UTF-8, by their escapes.
+    """
+    return "".join(
+        char if char in "\n\t" or (char.isprintable() and char != "\ufffd") else _escape(char)
+        for char in text
+    )
+
+
+def _escape(char: str) -> str:
+    return " " if char.isspace() else char.encode("unicode_escape").decode()
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return names of models for a table: the ends of their paths, as far as these differ and say
+    something.
+    """
+    general = re.compile(r"checkpoints|hf|step_\d+")
+
+    def end(name: str, count: int) -> str:
+        parts = [part for part in name.split("/") if part] or [name]
+        while count < len(parts) and general.fullmatch(parts[-count]):
+            count += 1
+        return "/".join(parts[-count:])
+
+    longest = max((name.count("/") + 1 for name in names), default=1)
+    for count in range(1, longest + 1):
+        found = [end(name, count) for name in names]
+        if len(set(found)) == len(set(names)):
+            break
+    return found
 
 
 def shorten(text: str, limit: int) -> str:

@@ -240,7 +240,7 @@ class EpisodeRunner:
                 f"environment.max_observation_tokens={self._settings.max_observation_tokens}: "
                 "raise it, or show less"
             )
-        return replace(following, row=prompt.row)
+        return following
 
     def _next_row(self, base: Row, observation: Observation) -> Row:
         messages = tuple(Message(m["role"], m["content"]) for m in observation.messages)

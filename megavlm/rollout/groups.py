@@ -125,15 +125,29 @@ def sample_records(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "images": [(image.key, image.png) for image in group.start.images],
             "responses": [
                 {
-                    "text": episode.text,
+                    "text": episode.texts[0],
                     "reward": episode.score.reward,
                     "correct": episode.score.correct,
                     "finish": episode.response.finish,
+                    "turns": _later_turns(episode),
                 }
                 for episode in group.episodes
             ],
         }
         for group in groups
+    ]
+
+
+def _later_turns(episode: Episode) -> list[dict[str, Any]]:
+    """Return the turns after the first: what the environment showed, and the response."""
+    turns = zip(episode.prompts, episode.prompts[1:], episode.texts[1:], strict=False)
+    return [
+        {
+            "message": prompt.row.problem,
+            "images": [(image.key, image.png) for image in prompt.images[len(before.images) :]],
+            "text": text,
+        }
+        for before, prompt, text in turns
     ]
 
 

@@ -13,7 +13,7 @@ from megavlm.config.dump import write
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows
-from megavlm.evaluation.attempts import Attempt, Candidate, Question
+from megavlm.evaluation.attempts import Attempt, Candidate, Question, Turn
 from megavlm.evaluation.files import write_attempts
 from megavlm.evaluation.page import write_page
 from megavlm.evaluation.questions import question_limit
@@ -29,7 +29,7 @@ from megavlm.observability.records import finite, write_whole
 from megavlm.observability.text import failed_rewards, number, percent, points
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.rewards import make_reward_manager
-from megavlm.rollout.trajectory import Group
+from megavlm.rollout.trajectory import Episode, Group
 from megavlm.run.model_paths import served_folder
 from megavlm.training.evaluation import EvaluationSet, sampling
 
@@ -142,6 +142,7 @@ class ModelPlayer:
                         finish=episode.response.finish,
                         parts=episode.score.parts,
                         failure=episode.score.failure,
+                        turns=_turns(episode),
                     )
                     for episode in group.episodes
                 ]
@@ -149,6 +150,14 @@ class ModelPlayer:
                 for group in groups
             ]
         return played
+
+
+def _turns(episode: Episode) -> list[Turn]:
+    """Return the turns of an episode that has several."""
+    first, *later = episode.texts
+    shown = [prompt.row for prompt in episode.prompts[1:]]
+    turns = [Turn(text, row.problem, row.images) for text, row in zip(later, shown, strict=True)]
+    return [Turn(first), *turns] if turns else []
 
 
 def write_files(run_dir: Path, result: EvaluationResult, candidates: Sequence[Candidate]) -> None:

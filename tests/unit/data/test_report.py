@@ -18,6 +18,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.report import write_data_report
 from megavlm.data.rows import Rows
 from megavlm.data.summary import MAX_REASONS, Summary, evenly, summarize
+from megavlm.observability.progress import Progress
 from megavlm.run.data_report import data_report
 from tests.conftest import DATA
 from tests.unit.data.test_image_decoding import encode
@@ -125,7 +126,7 @@ def test_a_recipe_s_report(
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     folder = f"model.folder={folder_of('qwen2_5_vl')}"
     files = f"data.test_files=[{tmp_path / 'x.jsonl'}]"
-    html = data_report(load(write_recipe(), [folder, files])).read_text()
+    html = data_report(load(write_recipe(), [folder, files]), Progress(is_quiet=True)).read_text()
     assert "Training data" in html and "Test data" in html
     assert "x.jsonl:1: the line has half a surrogate pair" in html
 
@@ -141,7 +142,7 @@ def test_a_report_that_cannot_be_made_is_refused(
     write_recipe: Callable[..., Path], overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        data_report(load(write_recipe(), overrides))
+        data_report(load(write_recipe(), overrides), Progress(is_quiet=True))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.data.rows import Row
-from megavlm.evaluation.attempts import Attempt, Candidate, Question, SkippedRows
+from megavlm.evaluation.attempts import Attempt, Candidate, Question, SkippedRows, Turn
 from megavlm.evaluation.files import write_attempts
 from megavlm.evaluation.map import spots, world_map
 from megavlm.evaluation.page import write_page
@@ -126,6 +126,23 @@ def test_the_page_of_one_model(tmp_path: Path) -> None:
     assert "p-value" not in html and "test.parquet:9: broken" in html and "mean@2" in html
 
 
+def test_models_are_named_by_the_end_of_their_path(tmp_path: Path) -> None:
+    paths = ("/home/me/runs/mine/checkpoints", "/home/me/models/Qwen2.5-VL-3B-Instruct")
+    html, _ = page_of(tmp_path, [candidate(path, [question(0, "x")]) for path in paths])
+    assert [html.count(path) for path in paths] == [1, 1], "in the subtitle"
+    assert "pass@1 of Qwen2.5-VL-3B-Instruct" in html and "pass@1 of mine/checkpoints" in html
+
+
+def test_later_turns_show_their_message_and_images(tmp_path: Path) -> None:
+    asked = question(0, "x")
+    turns = [Turn("calculator(2+2)"), Turn("4", "The result is", [png()])]
+    played = Question(asked.row, (replace(asked.attempts[0], turns=turns),))
+    html, tags = page_of(tmp_path, [candidate("a", [played])])
+    order = [html.index(text) for text in ("calculator(2+2)", "The result is", "<b>0.900</b>")]
+    assert order == sorted(order)
+    assert [tag for tag, _ in tags.seen].count("img") == 2
+
+
 def test_rewards_that_failed_are_told(tmp_path: Path) -> None:
     first = question(0, "x-")
     failed = replace(first.attempts[1], failure="timeout")
@@ -158,4 +175,5 @@ def test_map_of_places(tmp_path: Path) -> None:
     html, tags = page_of(tmp_path, [replace(c, name=f"<b>{c.name}") for c in both])
     dots = [attributes["class"] for tag, attributes in tags.seen if tag == "circle"]
     assert dots == ["dot c1", "dot c3"] and "&lt;b&gt;" in html
+    assert [entry.label for entry in found.legend] == ["true place", "a"], "b named no place"
     assert next(a["class"] for tag, a in tags.seen if tag == "path") == "land"

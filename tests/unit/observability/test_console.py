@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megavlm.observability.console import WIDTH, legend, print_closing, step_line
 from megavlm.observability.result import build_result
-from megavlm.observability.text import duration, number, percent, points
+from megavlm.observability.text import duration, number, percent, points, short_names, visible
 
 from .runs import evaluation, measure, metrics, write_run
 
@@ -123,3 +123,35 @@ def test_markup_in_a_category_is_text(tmp_path: Path) -> None:
 def test_a_run_without_evaluation_still_closes(tmp_path: Path) -> None:
     result = build_result(tmp_path, steps=5, seed=0, extra_seconds={"server start": 3.0})
     assert "server start" in printed(result)
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["runs/mine/checkpoints"], ["mine/checkpoints"]),
+        (
+            ["/home/me/runs/mine/checkpoints/step_40", "models/Qwen2.5-VL-3B-Instruct/"],
+            ["mine/checkpoints/step_40", "Qwen2.5-VL-3B-Instruct"],
+        ),
+        (["a/x/model", "b/x/model"], ["a/x/model", "b/x/model"]),
+        (["model", "model"], ["model", "model"]),
+        (["hf", "/"], ["hf", "/"]),
+    ],
+)
+def test_models_have_short_names_that_differ(names: list[str], short: list[str]) -> None:
+    assert short_names(names) == short
+
+
+def test_what_a_page_would_not_show_is_an_escape() -> None:
+    assert visible("a\x00b\ufffd\u200b\n\té 漢 🙂") == "a\\x00b\\ufffd\\u200b\n\té 漢 🙂"
+
+
+def test_categories_that_rows_do_not_have_are_no_nameless_row(tmp_path: Path) -> None:
+    def first_cells(name: str, **shares: float) -> list[str]:
+        write_run(tmp_path / name, after=evaluation(0.9) | {"greedy": measure(**shares)})
+        text = printed(build_result(tmp_path / name, steps=5, seed=0))
+        table = text[text.index("category") : text.index("95 % interval")]
+        return [line.split()[0] for line in table.splitlines() if line.strip()][2:]
+
+    assert first_cells("some", **{"": 0.5, "count": 0.9}) == ["(none)", "count", "all"]
+    assert first_cells("none", **{"": 0.5}) == ["all"]

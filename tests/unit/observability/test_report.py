@@ -10,7 +10,7 @@ import pytest
 
 from megavlm.observability import report_samples
 from megavlm.observability.charts import HEIGHT, WIDTH, Line, draw_chart
-from megavlm.observability.report import write_report
+from megavlm.observability.report import ACCURACY_HEAD, write_report
 from megavlm.observability.result import build_result, write_result
 
 from .runs import group, image, write_run
@@ -114,6 +114,32 @@ def test_a_large_image_is_reduced(tmp_path: Path) -> None:
     page = report(tmp_path, [group(images=[image("big", (900, 500))])], steps=1)
     (uri,) = page.values("src")
     assert uri.startswith("data:image/jpeg;base64,")
+
+
+def test_later_turns_show_their_message_and_images(tmp_path: Path) -> None:
+    turn = {"message": "Look closer.", "images": [image("crop"), image("map")], "text": "two\x07"}
+    asked = group(images=[image("a"), image("b")])
+    asked["responses"][0] |= {"turns": [turn]}
+    page = report(tmp_path, [asked], steps=1)
+    text = "".join(page.text)
+    assert text.index("How many?") < text.index("Look closer.") < text.index("two\\x07")
+    assert len(page.values("src")) == 4
+    assert "card group several" in page.values("class"), "images are side by side, above the text"
+    assert (tmp_path / "samples" / "crop.png").is_file()
+
+
+def test_a_legend_names_what_was_measured_only(tmp_path: Path) -> None:
+    page = report(tmp_path)
+    (accuracy,) = [x for x in page.html.split("<figure>") if "<b>Test accuracy</b>" in x]
+    assert "shuffled</span>" in accuracy
+    lines = [Line("a", "c1", [(1, 0.5)]), Line("b", "c2", [(1, None)]), Line("c", "c3", [])]
+    chart = draw_chart("x", lines)
+    assert chart is not None and [line.label for line in chart.lines] == ["a"]
+
+
+def test_cells_carry_their_heading_for_narrow_screens(tmp_path: Path) -> None:
+    heads = report(tmp_path).values("data-head")
+    assert heads[:10] == list(ACCURACY_HEAD)
 
 
 def test_an_image_that_is_gone_and_a_path_that_leaves_the_folder(tmp_path: Path) -> None:
