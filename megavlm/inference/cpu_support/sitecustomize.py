@@ -1,7 +1,7 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
 Python imports `sitecustomize` in every process whose PYTHONPATH holds this directory: in the server
-and in the workers that it spawns. Stock SGLang needs exactly three things, and gets a fourth:
+and in the workers that it starts. Stock SGLang needs exactly three things, and gets two more:
 
 1. torchvision must be importable beside a CPU build of torch: its two missing operators are
    defined right before the first `import torchvision`, never earlier, so that a process that does
@@ -9,10 +9,13 @@ and in the workers that it spawns. Stock SGLang needs exactly three things, and 
 2. `sgl_kernel` must be importable: the directory beside this file holds an import-only stand-in.
 3. Its adapters ask for pinned memory, which needs a GPU build of torch: they get pageable memory.
 4. Its vision towers attend image by image (segment_attention.py), not over all images of a batch.
+5. Its workers are forked: spawned ones import torch and SGLang again, 10 s each. Without a GPU and
+   with one thread (OMP_NUM_THREADS) nothing in the process forbids that.
 """
 
 import importlib.abc
 import importlib.util
+import multiprocessing
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -77,6 +80,16 @@ def _unpinned(factory: Any) -> Any:
 
     return call
 
+
+def _fork_workers(method: str | None, force: bool = False) -> None:
+    """Set multiprocessing's start method: "fork" where "spawn" is asked for."""
+    _set_start_method("fork" if method == "spawn" else method, force=force)
+
+
+_set_start_method, multiprocessing.set_start_method = (
+    multiprocessing.set_start_method,
+    _fork_workers,
+)
 
 _load_torchvision_ops().install_hook()
 sys.meta_path[:0] = [PinnedMemoryHook(), VisionAttentionHook()]

@@ -31,6 +31,16 @@ def test_start_up_imports_nothing_heavy() -> None:
     )
 
 
+def test_workers_are_forked() -> None:
+    program = """
+import multiprocessing
+for method in ("spawn", "forkserver"):
+    multiprocessing.set_start_method(method, force=True)
+    print(multiprocessing.get_start_method())
+"""
+    assert run(program) == "fork\nforkserver\n"
+
+
 def test_torchvision_imports_and_keeps_its_operators() -> None:
     program = (
         "import gc, torchvision, torch; gc.collect();"
