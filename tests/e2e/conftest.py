@@ -18,6 +18,10 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.connect import ADMIN_KEY, API_KEY
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
+from tests.cache import cached_folder
+from tests.timeouts import scaled
+
+WAIT = scaled(500)  # seconds for a command; below pytest's own limit, so that its output is shown
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class World:
             [sys.executable, "-m", "megavlm", *map(str, words)],
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=WAIT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
         left = [p.cmdline() for p in psutil.process_iter() if str(self.root) in " ".join(_words(p))]
@@ -71,11 +75,17 @@ def _words(process: psutil.Process) -> list[str]:
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("world")
-    write_dataset(root / "data", seed=0, num_train=48, num_test=12)
-    files = (root / "data" / f"{name}.parquet" for name in ("train", "test", "warm_start"))
-    train, test, warm_start = files
-    make_tiny_model(root / "model", DemoData(train, test, warm_start, "task").texts(), seed=0)
+    made = cached_folder("world", None, make_world)
+    for name in ("data", "model"):
+        (root / name).symlink_to(made / name)
     return World(root)
+
+
+def make_world(folder: Path) -> None:
+    write_dataset(folder / "data", seed=0, num_train=48, num_test=12)
+    files = (folder / "data" / f"{name}.parquet" for name in ("train", "test", "warm_start"))
+    train, test, warm_start = files
+    make_tiny_model(folder / "model", DemoData(train, test, warm_start, "task").texts(), seed=0)
 
 
 @dataclass(frozen=True)
@@ -89,11 +99,9 @@ class Running:
 @pytest.fixture(scope="session")
 def running(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("server")
-    (folder / "model").symlink_to(world.root / "model")
+    model = (world.root / "model").resolve()  # not the run's, to end with it
     log = folder / "server.log"
-    with ManagedServer(
-        ServerOptions(folder / "model", dtype="float32", device="cpu"), log_path=log
-    ) as server:
+    with ManagedServer(ServerOptions(model, dtype="float32", device="cpu"), log_path=log) as server:
         yield Running(
             {"mode": "external", "urls": [server.url]},
             {API_KEY: server.api_key, ADMIN_KEY: server.admin_key},

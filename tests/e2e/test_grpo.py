@@ -1,13 +1,14 @@
 """GRPO through the command line: two trainer ranks, the real SGLang server, resharded weights."""
 
 import json
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from tests.e2e.conftest import World
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = pytest.mark.sglang
 
 GRPO = {
     "name": "grpo",
@@ -23,7 +24,9 @@ tokens_per_second memory_gib seconds/rollout seconds/vision seconds/reference se
 seconds/update seconds/sync seconds/total""".split()
 
 
-def test_three_steps_then_one_more(world: World) -> None:
+@pytest.fixture(scope="module")
+def trained(world: World) -> Path:
+    """Return the recipe of a run that has ended."""
     recipe = world.recipe(
         "grpo",
         parallel={"tensor": 2, "sequence": True},
@@ -35,8 +38,12 @@ def test_three_steps_then_one_more(world: World) -> None:
     )
     done = world.megavlm("train", recipe)
     assert done.returncode == 0, done.stderr
-    run = world.root / "grpo"
+    return recipe
 
+
+@pytest.mark.usefixtures("trained")
+def test_three_steps(world: World) -> None:
+    run = world.root / "grpo"
     steps = world.metrics("grpo")
     assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:
@@ -77,20 +84,26 @@ def test_three_steps_then_one_more(world: World) -> None:
     key = (run / "rollout_server.log").read_text() + (run / "config.yaml").read_text()
     assert "api_key" not in key
 
+
+@pytest.mark.slow
+def test_the_checkpoint_is_evaluated_and_trained_on(world: World, trained: Path) -> None:
+    run, steps = world.root / "grpo", world.metrics("grpo")
+    result = json.loads((run / "result.json").read_text())
     elsewhere = (f"run.dir={world.root / 'evaluated'}", f"model.checkpoint={run / 'checkpoints'}")
-    evaluated = world.megavlm("evaluate", recipe, *elsewhere, "checkpoint.verify_export=false")
+    evaluated = world.megavlm("evaluate", trained, *elsewhere, "checkpoint.verify_export=false")
     assert evaluated.returncode == 0, evaluated.stderr
     again = json.loads((world.root / "evaluated/evaluation.json").read_text())
     assert again["greedy"] == result["evaluation_after"]["greedy"], "the checkpoint is what trained"
 
     changed = ("algorithm.steps=4", "rollout.temperature=1.0", "checkpoint.verify_export=false")
-    resumed = world.megavlm("train", recipe, *changed)
+    resumed = world.megavlm("train", trained, *changed)
     assert resumed.returncode == 0, resumed.stderr
     *earlier, last = world.metrics("grpo")
     assert earlier == steps and last["step"] == 4
     assert last["rollout_max_difference"] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_one_sentence(world: World) -> None:
     recipe = world.recipe(
         "broken_server", parallel={"tensor": 1}, algorithm=GRPO, rollout={"start_timeout": 0.5}

@@ -49,14 +49,10 @@ def grpo(world: World, running: Running, name: str, **sections: dict[str, Any]) 
 
 @pytest.mark.sglang
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "parallel"),
-    [("stages", PIPELINE), ("contexts", {"context": 2})],
-)
-def test_grpo(world: World, running: Running, name: str, parallel: dict[str, int]) -> None:
+def test_grpo_on_two_stages(world: World, running: Running) -> None:
     """After each push too; and transformers computes with the export what the ranks compute."""
     checkpoint = {"export_hf": True, "verify_export": True}
-    result = grpo(world, running, name, parallel=parallel, checkpoint=checkpoint)
+    result = grpo(world, running, "stages", parallel=PIPELINE, checkpoint=checkpoint)
     assert result["export_logit_difference"] < 1e-5
 
 
@@ -100,16 +96,17 @@ def plain_losses(world: World) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "sections"),
     [
-        ("recompute", {"recompute": {"language": "full", "tower": True}}),
         (
-            "recompute_some",
+            "sft_stages",
+            {"parallel": PIPELINE, "recompute": {"language": "full", "tower": True}},
+        ),
+        (
+            "sft_contexts",
             {
+                "parallel": {"context": 2},
                 "recompute": {"language": "selective", "modules": ["core_attn", "mlp"]},
-                "parallel": {"tensor": 2, "sequence": True},
             },
         ),
-        ("sft_stages", {"parallel": PIPELINE}),
-        ("sft_contexts", {"parallel": {"context": 2}}),
     ],
 )
 def test_sft_learns_the_same(

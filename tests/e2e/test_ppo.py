@@ -1,5 +1,6 @@
 """PPO through the command line: a critic of either kind, warmed up, saved and resumed."""
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_two_steps_then_one_more(
         optimizer={"lr": 1e-3, "schedule": "linear"},
         parallel=parallel,
         rollout=running.rollout,
-        checkpoint={"every": 1},
+        checkpoint={"every": 1, "export_hf": True, "verify_export": True},
     )
     done = world.megavlm("train", recipe, **running.keys)
     assert done.returncode == 0, done.stderr
@@ -53,11 +54,14 @@ def test_two_steps_then_one_more(
     assert second["learning_rate"] == pytest.approx(2.5e-4)
 
     run = world.root / name
+    result = json.loads((run / "result.json").read_text())
+    assert result["export_logit_difference"] < 1e-5, "transformers computes the same"
     policies = [StepReader(step_folder(run / "checkpoints", step)) for step in (1, 2)]
     weights = [reader.read(LAYER) for reader in policies]
     assert not weights[0].equal(weights[1]), "the policy learns after the warm-up"
-    start = world.megavlm("train", recipe, "algorithm.steps=3", **running.keys)
-    assert start.returncode == 0, start.stderr
+    changed = ("algorithm.steps=3", "checkpoint.verify_export=false")
+    resumed = world.megavlm("train", recipe, *changed, **running.keys)
+    assert resumed.returncode == 0, resumed.stderr
     *earlier, last = world.metrics(name)
     assert earlier == [first, second] and last["step"] == 3
 

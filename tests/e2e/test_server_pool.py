@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import World
+from tests.e2e.conftest import WAIT, World
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -65,7 +65,7 @@ def test_killed_in_mid_generation(world: World) -> None:
         metrics = world.root / "killed/metrics.jsonl"
         killer = threading.Thread(target=kill_in_mid_generation, args=(run, metrics))
         killer.start()
-        output, _ = run.communicate(timeout=280)
+        output, _ = run.communicate(timeout=WAIT)
         killer.join()
     assert run.returncode == 0, output
     assert "died" in output and "exit code -9" in output and "waits for weights" in output

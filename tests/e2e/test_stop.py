@@ -1,4 +1,6 @@
-"""A run that is asked to stop leaves a checkpoint, and the same command goes on from it."""
+"""A supervised run that is asked to stop leaves a checkpoint, and the same command goes on from it,
+bit for bit.
+"""
 
 import os
 import signal
@@ -12,7 +14,8 @@ import torch
 
 from megavlm.checkpointing.folder import complete_steps, latest_step, step_folder
 from megavlm.checkpointing.reader import StepReader
-from tests.e2e.conftest import World
+from megavlm.run.run_lock import run_lock
+from tests.e2e.conftest import WAIT, World
 
 STEPS = 16
 
@@ -21,8 +24,9 @@ def recipe(world: World, name: str) -> Path:
     return world.recipe(
         name,
         algorithm={"name": "sft", "batch_size": 8, "steps": STEPS},
-        parallel={"tensor": 2},
-        optimizer={"lr": 1e-3},
+        model={"freeze_tower": False, "freeze_merger": False},
+        parallel={"data": 2},
+        optimizer={"lr": 1e-3, "warmup_steps": 2, "schedule": "cosine"},
         checkpoint={"every": 2, "keep_last": 1, "best_metric": "loss", "best_mode": "min"},
     )
 
@@ -36,7 +40,7 @@ def test_sigterm_stops_after_the_step_and_the_run_goes_on(world: World) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as run:
         assert run.stdout is not None
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + WAIT
         while not (folder / "latest").exists():
             assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()
             time.sleep(0.02)
@@ -50,11 +54,16 @@ def test_sigterm_stops_after_the_step_and_the_run_goes_on(world: World) -> None:
     assert len(complete_steps(folder)) <= 2, "the latest and the best"
     assert not list(folder.glob(".*")), "nothing half-written"
 
+    with run_lock(world.root / "stopped"):
+        second = world.megavlm("train", stopped)
+    assert second.returncode == 2 and "is in use by process" in second.stderr
+    (folder / "latest").unlink()  # as if the run had been killed while it wrote it
     resumed = world.megavlm("train", stopped)
     assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stderr.count("does not name a complete step") == 1, "one warning, of one rank"
     assert world.megavlm("train", recipe(world, "through")).returncode == 0
     losses = [[one["loss"] for one in world.metrics(name)] for name in ("stopped", "through")]
-    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS and losses[0][0] > losses[0][-1]
     readers = [
         StepReader(step_folder(world.root / name / "checkpoints", STEPS))
         for name in ("stopped", "through")

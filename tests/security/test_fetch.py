@@ -94,9 +94,9 @@ def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8"])
+@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111"])
 def test_public_addresses(address: str) -> None:
-    assert is_public(address) or address.startswith("::ffff")
+    assert is_public(address)
 
 
 def test_no_form_of_loopback_is_spoken_to() -> None:
@@ -192,6 +192,7 @@ def test_large_answers_are_refused() -> None:
 @pytest.mark.parametrize("part", ["headers", "body"])
 def test_a_server_that_drips_is_given_up(part: str) -> None:
     """Each byte is in time by itself."""
+    dripped = []
 
     def drip(handler: BaseHTTPRequestHandler) -> None:
         if part == "body":
@@ -202,13 +203,13 @@ def test_a_server_that_drips_is_given_up(part: str) -> None:
         for _ in range(300):
             handler.wfile.write(b"x")
             handler.wfile.flush()
+            dripped.append(1)
             time.sleep(0.1)
 
     with serving(drip) as server:
-        started = time.monotonic()
         with pytest.raises(ValueError, match="it took too long"):
             fetch(server.url, timeout=0.5)
-        assert time.monotonic() - started < 20  # of the 30 that it would drip
+        assert len(dripped) < 300, "it did not wait for the end"
 
 
 @pytest.mark.usefixtures("loopback_is_public")

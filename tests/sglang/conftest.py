@@ -17,6 +17,7 @@ from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.targets import Target
 from megavlm.weight_sync.server_api import Servers, control_client
+from tests.cache import cached_folder
 from tests.conftest import DATA
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.questions import QUESTION
@@ -82,9 +83,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
                 others.close()
                 for other in running.keys() - {PLAIN}:
                     del running[other]
-            folder, log = root / family, root / f"{family}.log"
-            if not folder.exists():
-                make_model(folder, family)
+            folder, log = model_folder(family), root / f"{family}.log"
             server = ManagedServer(
                 ServerOptions(folder, dtype="float32", device="cpu"), log_path=log
             )
@@ -96,18 +95,19 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         yield start
 
 
-def make_model(folder: Path, family: str) -> None:
-    sizes = {"full_attention_blocks": [1]} if family == PLAIN else {}
-    make_tiny_model(
-        folder,
-        [QUESTION] * 10,
-        seed=3,
-        family=family,
-        num_layers=2,
-        init_std=0.05,
-        randomise_norms_and_biases=True,
-        max_vocab=300,
-        **sizes,
+def model_folder(family: str) -> Path:
+    sizes = {
+        "seed": 3,
+        "family": family,
+        "num_layers": 2,
+        "init_std": 0.05,
+        "randomise_norms_and_biases": True,
+        "max_vocab": 300,
+        **({"full_attention_blocks": [1]} if family == PLAIN else {}),
+    }
+    texts = [QUESTION] * 10
+    return cached_folder(
+        "served", (texts, sizes), lambda folder: make_tiny_model(folder, texts, **sizes)
     )
 
 

@@ -39,6 +39,9 @@ from tests.distributed.merged import add_pairs
 from tests.fakes.targets import FixedTargets
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.timeouts import scaled
+
+TIMEOUT = scaled(120)  # seconds for a request or a transfer
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def transport(kind: str, folder: Path) -> Transport:
         return DiskTransport(folder)
     if kind == "tensor":
         return TensorTransport()
-    return DistributedTransport("127.0.0.1", timeout=60)
+    return DistributedTransport("127.0.0.1", timeout=TIMEOUT)
 
 
 def push(
@@ -122,7 +125,7 @@ def make_sync(
             num_kv_heads=heads,
             tied_embeddings=config.tie_word_embeddings,
             pause=pause,
-            timeout=60,
+            timeout=TIMEOUT,
             bucket_bytes=2**19,
         ),
         targets=targets if mesh.is_driver else None,

@@ -23,9 +23,10 @@ from tests.sglang.conftest import PLAIN, Served
 from tests.sglang.pushes import Trainer, changed, push
 from tests.sglang.questions import prompts
 from tests.sglang.test_weights import differences
+from tests.timeouts import scaled
 
-START = 600.0  # seconds, on a busy machine
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2 * START)]
+START = scaled(600)  # seconds
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
 LONG = 10_000  # tokens: it runs until it is ended
 
 

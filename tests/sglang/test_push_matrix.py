@@ -22,12 +22,13 @@ from megavlm.inference.server_args import ServerOptions
 from tests.conftest import DATA
 from tests.distributed.fork import launch
 from tests.distributed.lora_reference import RANK
-from tests.sglang.conftest import Served, make_model
+from tests.sglang.conftest import Served, model_folder
 from tests.sglang.pushes import Trainer, changed, push_and_compare
 from tests.sglang.questions import prompts
+from tests.timeouts import scaled
 
-START = 600.0  # seconds, on a busy machine
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3 * START)]
+START = scaled(600)  # seconds
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 LORA = ("language.attention", "language.mlp")
 ADAPTED = ("lora", "adapter")
 
@@ -84,6 +85,10 @@ def everything() -> Iterator[Case]:
         )
 
 
+QUICK = (
+    Case("qwen2_5_vl", 2, "CP2", "distributed", "frozen tower"),
+    Case("qwen2_5_vl", 2, "TP2xPP2", "disk", "adapter"),
+)
 CASES = [*everything()] if os.environ.get("SYNC_MATRIX") == "all" else SUBSET
 
 
@@ -98,9 +103,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
             if (family, ranks) not in running:
                 stack.close()
                 running.clear()
-                folder = root / family
-                if not folder.exists():
-                    make_model(folder, family)
+                folder = model_folder(family)
                 server = ManagedServer(
                     ServerOptions(
                         folder,
@@ -121,7 +124,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
         yield start
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) -> None:
     served = server(case.family, case.ranks).restore()
     questions = [*prompts(served.processor).values()]

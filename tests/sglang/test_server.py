@@ -17,6 +17,7 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.targets import Target
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.sglang.conftest import Served
+from tests.timeouts import scaled
 
 pytestmark = pytest.mark.sglang
 
@@ -61,6 +62,7 @@ def test_a_request_without_a_key_is_refused(started: Served) -> None:
             Servers([readers], http=http).request_each("/flush_cache", {server.url: {}})
 
 
+@pytest.mark.slow
 def test_folder_that_sglang_cannot_serve(folder: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(folder, tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
@@ -75,17 +77,17 @@ def test_folder_that_sglang_cannot_serve(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_parent_killed_while_workers_start(folder: Path, tmp_path: Path) -> None:
-    """The worst moment: a worker is still importing, and has not asked to die with its parent."""
+    """The worst moment: a worker was just forked, and has not asked to die with its parent."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(folder), str(tmp_path / "server.log")],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     started: list[psutil.Process] = []
-    while not any("spawn_main" in " ".join(p.cmdline()) for p in started):
+    while len(started) < 3:  # the server, its reaper, a worker
         with pytest.raises(subprocess.TimeoutExpired):
-            parent.wait(0.1)
+            parent.wait(0.02)
         started = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
     parent.wait()
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=scaled(10))
     assert not alive

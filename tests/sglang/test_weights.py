@@ -56,9 +56,9 @@ def differences(
         ("qwen2_5_vl", "tensor", "TP2"),
         ("qwen2_5_vl", "disk", "TP2"),
         ("qwen2_5_vl", "distributed", "TP2"),
-        ("qwen2_5_vl", "tensor", "PP2"),
-        ("qwen3_vl", "tensor", "TP2"),
-        ("qwen3_vl", "distributed", "PP2"),
+        pytest.param("qwen2_5_vl", "tensor", "PP2", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", "tensor", "TP2", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", "distributed", "PP2", marks=pytest.mark.slow),
     ],
 )
 def test_push(
@@ -89,7 +89,7 @@ def test_push(
     ("family", "layout", "targets"),
     [
         ("qwen2_5_vl", "TP2", ("language.attention", "language.mlp")),
-        ("qwen3_vl", "PP2", ("language.attention",)),
+        pytest.param("qwen3_vl", "PP2", ("language.attention",), marks=pytest.mark.slow),
     ],
 )
 def test_adapters_are_pushed_merged(
