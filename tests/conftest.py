@@ -23,8 +23,14 @@ settings.register_profile("megavlm", deadline=None)
 settings.load_profile("megavlm")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Scale the limits of pytest-timeout."""
+    """Give each file's tests to one worker, if they name no group, as they share what they make.
+    Scale the limits of pytest-timeout.
+    """
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
     for item in items if SCALE != 1 else []:
         mark = item.get_closest_marker("timeout")
         limit = float(mark.args[0] if mark else config.getini("timeout"))

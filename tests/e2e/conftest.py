@@ -90,7 +90,7 @@ def make_world(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Running:
-    """A server that several runs share: each pushes its own weights at its start."""
+    """A server that the group "runs" shares: each run pushes its own weights at its start."""
 
     rollout: dict[str, Any]  # keys of the recipe's section
     keys: dict[str, str]  # for the environment

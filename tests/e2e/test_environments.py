@@ -7,7 +7,7 @@ import pytest
 from megavlm.demo.shapes import write_dataset
 from tests.e2e.conftest import Running, World
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("runs")]
 
 
 def test_two_turns_are_sampled_and_trained_on(world: World, running: Running) -> None:

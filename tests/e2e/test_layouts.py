@@ -14,6 +14,8 @@ from megavlm.checkpointing.reader import StepReader
 from megavlm.models.common.lora_linear import is_adapter
 from tests.e2e.conftest import Running, World
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("runs")]
+
 GRPO = {
     "name": "grpo",
     "steps": 2,
@@ -48,7 +50,6 @@ def grpo(world: World, running: Running, name: str, **sections: dict[str, Any]) 
 
 
 @pytest.mark.sglang
-@pytest.mark.slow
 def test_grpo_on_two_stages(world: World, running: Running) -> None:
     """After each push too; and transformers computes with the export what the ranks compute."""
     checkpoint = {"export_hf": True, "verify_export": True}
@@ -57,7 +58,6 @@ def test_grpo_on_two_stages(world: World, running: Running) -> None:
 
 
 @pytest.mark.sglang
-@pytest.mark.slow
 def test_grpo_with_adapters(world: World, running: Running) -> None:
     """The server gets the two merged; the checkpoint has the base as it was, and adapters."""
     sections = {"parallel": {"tensor": 2}, "lora": {"rank": 4, "alpha": 16}}
@@ -92,7 +92,6 @@ def plain_losses(world: World) -> list[float]:
     return losses(world, "plain")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sections"),
     [

@@ -10,7 +10,7 @@ from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
 from tests.e2e.conftest import Running, World
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("runs")]
 
 PPO: dict[str, Any] = {
     "name": "ppo",

@@ -1,5 +1,5 @@
 """Real SGLang servers for all these tests, one for a family, on tiny models with random norms and
-biases.
+biases. Tests of the group "sglang" share them: one worker of pytest-xdist runs them.
 """
 
 from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.questions import largest_difference, prompts
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
 
 @pytest.fixture(scope="module")

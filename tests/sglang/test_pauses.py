@@ -26,7 +26,11 @@ from tests.sglang.test_weights import differences
 from tests.timeouts import scaled
 
 START = scaled(600)  # seconds
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.xdist_group("sglang"),
+    pytest.mark.timeout(1200),
+]
 LONG = 10_000  # tokens: it runs until it is ended
 
 

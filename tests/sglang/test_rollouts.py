@@ -16,7 +16,7 @@ from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
 
 def greedy(served: Served) -> Sampling:

@@ -19,7 +19,7 @@ from megavlm.weight_sync.server_api import Servers, control_client
 from tests.sglang.conftest import Served
 from tests.timeouts import scaled
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
 ROOT = Path(__file__).resolve().parents[2]
 PARENT = """

@@ -29,7 +29,7 @@ from tests.sglang.pushes import Trainer, changed, make_sync
 from tests.sglang.questions import largest_difference, prompts
 from tests.timeouts import scaled
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 START = scaled(600)  # seconds
 
 

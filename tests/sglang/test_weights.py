@@ -28,7 +28,7 @@ from tests.sglang.pushes import (
 )
 from tests.sglang.questions import largest_difference, prompts
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
 
 def differences(

@@ -86,10 +86,7 @@ def _fork_workers(method: str | None, force: bool = False) -> None:
     _set_start_method("fork" if method == "spawn" else method, force=force)
 
 
-_set_start_method, multiprocessing.set_start_method = (
-    multiprocessing.set_start_method,
-    _fork_workers,
-)
-
+_set_start_method = multiprocessing.set_start_method
+multiprocessing.set_start_method = _fork_workers
 _load_torchvision_ops().install_hook()
 sys.meta_path[:0] = [PinnedMemoryHook(), VisionAttentionHook()]

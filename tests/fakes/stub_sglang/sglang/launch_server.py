@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[4]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # not the package, which imports torch
 
-from tests.fakes.server import FakeServer
+from server import FakeServer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int)
