@@ -15,6 +15,7 @@ from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
+from tests.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
@@ -41,7 +42,7 @@ def test_continued_responses_equal_uninterrupted_ones(served: Served) -> None:
     server, how = served.server, greedy(served)
     asked = list(prompts(served.processor).values())
     routing = FixedServers(server.url, api_key=server.api_key, admin_key=server.admin_key)
-    with RolloutClient(routing, RequestLimits(total=120)) as client:
+    with RolloutClient(routing, RequestLimits(total=scaled(120))) as client:
         whole = client.generate(asked, n=2, sampling=how)
         begun = [[cut(response, 48) for response in whole[0]], [], [], []]
         for _ in range(10):
@@ -68,7 +69,7 @@ def test_memory_released_and_taken_back(served: Served) -> None:
     with ServerPool([handle], policy=RestartPolicy(needs_refit=False)) as pool:
         with RolloutClient(pool) as client:
             before = client.generate(asked, n=1, sampling=how)
-            with ServerMemory(pool, Rollout(request_timeout=60)) as memory:
+            with ServerMemory(pool, Rollout(request_timeout=scaled(60))) as memory:
                 for _ in range(2):
                     memory.release(["kv_cache", "weights"])
                     memory.resume(["weights"], starts=False)

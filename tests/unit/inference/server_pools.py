@@ -8,8 +8,11 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.fakes.server import FakeServer
+from tests.timeouts import scaled
 
-POLICY = RestartPolicy(max_restarts=2, back_off=0.1, patience=0.1, max_failures=2, start_timeout=60)
+POLICY = RestartPolicy(
+    max_restarts=2, back_off=0.1, patience=0.1, max_failures=2, start_timeout=scaled(60)
+)
 
 
 def external(*fakes: FakeServer, **options: Any) -> ServerPool:
@@ -29,7 +32,7 @@ def push(pool: ServerPool, version: int, fakes: tuple[FakeServer, ...] = ()) -> 
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + scaled(60)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

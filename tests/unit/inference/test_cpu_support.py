@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import megavlm.inference
+from tests.timeouts import scaled
 
 SUPPORT = Path(megavlm.inference.__file__).parent / "cpu_support"
 
@@ -18,7 +19,7 @@ def run(program: str) -> str:
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

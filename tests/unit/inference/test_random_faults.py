@@ -14,6 +14,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy
 from tests.fakes.server import FakeServer, Fault
+from tests.timeouts import scaled
 from tests.unit.inference.prompts import make_prompt
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=300)  # a request for each prompt
@@ -49,7 +50,7 @@ def test_the_ledger_has_no_gap_and_no_double(seed: int, monkeypatch: pytest.Monk
     with FakeServer(only_generate=True) as a, FakeServer(only_generate=True) as b:
         fakes = {fake.url: fake for fake in (a, b)}
         with ServerPool([ServerHandle(url) for url in fakes], policy=RestartPolicy()) as pool:
-            limits = RequestLimits(total=1.0, body=0.5, retry_delay=0.0)
+            limits = RequestLimits(total=scaled(1.0), body=scaled(0.5), retry_delay=0.0)
             with RolloutClient(pool, limits) as client:
                 for step in range(STEPS):
                     push(pool, step, fakes)

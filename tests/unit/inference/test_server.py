@@ -17,6 +17,7 @@ from megavlm.inference import server as server_module
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import ManagedServer, free_port
 from megavlm.inference.server_args import ServerOptions, command_line
+from tests.timeouts import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
 STUB = ROOT / "tests" / "fakes" / "stub_sglang"
@@ -48,7 +49,7 @@ def worker(log: str) -> psutil.Process | None:
 def assert_gone(log: str) -> None:
     process = worker(log)
     if process is not None:
-        process.wait(10)
+        process.wait(scaled(60))
 
 
 def descendants() -> list[psutil.Process]:
@@ -65,7 +66,7 @@ def test_nothing_is_left(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert len(started) == 3  # the server, its reaper, its worker
         assert server._temporary is not None and Path(server._temporary.name).is_dir()
         temporary = Path(server._temporary.name)
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=scaled(60))
     assert not alive and not temporary.exists()
     server.stop()  # a second time does nothing
 
@@ -106,7 +107,7 @@ def test_death_is_noticed(tmp_path: Path) -> None:
     with managed(tmp_path) as server:
         assert server._process is not None
         os.kill(server._process.pid, signal.SIGKILL)
-        server._process.wait(10)
+        server._process.wait(scaled(60))
         with pytest.raises(RolloutServerError, match=r"ended with exit code -9(.|\n)*worker"):
             server.check()
         assert_gone(server.log_path.read_text())  # the reaper's work: nobody called stop
@@ -197,7 +198,7 @@ def test_parent_dies(by: signal.Signals, tmp_path: Path, parent: subprocess.Pope
     temporary = Path(started[0].environ()["TMPDIR"])
     assert len(started) == 3 and temporary.is_dir()
     parent.send_signal(by)
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=scaled(60))
     assert not alive and not temporary.exists()
 
 

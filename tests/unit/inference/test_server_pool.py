@@ -23,6 +23,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.routing import Outlook
 from megavlm.inference.server_pool.state import State
 from tests.fakes.server import FakeServer
+from tests.timeouts import scaled
 from tests.unit.inference.prompts import make_prompt
 from tests.unit.inference.server_pools import POLICY, external, push, state, wait_for
 
@@ -72,7 +73,7 @@ def test_servers_start_together_and_nothing_is_left(tmp_path: Path, lines: list[
         assert [target.needs_all for target in pool.targets()] == [False, False]
         started = set(psutil.Process().children(recursive=True)) - before
         assert len(started) == 6  # each the server, its reaper, its worker
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=scaled(60))
     assert not alive and lines == []
 
 
