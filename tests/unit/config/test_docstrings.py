@@ -4,8 +4,6 @@ import ast
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from megavlm.config import section
 
 FILES = sorted(Path(section.__file__).parent.glob("*.py"))
@@ -22,31 +20,19 @@ def dataclasses() -> list[ast.ClassDef]:
     return [node for node in classes if node.name not in NOT_SECTIONS]
 
 
-@pytest.mark.parametrize("cls", dataclasses(), ids=lambda cls: cls.name)
-def test_each_key_has_a_docstring(cls: ast.ClassDef) -> None:
-    fields = 0
-    for node, following in pairwise([*cls.body, ast.Pass()]):
-        if not isinstance(node, ast.AnnAssign):
-            continue
-        fields += 1
-        assert isinstance(node.target, ast.Name)
-        documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        assert documented, f"{cls.name}.{node.target.id} has no docstring"
-        text = following.value.value
-        assert isinstance(text, str)
-        assert text[0].isupper() and text.endswith("."), f"{cls.name}.{node.target.id}: {text}"
-    assert fields
-
-
-def test_each_section_is_found() -> None:
-    names = {cls.name for cls in dataclasses()}
-    assert {
-        "RunConfig",
-        "Data",
-        "Rollout",
-        "GRPO",
-        "PPO",
-        "SFT",
-        "CurriculumStage",
-        "RewardPart",
-    } <= names
+def test_each_key_has_a_docstring() -> None:
+    found = set()
+    for cls in dataclasses():
+        for node, following in pairwise([*cls.body, ast.Pass()]):
+            if not isinstance(node, ast.AnnAssign):
+                continue
+            found.add(cls.name)
+            assert isinstance(node.target, ast.Name)
+            name = f"{cls.name}.{node.target.id}"
+            assert isinstance(following, ast.Expr), f"{name} has no docstring"
+            assert isinstance(following.value, ast.Constant), f"{name} has no docstring"
+            text = following.value.value
+            assert isinstance(text, str)
+            assert text[0].isupper() and text.endswith("."), f"{name}: {text}"
+    sections = "RunConfig Data Rollout GRPO PPO SFT CurriculumStage RewardPart"
+    assert found >= set(sections.split())

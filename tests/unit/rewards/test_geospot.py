@@ -1,14 +1,13 @@
 """Places: what a response says, names in one spelling, distances, and what they are worth."""
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from megavlm.rewards import geospot
 from megavlm.rewards.places import city_name, country_code, great_circle_km, region_name
+from tests.unit.rewards.hostile import assert_cheap
 
 PARIS = {"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": 48.8566, "lon": 2.3522}
 FULL = "Country: France\nRegion: Ile de France\nCity: Paris\nCoordinates: 48.8566, 2.3522"
@@ -312,13 +311,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_text_is_cheap(name: str) -> None:
-    # In a process of its own, limited in CPU time: a hang is a failure, not a hung test run.
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (10, 10))\n"
-        "from megavlm.rewards import geospot\n"
-        f"assert geospot.score({HOSTILE[name]}, {PARIS!r}).reward < 0.01"
-    )
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
+def test_hostile_text_is_cheap() -> None:
+    imports = "from megavlm.rewards import geospot"
+    assert_cheap(HOSTILE, 10, imports, f"geospot.score(response, {PARIS!r}).reward < 0.01")

@@ -1,13 +1,12 @@
 """Rule-based rewards: what counts as correct, and that hostile text costs nothing."""
 
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from megavlm.rewards import boxed, exact_match, registry
+from tests.unit.rewards.hostile import assert_cheap
 
 
 @pytest.mark.parametrize(
@@ -102,16 +101,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_text_is_wrong_and_cheap(name: str) -> None:
-    # In a process of its own, limited in CPU time: a hang is a failure, not a hung test run.
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (5, 5))\n"
-        "from megavlm.rewards import boxed\n"
-        f"assert not boxed.score({HOSTILE[name]}, '80').correct"
-    )
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
+def test_hostile_text_is_wrong_and_cheap() -> None:
+    imports = "from megavlm.rewards import boxed"
+    assert_cheap(HOSTILE, 5, imports, "not boxed.score(response, '80').correct")
 
 
 def test_registry_knows_its_rewards_and_lists_them_for_an_unknown_name() -> None:
