@@ -19,7 +19,7 @@ from megavlm.data.rows import Row, Rows
 from tests.timeouts import SCALE, scaled
 
 # An example's time says what else the machine does, nothing about the code.
-settings.register_profile("megavlm", deadline=None)
+settings.register_profile("megavlm", deadline=None, max_examples=50)
 settings.load_profile("megavlm")
 
 

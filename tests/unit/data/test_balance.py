@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.data.balance import assign, partition
@@ -21,7 +21,6 @@ def quadratic(tree: Tree) -> float:
     return float(tree.num_tokens**2)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(1, 6))
 def test_every_tree_once_and_no_rank_without_work(sizes: list[int], num_ranks: int) -> None:
     trees = [leaf(size) for size in sizes]
@@ -34,7 +33,6 @@ def test_every_tree_once_and_no_rank_without_work(sizes: list[int], num_ranks: i
     assert assign(trees, num_ranks, 25, quadratic) == plan  # the same trees, by identity
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
 def test_close_to_the_best_partition(costs: list[int], num_parts: int) -> None:
     ours = max(sum(costs[index] for index in part) for part in partition(costs, num_parts))

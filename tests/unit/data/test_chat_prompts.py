@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,29 +14,19 @@ from megavlm.data.chat import Message
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.models.registry import FAMILIES
-from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.conftest import DATA
-
-
-def image(seed: int) -> bytes:
-    noise = np.random.default_rng(seed).integers(0, 255, (60, 90 + 30 * seed, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(noise).save(file, "PNG")
-    return file.getvalue()
+from tests.unit.data.samples import auto_processor, image, our_processor
 
 
 def row(*messages: tuple[str, str], images: int = 0) -> Row:
     chat = tuple(Message(role, text) for role, text in messages)
-    data = tuple(image(seed) for seed in range(images))
+    data = tuple(image((90 + 30 * seed, 60), seed=seed) for seed in range(images))
     last = next(text for role, text in reversed(messages) if role == "user")
     return Row(0, last, "", data, "", "chat.jsonl:0", messages=chat)
 
 
 def theirs(folder: Path, row: Row) -> Any:
     """transformers' tokens; placeholders become the template's own images."""
-    define_torchvision_operators()
-    from transformers import AutoProcessor
-
     images = iter([Image.open(io.BytesIO(data)) for data in row.images])
     messages = []
     for message in row.messages:
@@ -46,7 +35,7 @@ def theirs(folder: Path, row: Row) -> Any:
             content += [{"type": "image", "image": next(images)}] if number else []
             content += [{"type": "text", "text": text}] if text else []
         messages.append({"role": message.role, "content": content})
-    return AutoProcessor.from_pretrained(folder).apply_chat_template(
+    return auto_processor(folder).apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
 
@@ -65,7 +54,7 @@ CHATS = [
 def test_chats_equal_autoprocessor(
     folder_of: Callable[[str], Path], family: str, number: int
 ) -> None:
-    processor = Processor(folder_of(family), DATA)
+    processor = our_processor(folder_of(family))
     prompt, expected = processor.prompt(CHATS[number]), theirs(folder_of(family), CHATS[number])
     assert torch.equal(prompt.token_ids, expected["input_ids"][0])
     if prompt.images:
@@ -88,7 +77,7 @@ def test_a_rows_own_system_message_replaces_the_configured_one(
 def test_unmarked_images_come_before_the_first_text_of_the_user(
     folder_of: Callable[[str], Path],
 ) -> None:
-    processor = Processor(folder_of("qwen2_5_vl"), DATA)
+    processor = our_processor(folder_of("qwen2_5_vl"))
     unmarked = row(("user", "What?"), ("assistant", "red"), ("user", "Is it?"), images=2)
     marked = row(
         ("user", "<image><image>What?"), ("assistant", "red"), ("user", "Is it?"), images=2

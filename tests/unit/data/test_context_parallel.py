@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.data.context_parallel import SegmentRun, run_tokens, split_segments
@@ -14,7 +14,6 @@ def bounds_of(sizes: list[int]) -> list[int]:
     return [0, *torch.tensor(sizes).cumsum(0).tolist()]
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(1, 5))
 def test_ranks_partition_the_tokens_evenly(sizes: list[int], context_size: int) -> None:
     bounds = bounds_of(sizes)
@@ -29,7 +28,6 @@ def test_ranks_partition_the_tokens_evenly(sizes: list[int], context_size: int) 
             assert bounds[run.segment] <= run.first < run.end <= bounds[run.segment + 1]
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(1, 5))
 def test_a_rank_holds_an_early_and_the_opposite_late_chunk(
     sizes: list[int], context_size: int

@@ -16,14 +16,9 @@ from PIL import Image, PngImagePlugin
 
 from megavlm.data.image_decoding import FORMATS, decode, image_size
 from tests.conftest import LFS_POINTER
+from tests.unit.data.samples import encode
 
 NOISE = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
-
-
-def encode(image: Image.Image, format_: str = "PNG", **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format_, **options)
-    return file.getvalue()
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -113,7 +108,7 @@ def test_text_that_pillow_takes_for_something_else_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=100)
 @given(
     st.sampled_from(["JPEG", "PNG", "WEBP"]),
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 255)), max_size=6),
@@ -186,7 +181,7 @@ def test_a_png_with_a_wrong_chunk_length_is_refused() -> None:
 SAMPLES = [encode(Image.fromarray(NOISE), name) for name in FORMATS]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=100)
 @given(
     st.sampled_from(SAMPLES),
     st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=8),

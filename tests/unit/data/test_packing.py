@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.data.packing import (
@@ -64,7 +64,6 @@ def chain(tree: Tree, index: int) -> list[int]:
     return [*(chain(tree, parent) if parent >= 0 else []), index]
 
 
-@settings(deadline=None)
 @given(st.lists(trees(), min_size=1, max_size=4), st.integers(1, 8))
 def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
     pack = make_pack(forest, vision_token_ids=VISION, multiple=multiple)
@@ -123,7 +122,6 @@ def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
             assert bool(pack.ancestors[pack.segment_ids[i], pack.segment_ids[j]]) == expected
 
 
-@settings(deadline=None)
 @given(st.lists(trees(), max_size=4), st.integers(1, 4), st.integers(1, 4))
 def test_parts_are_the_pack(forest: list[Tree], multiple: int, context_size: int) -> None:
     pack = make_pack(forest, vision_token_ids=VISION, multiple=multiple, context_size=context_size)
@@ -202,7 +200,6 @@ def leaf(size: int) -> Tree:
     return Tree((Segment(tokens, tokens.expand(3, -1), parent=-1, is_target=False),), ())
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(20, 40))
 def test_pack_trees_keeps_every_tree_once_within_the_bound(sizes: list[int], bound: int) -> None:
     forest = [leaf(size) for size in sizes]

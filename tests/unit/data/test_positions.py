@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.data.positions import Span, mrope_positions, text_positions
@@ -93,7 +93,6 @@ def mixes(draw: st.DrawFn, family: str) -> Mix:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_equals_transformers(family: str) -> None:
-    @settings(deadline=None, max_examples=200)
     @given(mixes(family))
     def check(mix: Mix) -> None:
         expected, expected_next = reference(family, mix)

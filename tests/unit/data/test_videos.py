@@ -1,7 +1,6 @@
 """Prompts with videos equal AutoProcessor's and get_rope_index's, in every family."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,11 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
 from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
 from megavlm.models.registry import FAMILIES
-from megavlm.parallel.torchvision_ops import define_torchvision_operators
-from tests.conftest import DATA
 from tests.unit.data.rope_index import rope_index
-from tests.unit.data.test_image_decoding import bomb, encode
+from tests.unit.data.samples import auto_processor, encode, image, our_processor
+from tests.unit.data.test_image_decoding import bomb
 
 Folders = Callable[[str], Path]
-
-
-def image(size: tuple[int, int], seed: int = 0, **options: object) -> bytes:
-    noise = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
-    return encode(Image.fromarray(noise), **options)
 
 
 def video(number: int, size: tuple[int, int] = (60, 90), fps: float = 2.0, seed: int = 0) -> Video:
@@ -39,22 +32,9 @@ def row(problem: str, *videos: Video, images: tuple[bytes, ...] = ()) -> Row:
     return Row(3, problem, "red", images, "colour", "train.parquet:3", videos)
 
 
-@cache
-def auto_processor(folder: Path) -> Any:
-    define_torchvision_operators()
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained(folder)
-
-
-@cache
-def ours(folder: Path) -> Processor:
-    return Processor(folder, DATA)
-
-
 @pytest.fixture
 def processor(folder_of: Folders) -> Processor:
-    return ours(folder_of("qwen3_vl"))
+    return our_processor(folder_of("qwen3_vl"))
 
 
 def theirs(folder: Path, text: str, images: Sequence[bytes], videos: Sequence[Video]) -> Any:
@@ -103,7 +83,7 @@ def test_prompt_equals_autoprocessor(
 ) -> None:
     folder = folder_of(family)
     images = tuple(image(size, seed=7) for size in sizes)
-    prompt = ours(folder).prompt(row(problem, *videos, images=images))
+    prompt = our_processor(folder).prompt(row(problem, *videos, images=images))
 
     start, end = "<|vision_start|>", "<|vision_end|>"
     content = problem.replace("<image>", f"{start}<|image_pad|>{end}")
@@ -112,7 +92,7 @@ def test_prompt_equals_autoprocessor(
     expected = theirs(folder, text, images, videos)
     assert torch.equal(prompt.token_ids, expected["input_ids"][0])
     assert list(prompt.short_ids) == auto_processor(folder).tokenizer(text)["input_ids"]
-    assert ours(folder).num_tokens(prompt.row) == len(prompt.token_ids)
+    assert our_processor(folder).num_tokens(prompt.row) == len(prompt.token_ids)
 
     marks = problem.replace("<image>", "\0").replace("<video>", "\1")
     order = [mark == "\1" for mark in marks if mark in "\0\1"]
@@ -244,14 +224,14 @@ def test_prompts_with_videos_are_refused_where_responses_are_sampled(
 def test_vision_tokens_in_the_text_and_too_long_prompts_are_refused(folder_of: Folders) -> None:
     folder = folder_of("qwen2_vl")
     with pytest.raises(ValueError, match=r"train\.parquet:3: the text holds .* own video token"):
-        ours(folder).prompt(row("<video> <|video_pad|>", video(2)))
+        our_processor(folder).prompt(row("<video> <|video_pad|>", video(2)))
     short = Processor(folder, Data(max_prompt_tokens=10))
     with pytest.raises(ValueError, match=r"max_prompt_tokens=10; .* fewer frames"):
         short.prompt(row("?", video(4)))
 
 
 def test_vision_token_ids(folder_of: Folders) -> None:
-    processor = ours(folder_of("qwen2_5_vl"))
+    processor = our_processor(folder_of("qwen2_5_vl"))
     tokenizer = auto_processor(folder_of("qwen2_5_vl")).tokenizer
     names = tokenizer.convert_ids_to_tokens(list(processor.vision_token_ids))
     assert names == ["<|image_pad|>", "<|video_pad|>"]

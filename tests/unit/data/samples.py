@@ -1,0 +1,38 @@
+"""Images of noise, and both processors of a model folder, each made once."""
+
+import io
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from megavlm.data.processor import Processor
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from tests.conftest import DATA
+
+
+def encode(image: Image.Image, format_: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format_, **options)
+    return file.getvalue()
+
+
+def image(size: tuple[int, int], mode: str = "RGB", seed: int = 0, **options: object) -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    format_ = "JPEG" if mode == "CMYK" else "PNG"
+    return encode(Image.fromarray(noise).convert(mode), format_, **options)
+
+
+@cache
+def auto_processor(folder: Path) -> Any:
+    define_torchvision_operators()
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(folder)
+
+
+@cache
+def our_processor(folder: Path) -> Processor:
+    return Processor(folder, DATA)
