@@ -25,8 +25,6 @@ SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 SIZES = [(56, 56), (28, 28), (1, 1), (17, 90), (333, 200), (640, 480), (2000, 60)]
 MODES = ("L", "P", "RGBA", "CMYK")
 IMAGES = [(size, "RGB") for size in SIZES] + [(SIZES[4], mode) for mode in MODES]
-    (SIZES[4], mode) for mode in ("L", "P", "RGBA", "CMYK")
-]
 
 
 @pytest.fixture(scope="module")
