@@ -104,7 +104,7 @@ def _check_known(section: str, given: Iterable[Any], classes: Mapping[str, Any])
 
 def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
     """Build a section. Keys are merged one at a time, so that an error names its key."""
-    types = get_type_hints(cls)
+    types, defaults = get_type_hints(cls), _defaults(cls)
     merged = OmegaConf.structured(cls)
     for key, value in values.items():
         if value == MISSING:
@@ -113,6 +113,8 @@ def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
             )
         if types[key] == tuple[str, ...] and isinstance(value, str):
             value = [value]
+        if value == defaults[key] and type(value) is type(defaults[key]):
+            continue  # a merge copies the whole section
         expected = _words(types[key])
         mistyped = f"{name}.{key}={_shown(value)} has the wrong type: it must be {expected}"
         # OmegaConf would read 8 as true.

@@ -1,0 +1,90 @@
+"""A policy that says what its script says, and episodes played with it."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from megavlm.config.environment import EnvironmentConfig
+from megavlm.config.reward import Reward
+from megavlm.data.processor import Processor, Prompt
+from megavlm.data.rows import Row
+from megavlm.inference.protocol import Response
+from megavlm.rewards.base import Example, RewardFailure, Score
+from megavlm.rewards.manager import RewardManager
+from megavlm.rollout.episodes import EpisodeRunner
+from megavlm.rollout.trajectory import Episode, Group
+from tests.conftest import png
+
+ROW = Row(5, "<image>How many?", "3", (png(),), "counting", "rows:5")
+
+
+class Policy:
+    """Says what its script says next; keeps what it was asked."""
+
+    def __init__(self, processor: Processor, *texts: str, cut: bool = False) -> None:
+        self.processor, self.texts, self.cut = processor, list(texts), cut
+        self.asked: list[tuple[list[Prompt], int]] = []
+
+    def __call__(
+        self, prompts: Sequence[Prompt], n: int, begun: Any = None, enough: int | None = None
+    ) -> list[list[Response]]:
+        self.asked.append((list(prompts), n))
+        return [[self.respond() for _ in range(n)] for _ in prompts]
+
+    def respond(self) -> Response:
+        ids = self.processor.encode_answer(self.texts.pop(0))
+        ids = ids[:-1] if self.cut else ids
+        return Response(tuple(ids), tuple(-0.1 * i for i in range(len(ids))), "stop", "0")
+
+
+def episode_runner(
+    processor: Processor,
+    manager: RewardManager,
+    name: str,
+    long_prompts: str = "refuse",
+    **settings: Any,
+) -> EpisodeRunner:
+    config: Any = SimpleNamespace(
+        environment=EnvironmentConfig(name=name, **settings),
+        run=SimpleNamespace(seed=1),
+        data=SimpleNamespace(system_prompt=processor._system_prompt, long_prompts=long_prompts),
+    )
+    return EpisodeRunner(config, processor, manager)
+
+
+def play(
+    processor: Processor,
+    manager: RewardManager,
+    policy: Policy,
+    name: str,
+    n: int = 2,
+    **settings: Any,
+) -> list[Episode]:
+    playing = episode_runner(processor, manager, name, **settings)
+    group = Group(processor.prompt(ROW))
+    try:
+        playing.play(playing.start([group], n), policy)
+    finally:
+        playing._environments.close()
+        playing._runner.close()  # the reward manager is the tests' own
+    return group.episodes
+
+
+def graded(wrong: float = 0.0) -> RewardManager:
+    class Graded(RewardManager):
+        async def score(self, response: str, example: Example, stage: Any = None) -> Any:
+            return Score(1.0 if response == "3" else wrong, response == "3")
+
+    return Graded([], Reward(on_failure="zero", workers=1, timeout=1, memory_mb=1024))
+
+
+def fails(policy: Any) -> RewardManager:
+    """A judge whose reward fails for long responses."""
+
+    class Short(RewardManager):
+        async def score(self, response: str, example: Example, stage: Any = None) -> Any:
+            if len(response) > 5:
+                return self.failed(RewardFailure("timeout", "as told"))
+            return Score(1.0 if response == "3" else 0.5, response == "3")
+
+    return Short([], Reward(on_failure=policy, workers=1, timeout=1, memory_mb=1024))

@@ -1,0 +1,195 @@
+"""What happens to faults of a user's environment, of rewards, and to prompts that cannot start."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megavlm.config.reward import Reward
+from megavlm.data.processor import Processor, Prompt
+from megavlm.inference.protocol import Response
+from megavlm.rewards.base import Example, RewardStop, Score
+from megavlm.rewards.manager import RewardManager
+from megavlm.rollout.trajectory import Group
+from tests.unit.rollout.scripted import ROW, Policy, episode_runner, fails, graded, play
+
+FAULTY = "user_environments:Faulty"
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("raise", "exception"),
+        ("hang", "timeout"),
+        ("block", "timeout"),
+        ("allocate", "memory"),
+        ("die", "crash"),
+        ("nan", "value"),
+        ("parts", "exception"),
+        ("image", "value"),
+        ("unpicklable", "exception"),
+    ],
+)
+def test_a_step_that_fails_is_scored_by_policy(
+    processor: Processor, manager: RewardManager, fault: str, kind: str
+) -> None:
+    timeout = 1.0 if kind == "timeout" else 30.0
+    settings: dict[str, Any] = {"options": {"fault": fault}, "timeout": timeout, "max_turns": 2}
+    policy = Policy(processor, "3")
+    (episode,) = play(processor, manager, policy, FAULTY, n=1, memory_mb=1024, **settings)
+    assert (episode.score.reward, episode.score.failure) == (0.0, kind)
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("other starts", "different observations"),
+        ("no observation", "has no observation"),
+        ("long", "environment.max_observation_tokens=256"),
+        ("no user", "no user message"),
+        ("placeholder", "1 <image> for 0 images"),
+    ],
+)
+def test_a_broken_interface_is_one_sentence(
+    processor: Processor, manager: RewardManager, fault: str, problem: str
+) -> None:
+    policy = Policy(processor, "3", "3")
+    with pytest.raises(ValueError, match=problem):
+        play(processor, manager, policy, FAULTY, max_turns=2, options={"fault": fault})
+
+
+def test_a_user_s_environment_scores_itself_and_starts_as_it_likes(
+    processor: Processor, manager: RewardManager
+) -> None:
+    policy = Policy(processor, "3")
+    (episode,) = play(processor, manager, policy, FAULTY, n=1, options={"fault": "own start"})
+    assert episode.score.parts == {"seen": 1.0} and episode.score.correct
+    assert episode.score.reward == 0.7
+    (prompt,) = policy.asked[0][0]
+    assert prompt.row is ROW and not prompt.images
+    assert processor.decode(prompt.token_ids.tolist()).count("How many?") == 1
+
+
+def test_an_episode_has_no_more_turns_than_are_allowed(
+    processor: Processor, manager: RewardManager
+) -> None:
+    policy = Policy(processor, "3", "3", "3", "3")
+    (episode,) = play(
+        processor, manager, policy, FAULTY, n=1, max_turns=3, options={"fault": "endless"}
+    )
+    assert len(episode.responses) == 3
+    assert episode.score.reward == pytest.approx(0.3 + 1.0), "and the reward of its last words"
+
+
+def test_two_rewards_asked_for_at_once_are_no_time_of_the_environment_s(
+    processor: Processor,
+) -> None:
+    class Slow(RewardManager):
+        async def score(self, response: str, example: Example, stage: Any = None) -> Any:
+            await asyncio.sleep(2.5)
+            assert example.images == ROW.images
+            return Score(1.0 if response == "3" else 0.25, response == "3")
+
+    manager = Slow([], Reward(on_failure="zero", workers=1, timeout=1, memory_mb=1024))
+    policy = Policy(processor, "3")
+    options = {"fault": "score twice"}
+    (episode,) = play(processor, manager, policy, FAULTY, n=1, timeout=2.25, options=options)
+    assert (episode.score.failure, episode.score.reward) == (None, 0.5)
+    assert episode.score.correct
+
+
+@pytest.mark.parametrize("fault", ["reset raises", "reset blocks"])
+def test_a_reset_that_fails_is_one_sentence_or_leaves_its_prompt_out(
+    processor: Processor, fault: str
+) -> None:
+    timeout = 1.0 if fault == "reset blocks" else 30.0
+    settings: dict[str, Any] = {"options": {"fault": fault}, "timeout": timeout, "workers": 1}
+    prompt = processor.prompt(ROW)
+    playing = episode_runner(processor, fails("zero"), FAULTY, **settings)
+    assert playing.start([Group(prompt)], 2) == [] and playing.skipped == {"bad": 1}
+    playing.reward_manager = fails("stop")
+    with pytest.raises(RewardStop, match=r"environment.name=.*Faulty, rows:5"):
+        playing.start([Group(prompt)], 2)
+    playing.close()
+
+
+def test_a_start_that_is_too_long_is_left_out_or_one_sentence(processor: Processor) -> None:
+    """The instruction alone has more tokens than this recipe's prompts may."""
+    chatty: dict[str, Any] = {"options": {"instruction": "many " * 99}}
+    prompt = processor.prompt(ROW)
+    playing = episode_runner(processor, graded(), "geo3k_calculator", long_prompts="skip", **chatty)
+    assert playing.start([Group(prompt)], 2) == []
+    assert playing.skipped == {"long": 1}
+    with pytest.raises(ValueError, match=r"none of 1000 prompts in a row can start; .*rows:5"):
+        playing.start_or_replace([Group(prompt)], 2, lambda n: [prompt] * 250)
+    playing.close()
+    playing = episode_runner(
+        processor, graded(), "geo3k_calculator", long_prompts="refuse", **chatty
+    )
+    with pytest.raises(ValueError, match=r"geo3k_calculator, rows:5 adds to the prompt\. .*tokens"):
+        playing.start([Group(prompt)], 2)
+    playing.close()
+
+
+def test_another_prompt_is_drawn_for_one_that_cannot_start(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = (
+        processor.prompt(replace(ROW, problem="<image>How many?" + " 5" * more, index=more))
+        for more in (0, 15)
+    )
+    asked: list[int] = []
+
+    def draw(count: int) -> list[Prompt]:
+        asked.append(count)
+        return [short] * count
+
+    # A system message of one digit takes at most eleven tokens more.
+    monkeypatch.setattr(processor, "_max_prompt_tokens", len(short.token_ids) + 14)
+    options = {"instruction": "1"}
+    playing = episode_runner(processor, graded(), "geo3k_calculator", "skip", options=options)
+    groups = [Group(prompt) for prompt in (long, short, long)]
+    started = playing.start_or_replace(groups, 1, draw)
+    assert [group.prompt.row.index for group in started] == [0, 0, 0] and asked == [2]
+    assert playing.skipped == {"long": 2}
+    playing.close()
+
+
+def test_an_episode_whose_reward_fails_may_be_skipped(processor: Processor) -> None:
+    playing = episode_runner(processor, fails("skip"), "vqa")
+    group = Group(processor.prompt(ROW))
+    playing.play(playing.start([group], 3), Policy(processor, "3", "1", "1 2 3 4 5"))
+    episodes = group.episodes
+    assert [episode.score.skipped for episode in episodes] == [False, False, True]
+    assert [episode.score.reward for episode in episodes] == [1.0, 0.5, 0.0]
+
+
+def test_with_enough_complete_groups_the_others_wait_with_their_responses(
+    processor: Processor, manager: RewardManager
+) -> None:
+    policy = Policy(processor, *["3"] * 6)
+    cut = replace(policy.respond(), finish="abort")
+    begun: list[Any] = []
+
+    def generate(prompts: Sequence[Prompt], n: int, **partly: Any) -> list[list[Response]]:
+        begun.append(partly)
+        return [[cut], [], *([policy.respond()] for _ in prompts[2:])]
+
+    playing = episode_runner(processor, manager, "vqa")
+    groups = [Group(processor.prompt(ROW)) for _ in range(5)]
+    groups[4].responses = (cut,)
+    playing.play(playing.start(groups, 1), generate, enough=2)
+    playing._runner.close()
+    assert begun == [{"begun": [(), (), (), (), (cut,)], "enough": 2}]
+    assert [group.is_played for group in groups] == [False, False, True, True, False]
+    assert [len(group.responses) for group in groups] == [1, 0, 1, 1, 1]
+
+
+def test_a_failure_may_stop_the_run(processor: Processor) -> None:
+    playing = episode_runner(processor, fails("stop"), "vqa")
+    with pytest.raises(RewardStop, match=r"reward\.on_failure=stop"):
+        groups = playing.start([Group(processor.prompt(ROW))], 1)
+        playing.play(groups, Policy(processor, "1 2 3 4 5"))
+    playing.close()
