@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megavlm.models.common.lora_linear import stable_seed
 from megavlm.models.registry import family
-from tests.parity.inputs import Inputs
+from tests.parity.inputs import inputs_of
 from tests.parity.reference import Reference
 
 RANK, ALPHA = 3, 4.5
@@ -85,7 +85,7 @@ def expect(folder: Path, targets: Sequence[str]) -> dict[str, Any]:
     with torch.no_grad():
         for weight, a, b, _ in _pairs(adapted, parameters):
             weight += SCALE * b @ a
-    cases = Inputs(folder).sequences("mixed")
+    cases = inputs_of(folder).sequences("mixed")
     with torch.no_grad():
         scores = [[reference.scores(case.prompt, r) for r in case.responses] for case in cases]
     reference.gradients(cases)

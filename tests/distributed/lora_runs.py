@@ -26,9 +26,11 @@ from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import VisionFeatures, forward_backward, logits
 from megavlm.training.optimizer import wrap
+from tests.cache import cached_folder
+from tests.distributed.fork import launch
 from tests.distributed.lora_reference import Name, pair
 from tests.parity.cases import TREES_PER_PACK, packs_of
-from tests.parity.inputs import QUESTION, Inputs
+from tests.parity.inputs import QUESTION, inputs_of
 from tests.parity.reference import distinct_images
 from tests.parity.table import Ranks
 
@@ -37,17 +39,23 @@ TOWER = ("vision.attention", "vision.mlp", "vision.merger")
 EXPERTS = ("language.attention", "language.experts")
 
 
-def make_folder(folder: Path, model: str) -> Path:
+def lora_folder(model: str) -> Path:
+    """Return the folder of a family's model, which all tests share."""
     sizes: dict[str, Any] = {"num_layers": 2 if model == "qwen3_vl_moe" else 4}
-    make_tiny_model(
-        folder,
-        [QUESTION] * 10,
-        seed=3,
-        family=model,
-        init_std=0.05,
-        randomise_norms_and_biases=True,
-        **sizes,
-    )
+
+    def make(folder: Path) -> None:
+        make_tiny_model(
+            folder,
+            [QUESTION] * 10,
+            seed=3,
+            family=model,
+            init_std=0.05,
+            randomise_norms_and_biases=True,
+            **sizes,
+        )
+
+    folder = cached_folder(f"lora-{model}", sizes, lambda folder: launch(1, make, folder))
+    inputs_of(folder).sequences("mixed")
     return folder
 
 
@@ -92,15 +100,14 @@ class Run:
 
 def start(folder: Path, ranks: Ranks, **options: Any) -> Run:
     """The model without adapters."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
+    inputs = inputs_of(folder)
+    config = inputs.config
     mesh = build_mesh(ranks.mesh)
     chunks = build_model(config, mesh, ModelOptions(sequence=ranks.sequence, **options))
     entries = family(config.model_type).mapping(config)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(folder), mesh)
-    cases = Inputs(folder).sequences("mixed")
+    cases = inputs.sequences("mixed")
     # gloo gathers tokens over the expert tensor axis only where its ranks have equally many.
     copies = mesh.data_size if ranks.mesh.expert_tensor > 1 else 1
     shares = mesh.data_size // copies

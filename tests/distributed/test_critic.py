@@ -24,8 +24,8 @@ from megavlm.training.train_state import TrainState
 from tests.columns import columns
 from tests.conftest import row, write_rows
 from tests.distributed.fork import launch
-from tests.parity.inputs import Inputs
-from tests.parity.models import make_model
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
 from tests.parity.reference import distinct_images
 
 pytestmark = pytest.mark.distributed
@@ -45,7 +45,7 @@ class Run:
         self.critic = Critic(self.train_state, self.settings)
         self.train_state.resume()
         self.critic.resume()
-        cases = Inputs(Path(config.model.folder)).sequences("one image")
+        cases = inputs_of(Path(config.model.folder)).sequences("one image")
         mesh, hf = self.train_state.mesh, self.train_state.hf_config
         mine = cases[mesh.data_rank :: mesh.data_size]
         tokens = (hf.image_token_id, hf.video_token_id)
@@ -105,10 +105,9 @@ def learn_and_resume(recipe: Path) -> list[Any]:
 
 @pytest.mark.parametrize("parallel", [{"data": 2}, {"context": 2}])
 def test_a_critic_learns_and_resumes(tmp_path: Path, parallel: dict[str, int]) -> None:
-    launch(1, make_model, tmp_path / "model", "qwen2_5_vl", False)
     sections = {
         "run": {"dir": str(tmp_path / "run")},
-        "model": {"folder": str(tmp_path / "model")},
+        "model": {"folder": str(model_folder("qwen2_5_vl"))},
         "data": {"train_files": [str(write_rows(tmp_path / "rows.parquet", [row()]))]},
         "parallel": parallel,
         "algorithm": {"name": "ppo", "critic_lr": 1e-3, "value_clip": None, "kl_coefficient": 0},

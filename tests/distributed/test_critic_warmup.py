@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
 
 from megavlm.config.optimizer import Optimizer
 from megavlm.models.build import build_model
@@ -16,7 +15,8 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.optimizer import build_updater
 from tests.distributed.fork import launch
-from tests.parity.models import make_model
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
 from tests.parity.table import LAYOUTS
 
 pytestmark = pytest.mark.distributed
@@ -28,7 +28,7 @@ def train(folder: Path, warmup: int) -> tuple[Found, list[float], bool]:
     the policy's rate in those two.
     """
     mesh = build_mesh(LAYOUTS["one rank"].mesh)
-    config = AutoConfig.from_pretrained(folder)
+    config = inputs_of(folder).config
     torch.manual_seed(0)
     model = build_model(config, mesh, ModelOptions(head="both"))
     for chunk in model:
@@ -67,10 +67,10 @@ def train(folder: Path, warmup: int) -> tuple[Found, list[float], bool]:
     return found, rates, has_moved
 
 
-def test_the_policy_s_first_updates_are_as_without_the_critic_s_warm_up(tmp_path: Path) -> None:
-    launch(1, make_model, tmp_path / "model", "qwen2_5_vl", False)
-    ((plain, rates, _),) = launch(1, train, tmp_path / "model", 0)
-    ((warmed, their_rates, has_moved),) = launch(1, train, tmp_path / "model", 5)
+def test_the_policy_s_first_updates_are_as_without_the_critic_s_warm_up() -> None:
+    folder = model_folder("qwen2_5_vl")
+    ((plain, rates, _),) = launch(1, train, folder, 0)
+    ((warmed, their_rates, has_moved),) = launch(1, train, folder, 5)
     assert rates == their_rates and not has_moved
     for mine, theirs in zip(plain["policy"], warmed["policy"], strict=True):
         assert np.array_equal(mine, theirs)

@@ -12,22 +12,17 @@ from megavlm.run.export import _trainer_logits
 from megavlm.training.optimizer import wrap
 from tests.distributed.fork import launch
 from tests.parity.cases import packs_of
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
 from tests.parity.reference import distinct_images
-from tests.parity.runs import Models, build
+from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
-
-
 def logits(folder: Path, ranks: Ranks, cases: Any) -> Any:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
+    config = inputs_of(folder).config
     mesh, _, chunks = build(folder, config, ranks, ModelOptions())
     pack, *_ = packs_of([cases], config, ranks)
     train_state: Any = SimpleNamespace(mesh=mesh, updater=SimpleNamespace(chunks=wrap(chunks)))
@@ -45,9 +40,9 @@ def logits(folder: Path, ranks: Ranks, cases: Any) -> Any:
         ("qwen3_vl_moe", "EP2 over TP2+SP"),
     ],
 )
-def test_every_rank_gets_the_logits_of_one(models: Models, model: str, layout: str) -> None:
-    folder = models.folder(model)
-    cases = models.inputs(folder).sequences("mixed")[:4]
+def test_every_rank_gets_the_logits_of_one(model: str, layout: str) -> None:
+    folder = model_folder(model)
+    cases = inputs_of(folder).sequences("mixed")[:4]
     (expected,) = launch(1, logits, folder, LAYOUTS["one rank"], cases)
     assert len(expected) == sum(len(response) for case in cases for response in case.responses)
     ranks = (LAYOUTS | EXPERT_LAYOUTS)[layout]

@@ -18,9 +18,10 @@ from megavlm.models.common.vision_merge import split_by_cost
 from megavlm.training.forward_backward import compute_logprobs, forward_backward
 from tests.distributed.fork import launch
 from tests.parity.cases import packs_of
-from tests.parity.inputs import image
+from tests.parity.inputs import image, inputs_of
+from tests.parity.models import model_folder
 from tests.parity.reference import Sequences, distinct_images
-from tests.parity.runs import Models, Run, difference, weighted
+from tests.parity.runs import Run, difference, weighted
 from tests.parity.table import LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
@@ -29,20 +30,15 @@ TRAINED = ModelOptions(freeze_tower=False, freeze_merger=False)
 MERGER_TRAINED = ModelOptions(freeze_merger=False)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
-def model(models: Models, request: pytest.FixtureRequest) -> tuple[Path, Any]:
+def model(request: pytest.FixtureRequest) -> tuple[Path, Any]:
     """A folder and its configuration."""
-    folder = models.folder(request.param)
-    return folder, models.inputs(folder).config
+    folder = model_folder(request.param)
+    return folder, inputs_of(folder).config
 
 
-def test_a_frozen_tower_keeps_nothing(models: Models, model: tuple[Path, Any]) -> None:
-    cases = models.inputs(model[0]).sequences("one image")
+def test_a_frozen_tower_keeps_nothing(model: tuple[Path, Any]) -> None:
+    cases = inputs_of(model[0]).sequences("one image")
     for options, keeps in ((FROZEN, False), (MERGER_TRAINED, True), (TRAINED, True)):
         for num_saved, has_graph in launch(2, kept, *model, options, cases):
             assert (num_saved > 0) is keeps
@@ -70,12 +66,10 @@ def kept(
 
 
 @pytest.mark.parametrize("layout", ["one rank", "TP2xCP2", "PP2xCP2"])
-def test_each_image_is_encoded_once_a_step(
-    models: Models, model: tuple[Path, Any], layout: str
-) -> None:
+def test_each_image_is_encoded_once_a_step(model: tuple[Path, Any], layout: str) -> None:
     """By the ranks of the first stage together, each its share of the cost."""
     ranks = LAYOUTS[layout]
-    cases = models.inputs(model[0]).sequences("mixed")
+    cases = inputs_of(model[0]).sequences("mixed")
     shown = [image.key for case in cases for image in case.prompt.images]
     images = distinct_images(cases)
     assert len(images) < len(shown), "some images are shown twice"
@@ -120,10 +114,10 @@ def encoded_in_a_step(
 
 @pytest.mark.parametrize("layout", ["TP4", "CP4", "TP2+SPxCP2"])
 def test_gradients_are_right_where_a_rank_has_no_image(
-    models: Models, model: tuple[Path, Any], layout: str
+    model: tuple[Path, Any], layout: str
 ) -> None:
     """One pack shows one image, the other two; there are four ranks."""
-    make = models.inputs(model[0])
+    make = inputs_of(model[0])
     cases = [
         make.case(1, images=[image(128, 96, 1)]),
         make.case(2, images=[image(64, 96, 2), image(96, 96, 3)]),

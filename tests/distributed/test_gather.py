@@ -15,7 +15,9 @@ from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
 from megavlm.weight_sync.trainable import trained_entries
 from tests.distributed.fork import launch
 from tests.distributed.merged import add_pairs, merged
-from tests.parity.runs import Models, build
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
+from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
@@ -25,11 +27,6 @@ ALL_LAYOUTS = {
     "expert TP2xDP2": Ranks(Layout(expert_tensor=2), data=2),  # experts are cut, nothing else is
 }
 BUCKET_BYTES = 2**16
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
 
 
 def gathered(
@@ -44,9 +41,7 @@ def gathered(
     that give something. Adapters on `targets` have the pairs of `lora_reference`. `by_stage`: on
     the first rank of each pipeline stage, else all on rank 0.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
+    config = inputs_of(folder).config
     mesh, entries, chunks = build(folder, config, ranks, options)
     if targets:
         add_pairs(chunks, targets)
@@ -103,11 +98,9 @@ def in_folder(folder: Path) -> dict[str, np.ndarray]:
         ("qwen3_vl_moe", "expert TP2xDP2", {0, 1}),
     ],
 )
-def test_shards_of_any_layout_arrive_whole(
-    models: Models, model: str, layout: str, source_ranks: set[int]
-) -> None:
+def test_shards_of_any_layout_arrive_whole(model: str, layout: str, source_ranks: set[int]) -> None:
     """Bit for bit, stacks of experts too."""
-    folder = models.folder(model)
+    folder = model_folder(model)
     expected = in_folder(folder)
     result = run(folder, layout, full=True, by_stage="PP2" in layout)
     assert result["tensors"].keys() == expected.keys()
@@ -116,16 +109,16 @@ def test_shards_of_any_layout_arrive_whole(
     assert result["source_ranks"] == source_ranks
 
 
-def test_an_expert_stack_is_one_tensor(models: Models) -> None:
-    result = run(models.folder("qwen3_vl_moe"), "EP2", full=False)
+def test_an_expert_stack_is_one_tensor() -> None:
+    result = run(model_folder("qwen3_vl_moe"), "EP2", full=False)
     stacks = [name for name in result["tensors"] if ".mlp.experts." in name]
     assert len(stacks) == 2 * 3, "gate_up_proj and down_proj of each layer with experts"
     assert all(result["tensors"][name].shape[0] == 8 for name in stacks)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "PP2", "TP2"])
-def test_a_frozen_tower_is_left_out(models: Models, layout: str) -> None:
-    folder = models.folder("qwen3_vl")
+def test_a_frozen_tower_is_left_out(layout: str) -> None:
+    folder = model_folder("qwen3_vl")
     names = set(in_folder(folder))
     tower = {name for name in names if "visual." in name}
     mergers = {name for name in tower if "merger" in name}
@@ -150,9 +143,9 @@ def test_a_frozen_tower_is_left_out(models: Models, layout: str) -> None:
     ],
 )
 def test_adapters_are_sent_merged_and_only_their_targets(
-    models: Models, model: str, layout: str, targets: tuple[str, ...]
+    model: str, layout: str, targets: tuple[str, ...]
 ) -> None:
-    folder = models.folder(model)
+    folder = model_folder(model)
     expected, adapted = merged(folder, targets)
     sent = run(folder, layout, full=False, targets=targets)["tensors"]
     assert sent.keys() == adapted

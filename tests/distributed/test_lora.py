@@ -2,7 +2,7 @@
 and gradients; equal to their base where adapters are off.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
-from transformers import AutoConfig
 
 from megavlm.config.lora import LoRA
 from megavlm.models.common.lora import adapters, adapters_disabled
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.parallel.mesh import Layout
+from tests.cache import cached_value
 from tests.distributed.fork import launch
 from tests.distributed.lora_reference import ALPHA, RANK, Name, expect, projections
 from tests.distributed.lora_runs import (
@@ -25,10 +25,11 @@ from tests.distributed.lora_runs import (
     TOWER,
     Run,
     cut,
-    make_folder,
+    lora_folder,
     set_pairs,
     start,
 )
+from tests.parity.inputs import inputs_of
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
@@ -49,42 +50,30 @@ CASES = [
     ("qwen3_vl_moe", "TP2+SP", EXPERTS),
     ("qwen3_vl_moe", "ETP2", EXPERTS),
 ]
-Expect = Callable[[str, tuple[str, ...]], dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    models = sorted({model for model, _, _ in CASES})
-    return {model: make_folder(tmp_path_factory.mktemp(model), model) for model in models}
-
-
-@pytest.fixture(scope="module")
-def expected(folders: dict[str, Path]) -> Expect:
-    """What transformers computes, once for each model and choice of targets."""
-    made: dict[Any, Any] = {}
-
-    def get(model: str, targets: tuple[str, ...]) -> dict[str, Any]:
-        if (model, targets) not in made:
-            (made[model, targets],) = launch(1, expect, folders[model], targets)
-        return made[model, targets]
-
-    return get
+def expected(folder: Path, targets: tuple[str, ...]) -> dict[str, Any]:
+    """Return what transformers computes."""
+    return cached_value(
+        f"lora-{folder.name}", targets, lambda: launch(1, expect, folder, targets)[0]
+    )
 
 
 @pytest.mark.parametrize(("model", "layout", "targets"), CASES)
 def test_equals_transformers_with_merged_weights(
-    folders: dict[str, Path], expected: Expect, model: str, layout: str, targets: tuple[str, ...]
+    model: str, layout: str, targets: tuple[str, ...]
 ) -> None:
-    ranks, theirs = RANKS[layout], expected(model, targets)
+    folder, ranks = lora_folder(model), RANKS[layout]
+    theirs = expected(folder, targets)
     names: set[Name] = set()
-    for result in launch(ranks.world_size, compare, folders[model], ranks, targets, theirs):
+    for result in launch(ranks.world_size, compare, folder, ranks, targets, theirs):
         assert result["new adapters change nothing"] and result["off is the base"]
         assert result["keys"] and result["nothing else is trained"]
         assert result["logits"] < 1e-5 and result["merged"] < 1e-5
         assert result["gradients"] < 1e-5, result["worst"]
         assert result["norm"] < 1e-6
         names |= set(result["names"])
-    assert names == set(projections(AutoConfig.from_pretrained(folders[model]), targets))
+    assert names == set(projections(inputs_of(folder).config, targets))
 
 
 def compare(

@@ -22,7 +22,7 @@ from tests.distributed.lora_runs import (
     EXPERTS,
     TOWER,
     Run,
-    make_folder,
+    lora_folder,
     set_pairs,
     start,
     whole_pairs,
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("dense"), "qwen2_5_vl")
+def dense() -> Path:
+    return lora_folder("qwen2_5_vl")
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("moe"), "qwen3_vl_moe")
+def moe() -> Path:
+    return lora_folder("qwen3_vl_moe")
 
 
 def gradients(

@@ -10,17 +10,15 @@ import torch
 from megavlm.training.colocate import Offloadable, distinct_storages, trainer_memory
 from tests.distributed.fork import launch
 from tests.distributed.test_updates import start
-from tests.parity.models import make_model
+from tests.parity.models import model_folder
 from tests.parity.table import LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("offload") / "model"
-    launch(1, make_model, folder, "qwen2_5_vl", False)
-    return folder
+def folder() -> Path:
+    return model_folder("qwen2_5_vl")
 
 
 def train(folder: Path, ranks: Ranks, away: bool) -> Any:

@@ -34,8 +34,8 @@ from megavlm.training.losses import Update, policy_loss, with_value_loss
 from megavlm.training.optimizer import build_updater, wrap
 from tests.columns import columns
 from tests.distributed.fork import launch
-from tests.parity.inputs import Inputs
-from tests.parity.models import make_model
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
 from tests.parity.reference import Sequences, distinct_images
 from tests.parity.table import LAYOUTS, Ranks
 
@@ -113,9 +113,7 @@ class Model:
     """A policy with a shared critic, its tower frozen."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        from transformers import AutoConfig
-
-        self.config = AutoConfig.from_pretrained(folder)
+        self.config = inputs_of(folder).config
         self.mesh: Mesh = build_mesh(ranks.mesh)
         self.model = build_model(self.config, self.mesh, ModelOptions(head="both"))
         entries = family(self.config.model_type).mapping(self.config)
@@ -124,7 +122,7 @@ class Model:
             if chunk.value_head is not None:
                 hidden = chunk.value_head.weight.shape[1]
                 chunk.value_head.weight.data.copy_(torch.linspace(-1, 1, hidden)[None])
-        self.cases = Inputs(folder).sequences("mixed")
+        self.cases = inputs_of(folder).sequences("mixed")
         self.chunks = wrap(self.model, shard_optimizer=False)
 
     def features(self) -> VisionFeatures:
@@ -194,10 +192,8 @@ def gradients(folder: Path, ranks: Ranks, trees_per_pack: int) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
-    launch(1, make_model, folder, "qwen2_5_vl", False)
-    return folder
+def folder() -> Path:
+    return model_folder("qwen2_5_vl")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@ back bit for bit.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from megavlm.training.optimizer import Updater, build_updater
 from megavlm.training.reference import reference
 from tests.distributed.fork import launch
 from tests.parity.cases import TREES_PER_PACK, packs_of
-from tests.parity.inputs import Inputs
-from tests.parity.models import make_model
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
 from tests.parity.reference import Sequences, distinct_images
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
@@ -38,33 +39,16 @@ ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
 STEPS = 3
 
 
-class Models:
-    """Tiny models, and how each trains on one rank; made when first asked for."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._histories: dict[Path, Any] = {}
-
-    def folder(self, model: str, tied: bool = False) -> Path:
-        folder = self._root / f"{model}{'_tied' if tied else ''}"
-        if not folder.exists():
-            launch(1, make_model, folder, model, tied)
-        return folder
-
-    def history(self, folder: Path) -> Any:
-        if folder not in self._histories:
-            (self._histories[folder],) = launch(1, train, folder, LAYOUTS["one rank"])
-        return self._histories[folder]
+@cache
+def history_of(folder: Path) -> Any:
+    """Return how a model trains on one rank."""
+    (found,) = launch(1, train, folder, LAYOUTS["one rank"])
+    return found
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def folder(models: Models) -> Path:
-    return models.folder("qwen2_5_vl")
+@pytest.fixture
+def folder() -> Path:
+    return model_folder("qwen2_5_vl")
 
 
 @dataclass
@@ -94,9 +78,8 @@ class Run:
 
 def start(folder: Path, ranks: Ranks, *, frozen: bool, lora: LoRA | None = None) -> Run:
     """A model and this rank's parts of its packs."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
+    inputs = inputs_of(folder)
+    config = inputs.config
     mesh = build_mesh(ranks.mesh)
     options = ModelOptions(sequence=ranks.sequence, freeze_tower=frozen, freeze_merger=frozen)
     chunks = build_model(config, mesh, options)
@@ -106,7 +89,7 @@ def start(folder: Path, ranks: Ranks, *, frozen: bool, lora: LoRA | None = None)
         if lora is not None:
             add_adapters(chunk, lora)
     updater = build_updater(chunks, Optimizer(lr=1e-3, clip_grad=0.5), mesh, num_steps=STEPS)
-    cases = Inputs(folder).sequences("mixed")
+    cases = inputs.sequences("mixed")
     mine = cases[mesh.data_rank :: mesh.data_size]
     groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
     packs = [pack.part(mesh.context_rank) for pack in packs_of(groups, config, ranks)]
@@ -148,16 +131,16 @@ def train(folder: Path, ranks: Ranks) -> list[Any]:
         ("qwen3_vl_moe", "EP2 over TP2+SP"),
     ],
 )
-def test_three_updates_equal_one_rank(models: Models, model: str, layout: str) -> None:
-    check_updates(models, models.folder(model), ALL_LAYOUTS[layout])
+def test_three_updates_equal_one_rank(model: str, layout: str) -> None:
+    check_updates(model_folder(model), ALL_LAYOUTS[layout])
 
 
-def test_tied_embeddings_on_the_first_and_the_last_stage(models: Models) -> None:
-    check_updates(models, models.folder("qwen2_5_vl", tied=True), LAYOUTS["PP2"])
+def test_tied_embeddings_on_the_first_and_the_last_stage() -> None:
+    check_updates(model_folder("qwen2_5_vl", tied=True), LAYOUTS["PP2"])
 
 
-def check_updates(models: Models, folder: Path, ranks: Ranks) -> None:
-    expected = models.history(folder)
+def check_updates(folder: Path, ranks: Ranks) -> None:
+    expected = history_of(folder)
     assert expected[0][0] > expected[-1][0], "the loss falls"
     for history in launch(ranks.world_size, train, folder, ranks):
         np.testing.assert_allclose(history[0], expected[0], rtol=1e-6)
@@ -178,9 +161,9 @@ def not_finite(folder: Path, ranks: Ranks) -> bool:
     ("model", "layout"),
     [("qwen2_5_vl", "DP2"), ("qwen2_5_vl", "PP2 virtual 2"), ("qwen3_vl_moe", "EP2")],
 )
-def test_nan_on_one_rank_is_known_on_all(models: Models, model: str, layout: str) -> None:
+def test_nan_on_one_rank_is_known_on_all(model: str, layout: str) -> None:
     """In the last chunk, and in an expert's gradient."""
-    results = launch(2, not_finite, models.folder(model), ALL_LAYOUTS[layout])
+    results = launch(2, not_finite, model_folder(model), ALL_LAYOUTS[layout])
     assert results == [False, False]
 
 
@@ -215,10 +198,10 @@ def frozen_step(folder: Path, ranks: Ranks) -> list[Any]:
     ],
 )
 def test_a_frozen_tower_encodes_each_image_once_a_step_and_keeps_no_graph(
-    models: Models, model: str, layout: str
+    model: str, layout: str
 ) -> None:
     ranks = LAYOUTS[layout]
-    results = launch(ranks.world_size, frozen_step, models.folder(model), ranks)
+    results = launch(ranks.world_size, frozen_step, model_folder(model), ranks)
     distinct = results[0][1]
     assert distinct == 7, "eight images and videos, one of which comes twice"
     encoded = [result[0] for result in results if result[0] is not None]

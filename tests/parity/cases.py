@@ -27,7 +27,10 @@ from megavlm.training.forward_backward import (
     logits,
 )
 from megavlm.training.optimizer import wrap
+from tests.cache import cached_value
 from tests.columns import columns
+from tests.distributed.fork import launch
+from tests.parity.inputs import Inputs
 from tests.parity.reference import (
     Reference,
     Sequences,
@@ -54,6 +57,16 @@ class Differences:
     gradients: float
     parameter: str
     norm: float
+
+
+def expected_of(inputs: Inputs, case: Case) -> Expected:
+    """Return what `expect` gives for a case, made once for all tests."""
+    sequences, head = inputs.sequences(case.inputs), OPTIONS[case.options].head
+    return cached_value(
+        f"expected-{inputs.folder.name}",
+        (case.inputs, head),
+        lambda: launch(1, expect, inputs.folder, sequences, head)[0],
+    )
 
 
 def expect(folder: Path, cases: Sequence[Sequences], head: str) -> Expected:

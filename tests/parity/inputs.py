@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ class Inputs:
     """Makes the sequences of a case for a model folder."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.processor = Processor(folder, DATA)
         self.config = AutoConfig.from_pretrained(folder)
         self._made: dict[str, list[Sequences]] = {}
@@ -61,6 +63,12 @@ class Inputs:
         generator = np.random.default_rng(seed)
         answers = [generator.integers(0, 250, size).tolist() for size in responses]
         return Sequences(self.processor.prompt(row), answers)
+
+
+@cache
+def inputs_of(folder: Path) -> Inputs:
+    """Return the inputs of a folder, loaded once a process; ranks have those that it had."""
+    return Inputs(folder)
 
 
 def _mixed(make: Inputs) -> list[Sequences]:
@@ -121,6 +129,12 @@ def _branches(make: Inputs) -> list[Sequences]:
     return [make.case(i, images=[image(96, 96, i)], responses=(2, 7, 3, 5, 1)) for i in range(4)]
 
 
+def _few_images(make: Inputs) -> list[Sequences]:
+    """One data rank of two has no image at all, and one pack of two has none."""
+    shown = make.case(4, images=[image(96, 64, 4)])
+    return [make.case(1), make.case(2, responses=(2, 3)), make.case(3), shown]
+
+
 MAKERS: dict[str, Callable[[Inputs], list[Sequences]]] = {
     "mixed": _mixed,
     "one image": _one_image,
@@ -131,4 +145,5 @@ MAKERS: dict[str, Callable[[Inputs], list[Sequences]]] = {
     "straddling": _straddling,
     "padding": _padding,
     "branches": _branches,
+    "few images": _few_images,
 }

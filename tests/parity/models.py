@@ -3,8 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from megavlm.demo.tiny_model import make_tiny_model
-from tests.parity.inputs import QUESTION
+from tests.cache import cached_folder
+from tests.distributed.fork import launch
+from tests.parity.inputs import QUESTION, inputs_of
 
 # Four layers for four stages, four key-value heads for four tensor ranks; three DeepStack levels,
 # so that with a layer per stage every stage but the last adds one.
@@ -14,6 +18,22 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"deepstack_blocks": [0, 1, 3], "head_dim": 24},
     "qwen3_vl_moe": {"deepstack_blocks": [0, 1, 3], "num_experts": 8, "dense_layers": [1]},
 }
+
+
+def model_folder(family: str, *, tied: bool = False, bf16: bool = False) -> Path:
+    """Return the folder of a family's model, which all tests share; see `make_bf16`.
+
+    Its processor is loaded here, for all ranks that are forked afterwards.
+    """
+
+    def make(folder: Path) -> None:
+        launch(1, make_model, folder, family, tied)
+        if bf16:
+            launch(1, make_bf16, folder)
+
+    folder = cached_folder(f"parity-{family}", (tied, bf16), make)
+    inputs_of(folder).sequences("mixed")
+    return folder
 
 
 def make_model(folder: Path, family: str, tied: bool) -> None:
@@ -32,3 +52,18 @@ def make_model(folder: Path, family: str, tied: bool) -> None:
         randomise_norms_and_biases=True,
         **SIZES[family],
     )
+
+
+def make_bf16(folder: Path) -> None:
+    """Round a folder's weights to bf16, with queries four times as large: attention that tells
+    positions apart, as that of random weights hardly does.
+    """
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    has_norm = any(".q_norm." in name for name in tensors)
+    for name, tensor in tensors.items():
+        if ".attn.qkv." in name:
+            tensor[: len(tensor) // 3] *= 4
+        elif (".q_norm." if has_norm else ".q_proj.") in name:
+            tensor *= 4
+    save_file({name: x.bfloat16() for name, x in tensors.items()}, path, {"format": "pt"})

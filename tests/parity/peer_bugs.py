@@ -21,8 +21,6 @@ from megavlm.models.common.model import ValueHead
 from megavlm.models.common.tower import Tower
 from megavlm.models.qwen3_vl.vision import VisionTower
 from tests.parity import cases
-from tests.parity.inputs import Inputs, image
-from tests.parity.reference import Sequences
 
 Patch = pytest.MonkeyPatch
 Inject = Callable[[Patch], None]
@@ -174,12 +172,6 @@ def no_graph_without_images(patch: Patch) -> None:
             return plain.apply(local if len(local) else local.detach(), *rest)
 
     patch.setattr(vision_merge, "_GatherShares", Gather)
-
-
-def few_images(make: Inputs) -> list[Sequences]:
-    """One data rank of two has no image at all, and one pack of two has none."""
-    shown = make.case(4, images=[image(96, 64, 4)])
-    return [make.case(1), make.case(2, responses=(2, 3)), make.case(3), shown]
 
 
 @dataclass(frozen=True)

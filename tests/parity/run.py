@@ -1,11 +1,10 @@
 """`make parity`: the whole matrix, and RESULTS.md with what each case differs by.
 
 python -m tests.parity.run [WORDS]     only cases whose name has all of the words
-python -m tests.parity.run --subset    what `make test` runs
+python -m tests.parity.run --subset    what `make test-all` runs
 """
 
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from tests.parity.cases import Differences
 from tests.parity.table import Case, everything, subset
-from tests.parity.test_parity import NORM_TOLERANCE, TOLERANCE, Library
+from tests.parity.test_parity import NORM_TOLERANCE, TOLERANCE, run
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 HEADER = """# The model against transformers
@@ -35,22 +34,20 @@ def main(words: Sequence[str]) -> int:
         cases = [case for case in cases if all(word in str(case) for word in words)]
     cases.sort(key=_place)
     lines, failed = [], 0
-    with tempfile.TemporaryDirectory() as folder:
-        library = Library(Path(folder))
-        for place, group in groupby(cases, key=_place):
-            started = time.monotonic()
-            results = [_line(case, found) for case, found in _run(library, list(group))]
-            lines += [line for line, _ in results]
-            misses = sum(not passed for _, passed in results)
-            failed += misses
-            note = f"   {misses} FAILED" if misses else ""
-            seconds = time.monotonic() - started
-            name = ", ".join(part for part in (*place[:2], "tied" if place[2] else "") if part)
-            print(f"{len(lines)}/{len(cases)}  {name}  {seconds:.0f} s{note}", flush=True)
+    for place, group in groupby(cases, key=_place):
+        started = time.monotonic()
+        results = [_line(case, found) for case, found in _run(list(group))]
+        lines += [line for line, _ in results]
+        misses = sum(not passed for _, passed in results)
+        failed += misses
+        note = f"   {misses} FAILED" if misses else ""
+        seconds = time.monotonic() - started
+        name = ", ".join(part for part in (*place[:2], "tied" if place[2] else "") if part)
+        print(f"{len(lines)}/{len(cases)}  {name}  {seconds:.0f} s{note}", flush=True)
     if not words or is_subset:
         scope = "Written by `make parity`."
         if is_subset:
-            scope = "The cases of `make test`; `make parity` writes all of the matrix."
+            scope = "The cases of `make test-all`; `make parity` writes all of the matrix."
         header = HEADER.format(tolerance=TOLERANCE, norm=NORM_TOLERANCE, scope=scope)
         RESULTS.write_text(header + "\n".join(lines) + "\n")
     print(f"{len(cases) - failed} of {len(cases)} cases within the bounds")
@@ -61,19 +58,19 @@ def _place(case: Case) -> tuple[str, str, bool]:
     return case.family, case.layout, case.tied
 
 
-def _run(library: Library, cases: list[Case]) -> Iterator[tuple[Case, list[Differences]]]:
+def _run(cases: list[Case]) -> Iterator[tuple[Case, list[Differences]]]:
     """Cases of one model and layout with what each rank found; nothing for one that ended with an
     error, which is printed.
     """
     try:
-        ranks = library.run(cases)
+        ranks = run(cases)
     except (RuntimeError, TimeoutError) as error:
         if len(cases) == 1:
             print(error)
             yield cases[0], []
             return
         for case in cases:  # which one is it?
-            yield from _run(library, [case])
+            yield from _run([case])
         return
     for index, case in enumerate(cases):
         yield case, [rank[index] for rank in ranks]

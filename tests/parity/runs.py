@@ -1,6 +1,5 @@
 """Models on the ranks of a test, for what the matrix does not ask."""
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megavlm.data.packing import Pack
@@ -23,55 +21,11 @@ from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
-from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from megavlm.training.forward_backward import VisionFeatures, forward_backward, logits
 from megavlm.training.optimizer import wrap
-from tests.distributed.fork import launch
-from tests.parity.inputs import Inputs
-from tests.parity.models import make_model
 from tests.parity.table import Ranks
 
 Name = tuple[str, int | None]  # of a tensor: its key, and the expert's number
-
-
-class Models:
-    """Model folders and what reads them, made when first asked for."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._inputs: dict[Path, Inputs] = {}
-
-    def folder(self, name: str, *, bf16: bool = False) -> Path:
-        """`bf16`: see `make_bf16`."""
-        folder = self._root / f"{name}{'_bf16' if bf16 else ''}"
-        if not folder.exists():
-            # Once, before ranks are forked: each would import it again.
-            define_torchvision_operators()
-            importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-            launch(1, make_model, folder, name, False)
-            if bf16:
-                launch(1, make_bf16, folder)
-        return folder
-
-    def inputs(self, folder: Path) -> Inputs:
-        if folder not in self._inputs:
-            self._inputs[folder] = Inputs(folder)
-        return self._inputs[folder]
-
-
-def make_bf16(folder: Path) -> None:
-    """Rounds a folder's weights to bf16, with queries four times as large: attention that tells
-    positions apart, as that of random weights hardly does.
-    """
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    has_norm = any(".q_norm." in name for name in tensors)
-    for name, tensor in tensors.items():
-        if ".attn.qkv." in name:
-            tensor[: len(tensor) // 3] *= 4
-        elif (".q_norm." if has_norm else ".q_proj.") in name:
-            tensor *= 4
-    save_file({name: x.bfloat16() for name, x in tensors.items()}, path, {"format": "pt"})
 
 
 def build(

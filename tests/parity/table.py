@@ -112,6 +112,22 @@ class Case:
         mesh = self.ranks.mesh
         return self.options != "recompute two layers" or mesh.pipeline * mesh.virtual <= 2
 
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Axes that are cut, however many ranks they have."""
+        mesh = self.ranks.mesh
+        cut = {
+            "tensor": mesh.tensor > 1,
+            "sequence": self.ranks.sequence,
+            "pipeline": mesh.pipeline > 1,
+            "virtual": mesh.virtual > 1,
+            "context": mesh.context > 1,
+            "expert": mesh.expert > 1,
+            "expert tensor": mesh.expert_tensor > 1,
+            "data": self.ranks.data > 1,
+        }
+        return tuple(name for name, is_cut in cut.items() if is_cut)
+
     def __str__(self) -> str:
         parts = [self.family, self.layout, self.inputs, self.options, "tied" if self.tied else ""]
         return ", ".join(part for part in parts if part)
@@ -138,15 +154,34 @@ def everything() -> Iterator[Case]:
             yield Case(family, layout, tied=True)
 
 
+VARIANTS: list[dict[str, Any]] = [
+    *({"inputs": name} for name in INPUTS[1:]),
+    *({"options": name} for name in OPTIONS if name),
+    {"tied": True},
+]
+
+
 def subset() -> Iterator[Case]:
-    """What `make test` runs: every family under every layout; inputs and options in turn."""
-    variants: list[dict[str, Any]] = [{"inputs": name} for name in INPUTS[1:]]
-    variants += [{"options": name} for name in OPTIONS if name] + [{"tied": True}]
+    """What `make test-all` runs: every family under every layout; inputs and options in turn."""
     count = 0
     for family in FAMILIES:
         for layout in layouts(family):
             yield Case(family, layout)
-            while not (case := Case(family, layout, **variants[count % len(variants)])).is_possible:
+            while not (case := Case(family, layout, **VARIANTS[count % len(VARIANTS)])).is_possible:
                 count += 1
             yield case
             count += 1
+
+
+def quick() -> list[Case]:
+    """Return what `make test` runs: a layout of each kind; families, inputs and options in turn."""
+    kinds = {Case("", layout).kind: layout for layout in reversed(LAYOUTS | EXPERT_LAYOUTS)}
+    variants, cases = [*VARIANTS, {}], []
+    for index, layout in enumerate(reversed(kinds.values())):
+        able = [family for family in FAMILIES if layout in layouts(family)]
+        family = able[index % len(able)]
+        possible = (Case(family, layout, **variant) for variant in variants)
+        chosen = next(case for case in possible if case.is_possible)
+        cases.append(chosen)
+        variants.sort(key=lambda variant: Case(family, layout, **variant) == chosen)  # in turn
+    return cases

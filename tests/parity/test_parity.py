@@ -2,72 +2,57 @@
 family and layout by layout. `make parity` runs the whole matrix.
 """
 
-import importlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.distributed.fork import launch
-from tests.parity.cases import Differences, Expected, Job, compare_all, expect
-from tests.parity.inputs import Inputs
-from tests.parity.models import make_model
-from tests.parity.table import OPTIONS, Case, everything, subset
+from tests.parity.cases import Differences, compare_all, expected_of
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
+from tests.parity.table import Case, everything, quick, subset
 
 pytestmark = pytest.mark.parity
 TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-6
 
 
-class Library:
-    """Models, inputs, and what transformers computes, each made once: ranks only compare."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._inputs: dict[Path, Inputs] = {}
-        self._expected: dict[tuple[Path, str, str], Expected] = {}
-
-    def model(self, case: Case) -> Path:
-        folder = self._folder / f"{case.family}{'_tied' if case.tied else ''}"
-        if not folder.exists():
-            # Here once, not in every process that is forked for a reference.
-            define_torchvision_operators()
-            importlib.import_module(f"transformers.models.{case.family}.modeling_{case.family}")
-            launch(1, make_model, folder, case.family, case.tied)
-            self._inputs[folder] = Inputs(folder)
-        return folder
-
-    def job(self, case: Case) -> Job:
-        folder, head = self.model(case), OPTIONS[case.options].head
-        sequences = self._inputs[folder].sequences(case.inputs)
-        key = (folder, case.inputs, head)
-        if key not in self._expected:
-            (self._expected[key],) = launch(1, expect, folder, sequences, head)
-        return case, sequences, self._expected[key]
-
-    def run(self, cases: Sequence[Case]) -> list[list[Differences]]:
-        """By rank and case. The cases have one model and one layout."""
-        folder, world_size = self.model(cases[0]), cases[0].ranks.world_size
-        jobs = [self.job(case) for case in cases]
-        return launch(world_size, compare_all, folder, self._inputs[folder].config, jobs)
+def run(cases: Sequence[Case]) -> list[list[Differences]]:
+    """Return what each rank found, by rank and case. The cases have one model and one layout."""
+    first = cases[0]
+    inputs = inputs_of(model_folder(first.family, tied=first.tied))
+    jobs = [(case, inputs.sequences(case.inputs), expected_of(inputs, case)) for case in cases]
+    return launch(first.ranks.world_size, compare_all, inputs.folder, inputs.config, jobs)
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return Library(tmp_path_factory.mktemp("models"))
-
-
-@pytest.mark.parametrize("case", subset(), ids=str)
-def test_equals_transformers(library: Library, case: Case) -> None:
-    for (result,) in library.run([case]):
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in quick() else pytest.mark.slow, id=str(case))
+        for case in dict.fromkeys((*quick(), *subset()))
+    ],
+)
+def test_equals_transformers(case: Case) -> None:
+    for (result,) in run([case]):
         assert result.logits < TOLERANCE
         assert result.gradients < TOLERANCE, result.parameter
         assert result.norm < NORM_TOLERANCE
 
 
 def test_the_subset_is_of_the_matrix() -> None:
-    chosen, all_cases = list(subset()), list(everything())
-    assert {case.layout for case in chosen} == {case.layout for case in all_cases}
+    chosen, all_cases = set(subset()), set(everything())
+    assert chosen < all_cases
+    assert {(case.family, case.layout) for case in chosen} == {
+        (case.family, case.layout) for case in all_cases
+    }
     assert {case.options for case in chosen} == {case.options for case in all_cases}
     assert {case.inputs for case in chosen} == {case.inputs for case in all_cases}
+
+
+def test_the_quick_cases_have_one_of_each_kind() -> None:
+    """Each axis of each size, by itself; each pair of axes; family, option and inputs."""
+    chosen, all_cases = list(quick()), list(everything())
+    assert len(chosen) <= 24 and set(chosen) < set(all_cases)
+    for kind in ("family", "options", "inputs", "tied", "kind"):
+        missing = {getattr(x, kind) for x in all_cases} - {getattr(x, kind) for x in chosen}
+        assert not missing, kind

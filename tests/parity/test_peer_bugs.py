@@ -21,12 +21,13 @@ from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.lora import adapters, add_adapters
 from megavlm.models.common.lora_targets import choose, linear_names
 from tests.distributed.fork import launch
-from tests.parity.cases import Differences, Expected, compare, expect, packs_of
+from tests.parity.cases import Differences, compare, expected_of, packs_of
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
 from tests.parity.peer_bugs import (
     BUGS,
     Bug,
     Inject,
-    few_images,
     leaf_names,
     no_graph_without_images,
     one_ulp,
@@ -35,8 +36,8 @@ from tests.parity.peer_bugs import (
     vision_qkv_by_head,
 )
 from tests.parity.reference import Reference, Sequences, distinct_images
-from tests.parity.runs import Models, Run, build, difference
-from tests.parity.table import LAYOUTS, OPTIONS, Case, Ranks
+from tests.parity.runs import Run, build, difference
+from tests.parity.table import LAYOUTS, Case, Ranks
 from tests.parity.test_parity import NORM_TOLERANCE, TOLERANCE
 
 pytestmark = pytest.mark.parity
@@ -45,26 +46,11 @@ FAR = 100 * TOLERANCE
 FAR_FOR_GELU = 10 * TOLERANCE
 
 
-class Library(Models):
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self._expected: dict[Any, Expected] = {}
-
-    def arguments(self, case: Case) -> tuple[Any, ...]:
-        """Of `compare`."""
-        folder, head = self.folder(case.family), OPTIONS[case.options].head
-        make = self.inputs(folder)
-        own = case.inputs == "few images"
-        sequences = few_images(make) if own else make.sequences(case.inputs)
-        key = (folder, case.inputs, head)
-        if key not in self._expected:
-            (self._expected[key],) = launch(1, expect, folder, sequences, head)
-        return folder, make.config, case, sequences, self._expected[key]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return Library(tmp_path_factory.mktemp("models"))
+def arguments_of(case: Case) -> tuple[Any, ...]:
+    """Return the arguments of `compare`."""
+    inputs = inputs_of(model_folder(case.family))
+    sequences = inputs.sequences(case.inputs)
+    return inputs.folder, inputs.config, case, sequences, expected_of(inputs, case)
 
 
 def without_and_with(
@@ -88,9 +74,9 @@ def assert_equals_transformers(results: Sequence[Differences]) -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=str)
-def test_comparison_with_transformers(library: Library, bug: Bug) -> None:
+def test_comparison_with_transformers(bug: Bug) -> None:
     case = Case(bug.family, bug.layout, bug.inputs, bug.options)
-    arguments = (bug.inject, compare, *library.arguments(case))
+    arguments = (bug.inject, compare, *arguments_of(case))
     results = launch(case.ranks.world_size, without_and_with, *arguments)
     without, broken = zip(*results, strict=True)
     assert_equals_transformers(without)
@@ -101,9 +87,9 @@ def test_comparison_with_transformers(library: Library, bug: Bug) -> None:
 # 2
 
 
-def test_adapters_stay_out_of_the_tower(library: Library) -> None:
-    folder = library.folder("qwen3_vl")
-    config = library.inputs(folder).config
+def test_adapters_stay_out_of_the_tower() -> None:
+    folder = model_folder("qwen3_vl")
+    config = inputs_of(folder).config
     ((without, broken),) = launch(1, without_and_with, leaf_names, adapted, folder, config)
     assert without and all(name.startswith("language_model.") for name in without)
     assert any(name.startswith("visual.") for name in broken)
@@ -118,9 +104,9 @@ def adapted(folder: Path, config: Any) -> list[str]:
     return [name for name, _ in adapters(chunk)]
 
 
-def test_a_towers_merged_adapters_are_the_adapters(library: Library) -> None:
-    folder = library.folder("qwen3_vl")
-    inputs = library.inputs(folder)
+def test_a_towers_merged_adapters_are_the_adapters() -> None:
+    folder = model_folder("qwen3_vl")
+    inputs = inputs_of(folder)
     arguments = folder, inputs.config, inputs.sequences("one image")
     ((without, broken),) = launch(1, without_and_with, vision_qkv_by_head, merged, *arguments)
     assert without < TOLERANCE and broken > FAR
@@ -150,8 +136,8 @@ def merged(folder: Path, config: Any, cases: Sequence[Sequences]) -> float:
 # 6
 
 
-def test_conversion_is_compared_bit_by_bit(library: Library, tmp_path: Path) -> None:
-    folder = library.folder("qwen2_5_vl", bf16=True)
+def test_conversion_is_compared_bit_by_bit(tmp_path: Path) -> None:
+    folder = model_folder("qwen2_5_vl", bf16=True)
 
     def converted(name: str) -> tuple[list[str], list[str]]:
         """Tensors that are not equal after import and export, and those beyond a tolerance."""
@@ -175,9 +161,9 @@ def test_conversion_is_compared_bit_by_bit(library: Library, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("layout", "levels"), [("PP4", [[0], [1], [2], []]), ("PP2 virtual 2", [[0, 2], [1]])]
 )
-def test_every_stage_adds_its_levels(library: Library, layout: str, levels: Any) -> None:
-    folder, ranks = library.folder("qwen3_vl"), LAYOUTS[layout]
-    inputs = library.inputs(folder)
+def test_every_stage_adds_its_levels(layout: str, levels: Any) -> None:
+    folder, ranks = model_folder("qwen3_vl"), LAYOUTS[layout]
+    inputs = inputs_of(folder)
     arguments = folder, inputs.config, inputs.sequences("one image"), ranks
     assert launch(ranks.world_size, added_levels, *arguments) == levels
 
@@ -213,10 +199,10 @@ EVERYTHING = ["has a buffer", "has gradients", "keeps activations", "requires gr
     ],
 )
 def test_switches_are_read(
-    library: Library, family: str, frozen: tuple[bool, bool], tower: list[str], merger: list[str]
+    family: str, frozen: tuple[bool, bool], tower: list[str], merger: list[str]
 ) -> None:
-    folder = library.folder(family)
-    inputs = library.inputs(folder)
+    folder = model_folder(family)
+    inputs = inputs_of(folder)
     options = ModelOptions(freeze_tower=frozen[0], freeze_merger=frozen[1])
     arguments = folder, inputs.config, options, inputs.sequences("one image")
     ((without, broken),) = launch(1, without_and_with, unread_switches, training, *arguments)
@@ -276,12 +262,12 @@ def activations(visual: Any, image: ProcessedImage) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", ["DP2", "TP2", "CP2", "PP2"])
-def test_packs_without_images(library: Library, layout: str) -> None:
+def test_packs_without_images(layout: str) -> None:
     case = Case("qwen3_vl", layout, "few images")
-    assert_equals_transformers(launch(2, compare, *library.arguments(case)))
+    assert_equals_transformers(launch(2, compare, *arguments_of(case)))
 
 
-def test_a_rank_without_images_takes_part_in_backward(library: Library) -> None:
-    arguments = library.arguments(Case("qwen3_vl", "CP2", "few images"))
+def test_a_rank_without_images_takes_part_in_backward() -> None:
+    arguments = arguments_of(Case("qwen3_vl", "CP2", "few images"))
     with pytest.raises(TimeoutError):  # the rank that has the image waits for the other
         launch(2, with_bug, no_graph_without_images, compare, *arguments, timeout=10)

@@ -15,11 +15,13 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.training.forward_backward import VisionFeatures, forward_backward
 from megavlm.training.optimizer import Updater, build_updater
+from tests.cache import cached_value
 from tests.distributed.fork import launch
 from tests.parity.cases import TREES_PER_PACK, packs_of
-from tests.parity.inputs import Inputs, image
+from tests.parity.inputs import Inputs, image, inputs_of
+from tests.parity.models import model_folder
 from tests.parity.reference import Reference, Sequences, distinct_images
-from tests.parity.runs import Models, Run, build, weighted
+from tests.parity.runs import Run, build, weighted
 from tests.parity.table import FAMILIES, LAYOUTS, Ranks
 
 pytestmark = pytest.mark.parity
@@ -27,16 +29,12 @@ BF16 = torch.bfloat16
 SPREAD = 1.25
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def expected(models: Models, request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor]]:
+def expected(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor]]:
     """A model, and transformers' logits."""
-    folder = models.folder(request.param, bf16=True)
-    (found,) = launch(1, expect, folder, two_cases(models.inputs(folder)))
+    folder = model_folder(request.param, bf16=True)
+    arguments = (1, expect, folder, two_cases(inputs_of(folder)))
+    (found,) = cached_value(f"precision-{folder.name}", "", lambda: launch(*arguments))
     return request.param, {name: torch.from_numpy(x) for name, x in found.items()}
 
 
@@ -64,11 +62,11 @@ def transformers_logits(folder: Path, cases: Sequence[Sequences], dtype: torch.d
 
 @pytest.mark.parametrize("layout", ["one rank", "TP2+SP", "PP2", "CP2"])
 def test_logits_are_no_further_off_than_transformers(
-    models: Models, expected: tuple[str, dict[str, Tensor]], layout: str
+    expected: tuple[str, dict[str, Tensor]], layout: str
 ) -> None:
     model, theirs = expected
-    folder, ranks = models.folder(model, bf16=True), LAYOUTS[layout]
-    inputs = models.inputs(folder)
+    folder, ranks = model_folder(model, bf16=True), LAYOUTS[layout]
+    inputs = inputs_of(folder)
     arguments = folder, inputs.config, two_cases(inputs), ranks
     error = error_of_most if model == "qwen3_vl_moe" else error_of_all
     allowed = SPREAD * error(theirs["bf16"] - theirs["fp32"])
@@ -96,9 +94,9 @@ def logits(folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks) 
 STEPS = 3
 
 
-def test_updates_are_in_fp32_and_equal_under_data_parallelism(models: Models) -> None:
-    folder = models.folder("qwen3_vl", bf16=True)
-    inputs = models.inputs(folder)
+def test_updates_are_in_fp32_and_equal_under_data_parallelism() -> None:
+    folder = model_folder("qwen3_vl", bf16=True)
+    inputs = inputs_of(folder)
     arguments = folder, inputs.config, two_cases(inputs)
     (alone,) = launch(1, train, *arguments, LAYOUTS["one rank"])
     for result in launch(2, train, *arguments, LAYOUTS["DP2"]):

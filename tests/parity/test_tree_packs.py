@@ -12,27 +12,26 @@ import torch
 from megavlm.data.packing import Pack, Tree, make_pack
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY
+from tests.cache import cached_value
 from tests.distributed.fork import launch
 from tests.parity.conversations import Conversation, expect, two_conversations
-from tests.parity.runs import Models, Run, difference
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
+from tests.parity.runs import Run, difference
 from tests.parity.table import LAYOUTS, Ranks
 
 pytestmark = pytest.mark.parity
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
-def arguments(models: Models, request: pytest.FixtureRequest) -> tuple[Any, ...]:
+def arguments(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     """A model folder, its configuration, conversations, and what transformers computes."""
-    folder = models.folder(request.param)
-    inputs = models.inputs(folder)
-    conversations = two_conversations(inputs)
-    (expected,) = launch(1, expect, folder, conversations)
+    inputs = inputs_of(model_folder(request.param))
+    folder, conversations = inputs.folder, two_conversations(inputs)
+    (expected,) = cached_value(
+        f"trees-{folder.name}", "", lambda: launch(1, expect, folder, conversations)
+    )
     return folder, inputs.config, conversations, expected
 
 

@@ -26,7 +26,7 @@ from megavlm.models.common.lora_targets import linear_names
 from megavlm.training.optimizer import build_updater
 from tests.distributed.fork import launch
 from tests.distributed.lora_reference import ALPHA, RANK, pair
-from tests.distributed.lora_runs import DENSE, EXPERTS, TOWER, make_folder, set_pairs, start
+from tests.distributed.lora_runs import DENSE, EXPERTS, TOWER, lora_folder, set_pairs, start
 from tests.parity.inputs import Inputs
 from tests.parity.reference import Reference
 from tests.parity.table import EXPERT_LAYOUTS, FAMILIES, LAYOUTS, Ranks
@@ -70,7 +70,7 @@ def save(folder: Path, ranks: Ranks, targets: tuple[str, ...], run_dir: Path) ->
 def test_every_layout_exports_the_same_bytes(
     model: str, targets: tuple[str, ...], layouts: list[str], tmp_path: Path
 ) -> None:
-    hf = make_folder(tmp_path / "hf", model)
+    hf = lora_folder(model)
     for layout in layouts:
         run_dir = tmp_path / layout
         launch(RANKS[layout].world_size, save, hf, RANKS[layout], targets, run_dir)
