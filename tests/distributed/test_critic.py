@@ -24,6 +24,7 @@ from megavlm.training.train_state import TrainState
 from tests.columns import columns
 from tests.conftest import row, write_rows
 from tests.distributed.fork import launch
+from tests.levels import slow
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import distinct_images
@@ -103,7 +104,7 @@ def learn_and_resume(recipe: Path) -> list[Any]:
     return [start.any().item(), losses, same, uninterrupted == resumed, equal, unmoved, steps]
 
 
-@pytest.mark.parametrize("parallel", [{"data": 2}, {"context": 2}])
+@pytest.mark.parametrize("parallel", [{"data": 2}, *slow({"context": 2})])
 def test_a_critic_learns_and_resumes(tmp_path: Path, parallel: dict[str, int]) -> None:
     sections = {
         "run": {"dir": str(tmp_path / "run")},

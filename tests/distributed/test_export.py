@@ -11,6 +11,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.run.export import _trainer_logits
 from megavlm.training.optimizer import wrap
 from tests.distributed.fork import launch
+from tests.levels import slow
 from tests.parity.cases import packs_of
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
@@ -32,12 +33,10 @@ def logits(folder: Path, ranks: Ranks, cases: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("qwen3_vl", "TP2xDP2"),
         ("qwen3_vl", "TP2+SPxPP2 virtual 2"),
-        ("qwen3_vl", "PP2xCP2"),
         ("qwen3_vl", "CP2xDP2"),
-        ("qwen3_vl_moe", "EP2xPP2"),
         ("qwen3_vl_moe", "EP2 over TP2+SP"),
+        *slow(("qwen3_vl", "TP2xDP2"), ("qwen3_vl", "PP2xCP2"), ("qwen3_vl_moe", "EP2xPP2")),
     ],
 )
 def test_every_rank_gets_the_logits_of_one(model: str, layout: str) -> None:

@@ -17,6 +17,7 @@ from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.vision_merge import split_by_cost
 from megavlm.training.forward_backward import compute_logprobs, forward_backward
 from tests.distributed.fork import launch
+from tests.levels import slow
 from tests.parity.cases import packs_of
 from tests.parity.inputs import image, inputs_of
 from tests.parity.models import model_folder
@@ -65,7 +66,7 @@ def kept(
     return len(saved), [feature.requires_grad for feature in encoded.values()]
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2xCP2", "PP2xCP2"])
+@pytest.mark.parametrize("layout", ["PP2xCP2", *slow("one rank", "TP2xCP2")])
 def test_each_image_is_encoded_once_a_step(model: tuple[Path, Any], layout: str) -> None:
     """By the ranks of the first stage together, each its share of the cost."""
     ranks = LAYOUTS[layout]
@@ -112,7 +113,7 @@ def encoded_in_a_step(
     return keys
 
 
-@pytest.mark.parametrize("layout", ["TP4", "CP4", "TP2+SPxCP2"])
+@pytest.mark.parametrize("layout", ["TP2+SPxCP2", *slow("TP4", "CP4")])
 def test_gradients_are_right_where_a_rank_has_no_image(
     model: tuple[Path, Any], layout: str
 ) -> None:

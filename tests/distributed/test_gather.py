@@ -15,6 +15,7 @@ from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
 from megavlm.weight_sync.trainable import trained_entries
 from tests.distributed.fork import launch
 from tests.distributed.merged import add_pairs, merged
+from tests.levels import slow
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.runs import build
@@ -116,7 +117,7 @@ def test_an_expert_stack_is_one_tensor() -> None:
     assert all(result["tensors"][name].shape[0] == 8 for name in stacks)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "PP2", "TP2"])
+@pytest.mark.parametrize("layout", ["one rank", *slow("PP2", "TP2")])
 def test_a_frozen_tower_is_left_out(layout: str) -> None:
     folder = model_folder("qwen3_vl")
     names = set(in_folder(folder))

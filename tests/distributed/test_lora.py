@@ -29,6 +29,7 @@ from tests.distributed.lora_runs import (
     set_pairs,
     start,
 )
+from tests.levels import slow
 from tests.parity.inputs import inputs_of
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
@@ -36,19 +37,21 @@ pytestmark = pytest.mark.distributed
 
 RANKS = LAYOUTS | EXPERT_LAYOUTS | {"ETP2": Ranks(Layout(expert_tensor=2), data=2)}
 CASES = [
-    ("qwen2_5_vl", "one rank", DENSE),
-    ("qwen2_5_vl", "TP2", DENSE),
     ("qwen2_5_vl", "TP2+SP", DENSE + TOWER),
-    ("qwen2_5_vl", "TP4", DENSE),  # more ranks than key-value heads
-    ("qwen2_5_vl", "TP4+SP", DENSE),
     ("qwen2_5_vl", "PP2 virtual 2", DENSE + TOWER),
-    ("qwen2_5_vl", "TP2xCP2", DENSE + TOWER),
-    ("qwen2_vl", "DP2", DENSE + TOWER),
-    ("qwen3_vl_moe", "one rank", EXPERTS + TOWER),
-    ("qwen3_vl_moe", "EP2", EXPERTS),
     ("qwen3_vl_moe", "EP2 over TP2+SP", EXPERTS),
-    ("qwen3_vl_moe", "TP2+SP", EXPERTS),
     ("qwen3_vl_moe", "ETP2", EXPERTS),
+    *slow(
+        ("qwen2_5_vl", "one rank", DENSE),
+        ("qwen2_5_vl", "TP2", DENSE),
+        ("qwen2_5_vl", "TP4", DENSE),  # more ranks than key-value heads
+        ("qwen2_5_vl", "TP4+SP", DENSE),
+        ("qwen2_5_vl", "TP2xCP2", DENSE + TOWER),
+        ("qwen2_vl", "DP2", DENSE + TOWER),
+        ("qwen3_vl_moe", "one rank", EXPERTS + TOWER),
+        ("qwen3_vl_moe", "EP2", EXPERTS),
+        ("qwen3_vl_moe", "TP2+SP", EXPERTS),
+    ),
 ]
 
 

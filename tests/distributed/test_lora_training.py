@@ -27,6 +27,7 @@ from tests.distributed.lora_runs import (
     start,
     whole_pairs,
 )
+from tests.levels import slow
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
@@ -55,7 +56,7 @@ def gradients(
 FULL = {"recompute": "full", "recompute_layers": 2}
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2", "TP2+SP"])
+@pytest.mark.parametrize("layout", ["TP2+SP", *slow("one rank", "TP2")])
 def test_recomputation_drops_what_the_forward_pass_dropped(dense: Path, layout: str) -> None:
     ranks = LAYOUTS[layout]
     kept = launch(ranks.world_size, gradients, dense, ranks, DENSE, 0.5, {})
@@ -149,12 +150,19 @@ def resume(folder: Path, ranks: Ranks, targets: tuple[str, ...], saved: Path) ->
 @pytest.mark.parametrize(
     ("model", "targets", "first", "second"),
     [
-        ("dense", DENSE + TOWER, LAYOUTS["TP2+SP"], LAYOUTS["PP2"]),
-        ("dense", DENSE, LAYOUTS["one rank"], LAYOUTS["TP4"]),
-        ("moe", EXPERTS, EXPERT_LAYOUTS["EP2"], EXPERT_LAYOUTS["EP2"]),
-        ("moe", EXPERTS, Ranks(Layout(expert_tensor=2), data=2), LAYOUTS["one rank"]),
+        pytest.param("dense", DENSE + TOWER, LAYOUTS["TP2+SP"], LAYOUTS["PP2"], id="TP2+SP to PP2"),
+        pytest.param(
+            "moe",
+            EXPERTS,
+            Ranks(Layout(expert_tensor=2), data=2),
+            LAYOUTS["one rank"],
+            id="ETP2 to one rank",
+        ),
+        *slow(
+            ("dense", DENSE, LAYOUTS["one rank"], LAYOUTS["TP4"]),
+            ("moe", EXPERTS, EXPERT_LAYOUTS["EP2"], EXPERT_LAYOUTS["EP2"]),
+        ),
     ],
-    ids=["TP2+SP to PP2", "one rank to TP4", "EP2", "ETP2 to one rank"],
 )
 def test_another_layout_resumes(
     request: pytest.FixtureRequest,

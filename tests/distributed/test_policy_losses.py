@@ -34,6 +34,7 @@ from megavlm.training.losses import Update, policy_loss, with_value_loss
 from megavlm.training.optimizer import build_updater, wrap
 from tests.columns import columns
 from tests.distributed.fork import launch
+from tests.levels import slow
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import Sequences, distinct_images
@@ -203,7 +204,8 @@ def one_pack(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "trees_per_pack"), [("one rank", 3), ("CP2", 2), ("DP2", 2), ("CP2xDP2", 4)]
+    ("layout", "trees_per_pack"),
+    [("CP2xDP2", 4), *slow(("one rank", 3), ("CP2", 2), ("DP2", 2))],
 )
 def test_a_batch_may_be_cut_in_any_way(
     folder: Path, one_pack: dict[str, Any], layout: str, trees_per_pack: int

@@ -25,10 +25,14 @@ def run(cases: Sequence[Case]) -> list[list[Differences]]:
     return launch(first.ranks.world_size, compare_all, inputs.folder, inputs.config, jobs)
 
 
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    return [] if case in quick() else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case in quick() else pytest.mark.slow, id=str(case))
+        pytest.param(case, marks=[pytest.mark.xdist_group(case.family), *marks(case)], id=str(case))
         for case in dict.fromkeys((*quick(), *subset()))
     ],
 )

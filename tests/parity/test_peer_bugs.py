@@ -73,6 +73,7 @@ def assert_equals_transformers(results: Sequence[Differences]) -> None:
         assert result.norm < NORM_TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_comparison_with_transformers(bug: Bug) -> None:
     case = Case(bug.family, bug.layout, bug.inputs, bug.options)

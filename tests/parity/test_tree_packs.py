@@ -14,6 +14,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY
 from tests.cache import cached_value
 from tests.distributed.fork import launch
+from tests.levels import slow
 from tests.parity.conversations import Conversation, expect, two_conversations
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
@@ -35,7 +36,7 @@ def arguments(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     return folder, inputs.config, conversations, expected
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2+SP", "PP2", "CP2"])
+@pytest.mark.parametrize("layout", ["TP2+SP", "CP2", *slow("one rank", "PP2")])
 def test_a_tree_equals_its_sequences(arguments: tuple[Any, ...], layout: str) -> None:
     ranks = LAYOUTS[layout]
     for results in launch(ranks.world_size, compare, *arguments, ranks):

@@ -1,0 +1,11 @@
+"""Levels of tests: `make test` leaves out those that are marked slow, `make test-all` runs all."""
+
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any) -> list[Any]:
+    """Return values of a parametrize that `make test` leaves out."""
+    wrapped = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in wrapped]
