@@ -1,5 +1,6 @@
 """The real server's processes, where the stub of the unit tests cannot speak for SGLang."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -7,16 +8,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
+from megavlm.inference.protocol import Sampling
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.probes import Probes
 from megavlm.inference.server_pool.targets import Target
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.sglang.conftest import Served
+from tests.sglang.questions import prompts
 from tests.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
@@ -60,6 +66,26 @@ def test_a_request_without_a_key_is_refused(started: Served) -> None:
             Servers([target], http=http).request_each("/model_info")
         with pytest.raises(WeightSyncError, match=r"/flush_cache returned HTTP 401"):
             Servers([readers], http=http).request_each("/flush_cache", {server.url: {}})
+
+
+def test_counters_change_with_work_alone(started: Served) -> None:
+    server = started.server
+    handle = ServerHandle(server.url, server.api_key, server.admin_key)
+
+    async def counters() -> list[Any]:
+        probes = Probes()
+        try:
+            return await probes.counters(handle)
+        finally:
+            await probes.close()
+
+    before = asyncio.run(counters())
+    assert len(before) == 1 and all(isinstance(count, int) for count in before[0])
+    assert asyncio.run(counters()) == before
+    with started.client as client:
+        prompt = prompts(started.processor)["one image"]
+        client.generate([prompt], n=1, sampling=Sampling(1.0, 2))
+    assert asyncio.run(counters()) != before
 
 
 @pytest.mark.slow
