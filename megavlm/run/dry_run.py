@@ -121,7 +121,7 @@ def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) ->
             f"{key}: none of {len(found.skipped)} rows, evenly spread, can be used: "
             f"{found.skipped[0]}"
         )
-    return f"{len(rows):,} rows of {key}: {_summary(found, len(rows), len(indices))}"
+    return f"{key}, {len(rows):,} rows: {_summary(found, len(rows), len(indices))}"
 
 
 def _read(rows: Rows, index: int, found: _Found) -> Row:
@@ -139,7 +139,7 @@ def _summary(found: _Found, num_rows: int, num_prompts: int) -> str:
     texts = [f"columns, images and rewards of {_share(first, num_rows, 'the first')}"]
     prompts = f"prompts of {_share(num_prompts, num_rows, 'evenly spread')}"
     if found.lengths:
-        prompts += f" ({min(found.lengths)} to {max(found.lengths)} tokens)"
+        prompts += f" (at most {max(found.lengths)} tokens)"
     texts.append(prompts)
     if found.skipped:
         texts.append(f"{len(found.skipped)} of them would be skipped, first: {found.skipped[0]}")

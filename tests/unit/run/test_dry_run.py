@@ -64,7 +64,10 @@ def test_it_prints_what_it_resolved_and_what_it_looked_at(
     assert out.startswith(to_yaml(config)) and yaml.safe_load(out)["algorithm"]["steps"] == 9
     lines = out.removeprefix(to_yaml(config)).splitlines()
     assert lines[0].startswith("# Checked: ") and lines[0].endswith("by name and shape")
-    assert "2 rows of data.train_files: columns, images and rewards of all; prompts of" in lines[1]
+    assert (
+        "data.train_files, 2 rows: columns, images and rewards of all; prompts of all (at"
+        in lines[1]
+    )
     assert len(lines) == 3 and lines[2].startswith("# Not checked: values of tensors")
     assert "data.test_files" in dry("evaluation.after=true")
     assert "data.train_files" not in dry(phase="evaluate").partition("# Checked")[2]
