@@ -94,7 +94,7 @@ def test_every_family_comes_back_bit_by_bit(family: str, tmp_path: Path) -> None
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_stacks_that_transformers_saved_come_back_in_the_hubs_form(tmp_path: Path) -> None:
+def test_stacks_that_transformers_saved_come_back_so_or_as_on_the_hub(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "hf", ["red"], seed=0, family="qwen3_vl_moe", vision_depth=1)
     define_torchvision_operators()
     from transformers import AutoModelForImageTextToText
@@ -103,9 +103,12 @@ def test_stacks_that_transformers_saved_come_back_in_the_hubs_form(tmp_path: Pat
     with pytest.raises(ValueError, match="megavlm-convert import --experts memory"):
         import_hf(tmp_path / "saved", tmp_path / "checkpoint")
     assert not run("import", tmp_path / "saved", tmp_path / "checkpoint", "--experts", "memory")
-    export_hf(tmp_path / "checkpoint", tmp_path / "out")
-    before, after = HFFolder(tmp_path / "hf"), HFFolder(tmp_path / "out")
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not run("export", tmp_path / "checkpoint", tmp_path / "out")
+    assert not run("export", tmp_path / "checkpoint", tmp_path / "hub", "--experts", "hub")
+    for came, back in (("saved", "out"), ("hf", "hub")):
+        before, after = HFFolder(tmp_path / came), HFFolder(tmp_path / back)
+        assert set(before) == set(after)
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_export_loads_in_transformers(imported: Path, original: Path, tmp_path: Path) -> None:

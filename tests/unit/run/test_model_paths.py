@@ -44,11 +44,12 @@ def test_each_kind_is_turned_into_a_folder(
     config = load(write_recipe())
     calls: list[Any] = []
     monkeypatch.setattr(
-        "checkpoint_tools.export_hf.export_hf", lambda *a: calls.append(("export", *a))
+        "checkpoint_tools.export_hf.export_hf",
+        lambda *a, options: calls.append(("export", *a, options.experts)),
     )
     monkeypatch.setattr(
         "checkpoint_tools.lora.merge_adapters.merge_adapters",
-        lambda *a, adapter: calls.append(("merge", a[0], adapter)),
+        lambda *a, adapter, options: calls.append(("merge", a[0], adapter, options.experts)),
     )
     with served_folder(config, None) as folder:
         assert folder == tmp_path / "model"
@@ -58,14 +59,14 @@ def test_each_kind_is_turned_into_a_folder(
     assert calls == []
     checkpoint = make(tmp_path / "run", "step_00000003/manifest.json")
     with served_folder(config, str(checkpoint)) as folder:
-        assert calls == [("export", checkpoint, folder)]
+        assert calls == [("export", checkpoint, folder, "hub")]
     assert not folder.parent.exists()
     adapter = make(tmp_path / "peft", "adapter_config.json")
     with served_folder(config, str(adapter)):
-        assert calls[1:] == [("merge", tmp_path / "model", adapter)]
+        assert calls[1:] == [("merge", tmp_path / "model", adapter, "hub")]
     started = load(write_recipe(), [f"model.checkpoint={checkpoint}"])
     with served_folder(started, str(adapter)):
-        assert calls[2:] == [("merge", checkpoint, adapter)]
+        assert calls[2:] == [("merge", checkpoint, adapter, "hub")]
     with served_folder(started, None) as folder:
         assert calls[3][:2] == ("export", checkpoint)
 
