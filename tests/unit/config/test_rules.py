@@ -206,7 +206,6 @@ BROKEN = {
         "optimizer.warmup_steps=31",
     ): "is above algorithm.steps=40 less algorithm.critic_warmup_steps=10: the rate would never",
     ("evaluation.every=1",): "evaluation.every=1 needs questions to evaluate on",
-    ("checkpoint.verify_export=true",): "checkpoint.verify_export=true has nothing to verify",
     ("evaluation.after=true",): "evaluation.after=true needs questions to evaluate on",
 }
 

@@ -126,13 +126,16 @@ def inputs(num_tokens: int, heads: int, kv_heads: int) -> list[Tensor]:
     return [*(x.requires_grad_() for x in tensors[:3]), tensors[3]]
 
 
-def close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference of numbers of order one."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max()) if ours.numel() else 0.0
 
 
-def equal_separate_sequences(
+def from_separate_sequences(
     name: str, shapes: list[Shape], context_size: int, heads: int = 4, kv_heads: int = 2
-) -> None:
+) -> float:
+    """Return the largest difference of outputs and gradients from those of separate sequences."""
     pack = make_pack(forest(shapes), vision_token_ids=(), multiple=3, context_size=context_size)
     query, key, value, gradient = inputs(pack.num_tokens, heads, kv_heads)
     expected = separate_sequences(shapes, query, key, value, SCALE)
@@ -143,35 +146,35 @@ def equal_separate_sequences(
     ]
     assert all(len(output) == pack.num_tokens // context_size for output in outputs)
     ours = torch.cat(outputs)[parts[0].gather_index]
-    close(ours, expected)
-    for x, y in zip(
-        torch.autograd.grad(ours, (query, key, value), gradient),
-        torch.autograd.grad(expected, (query, key, value), gradient),
+    pairs = zip(
+        (ours, *torch.autograd.grad(ours, (query, key, value), gradient)),
+        (expected, *torch.autograd.grad(expected, (query, key, value), gradient)),
         strict=True,
-    ):
-        close(x, y)
+    )
+    return max(difference(x, y) for x, y in pairs)
 
 
-@pytest.mark.parametrize("context_size", [1, 2, 4])
+@pytest.mark.parametrize("context_size", [1, 4])
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("shapes", FORESTS.values(), ids=FORESTS)
 def test_trees_equal_separate_sequences(
     kernels: None, name: str, shapes: list[Shape], context_size: int
 ) -> None:
-    equal_separate_sequences(name, shapes, context_size)
+    assert from_separate_sequences(name, shapes, context_size) < 1e-9
 
 
-@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("name", BACKENDS)
-def test_random_trees_equal_separate_sequences(kernels: None, name: str, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [random_shape(generator) for _ in range(1 + seed % 3)]
-    equal_separate_sequences(name, shapes, 1 + seed % 4)
+def test_random_trees_equal_separate_sequences(kernels: None, name: str) -> None:
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [random_shape(generator) for _ in range(1 + seed % 3)]
+        assert from_separate_sequences(name, shapes, 1 + seed) < 1e-9, seed
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_as_many_key_heads_as_heads(kernels: None, name: str) -> None:
-    equal_separate_sequences(name, FORESTS["two turns"], 2, heads=3, kv_heads=3)
+    shapes = FORESTS["two turns"]
+    assert from_separate_sequences(name, shapes, 2, heads=3, kv_heads=3) < 1e-9
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -236,7 +239,7 @@ def test_core_attention_contract() -> None:
     )
     assert output.shape == (pack.num_tokens, 1, 4 * HEAD_DIM)
     expected = separate_sequences(shapes, query, key, value, HEAD_DIM**-0.5)
-    close(output.view_as(query), expected)
+    assert difference(output.view_as(query), expected) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["flash", "flex", "transformer_engine"])

@@ -75,7 +75,11 @@ def test_all_ranks_run(write_recipe: WriteRecipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "reason"), [(1, "every rank refuses this"), (2, "only rank 1 refuses this")]
+    ("seed", "reason"),
+    [
+        pytest.param(1, "every rank refuses this", marks=pytest.mark.slow),
+        (2, "only rank 1 refuses this"),
+    ],
 )
 def test_bad_input_in_a_rank_is_one_sentence(
     write_recipe: WriteRecipe, tmp_path: Path, seed: int, reason: str
@@ -117,7 +121,9 @@ def test_a_fault_of_ours_shows_its_traceback_and_the_rank(write_recipe: WriteRec
     assert "ChildFailedError" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_ends_every_process(write_recipe: WriteRecipe, number: signal.Signals) -> None:
     with working(write_recipe()) as (process, family):
         process.send_signal(number)
