@@ -120,11 +120,11 @@ def plan(
     platform.install()
     config = load(recipe, overrides or [])
     if servers:
-        from megavlm.run.server_plan import server_plan
+        from megavlm.run.plan import server_plan
 
         typer.echo(server_plan(config))
         return
-    from megavlm.run.sync_plan import sync_plan
+    from megavlm.run.plan import sync_plan
 
     typer.echo(sync_plan(config, ranks or config.parallel.num_ranks))
 
@@ -189,14 +189,16 @@ def demo(
     from megavlm.demo import pipeline
 
     pipeline.run_demo(
-        run_dir,
-        seed=seed,
-        family=family,
-        algorithm=algorithm,
-        data=data,
-        tasks=None if tasks is None else tasks.split(","),
-        warm_steps=warm_steps,
-        overrides=overrides or [],
+        pipeline.DemoOptions(
+            run_dir=run_dir,
+            seed=seed,
+            family=family,
+            algorithm=algorithm,
+            data=data,
+            tasks=None if tasks is None else tasks.split(","),
+            warm_steps=warm_steps,
+            overrides=overrides or [],
+        )
     )
 
 

@@ -10,16 +10,19 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.config.schema import Config
+from megavlm.demo import FAMILY
 from megavlm.demo.data import TASKS_OF, DemoData, draw_data, take_data
 from megavlm.demo.warm_start import plan_warm_start
 from megavlm.models.registry import FAMILIES
+from megavlm.observability.text import minutes
 from megavlm.parallel import platform
 
 MARK = ".megavlm-demo"
@@ -30,60 +33,74 @@ OPTIONS = {"run.dir": "--run-dir", "run.seed": "--seed"}
 RESPONSE_TOKENS = 16  # at most
 
 
-def run_demo(
-    run_dir: Path,
-    *,
-    seed: int,
-    family: str,
-    algorithm: str,
-    data: Path | None,
-    tasks: list[str] | None,
-    warm_steps: int | None,
-    overrides: list[str],
-) -> None:
-    """Run the demo and write everything to `run_dir`.
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Options of `megavlm demo`.
 
     data: folder with Parquet files; None: images are drawn, with questions of `tasks` (None: those
     that the demo or its environment teaches). warm_steps: None: as many as the images need.
-    algorithm: of recipes/debug/*_shapes.yaml. overrides: of its recipe. Raises SystemExit if a run
-    failed.
+    algorithm: of recipes/debug/*_shapes.yaml. overrides: of its recipe.
     """
-    if data is not None and tasks is not None:
-        raise ValueError("--tasks is for drawn images: leave it out with --data")
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if option := OPTIONS.get(key):
-            raise ValueError(f"{override} is set by the demo: give {option} {value} instead")
-    main = f"{algorithm}_shapes.yaml" if data is None else "grpo_any.yaml"
-    known = sorted(path.stem.removesuffix("_shapes") for path in RECIPES.glob("*_shapes.yaml"))
-    known.remove("sft")  # of the warm start
-    if algorithm not in known:
-        raise ValueError(f"--algorithm {algorithm} has no recipe: choose one of {', '.join(known)}")
-    if data is not None and algorithm != "grpo":
-        raise ValueError(
-            f"--algorithm {algorithm} is for drawn images: with --data give the keys of "
-            f"recipes/algorithms/{algorithm}.yaml as overrides"
-        )
-    if family not in FAMILIES:
-        raise ValueError(f"--family {family} is unknown: choose one of {', '.join(FAMILIES)}")
-    load(RECIPES / main, overrides)  # so that a mistake ends the demo before the warm start
+
+    run_dir: Path
+    seed: int = 0
+    family: str = FAMILY
+    algorithm: str = "grpo"
+    data: Path | None = None
+    tasks: Sequence[str] | None = None
+    warm_steps: int | None = None
+    overrides: Sequence[str] = ()
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe of the RL phase."""
+        return RECIPES / (f"{self.algorithm}_shapes.yaml" if self.data is None else "grpo_any.yaml")
+
+    def check(self) -> None:
+        """Raise ValueError for what would end the demo after its warm start."""
+        if self.data is not None and self.tasks is not None:
+            raise ValueError("--tasks is for drawn images: leave it out with --data")
+        for override in self.overrides:
+            key, _, value = override.partition("=")
+            if option := OPTIONS.get(key):
+                raise ValueError(f"{override} is set by the demo: give {option} {value} instead")
+        known = sorted(path.stem.removesuffix("_shapes") for path in RECIPES.glob("*_shapes.yaml"))
+        known.remove("sft")  # of the warm start
+        algorithm = self.algorithm
+        if algorithm not in known:
+            raise ValueError(
+                f"--algorithm {algorithm} has no recipe: choose one of {', '.join(known)}"
+            )
+        if self.data is not None and algorithm != "grpo":
+            raise ValueError(
+                f"--algorithm {algorithm} is for drawn images: with --data give the keys of "
+                f"recipes/algorithms/{algorithm}.yaml as overrides"
+            )
+        if self.family not in FAMILIES:
+            raise ValueError(
+                f"--family {self.family} is unknown: choose one of {', '.join(FAMILIES)}"
+            )
+        load(self.recipe, list(self.overrides))
+
+
+def run_demo(options: DemoOptions) -> None:
+    """Run the demo and write everything to its run directory. Raises SystemExit if a run failed."""
+    options.check()
+    run_dir, data, family = options.run_dir, options.data, options.family
     _clear(run_dir)
-    seconds: dict[str, float] = {}
-    with _phase("data", seconds):
-        if data is None:
-            sets = draw_data(run_dir / "data", seed=seed, tasks=tasks or TASKS_OF.get(algorithm))
-        else:
-            sets = take_data(data, run_dir / "data", seed=seed)
+    stage = _Stages()
+    with stage("data", "draw images with questions" if data is None else f"read {data}"):
+        sets = _make_data(options)
     model, imported = run_dir / "model", run_dir / "imported"
-    with _phase("model", seconds):
+    with stage("model", f"make a tiny {family} with random weights"):
         from transformers.utils.logging import disable_progress_bar
 
         from megavlm.demo.tiny_model import make_tiny_model
 
         disable_progress_bar()
-        make_tiny_model(model, sets.texts(), seed=seed, family=family)
+        make_tiny_model(model, sets.texts(), seed=options.seed, family=family)
     platform.install()  # before the first import of megatron-core
-    with _phase("import", seconds):
+    with stage("import", "import it into a Megatron checkpoint"):
         from checkpoint_tools.import_hf import import_hf
 
         import_hf(model, imported)
@@ -91,7 +108,7 @@ def run_demo(
     experts = ["parallel.sequence=true"] if family == "qwen3_vl_moe" else []
     common = [
         f"model.folder={model}",
-        f"run.seed={seed}",
+        f"run.seed={options.seed}",
         f"data.category_key={_yaml(sets.category_key)}",
         f"data.test_files=[{sets.test}]",
     ]
@@ -109,17 +126,18 @@ def run_demo(
         f"data.train_files=[{sets.warm_start}]",
         "run.summary=false",
     ]
-    if data is not None:
-        planned = plan_warm_start(load(RECIPES / warm_recipe, warm_keys), warm_steps)
-        print(f"warm start: {planned}; --warm-steps gives another number", flush=True)
-        warm_steps = planned.steps
-    if warm_steps is not None:
-        warm_keys.append(f"algorithm.steps={warm_steps}")
-    with _phase("warm start", seconds):
-        _train(warm_recipe, warm_keys)
-    with _phase("training", seconds):
+    warm_steps = options.warm_steps
+    with stage("warm start", "supervised warm start, from which the model learns to see"):
+        if data is not None:
+            planned = plan_warm_start(load(RECIPES / warm_recipe, warm_keys), warm_steps)
+            print(f"{planned}; --warm-steps gives another number", flush=True)
+            warm_steps = planned.steps
+        if warm_steps is not None:
+            warm_keys.append(f"algorithm.steps={warm_steps}")
+        _train(RECIPES / warm_recipe, warm_keys)
+    with stage("training", f"{options.algorithm} against an SGLang server, then export and report"):
         _train(
-            main,
+            options.recipe,
             [
                 *common,
                 f"run.dir={run_dir}",
@@ -128,22 +146,31 @@ def run_demo(
                 "run.summary=false",
                 *longest,
                 *experts,
-                *overrides,
+                *options.overrides,
             ],
         )
-    _close(run_dir, seconds, {"data": run_dir / "data", "model": model, "warm start": warm_start})
+    _close(
+        run_dir, stage.seconds, {"data": run_dir / "data", "model": model, "warm start": warm_start}
+    )
 
 
-def _train(recipe: str, overrides: list[str]) -> None:
+def _make_data(options: DemoOptions) -> DemoData:
+    folder = options.run_dir / "data"
+    if options.data is not None:
+        return take_data(options.data, folder, seed=options.seed)
+    tasks = options.tasks or TASKS_OF.get(options.algorithm)
+    return draw_data(folder, seed=options.seed, tasks=tasks)
+
+
+def _train(path: Path, overrides: list[str]) -> None:
     """Train a recipe as `megavlm train` does."""
     from megavlm.run import preflight
     from megavlm.run.launcher import run_workers
 
-    path = RECIPES / recipe
     config: Config = load(path, overrides)
     preflight.check(config, world_size=config.parallel.num_ranks, phase="train")
     command = shlex.join(["megavlm", "train", os.path.relpath(path), *overrides])
-    print(f"\n{config.algorithm.name}: {command}", flush=True)
+    print(f"the same by hand: {command}", flush=True)
     code = run_workers(["train", str(path), *overrides], config.parallel.num_ranks)
     if code:
         raise SystemExit(code)
@@ -152,19 +179,22 @@ def _train(recipe: str, overrides: list[str]) -> None:
 def _close(run_dir: Path, seconds: dict[str, float], paths: dict[str, Path]) -> None:
     """Add the phases before training to the result, and print it."""
     from megavlm.observability.console import print_closing
+    from megavlm.observability.metrics import reward_points
     from megavlm.observability.report import write_report
     from megavlm.observability.result import RESULT_FILE, write_result
 
     result = json.loads((run_dir / RESULT_FILE).read_text())
-    # Of the training run's time its result names the phases; the rest is imports and server start.
     phases = result["seconds_by_phase"]
-    rest = seconds.pop("training") - sum(phases.values())
+    rest = seconds.pop("training") - sum(phases.values())  # its checks, its report, its end
     before = {name: round(value, 3) for name, value in seconds.items()}
-    result["seconds_by_phase"] = before | phases | {"start of ranks and server": round(rest, 3)}
+    phases["other"] = round(phases.get("other", 0.0) + rest, 3)
+    for name, value in phases.items():  # "model" and "data" are phases of the run too
+        before[name] = before.get(name, 0.0) + value
+    result["seconds_by_phase"] = before
     result["paths"] |= {name: str(path) for name, path in paths.items()}
     write_result(run_dir, result)
     write_report(run_dir)
-    print_closing(result)
+    print_closing(result, reward_points(run_dir))
 
 
 def _clear(run_dir: Path) -> None:
@@ -190,12 +220,21 @@ def _longest_answer(model: Path, sets: DemoData) -> int:
     return min(max(len(processor.encode_answer(answer)) for answer in answers), RESPONSE_TOKENS)
 
 
-@contextmanager
-def _phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    start = time.perf_counter()
-    print(f"{name} ...", flush=True)
-    yield
-    seconds[name] = time.perf_counter() - start
+class _Stages:
+    """Stages of the demo: each is announced as it begins, and timed."""
+
+    count = 5
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str, what: str) -> Iterator[None]:
+        start, number = time.perf_counter(), len(self.seconds) + 1
+        print(f"[{minutes(start - self._started)}] {number} of {self.count}: {what}", flush=True)
+        yield
+        self.seconds[name] = time.perf_counter() - start
 
 
 def _yaml(value: str | None) -> str:

@@ -155,7 +155,10 @@ def _sizes(values: Values, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not folder.is_dir():
-        raise ValueError(f"model.folder={folder} is not a folder: give a HuggingFace model folder")
+        raise ValueError(
+            f"model.folder={folder} is not a folder: give a HuggingFace model folder; to download "
+            f"one: hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir {folder}"
+        )
     try:
         values = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -22,7 +22,7 @@ from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import add_adapters
 from megavlm.parallel.mesh import Layout
-from megavlm.run.sync_plan import stored_bytes
+from megavlm.run.plan import stored_bytes
 from megavlm.weight_sync.attempt import SyncSettings
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks

@@ -73,7 +73,7 @@ def test_options_and_targets_that_are_named_exist(page: Path) -> None:
         "megavlm": get_command(megavlm.cli.app),
         "megavlm-convert": get_command(checkpoint_tools.cli.app),
     }
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for piece in code(page.read_text(encoding="utf-8")):
         for line in piece.splitlines():
             command = line.split("  #")[0].split()

@@ -19,6 +19,7 @@ from megavlm.inference.connect import ADMIN_KEY, API_KEY
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from tests.cache import cached_folder
+from tests.glossary import unexplained
 from tests.timeouts import scaled
 
 WAIT = scaled(500)  # seconds for a command; below pytest's own limit, so that its output is shown
@@ -62,7 +63,9 @@ class World:
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
         lines = (self.root / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        records = [json.loads(line) for line in lines]
+        assert unexplained(set().union(*records)) == set(), "docs/reference/metrics.md lacks them"
+        return records
 
 
 def _words(process: psutil.Process) -> list[str]:

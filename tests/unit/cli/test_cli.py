@@ -159,9 +159,10 @@ def test_report_rebuilds_curve_and_page(
 def test_demo_passes_its_options_on(
     megavlm: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    calls: list[dict[str, object]] = []
     pipeline = ModuleType("megavlm.demo.pipeline")
-    pipeline.run_demo = lambda *given, **named: calls.append((given, named))  # type: ignore[attr-defined]
+    pipeline.run_demo = calls.append  # type: ignore[attr-defined]
+    pipeline.DemoOptions = dict  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megavlm.demo.pipeline", pipeline)
     monkeypatch.setattr("megavlm.demo.pipeline", pipeline, raising=False)
     assert megavlm("demo")[0] == 0
@@ -169,6 +170,7 @@ def test_demo_passes_its_options_on(
     options += ["--tasks", "kind,length", "--family", "qwen3_vl", "--algorithm", "ppo"]
     assert megavlm("demo", "algorithm.steps=3", *options)[0] == 0
     plain = {
+        "run_dir": Path("runs/demo"),
         "seed": 0,
         "family": "qwen2_5_vl",
         "algorithm": "grpo",
@@ -178,6 +180,7 @@ def test_demo_passes_its_options_on(
         "overrides": [],
     }
     given = {
+        "run_dir": Path("r"),
         "seed": 3,
         "family": "qwen3_vl",
         "algorithm": "ppo",
@@ -186,7 +189,7 @@ def test_demo_passes_its_options_on(
         "warm_steps": 5,
         "overrides": ["algorithm.steps=3"],
     }
-    assert calls == [((Path("runs/demo"),), plain), ((Path("r"),), given)]
+    assert calls == [plain, given]
 
 
 def test_help_and_the_checks_before_a_run_import_nothing_heavy(write_recipe: WriteRecipe) -> None:

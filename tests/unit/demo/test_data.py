@@ -75,16 +75,7 @@ def test_no_train_file_is_one_sentence(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_earlier_demo_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="no earlier demo"):
-        pipeline.run_demo(
-            tmp_path,
-            seed=0,
-            family="qwen2_5_vl",
-            algorithm="grpo",
-            data=None,
-            tasks=None,
-            warm_steps=None,
-            overrides=[],
-        )
+        pipeline.run_demo(pipeline.DemoOptions(run_dir=tmp_path))
     assert (tmp_path / "thesis.tex").exists()
 
 
@@ -99,13 +90,4 @@ def test_an_algorithm_that_cannot_be_is_one_sentence(
     tmp_path: Path, algorithm: str, data: Path | None, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        pipeline.run_demo(
-            tmp_path,
-            seed=0,
-            family="qwen2_5_vl",
-            algorithm=algorithm,
-            data=data,
-            tasks=None,
-            warm_steps=None,
-            overrides=[],
-        )
+        pipeline.run_demo(pipeline.DemoOptions(run_dir=tmp_path, algorithm=algorithm, data=data))

@@ -10,8 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter
 from megavlm.observability.phases import Phases
 from megavlm.observability.records import append_record, read_records
+from tests.glossary import unexplained
 
-from .runs import evaluation
+from .runs import evaluation, metrics
 
 
 def steps(folder: Path, name: str = METRICS_FILE) -> list[int]:
@@ -127,3 +128,9 @@ def test_phases_wait_for_the_device_at_both_ends() -> None:
     with phases("update"):
         order.append("work")
     assert order == ["wait", "work", "wait"]
+
+
+def test_every_metric_of_a_step_is_explained() -> None:
+    assert unexplained(metrics(1)) == set()
+    assert unexplained(["reward/part/format", "critic_gradient_norm", "policy_loss/mine"]) == set()
+    assert unexplained(["rewards", "seconds/", "kl"]) == {"rewards", "seconds/", "kl"}

@@ -87,7 +87,9 @@ def test_a_model_folder_is_complete(
 
 
 def test_model_folder_and_checkpoint_exist(write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    assert "model.folder=none is not a folder" in refused(write_recipe(), "model.folder=none")
+    message = refused(write_recipe(), "model.folder=none")
+    assert "model.folder=none is not a folder" in message
+    assert message.endswith("hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir none")
     override = f"model.checkpoint={tmp_path / 'checkpoint'}"
     assert "holds no complete checkpoint" in refused(write_recipe(), override)
     (tmp_path / "checkpoint" / "step_00000003").mkdir(parents=True)
