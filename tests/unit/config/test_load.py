@@ -125,7 +125,7 @@ MISTAKES = {
     "run.seed=null": "run.seed=null has the wrong type: it must be a whole number",
     "parallel.data=two": "has the wrong type: it must be a whole number or null",
     "run.resume=maybe": 'run.resume="maybe" has the wrong type: it must be one of auto, never',
-    "evaluation.before=8": "evaluation.before=8 has the wrong type: it must be true or false",
+    "evaluation.before=0": "evaluation.before=0 has the wrong type: it must be true or false",
     "data.train_weights=a": 'data.train_weights="a" has the wrong type: it must be a list',
     "rollout.gpus=3": "rollout.gpus=3 has the wrong type: it must be a list",
     "data.train_files={a: 1}": "has the wrong type: it must be a list",

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from megavlm.config.algorithm import SFT
 from megavlm.config.load import load
-from megavlm.run import preflight
+from megavlm.run import preflight, preflight_model
 
 WriteRecipe = Callable[..., Path]
 
@@ -17,9 +18,24 @@ def check(recipe: Path, *overrides: str, **arguments: Any) -> None:
     preflight.check(config, **{"world_size": config.parallel.num_ranks, **arguments})
 
 
-def refused(recipe: Path, *overrides: str, **arguments: Any) -> str:
-    """The one sentence."""
+def check_model(recipe: Path, *overrides: str) -> None:
+    """Check the model alone, without a process for rewards."""
+    config = load(recipe, overrides)
+    preflight_model.check_model(Path(config.model.folder), config)
+
+
+def check_rows(recipe: Path, *overrides: str) -> None:
+    """Check the training rows alone, without a process for rewards."""
+    config = load(recipe, overrides)
+    use = "sft" if isinstance(config.algorithm, SFT) else "rewards"
+    preflight.check_data(config.data.train_files, config, use)
+
+
+def refused(
+    recipe: Path, *overrides: str, by: Callable[..., None] = check, **arguments: Any
+) -> str:
+    """Return the one sentence."""
     with pytest.raises(ValueError) as caught:
-        check(recipe, *overrides, **arguments)
+        by(recipe, *overrides, **arguments)
     assert "\n" not in str(caught.value)
     return str(caught.value)

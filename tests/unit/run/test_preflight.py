@@ -9,7 +9,7 @@ from megavlm.inference.server_args import CPU_ARGS, SHARED_GPU_ARGS
 from megavlm.inference.server_options import option_names
 from megavlm.run import preflight
 from tests.conftest import LFS_POINTER, TINY_CONFIG, png, row, write_rows
-from tests.unit.run.checks import WriteRecipe, check, refused
+from tests.unit.run.checks import WriteRecipe, check, check_model, check_rows, refused
 
 
 def test_a_complete_run_passes_and_nothing_is_written(write_recipe: WriteRecipe) -> None:
@@ -83,7 +83,7 @@ def test_a_model_folder_is_complete(
 ) -> None:
     write_recipe()
     damage(tmp_path / "model")
-    assert message in refused(write_recipe())
+    assert message in refused(write_recipe(), by=check_model)
 
 
 def test_model_folder_and_checkpoint_exist(write_recipe: WriteRecipe, tmp_path: Path) -> None:
@@ -165,9 +165,8 @@ def test_rows(
         import pyarrow.parquet as pq
 
         pq.write_table(pq.read_table(path).slice(0, 0), path)
-    for key, phase in (("train_files", "train"), ("test_files", "evaluate")):
-        text = refused(write_recipe(), f"data.{key}=[{path}]", phase=phase)
-        assert message in text and "bad.parquet" in text
+    text = refused(write_recipe(), f"data.train_files=[{path}]", by=check_rows)
+    assert message in text and "bad.parquet" in text
 
 
 def test_only_a_sample_is_decoded(
@@ -176,19 +175,18 @@ def test_only_a_sample_is_decoded(
     bad = row(images=[{"bytes": b"no image", "path": None}])
     path = write_rows(tmp_path / "late.parquet", [row(), row(), bad])
     monkeypatch.setattr(preflight, "SAMPLE", 2)
-    check(write_recipe(), f"data.train_files=[{path}]")
+    check_rows(write_recipe(), f"data.train_files=[{path}]")
     monkeypatch.setattr(preflight, "SAMPLE", 3)
-    refused(write_recipe(), f"data.train_files=[{path}]")
+    assert "late.parquet:2" in refused(write_recipe(), f"data.train_files=[{path}]", by=check_rows)
 
 
 def test_files_and_columns(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     assert "none.parquet" in refused(write_recipe(), "data.train_files=[none.parquet]")
-    text = refused(write_recipe(), "data.image_keys=[photos]")
+    text = refused(write_recipe(), "data.image_keys=[photos]", by=check_rows)
     assert "'photos'" in text and "data.image_keys" in text and "images" in text
     (tmp_path / "text.parquet").write_text("no parquet")
-    assert "text.parquet" in refused(
-        write_recipe(), f"data.train_files=[{tmp_path / 'text.parquet'}]"
-    )
+    override = f"data.train_files=[{tmp_path / 'text.parquet'}]"
+    assert "text.parquet" in refused(write_recipe(), override, by=check_rows)
 
 
 def test_run_dir(write_recipe: WriteRecipe, tmp_path: Path) -> None:
@@ -215,7 +213,7 @@ def test_run_dir(write_recipe: WriteRecipe, tmp_path: Path) -> None:
 def test_rows_have_what_rewards_and_supervision_need(
     write_recipe: WriteRecipe, overrides: list[str], message: str
 ) -> None:
-    said = refused(write_recipe(), *overrides)
+    said = refused(write_recipe(), *overrides, by=check_rows)
     assert message in said and "rows.parquet:0: " in said
 
 
