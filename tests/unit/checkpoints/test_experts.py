@@ -16,6 +16,7 @@ from megavlm.models.common.mapping import by_key
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
 from tests.distributed.fork import launch
+from tests.levels import slow
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.unit.checkpoints.ranks import ONE_RANK, make_hf, start
 
@@ -51,7 +52,7 @@ def resume(hf: Path, ranks: Ranks, folder: Path, dtype: torch.dtype) -> list[str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["EP2", "EP2 over TP2+SP"])
+@pytest.mark.parametrize("layout", ["EP2 over TP2+SP", *slow("EP2")])
 def test_a_resumed_run_is_bit_equal(
     hf: Path, tmp_path: Path, layout: str, dtype: torch.dtype
 ) -> None:
@@ -73,12 +74,14 @@ def load_and_save(hf: Path, ranks: Ranks, source: Path, target: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("EP2", "one rank"),
-        ("one rank", "EP2"),
         ("EP2 over TP2+SP", "EP2"),
         ("EP2xPP2 virtual 2", "expert TP2+SP"),
-        ("expert TP2+SP", "EP2xDP4"),
-        ("EP2xDP4", "TP2+SP"),
+        *slow(
+            ("EP2", "one rank"),
+            ("one rank", "EP2"),
+            ("expert TP2+SP", "EP2xDP4"),
+            ("EP2xDP4", "TP2+SP"),
+        ),
     ],
 )
 def test_another_layout_goes_on_from_equal_state(

@@ -22,6 +22,7 @@ from megavlm.checkpointing.save import SaveTarget
 from megavlm.checkpointing.saver import Saver
 from megavlm.checkpointing.snapshot import Snapshot
 from tests.distributed.fork import launch
+from tests.levels import slow
 from tests.unit.checkpoints.ranks import ONE_RANK, TP2, Run, make_hf, start
 
 # Each is called in a save, in this order; True: killed after the call, not before it; a number: of
@@ -121,7 +122,7 @@ def resume(hf: Path, folder: Path, step: int) -> list[str]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("point", range(len(WRITE_POINTS)))
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", [True, *slow(False)])
 def test_a_killed_save_leaves_the_step_before(
     hf: Path, first: tuple[Path, list[str]], tmp_path: Path, point: int, background: bool
 ) -> None:
