@@ -1,17 +1,19 @@
-"""Rules between sections, and the check of a whole configuration.
+"""Rules between sections, the check of a whole configuration, and defaults that follow from it.
 
 Rules that need files, ports or a world size are in megavlm/run/preflight.py.
 """
 
-from dataclasses import fields
+from collections.abc import Callable, Collection
+from dataclasses import fields, replace
 
 from megavlm.config.algorithm import SFT, PolicyOptimization
-from megavlm.config.derived import longest_tree
+from megavlm.config.checkpoint import nearest_metrics
 from megavlm.config.evaluation import EVALUATION, MEASURES
 from megavlm.config.lora import SERVED_TARGETS
-from megavlm.config.metric_names import nearest_metrics
 from megavlm.config.schema import Config
 from megavlm.config.section import Section, out_of_range
+
+LEAST_PACK_TOKENS = 4096
 
 
 def check_ranges(config: Config) -> None:
@@ -226,3 +228,41 @@ def _check_checkpoint(config: Config) -> None:
             f"checkpoint.best_metric={metric} needs evaluations of saved steps: set "
             "evaluation.every to checkpoint.every, or choose a metric of the training steps"
         )
+
+
+def derive(config: Config, following: Collection[str]) -> Config:
+    """Return the configuration with the values of the keys `following`, each section.key.
+
+    A key that is declared with `follows` and null in a recipe gets its value here; what a recipe
+    sets is kept, and refused if it breaks a rule.
+    """
+    for name, value in _RULES.items():
+        if name in following:
+            section, _, key = name.partition(".")
+            changed = replace(getattr(config, section), **{key: value(config)})
+            config = replace(config, **{section: changed})
+    return config
+
+
+def longest_tree(config: Config) -> int:
+    """Return the most tokens of a prompt with all of its episodes, for policy optimisation."""
+    algorithm, environment = config.algorithm, config.environment
+    assert isinstance(algorithm, PolicyOptimization)
+    turns = environment.max_turns
+    episode = turns * config.rollout.max_new_tokens
+    episode += (turns - 1) * environment.max_observation_tokens
+    return config.data.max_prompt_tokens + algorithm.responses_per_prompt * episode
+
+
+def _pack_tokens(config: Config) -> int:
+    if isinstance(config.algorithm, PolicyOptimization):
+        return max(longest_tree(config), LEAST_PACK_TOKENS)
+    return max(2 * config.data.max_prompt_tokens, LEAST_PACK_TOKENS)
+
+
+# In this order: a critic's warmup leaves the policy fewer steps.
+_RULES: dict[str, Callable[[Config], int]] = {
+    "algorithm.critic_warmup_steps": lambda config: min(config.algorithm.steps // 12, 5),
+    "optimizer.warmup_steps": lambda config: min(config.algorithm.policy_steps // 8, 20),
+    "data.pack_tokens": _pack_tokens,
+}

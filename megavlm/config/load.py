@@ -13,8 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megavlm.config.algorithm import ALGORITHMS, Algorithm
-from megavlm.config.cross_rules import check, check_ranges
-from megavlm.config.derived import derive
+from megavlm.config.cross_rules import check, check_ranges, derive
 from megavlm.config.recipe import one_line, parse_override, read_recipe
 from megavlm.config.schema import Config
 from megavlm.config.section import MISSING

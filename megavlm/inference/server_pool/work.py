@@ -16,7 +16,7 @@ WORK_SHARE = 0.03
 
 @dataclass(frozen=True)
 class WorkReading:
-    """What a server had done at `time`, seconds of a monotonic clock.
+    """Work that a server had done at `time`, in seconds of a monotonic clock.
 
     cpu_seconds: of all its processes, if they are ours and compute on the CPU: on a GPU SGLang
     takes a whole core while it waits. counters: of its schedulers otherwise; None: not known.

@@ -147,7 +147,7 @@ def added_bytes(num_targets: int) -> int:
 def test_memory_does_not_grow_with_the_targets() -> None:
     """Two chunks of logits are 26 MB; all logits of 1,024 targets would be 205 MB."""
     (few,), (many,) = (launch(1, added_bytes, count) for count in (64, 1024))
-    assert few < 60e6
+    assert few < 80e6
     assert many < few + 20e6
 
 
