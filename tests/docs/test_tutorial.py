@@ -47,6 +47,7 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs(workplace: Path) -> None:
     text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
     dry_runs = 0
