@@ -25,6 +25,7 @@ from megavlm.models.common.loading import local_tensors
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.optimizer import build_updater
 from tests.distributed.fork import launch
+from tests.levels import slow
 from tests.parity.table import FAMILIES, Ranks
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoints.ranks import SETTINGS
@@ -50,6 +51,7 @@ CASES = EXPERTS | {
     )
     for tensor, pipeline in SIZES
 }
+QUICK = "TP2 x PP2"  # the one of `make test`
 MOE = ("qwen3_vl_moe",)
 STEP = 7
 FILE = "model.safetensors"
@@ -129,7 +131,7 @@ def load_and_save(sources: dict[Path, Path], ranks: Ranks, target: Path) -> None
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [QUICK, *slow(*(case for case in CASES if case != QUICK))])
 def test_every_byte_comes_back_from_every_layout(
     case: str, in_bf16: Folder, saved: Folder, tmp_path: Path
 ) -> None:

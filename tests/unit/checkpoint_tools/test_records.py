@@ -107,6 +107,7 @@ def test_contents_that_are_none_are_one_sentence(tmp_path: Path, data: bytes) ->
         StepReader(tmp_path)
 
 
+@pytest.mark.slow
 def test_contents_with_any_bit_flipped_are_refused_before_they_are_read(tmp_path: Path) -> None:
     """Some would ask for more memory than there is."""
     with RecordFile(tmp_path) as file:

@@ -167,7 +167,7 @@ def save_weights(hf: Path, ranks: Ranks, folder: Path) -> dict[Any, torch.Tensor
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, *slow(False)])
 def test_an_export_holds_the_trained_weights(tmp_path: Path, tied: bool) -> None:
     hf = make_hf(tmp_path / "hf", tied_embeddings=tied)
     (expected,) = launch(1, save_weights, hf, ONE_RANK, tmp_path / "one")
@@ -291,7 +291,9 @@ def test_adapters_are_not_left_behind(hf: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("file", ["__1_0.distcp", "random_00001.pt", "common.pt", ".metadata"])
+@pytest.mark.parametrize(
+    "file", [".metadata", *slow("__1_0.distcp", "random_00001.pt", "common.pt")]
+)
 def test_a_flipped_byte_is_named_and_the_step_before_loads(
     hf: Path, tmp_path: Path, file: str
 ) -> None:

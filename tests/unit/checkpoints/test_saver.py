@@ -21,6 +21,7 @@ from megavlm.checkpointing.snapshot import Snapshot, Written
 from megavlm.parallel.collectives import any_rank
 from megavlm.training.guards import StopRequest
 from tests.distributed.fork import launch
+from tests.levels import slow
 from tests.parity.table import LAYOUTS, Ranks
 from tests.unit.checkpoints.ranks import TP2, Run, make_hf, start
 
@@ -107,7 +108,7 @@ def load(hf: Path, ranks: Ranks, folder: Path, options: dict[str, Any]) -> Any:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [("TP2", {"freeze": False}), ("DP2", {}), ("DP2", {"dtype": torch.bfloat16})],
+    [("DP2", {"dtype": torch.bfloat16}), *slow(("TP2", {"freeze": False}), ("DP2", {}))],
 )
 def test_the_saved_bytes_are_the_snapshots(
     hf: Path, tmp_path: Path, layout: str, options: dict[str, Any]

@@ -14,6 +14,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy
 from tests.fakes.server import FakeServer, Fault
+from tests.levels import slow
 from tests.timeouts import scaled
 from tests.unit.inference.prompts import make_prompt
 
@@ -39,7 +40,7 @@ def break_(fake: FakeServer, kind: str, step: int) -> None:
         fake.script.append(kind)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_the_ledger_has_no_gap_and_no_double(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "TICK", 0.01)
     rng = random.Random(seed)

@@ -28,6 +28,7 @@ from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.run import preflight
 from megavlm.run.plan import sync_plan
 from tests.distributed.fork import launch
+from tests.levels import slow
 from tests.parity.models import make_model
 from tests.unit.data.test_videos import row, video
 
@@ -60,7 +61,7 @@ def test_no_other_module_names_a_family() -> None:
         assert not [name for name in modules if name and name.startswith(packages)], path
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [list(FAMILIES)[-1], *slow(*list(FAMILIES)[:-1])])
 def test_checks_and_prompts_of_a_family_do_without_megatron(name: str) -> None:
     package = FAMILIES[name].package
     code = (

@@ -113,6 +113,7 @@ def test_under_a_torchrun_of_the_user_s_rank_0_checks_and_speaks(
     assert done.stderr.startswith(stderr) and bool(done.stderr) == bool(stderr)
 
 
+@pytest.mark.slow
 def test_a_fault_of_ours_shows_its_traceback_and_the_rank(write_recipe: WriteRecipe) -> None:
     done = train(write_recipe(), seed=3)
     assert done.returncode == 1
@@ -133,6 +134,7 @@ def test_a_signal_ends_every_process(write_recipe: WriteRecipe, number: signal.S
         assert stderr == ""
 
 
+@pytest.mark.slow
 def test_a_killed_command_leaves_no_rank(write_recipe: WriteRecipe) -> None:
     with working(write_recipe()) as (process, family):
         process.kill()
