@@ -49,13 +49,13 @@ demo: setup ## train a tiny model on generated images, or on yours
 # Several tests at a time: ranks and servers wait for each other and leave cores idle.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-test: setup ## run the tests of every unit, layout and family, and a whole run (10 minutes)
+test: setup ## run the tests of every unit, layout and family, and a whole run (about 12 minutes)
 	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: setup ## run the tests that `make test` leaves out
 	$(PYTEST) -m slow $(TESTS)
 
-test-all: test test-slow ## run the whole test suite (35 minutes)
+test-all: test test-slow ## run the whole test suite (about 45 minutes)
 
 parity: setup ## compare all models, layouts and inputs with transformers; write tests/parity/RESULTS.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.run $(CASES)
