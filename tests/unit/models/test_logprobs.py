@@ -136,6 +136,7 @@ def added_bytes(num_targets: int) -> int:
     targets = torch.randint(0, vocabulary, (num_targets,))
     group = dist.group.WORLD
     assert group is not None
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what ran before
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     logprobs, entropy = token_scores(
         hidden, weight, targets, scoring=Scoring(), group=group, chunk_size=chunk_size
@@ -147,7 +148,7 @@ def added_bytes(num_targets: int) -> int:
 def test_memory_does_not_grow_with_the_targets() -> None:
     """Two chunks of logits are 26 MB; all logits of 1,024 targets would be 205 MB."""
     (few,), (many,) = (launch(1, added_bytes, count) for count in (64, 1024))
-    assert few < 80e6
+    assert few < 60e6
     assert many < few + 20e6
 
 
