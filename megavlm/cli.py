@@ -107,13 +107,18 @@ def plan(
             help="Print how to start the recipe's servers on GPU nodes, as bash assignments.",
         ),
     ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Print the modelled memory of each GPU.")
+    ] = False,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Number of trainer ranks (default: the recipe's).")
     ] = None,
 ) -> None:
     """Print what RECIPE will do on a cluster of any size. Starts nothing."""
-    if sync == servers:
-        raise ValueError("megavlm plan prints one of two plans: add --sync or --servers")
+    if sync + servers + memory != 1:
+        raise ValueError(
+            "megavlm plan prints one plan at a time: add --sync, --servers or --memory"
+        )
     from megavlm.config.load import load
     from megavlm.parallel import platform
 
@@ -124,9 +129,15 @@ def plan(
 
         typer.echo(server_plan(config))
         return
+    num_ranks = ranks or config.parallel.num_ranks
+    if memory:
+        from megavlm.run.plan_memory import memory_plan
+
+        typer.echo(memory_plan(config, num_ranks))
+        return
     from megavlm.run.plan import sync_plan
 
-    typer.echo(sync_plan(config, ranks or config.parallel.num_ranks))
+    typer.echo(sync_plan(config, num_ranks))
 
 
 @app.command()

@@ -7,6 +7,7 @@ updates will send, and from which ranks; its tensors are on the meta device and 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,15 +69,21 @@ def sync_plan(config: Config, world_size: int) -> str:
     trainer = TrainerRanks.of(hf_config, axes, world_size, options)
     changed = trained_entries(entries, options, lora.targets if lora.rank else None)
     plan = SyncPlan(entries, trainer, changed)
-    servers = ServerLayout(
-        rollout.tensor_parallel,
-        int(rollout.server_args.get("ep_size", 1)),
-        text.num_key_value_heads,
-        bool(hf_config.tie_word_embeddings),
-    )
+    servers = server_layout(config, hf_config)
     adapters = (lora.rank, lora.targets) if lora.rank else (ASSUMED_RANK, ASSUMED_TARGETS)
     rows = sync_table(plan, servers, itemsize=options.dtype.itemsize, lora=adapters)
     return _render(rows, plan, len(rollout.urls) or rollout.servers, servers, adapters)
+
+
+def server_layout(config: Config, hf_config: Any) -> ServerLayout:
+    """Return how each of a recipe's servers cuts the model."""
+    rollout = config.rollout
+    return ServerLayout(
+        rollout.tensor_parallel,
+        int(rollout.server_args.get("ep_size", 1)),
+        hf_config.text_config.num_key_value_heads,
+        bool(hf_config.tie_word_embeddings),
+    )
 
 
 @dataclass

@@ -53,7 +53,7 @@ def test_gpu_recipes_freeze_the_tower_and_use_eight_gpus(name: str) -> None:
     assert config.model.freeze_tower and isinstance(config.algorithm, GRPO)
     assert config.model.dtype == "bfloat16"
     if config.rollout.mode == "managed":
-        ranks = config.parallel.num_ranks
+        ranks = 0 if config.rollout.colocate else config.parallel.num_ranks
         assert not config.rollout.gpus, "those after the trainer's"
         assert ranks + config.rollout.servers * config.rollout.tensor_parallel == 8
 

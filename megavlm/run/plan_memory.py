@@ -1,0 +1,308 @@
+"""`megavlm plan --memory`: modelled GPU memory of a recipe, for each pipeline stage and a server.
+
+Parameters are exact (`models.sizes`). Activations are counted from the tensors that autograd keeps
+of a layer (the method of arXiv 2205.05198, for grouped queries and gated MLPs without dropout), for
+the longest pack. Not covered: activations of a trained tower, and those of a separate critic.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig
+
+from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.schema import Config
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.logprobs import default_chunk_size
+from megavlm.models.registry import family
+from megavlm.models.sizes import EqualRanks, ParameterSize, equal_ranks
+from megavlm.parallel.mesh import Layout
+from megavlm.run.plan import server_layout, stored_bytes
+
+GB = 1e9
+GPU = 80 * GB
+# Assumptions, to be replaced by measurements: CUDA context, NCCL's buffers, kernels' workspaces and
+# fragmentation; what a server keeps when its weights and cache are released; the longest queue of
+# an expert rank over the mean; the least cache of a server that is worth starting.
+OVERHEAD, SERVER_RESIDUE, EXPERT_IMBALANCE, LEAST_CACHE = 6 * GB, 4 * GB, 1.5, 5 * GB
+BUDGET = 0.9 * GPU  # of a trainer: the model may be off by a tenth
+MEM_FRACTION = 0.85  # launch/servers.sh; managed servers have it in their recipe
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on a GPU of a pipeline stage, at its fullest.
+
+    activations: of all microbatches in flight. logits: the chunk of log-probs and its gradients.
+    features: those of the step's images, kept for every pass. encoding: the tower's pass, before
+    the update. servers: what a colocated server keeps in training.
+    """
+
+    ranks: range
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    features: float
+    encoding: float
+    servers: float = 0.0
+
+    @property
+    def total(self) -> float:
+        states = self.weights + self.gradients + self.optimizer + self.features
+        return states + max(self.activations + self.logits, self.encoding) + self.kept
+
+    @property
+    def kept(self) -> float:
+        """Bytes that stay on the GPU in every phase."""
+        return OVERHEAD + self.servers
+
+
+@dataclass(frozen=True)
+class ServerRankMemory:
+    """Bytes on a GPU of a server. budget: of weights and cache. others: the trainer's, if it shares
+    the GPU.
+    """
+
+    weights: float
+    budget: float
+    others: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.budget + SERVER_RESIDUE + self.others
+
+    @property
+    def cache(self) -> float:
+        return self.budget - self.weights
+
+
+def stage_memory(config: Config, hf_config: Any, world_size: int) -> list[StageMemory]:
+    """Return the memory of each pipeline stage. `hf_config`: transformers' configuration.
+
+    Raises ValueError for a layout that does not fit the model or the world size.
+    """
+    options, layout = ModelOptions.from_config(config), Layout.from_config(config.parallel)
+    lora = config.lora if config.lora.rank else None
+    return [
+        _stage(config, hf_config, group, world_size)
+        for group in equal_ranks(hf_config, layout, world_size, options, lora)
+    ]
+
+
+def _stage(config: Config, hf_config: Any, group: EqualRanks, world_size: int) -> StageMemory:
+    stage = group.ranks.start // (world_size // config.parallel.pipeline)
+    held = group.parameters
+    trained = [x for x in held if x.trained]
+    data = world_size // config.parallel.model_size
+    is_first, is_last = stage == 0, group.ranks.stop == world_size
+    kept, passing = activation_bytes(config, hf_config, held)
+    features = (
+        image_tokens(config, hf_config) * _images(config, data) * _feature_bytes(config, hf_config)
+    )
+    return StageMemory(
+        ranks=group.ranks,
+        weights=sum(x.bytes for x in held),
+        gradients=4.0 * sum(x.numel for x in trained),
+        optimizer=sum(optimizer_bytes(x, config, world_size) for x in trained),
+        activations=_in_flight(config, stage) * kept + passing,
+        logits=logits_bytes(config, hf_config, trained) if is_last else 0.0,
+        features=features if is_first else 0.0,
+        encoding=encoding_bytes(config, hf_config, data) if is_first else 0.0,
+        servers=SERVER_RESIDUE if config.rollout.colocate else 0.0,
+    )
+
+
+def optimizer_bytes(parameter: ParameterSize, config: Config, world_size: int) -> float:
+    """Return the bytes of a rank's shard of Adam's state: two fp32 moments, and an fp32 copy of a
+    parameter in half precision. The shards are spread over the ranks that hold the parameter.
+    """
+    parallel = config.parallel
+    is_expert = ".experts." in parameter.name
+    ranks = parallel.expert_ranks if is_expert else parallel.tensor * parallel.pipeline
+    copy = 4 if parameter.dtype.itemsize < 4 else 0
+    return parameter.numel * (8 + copy) / (world_size // ranks)
+
+
+def activation_bytes(
+    config: Config, hf_config: Any, held: Iterable[ParameterSize]
+) -> tuple[float, float]:
+    """Return the bytes that autograd keeps of one microbatch, the longest pack, in the layers of
+    which a rank holds these parameters; and those that exist while a part is computed again.
+    """
+    options, recompute = ModelOptions.from_config(config), config.recompute
+    architecture = family(hf_config.model_type).architecture(hf_config)
+    experts = architecture.get("moe_layer_freq", [0] * architecture["num_layers"])
+    layers = sorted({int(x.name.split(".layers.")[1].split(".")[0]) for x in held if _of_layer(x)})
+    per_layer = [_layer_values(config, architecture, bool(experts[layer])) for layer in layers]
+    tokens = config.data.pack_tokens / config.parallel.context
+    size = tokens * options.dtype.itemsize
+    hidden = architecture["hidden_size"] / _sequence_ranks(config)
+    if recompute.language == "full":  # the inputs of blocks are kept
+        blocks = -(-len(layers) // recompute.layers)
+        return size * hidden * blocks, size * recompute.layers * max(map(sum, per_layer))
+    if recompute.language == "selective" and {"mlp", "moe"} & set(recompute.modules):
+        return size * sum(x for x, _ in per_layer), size * max(mlp for _, mlp in per_layer)
+    return size * sum(map(sum, per_layer)), 0.0
+
+
+def _layer_values(
+    config: Config, architecture: dict[str, Any], has_experts: bool
+) -> tuple[float, float]:
+    """Return the values per token that a layer keeps: attention and norms, and its MLP."""
+    hidden, tensor = architecture["hidden_size"], config.parallel.tensor
+    head = architecture["kv_channels"]
+    query = head * architecture["num_attention_heads"]
+    # Ranks beyond the number of key-value heads share them.
+    key = head * max(architecture["num_query_groups"], tensor)
+    rotated = (1 + bool(architecture.get("qk_layernorm"))) * (query + key)
+    # Input and output of both norms; the projection, of which values are a view; queries and keys
+    # after their norms and the rotation, whose cosines and sines differ by token; the output.
+    attention = 4 * hidden / _sequence_ranks(config) + 4 * head
+    attention += (query + 2 * key + rotated + query) / tensor
+    # Gate and up projections, and three results of the activation, which is not fused.
+    if not has_experts:
+        return attention, 5 * architecture["ffn_hidden_size"] / tensor
+    inner = 5 * architecture["moe_ffn_hidden_size"] / config.parallel.expert_tensor
+    routed = architecture["moe_router_topk"] * EXPERT_IMBALANCE / _sequence_ranks(config)
+    return attention, routed * config.parallel.expert_tensor * (hidden + inner)
+
+
+def _sequence_ranks(config: Config) -> int:
+    return config.parallel.tensor if config.parallel.sequence else 1
+
+
+def _of_layer(parameter: ParameterSize) -> bool:
+    return "decoder.layers." in parameter.name
+
+
+def _in_flight(config: Config, stage: int) -> float:
+    """Return the microbatches whose activations a stage holds (arXiv 2104.04473)."""
+    stages, virtual = config.parallel.pipeline, config.parallel.virtual
+    if virtual == 1:
+        return stages - stage
+    return stages * (1 + (stages - 1) / (stages * virtual))
+
+
+def logits_bytes(config: Config, hf_config: Any, trained: Iterable[ParameterSize]) -> float:
+    """Return the bytes of log-probs: two fp32 chunks of logits and two in the model's precision,
+    hidden states of all targets and their gradient, and the gradient of a trained output layer.
+    """
+    itemsize = ModelOptions.from_config(config).dtype.itemsize
+    text = hf_config.text_config
+    vocabulary = text.vocab_size // config.parallel.tensor
+    tokens = config.data.pack_tokens / config.parallel.context
+    chunk = min(default_chunk_size(vocabulary, "cuda"), tokens)
+    has_gradient = any(x.component in ("embedding", "head") for x in trained)
+    gradient = vocabulary * text.hidden_size * (4 + itemsize) * has_gradient
+    hidden = 2 * tokens * text.hidden_size * itemsize
+    return chunk * vocabulary * 2 * (4 + itemsize) + gradient + hidden
+
+
+def image_tokens(config: Config, hf_config: Any) -> float:
+    """Return the most tokens of an image; without data.max_pixels those of the longest prompt."""
+    vision, most = hf_config.vision_config, config.data.max_prompt_tokens
+    if config.data.max_pixels is None:
+        return most
+    return min(most, config.data.max_pixels / (vision.patch_size * vision.spatial_merge_size) ** 2)
+
+
+def _images(config: Config, data_ranks: int) -> int:
+    """Return the images of a step on a data rank, at one image a prompt."""
+    algorithm = config.algorithm
+    if not isinstance(algorithm, PolicyOptimization):
+        return -(-algorithm.batch_size // data_ranks)
+    return -(-algorithm.prompts_per_step // data_ranks)
+
+
+def _feature_bytes(config: Config, hf_config: Any) -> float:
+    architecture = family(hf_config.model_type).architecture(hf_config)
+    levels = 1 + architecture.get("deepstack_levels", 0)
+    itemsize = ModelOptions.from_config(config).dtype.itemsize
+    return float(levels * architecture["hidden_size"] * itemsize)
+
+
+def encoding_bytes(config: Config, hf_config: Any, data_ranks: int) -> float:
+    """Return the bytes of a frozen tower's pass over a rank's share of the step's images: outputs
+    of one block's matrices for every patch, and the patches in fp32.
+    """
+    entries = family(hf_config.model_type).mapping(hf_config)
+    vision = hf_config.vision_config
+    outputs = sum(
+        x.hf_shapes[0][0]
+        for x in entries
+        if x.megatron.startswith("visual.blocks.0.") and len(x.hf_shapes[0]) > 1
+    )
+    pixels = 3 * vision.temporal_patch_size * vision.patch_size**2
+    shared_by = config.parallel.tensor * config.parallel.context
+    images = -(-_images(config, data_ranks) // shared_by)
+    patches = images * image_tokens(config, hf_config) * vision.spatial_merge_size**2
+    itemsize = ModelOptions.from_config(config).dtype.itemsize
+    return float(patches * (outputs * itemsize + pixels * 4))
+
+
+def server_memory(config: Config, hf_config: Any) -> ServerRankMemory:
+    """Return the memory of a server's fullest rank while it generates."""
+    servers = server_layout(config, hf_config)
+    entries = family(hf_config.model_type).mapping(hf_config)
+    itemsize = ModelOptions.from_config(config).dtype.itemsize
+    fraction = float(config.rollout.server_args.get("mem_fraction_static", MEM_FRACTION))
+    others = OVERHEAD if config.rollout.colocate else 0.0
+    return ServerRankMemory(max(stored_bytes(entries, servers, itemsize)), fraction * GPU, others)
+
+
+def push_bytes(config: Config, stages: Iterable[StageMemory], server: ServerRankMemory) -> float:
+    """Return the bytes on a shared GPU during a weight push: both copies of the weights."""
+    fullest = max(stage.weights + stage.kept for stage in stages)
+    return fullest + server.weights
+
+
+def problems(config: Config, hf_config: Any, world_size: int) -> Iterator[str]:
+    """Yield a sentence for each part of a recipe that an 80 GB GPU has no memory for."""
+    stages, server = stage_memory(config, hf_config, world_size), server_memory(config, hf_config)
+    for stage in stages:
+        if stage.total > BUDGET:
+            yield (
+                f"ranks {stage.ranks.start}-{stage.ranks.stop - 1} need {stage.total / GB:.0f} GB, "
+                f"and {BUDGET / GB:.0f} are planned for on a GPU of {GPU / GB:.0f}"
+            )
+    if config.rollout.colocate and push_bytes(config, stages, server) > GPU:
+        yield f"a push needs {push_bytes(config, stages, server) / GB:.0f} GB of {GPU / GB:.0f}"
+    if server.total > GPU:
+        yield f"a server's rank needs {server.total / GB:.0f} GB of {GPU / GB:.0f}"
+    if server.cache < LEAST_CACHE:
+        yield (
+            f"a server's rank stores {server.weights / GB:.0f} GB of weights, which leaves "
+            f"{server.cache / GB:.1f} GB for its cache, and {LEAST_CACHE / GB:.0f} are needed"
+        )
+
+
+def memory_plan(config: Config, world_size: int) -> str:
+    """Return the table of a run's modelled memory as text.
+
+    Raises ValueError for a layout that does not fit the model or the world size.
+    """
+    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    return memory_table(config, hf_config, world_size)
+
+
+def memory_table(config: Config, hf_config: Any, world_size: int) -> str:
+    """Return the table of `memory_plan`. `hf_config`: transformers' configuration."""
+    columns = (
+        "weights", "gradients", "optimizer", "activations", "logits", "features", "encoding",
+        "servers", "total",
+    )  # fmt: skip
+    lines = ["GB on each GPU, modelled", f"{'':14}" + "".join(f"{name:>12}" for name in columns)]
+    for stage in stage_memory(config, hf_config, world_size):
+        cells = "".join(f"{getattr(stage, name) / GB:12.1f}" for name in columns)
+        lines.append(f"{f'ranks {stage.ranks.start}-{stage.ranks.stop - 1}':14}{cells}")
+    server = server_memory(config, hf_config)
+    lines.append(
+        f"total: with {OVERHEAD / GB:.0f} GB of context and buffers; the tower encodes before the "
+        "activations of the update exist. A server's rank stores "
+        f"{server.weights / GB:.1f} GB of weights and has {server.cache / GB:.1f} GB for its cache."
+    )
+    lines += [f"Does not fit: {sentence}." for sentence in problems(config, hf_config, world_size)]
+    return "\n".join(lines)

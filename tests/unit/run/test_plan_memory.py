@@ -1,0 +1,180 @@
+"""Modelled memory: every recipe fits 80 GB GPUs, and the model counts what autograd keeps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from megavlm.cli import app
+from megavlm.config.load import load
+from megavlm.config.schema import Config
+from megavlm.data.packing import make_pack, prompt_tree
+from megavlm.data.processor import Prompt
+from megavlm.data.rows import Row
+from megavlm.models.build import build_model
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.logprobs import Scoring
+from megavlm.models.sizes import rank_parameters
+from megavlm.parallel.mesh import Layout, build_mesh
+from megavlm.run.plan_memory import (
+    activation_bytes,
+    memory_plan,
+    optimizer_bytes,
+    problems,
+)
+from tests.distributed.fork import launch
+from tests.unit.config.test_recipes import RECIPES, WHOLE, resolve
+from tests.unit.models.families import small_config
+from tests.unit.models.releases import released_config
+
+# Trainer ranks of recipes for several nodes, as their comments say; others start their own.
+TRAINERS = {
+    "grpo/qwen2_5_vl_7b_geo3k_nodes.yaml": 8,
+    "grpo/qwen2_5_vl_72b_geo3k_nodes.yaml": 32,
+    "grpo/qwen3_vl_30b_a3b_geo3k_nodes.yaml": 16,
+    "grpo/qwen3_vl_235b_a22b_geo3k_nodes.yaml": 96,
+}
+GRPO = [name for name in WHOLE if name.startswith("grpo/")]
+
+
+def release(config: Config, folder: Path) -> Any:
+    return released_config(Path(config.model.folder).name.removesuffix("-Instruct"), folder)
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_a_recipe_fits_the_memory_of_its_gpus(name: str, tmp_path: Path) -> None:
+    config = resolve(name)
+    assert ("nodes" in name) == (name in TRAINERS)
+    world_size = TRAINERS.get(name, config.parallel.num_ranks)
+    assert world_size % config.parallel.num_ranks == 0
+    assert [*problems(config, release(config, tmp_path), world_size)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "world_size", "problem"),
+    [
+        ("qwen3_vl_30b_a3b_geo3k_nodes", [], 8, "ranks 0-7 need"),
+        (
+            "qwen3_vl_235b_a22b_geo3k_nodes",
+            ["pipeline=8", "first_stage_layers=11", "last_stage_layers=11"],
+            64,
+            "ranks 0-7 need",
+        ),
+        ("qwen2_5_vl_7b_geo3k", ["tensor=1", "sequence=false", "data=4"], 4, "ranks 0-3 need"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    name: str, keys: list[str], world_size: int, problem: str, tmp_path: Path
+) -> None:
+    urls = ["rollout.urls=['http://node:30000']"] if "nodes" in name else []
+    config = load(RECIPES / f"grpo/{name}.yaml", urls + [f"parallel.{key}" for key in keys])
+    found = [*problems(config, release(config, tmp_path), world_size)]
+    assert found and found[0].startswith(problem)
+
+
+def test_servers_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    config = load(
+        RECIPES / "grpo/qwen2_5_vl_7b_geo3k_colocated.yaml",
+        ["rollout.tensor_parallel=1", "rollout.servers=8"],
+    )
+    found = [*problems(config, release(config, tmp_path), 8)]
+    assert found == [], "8 copies of the weights"
+    low = load(
+        RECIPES / "grpo/qwen2_5_vl_72b_geo3k_nodes.yaml",
+        ["rollout.urls=['http://node:30000']", "rollout.tensor_parallel=2"],
+    )
+    found = [*problems(low, release(low, tmp_path), 32)]
+    assert len(found) == 1 and "for its cache" in found[0]
+
+
+def test_a_server_and_a_trainer_that_do_not_share_a_gpu_are_named(tmp_path: Path) -> None:
+    name = RECIPES / "grpo/qwen2_5_vl_7b_geo3k_colocated.yaml"
+    config = load(name, ["rollout.server_args.mem_fraction_static=0.95"])
+    found = [*problems(config, release(config, tmp_path), 8)]
+    assert len(found) == 1 and found[0].startswith("a server's rank needs 86 GB")
+
+
+def test_the_plan_is_a_table_with_what_does_not_fit(tmp_path: Path) -> None:
+    released_config("Qwen2.5-VL-7B", tmp_path)
+    recipe = str(RECIPES / "grpo/qwen2_5_vl_7b_geo3k.yaml")
+    reply = CliRunner().invoke(app, ["plan", "--memory", recipe, f"model.folder={tmp_path}"])
+    assert reply.exit_code == 0 and "Does not fit" not in reply.output
+    assert reply.output.splitlines()[2].startswith("ranks 0-3") and "total" in reply.output
+    keys = ["recompute.language=none", "parallel.tensor=1", "parallel.sequence=false"]
+    config = load(recipe, [f"model.folder={tmp_path}", *keys, "parallel.data=4"])
+    assert "Does not fit: ranks 0-3 need" in memory_plan(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size"), [("qwen2_5_vl_7b_geo3k", 4), ("qwen3_vl_30b_a3b_geo3k_nodes", 16)]
+)
+def test_the_optimizer_takes_twelve_bytes_for_each_trained_parameter(
+    recipe: str, world_size: int, tmp_path: Path
+) -> None:
+    config = resolve(f"grpo/{recipe}.yaml")
+    options, layout = ModelOptions.from_config(config), Layout.from_config(config.parallel)
+    held = rank_parameters(release(config, tmp_path), layout, world_size, 0, options)
+    cut = [x for x in held if x.trained and x.pieces > 1]
+    assert any(".experts." in x.name for x in cut) == ("a3b" in recipe)
+    for parameter in cut:
+        on_all_ranks = world_size * optimizer_bytes(parameter, config, world_size)
+        assert on_all_ranks == 12 * parameter.numel * parameter.pieces, parameter.name
+
+
+TOKENS = 512
+SIZES = {"hidden_size": 128, "ffn_size": 320, "num_heads": 4, "num_kv_heads": 2}
+
+
+def kept_bytes(family: str, num_layers: int, recompute: str, modules: tuple[str, ...]) -> int:
+    """Bytes that autograd keeps of a forward, each storage once, without the parameters."""
+    experts = {"dense_layers": []} if family == "qwen3_vl_moe" else {}
+    hf_config = small_config(family, num_layers=num_layers, **SIZES, **experts)
+    options = ModelOptions(recompute=recompute, recompute_modules=modules)  # type: ignore[arg-type]
+    (model,) = build_model(hf_config, build_mesh(), options)
+    model.train()
+    ids = torch.arange(TOKENS) % 90 + 10
+    positions = torch.arange(TOKENS).expand(3, -1)
+    prompt = Prompt(Row(0, "", "", (), "", ""), ids[:-8], (), positions[:, :-8], TOKENS - 8, ())
+    pack = make_pack([prompt_tree(prompt, [ids[-8:].tolist()])], vision_token_ids=set())
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+    alive = []  # else storages are freed and their addresses used again
+
+    def pack_hook(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
+        model(pack, {}, Scoring())
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_are_what_autograd_keeps(
+    family: str, recompute: str, write_recipe: Any, tmp_path: Path
+) -> None:
+    """Of two layers more, in fp32, by megatron-core's own layers."""
+    modules = ("moe" if family == "qwen3_vl_moe" else "mlp",)
+    (fewer,) = launch(1, kept_bytes, family, 2, recompute, modules)
+    (more,) = launch(1, kept_bytes, family, 4, recompute, modules)
+    experts = {"dense_layers": []} if family == "qwen3_vl_moe" else {}
+    hf_config = small_config(family, num_layers=4, **SIZES, **experts)
+    config = load(
+        write_recipe(recompute={"language": recompute, "modules": modules}),
+        [f"data.pack_tokens={TOKENS}", "data.max_prompt_tokens=256", "model.dtype=float32"],
+    )
+    held = rank_parameters(hf_config, Layout(), 1, 0, ModelOptions())
+    kept, _ = activation_bytes(config, hf_config, held)
+    # What only CPUs keep: a third tensor of megatron-core's own norms, where Transformer Engine's
+    # keep two, and SDPA's output in an order of its own.
+    head = 16 if family.startswith("qwen3") else SIZES["hidden_size"] // SIZES["num_heads"]
+    values = 2 * SIZES["hidden_size"] + head * SIZES["num_heads"]
+    on_cpus = 4 * TOKENS * 2 * values if recompute != "full" else 0
+    assert (kept / 2 + on_cpus) / (more - fewer) == pytest.approx(1.0, rel=0.1)
