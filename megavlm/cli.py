@@ -141,6 +141,45 @@ def plan(
 
 
 @app.command()
+def doctor(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE]", help="YAML recipe: its paths, memory and transport."),
+    ] = None,
+    overrides: Overrides = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Check a machine without GPUs, or as if it had none.")
+    ] = False,
+) -> None:
+    """Check whether this machine can run RECIPE: driver, versions, limits, kernels, server, sync.
+
+    Prints one line a check; the exit code is 1 if one failed. It starts a tiny model on two ranks,
+    and a server of it.
+    """
+    if cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if "RANK" in os.environ:
+        from megavlm.config.load import load
+        from megavlm.parallel import platform
+
+        platform.install()
+        from megavlm.run import doctor_ranks
+
+        assert recipe is not None
+        raise typer.Exit(0 if doctor_ranks.run(load(recipe)) else 1)
+    from megavlm.demo.tiny_model import make_tiny_model
+    from megavlm.parallel import platform
+
+    platform.install()
+    from megavlm.run.doctor import DoctorOptions, diagnose
+
+    def make_model(folder: Path) -> None:  # heads of 64, which every kernel takes
+        make_tiny_model(folder, ["red"] * 9, seed=0, hidden_size=256, vision_hidden_size=256)
+
+    raise typer.Exit(diagnose(DoctorOptions(recipe, overrides or [], cpu), make_model))
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.")],
 ) -> None:

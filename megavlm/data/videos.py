@@ -38,8 +38,8 @@ class VideoProcessor:
         """
         self._processor = video_processor
         self._step: int = video_processor.temporal_patch_size
-        # None warns, and has the effect of False.
-        self._cap = bool(video_processor.cap_pixels_per_frame)
+        # None warns, and has the effect of False. Older transformers (5.12) have no such bound.
+        self._cap = bool(getattr(video_processor, "cap_pixels_per_frame", False))
         self._cache = cache
 
     def video(self, video: Video) -> ProcessedVideo:

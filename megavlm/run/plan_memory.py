@@ -279,6 +279,18 @@ def problems(config: Config, hf_config: Any, world_size: int) -> Iterator[str]:
         )
 
 
+def fits(config: Config, world_size: int) -> str:
+    """Return what a run needs of its fullest GPU. Raises ValueError if it does not fit."""
+    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    if found := [*problems(config, hf_config, world_size)]:
+        raise ValueError(
+            f"modelled memory does not fit: {'; '.join(found)}: add ranks, raise parallel.tensor "
+            "or set recompute.language=full (megavlm plan --memory shows the parts)"
+        )
+    most = max(stage.total for stage in stage_memory(config, hf_config, world_size))
+    return f"{most / GB:.0f} of {GPU / GB:.0f} GB on the fullest GPU, modelled"
+
+
 def memory_plan(config: Config, world_size: int) -> str:
     """Return the table of a run's modelled memory as text.
 

@@ -1,0 +1,206 @@
+"""`megavlm doctor`: can this machine run a recipe? One line a check, from the driver to a weight
+update of the real server.
+
+Checks that need torch run on ranks (doctor_ranks.py), on a tiny model that the caller makes.
+"""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megavlm.config.load import load
+from megavlm.config.schema import Config
+from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.server import require_free, server_ports
+from megavlm.run import doctor_checks as checks
+from megavlm.run import preflight
+from megavlm.run.doctor_checks import Finding, attempt
+
+PORT = 29500  # of torchrun's rendezvous (launch/slurm.sbatch)
+LEAST_DISK = 10 * 10**9  # bytes, without a recipe
+SERVER_FRACTION = 0.3  # of a GPU that the tiny model's server shares with ranks
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of `megavlm doctor`. recipe: None checks the machine alone. cpu: without GPUs."""
+
+    recipe: Path | None
+    overrides: Sequence[str]
+    cpu: bool
+
+
+def diagnose(options: DoctorOptions, make_model: Callable[[Path], Any]) -> int:
+    """Print the findings. Returns the exit code: 1 if a check failed.
+
+    make_model: writes a tiny model with two key-value heads to a folder. Raises ValueError for a
+    recipe that cannot be loaded.
+    """
+    config = None if options.recipe is None else load(options.recipe, options.overrides)
+    failed = False
+    for finding in _findings(config, options.cpu):
+        print(finding.line, flush=True)
+        failed |= finding.level == "FAIL"
+    return int(_check_ranks(config, options.cpu, make_model) or failed)
+
+
+def _findings(config: Config | None, cpu: bool) -> Iterator[Finding]:
+    if not cpu:
+        yield from _gpu_findings()
+    yield _versions(cpu)
+    shm = os.statvfs("/dev/shm")  # noqa: S108  # a mount, of which only the size is read
+    yield checks.check_shared_memory(shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize)
+    folder = Path("runs" if config is None else config.run.dir)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    needed = LEAST_DISK if config is None else checkpoint_bytes(config)
+    yield checks.check_disk(str(existing), shutil.disk_usage(existing).free, needed)
+    yield checks.check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    if not cpu:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        yield checks.check_memlock(float("inf") if limit == resource.RLIM_INFINITY else limit)
+    yield attempt("ports", lambda: _ports(config))
+    yield attempt("run directory", lambda: _writable(folder))
+    if os.access(existing, os.W_OK):
+        yield checks.check_clock(clock_skew(existing), str(existing))
+    if config is not None:
+        yield from _recipe_findings(config)
+
+
+def _gpu_findings() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    from megavlm.parallel import platform
+
+    rows = gpu_rows()
+    yield checks.check_gpus(rows)
+    if rows:
+        yield checks.check_driver(rows[0][2], torch.version.cuda, platform.num_gpus(), len(rows))
+    installed = _installed()
+    nccl = next((installed[x] for x in installed if x.startswith("nvidia-nccl")), None)
+    yield checks.check_nccl(nccl, dist.is_nccl_available())
+
+
+def gpu_rows() -> list[list[str]]:
+    """Return name, memory in MiB and driver of each GPU, by nvidia-smi; [] without it."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return []
+    query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    reply = subprocess.run([program, *query], capture_output=True, text=True)
+    return [
+        [part.strip() for part in line.split(",")]
+        for line in reply.stdout.splitlines()
+        if reply.returncode == 0 and line.count(",") == 2
+    ]
+
+
+def _installed() -> dict[str, str]:
+    return {found.name: found.version for found in metadata.distributions()}
+
+
+def _versions(cpu: bool) -> Finding:
+    try:
+        pins = metadata.requires("megavlm") or []
+    except metadata.PackageNotFoundError:
+        fix = "pip install --no-deps -e ."
+        return Finding("WARN", "versions", "megavlm is not installed as a package", fix)
+    return checks.check_versions(pins, _installed(), {"sglang"} | (set() if cpu else {"gpu"}))
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of the checkpoints that a run keeps and writes: of each parameter in two
+    bytes of its model folder, the weight and twelve bytes of optimizer state.
+    """
+    files = Path(config.model.folder).glob("*.safetensors")
+    weights = sum(path.stat().st_size for path in files)
+    return weights * (1 + 6 * (not config.lora.rank)) * (1 + (config.checkpoint.keep_last or 1))
+
+
+def _ports(config: Config | None) -> str:
+    try:
+        require_free(PORT)
+    except RolloutServerError as error:
+        raise ValueError(
+            f"port {PORT}, of torchrun's rendezvous, is in use: set RDZV_PORT to another"
+        ) from error
+    if config is None:
+        return f"{PORT} is free, and {server_ports(1)[0]} for a server"
+    preflight.check_ports(config.rollout)
+    return f"{PORT} is free, and what rollout.port names"
+
+
+def _writable(folder: Path) -> str:
+    preflight.check_run_dir(folder)
+    return f"{folder} can be written"
+
+
+def clock_skew(folder: Path) -> float:
+    """Return the seconds by which the time of a new file is ahead of this machine's clock."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        return os.stat(file.name).st_mtime - time.time()
+
+
+def _recipe_findings(config: Config) -> Iterator[Finding]:
+    from megavlm.run.dry_run import dry_run
+    from megavlm.run.plan_memory import fits
+
+    ranks = config.parallel.num_ranks
+
+    def checked() -> str:
+        lines = dry_run(config, world_size=ranks, phase="train").splitlines()
+        return "; ".join(x.removeprefix("# Checked: ") for x in lines if x.startswith("# Checked"))
+
+    recipe = attempt("recipe", checked)
+    yield recipe
+    if recipe.level == "OK":
+        yield attempt("memory", lambda: fits(config, ranks))
+
+
+def _check_ranks(config: Config | None, cpu: bool, make_model: Callable[[Path], Any]) -> bool:
+    """Run the checks of doctor_ranks.py. Returns True if one failed."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from megavlm.parallel import platform
+    from megavlm.run.launcher import run_workers
+
+    gpus = 0 if cpu else platform.num_gpus()
+    if not cpu and not gpus:
+        return True  # said above
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="megavlm-doctor-") as name:
+        folder = Path(name)
+        make_model(folder / "model")
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(json.dumps(rank_recipe(config, folder, gpus)))  # JSON is YAML
+        code = run_workers(["doctor", str(recipe)], 1 if gpus == 1 else 2)
+    if code > 1:
+        print(Finding("FAIL", "ranks", f"ended with exit code {code}", "see the error above").line)
+    return code != 0
+
+
+def rank_recipe(config: Config | None, folder: Path, gpus: int) -> dict[str, Any]:
+    """Return the recipe of the tiny model in `folder`, by the transport of `config`. Ranks and
+    server share GPUs where there are two or fewer, or as `config` does.
+    """
+    colocate = 0 < gpus < 3 or (config is not None and config.rollout.colocate)
+    sync = "tensor" if config is None or colocate else config.rollout.sync
+    return {
+        "run": {"dir": str(folder / "run")},
+        "model": {"folder": str(folder / "model"), "dtype": "bfloat16" if gpus else "float32"},
+        "parallel": {"tensor": 1 if gpus == 1 else 2, "sequence": gpus != 1},
+        "rollout": {
+            "sync": sync,
+            "colocate": bool(gpus) and colocate,
+            "start_timeout": 600,
+            "server_args": {"mem_fraction_static": SERVER_FRACTION} if gpus else {},
+        },
+    }
