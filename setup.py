@@ -43,7 +43,7 @@ setup(
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15",
-            "pytest>=8.3",
+            "pytest>=8.3,<9.2",  # pytest-xdist 3.8 does not group the tests of later ones
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.9",

@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from megavlm.observability.metrics import EVALUATIONS_FILE, reward_points
 from megavlm.observability.records import read_records
 
@@ -28,6 +25,10 @@ def window_of(num_values: int) -> int:
 
 def reward_curve(run_dir: Path | str) -> Path:
     """Draw reward per step, its moving mean and greedy test accuracy; return the PNG's path."""
+    # Loads for a second, which each rank of a run would spend at its start.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     run_dir = Path(run_dir)
     points = reward_points(run_dir)
     steps, rewards = [step for step, _ in points], [reward for _, reward in points]

@@ -164,11 +164,9 @@ def install() -> None:
     # megatron-core calls functions that torch renamed; users cannot change that.
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated")
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
-    os.environ["TORCHDYNAMO_DISABLE"] = (
-        "1"  # megatron's jit_fuser compiles with C++: 15 s at the first step
-    )
     _replace_waiting()
     _replace_allocation()
+    _replace_compiler()
     _replace_random_states()
     _replace_optimizer()
     _replace_expert_helpers()
@@ -218,6 +216,17 @@ def _on_cpu(factory: Any) -> Any:
         return factory(*args, **kwargs)
 
     return call
+
+
+def _replace_compiler() -> None:
+    """Leave megatron-core's fused functions uncompiled: to compile them with C++ takes 15 s at the
+    first step, and to load the compiler 2 s at the start of each rank.
+    """
+    compiler = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    import megatron.core.jit  # noqa: F401  # binds it
+
+    torch.compile = compiler
 
 
 def _replace_random_states() -> None:

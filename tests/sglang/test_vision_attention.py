@@ -12,7 +12,7 @@ from megavlm.demo.tiny_configs import TINY_FAMILIES
 from megavlm.inference.server import free_port
 from megavlm.inference.server_args import ServerOptions
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 TOWERS = Path(__file__).with_name("towers.py")

@@ -44,14 +44,14 @@ EXPERTS = {
         for tensor, pipeline in SIZES
     },
 }
-# In the order in which each loads what the one before has saved.
-CASES = EXPERTS | {
+DENSE = {
     f"TP{tensor} x PP{pipeline}": Ranks(
         Layout(tensor=tensor, pipeline=pipeline), sequence=tensor > 1
     )
     for tensor, pipeline in SIZES
 }
-QUICK = "TP2 x PP2"  # the one of `make test`
+QUICK = "TP2 x PP2"  # the one of `make test`: first, as each loads what the one before has saved
+CASES = {QUICK: DENSE[QUICK]} | EXPERTS | DENSE
 MOE = ("qwen3_vl_moe",)
 STEP = 7
 FILE = "model.safetensors"

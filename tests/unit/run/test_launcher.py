@@ -67,6 +67,7 @@ def all_gone(family: list[psutil.Process]) -> bool:
     return not alive
 
 
+@pytest.mark.slow
 def test_all_ranks_run(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     done = train(write_recipe(), seed=0)
     assert (done.returncode, done.stderr) == (0, "")
@@ -96,7 +97,7 @@ def test_bad_input_in_a_rank_is_one_sentence(
     [
         ("0", "3", 0, "megavlm: parallel.tensor=1 x parallel.data=2 is 2 ranks, but the world"),
         ("0", "2", 5, "megavlm: the server did not start\nits last words (traceback: "),
-        ("1", "2", 5, ""),
+        pytest.param("1", "2", 5, "", marks=pytest.mark.slow),
     ],
 )
 def test_under_a_torchrun_of_the_user_s_rank_0_checks_and_speaks(
@@ -141,6 +142,7 @@ def test_a_killed_command_leaves_no_rank(write_recipe: WriteRecipe) -> None:
         assert all_gone([handle for handle in family if handle.name() != "sleep"])
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     with working(write_recipe()) as (process, family):
         pid = int((tmp_path / "run" / "pids-1").read_text().split()[0])

@@ -1,4 +1,6 @@
-"""How a rank ends: one sentence for what a user can mend."""
+"""How a rank starts and ends: with the packages it needs, and with one sentence for what a user can
+mend.
+"""
 
 import subprocess
 import sys
@@ -16,6 +18,9 @@ from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.rewards.base import RewardStop
 from megavlm.inference.errors import RolloutRequestError, WeightSyncError
 from megavlm.run import preflight, train
+
+heavy = {"matplotlib", "scipy.stats", "sglang", "torch._dynamo"} & set(sys.modules)
+assert not heavy, f"each rank would load these: {heavy}"
 
 def fail(config, progress):
     raise error("the disk is full")

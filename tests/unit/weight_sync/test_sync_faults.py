@@ -31,6 +31,7 @@ from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine, GlooEngine
 from tests.fakes.targets import FixedTargets
+from tests.timeouts import scaled
 
 NAMES = [f"language_model.decoder.layers.{i}.w" for i in range(4)] + ["visual.w"]
 ENTRIES = [same(name, f"hub.{name}", (6,)) for name in NAMES]
@@ -282,7 +283,7 @@ class Slow(TensorTransport):
     """Leaves those that gather all the time to run ahead."""
 
     def send(self, bucket: TensorBucket) -> int:
-        time.sleep(0.05)
+        time.sleep(scaled(0.4))
         return super().send(bucket)
 
 
@@ -294,7 +295,10 @@ def counted() -> tuple[int, int]:
     def counting(*args: Any, **kwargs: Any) -> Any:
         tensors = gather(*args, **kwargs)
         alive.update(tensor.untyped_storage() for _, tensor in tensors)
-        gc.collect()
+        deadline = time.monotonic() + scaled(0.3)  # shorter than a send
+        while len(alive) > 2 and time.monotonic() < deadline:
+            time.sleep(0.01)  # the sending thread drops a bucket just after it says that it is sent
+            gc.collect()
         counts.append(len(alive))
         return tensors
 
