@@ -73,8 +73,11 @@ def synchronize() -> None:
 
 
 def free_cached_memory() -> None:
-    """Return cached memory to the device, for other processes."""
+    """Return cached memory to the device, for other processes; also what they have read by CUDA IPC
+    handles and released.
+    """
     if has_gpu():
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 

@@ -84,15 +84,46 @@ def by_sequences(
     return kernel(query, key, value, sequences, scale)
 
 
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float,
+    is_causal: bool,
+) -> Tensor:
+    """Run PyTorch's flash attention over B sequences of variable length, whose bounds are
+    [B + 1] int32. Query [t, heads, D]; key and value [T, kv heads, D]. GPU only, no float32.
+    """
+    from torch.nn.attention import varlen
+
+    # torch 2.12 added the argument; earlier versions accept fewer key heads without it.
+    parameters = inspect.signature(varlen.varlen_attn).parameters
+    grouped: Any = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+    output = varlen.varlen_attn(
+        query,
+        key,
+        value,
+        query_bounds,
+        key_bounds,
+        max_queries,
+        max_keys,
+        scale=scale,
+        window_size=(-1, 0) if is_causal else (-1, -1),
+        **grouped,
+    )
+    assert isinstance(output, Tensor)  # log-sum-exps were not requested
+    return output
+
+
 def _flash_kernel(
     query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.12 added the argument; earlier versions accept fewer key heads without it.
-    parameters = inspect.signature(varlen_attn).parameters
-    grouped: Any = {"enable_gqa": True} if "enable_gqa" in parameters else {}
-    output = varlen_attn(
+    return varlen_attention(
         query,
         key,
         value,
@@ -101,11 +132,8 @@ def _flash_kernel(
         sequences.max_queries,
         sequences.max_keys,
         scale=scale,
-        window_size=(-1, 0),  # causal
-        **grouped,
+        is_causal=True,
     )
-    assert isinstance(output, Tensor)  # log-sum-exps were not requested
-    return output
 
 
 def _transformer_engine_kernel(
@@ -141,37 +169,73 @@ def _transformer_engine_attention(heads: int, kv_heads: int, head_dim: int, scal
 
 def flex(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
     """Run PyTorch's FlexAttention with the tree mask."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     if layout.block_mask is None:
         layout.block_mask = _block_mask(layout)
-    output = _compiled(flex_attention)(
-        _heads_first(query),
-        _heads_first(key),
-        _heads_first(value),
-        block_mask=layout.block_mask,
-        scale=scale,
-        enable_gqa=query.size(1) != key.size(1),
+    num_queries = len(query)
+    query, key, value = (_heads_first(_pad(x, FLEX_TOKENS)) for x in (query, key, value))
+    output = _compiled_flex(scale, query.size(1) != key.size(1))(
+        query, key, value, layout.block_mask
     )
-    return output.squeeze(0).transpose(0, 1)
+    return output.squeeze(0).transpose(0, 1)[:num_queries]
 
 
+# FlexAttention computes in blocks of 128. A length of one block, of one token or of one segment
+# would compile kernels of its own, for tensors without that dimension: there are always more.
+FLEX_TOKENS = 129
+
+
+@torch.no_grad()  # one kernel for passes with and without gradients
 def _block_mask(layout: PackLayout) -> Any:
+    """Return the mask of a pack, padded by keys of a segment that nothing attends to."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    token_index, segment_ids, ancestors = layout.token_index, layout.segment_ids, layout.ancestors
+    token_index = _pad(layout.token_index, FLEX_TOKENS)  # more queries of token 0
+    segment_ids = _pad(layout.segment_ids, FLEX_TOKENS, len(layout.parents))
+    ancestors = F.pad(layout.ancestors, (0, 1, 0, 1))
 
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return attends(token_index[query], key, segment_ids, ancestors)
 
-    shape = (None, None, len(token_index), layout.num_tokens)  # any batch, any head
+    shape = (None, None, len(token_index), len(segment_ids))  # any batch, any head
     return _compiled(create_block_mask)(mask, *shape, device=token_index.device)
 
 
 @cache
+def _compiled_flex(scale: float, enable_gqa: bool) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tensor:
+        return flex_attention(
+            query, key, value, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa
+        )
+
+    return _compiled(attention)
+
+
+@cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function on a GPU, where the plain one would hold every score at once."""
-    return torch.compile(function) if platform.has_gpu() else function
+    """Compile a function once for tensors of all sizes, on a GPU, where the plain one would hold
+    every score at once; where that failed it would raise an error.
+    """
+    if not platform.has_gpu():
+        return function
+    from torch.fx.experimental import _config
+
+    settings: Any = _config
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Sizes that happen to be equal (of segments and of heads, say) are not the same size.
+        with settings.patch(use_duck_shape=False):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def _pad(x: Tensor, length: int, value: float = 0) -> Tensor:
+    """Pad a tensor [n, ...] at its end to at least `length` rows."""
+    missing = length - len(x)
+    return F.pad(x, (*(0, 0) * (x.dim() - 1), 0, missing), value=value) if missing > 0 else x
 
 
 def _heads_first(x: Tensor) -> Tensor:

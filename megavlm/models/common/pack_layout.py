@@ -128,8 +128,8 @@ class PackLayout(PackedSeqParams):
         device = self.token_index.device
         return Sequences(
             key_index=None if is_the_pack else key_index.to(device),
-            query_bounds=_bounds(queries, device),
-            key_bounds=_bounds(keys, device),
+            query_bounds=cumulative_bounds(queries, device),
+            key_bounds=cumulative_bounds(keys, device),
             max_queries=max(queries),
             max_keys=max(keys),
         )
@@ -173,5 +173,6 @@ def _path(
     return tuple(path)
 
 
-def _bounds(counts: Sequence[int], device: torch.device) -> Tensor:
+def cumulative_bounds(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the first index of each of B runs, then their sum: [B + 1] int32."""
     return torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32, device=device)

@@ -6,6 +6,7 @@ all images, D vision hidden size, d head size.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavlm.data.videos import Grid
+from megavlm.models.common.attention_backends import varlen_attention
+from megavlm.models.common.pack_layout import cumulative_bounds
+from megavlm.parallel import platform
 
 # A frame of 16,384 patches takes about 1 MB in all of a family's caches.
 cache_frames = functools.lru_cache(maxsize=256)
@@ -69,41 +73,63 @@ def inverse_order(order: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Attention segments of one batch, grouped by length: each [count, length] of patch indices;
-    `inverse` [P] undoes it.
-    """
+    """Attention segments of one batch: runs of patches that follow one another, of `lengths`."""
 
-    groups: tuple[Tensor, ...]
-    inverse: Tensor
+    lengths: tuple[int, ...]  # [B]
+    device: torch.device
 
     @classmethod
     def pack(
         cls,
         grids: Sequence[Grid],
-        of_frame: Callable[[int, int], Sequence[Tensor]],
+        of_frame: Callable[[int, int], Sequence[int]],
         device: torch.device,
     ) -> "Segments":
-        """Join the segments of all frames. `of_frame(h, w)`: one frame's, as groups of indices."""
-        by_length: dict[int, list[Tensor]] = {}
-        start = 0
-        for frames, height, width in grids:
-            starts = start + height * width * torch.arange(frames)
-            for group in of_frame(height, width):
-                everywhere = (starts[:, None, None] + group).flatten(0, 1)
-                by_length.setdefault(group.size(1), []).append(everywhere)
-            start += frames * height * width
-        groups = [torch.cat(parts) for parts in by_length.values()]
-        inverse = inverse_order(torch.cat([group.flatten() for group in groups]))
-        return cls(tuple(group.to(device) for group in groups), inverse.to(device))
+        """Join the segments of all frames. `of_frame(h, w)`: the lengths of one frame's."""
+        parts = (tuple(of_frame(height, width)) * frames for frames, height, width in grids)
+        return cls(tuple(itertools.chain.from_iterable(parts)), device)
 
     @classmethod
     def frames(cls, grids: Sequence[Grid], device: torch.device) -> "Segments":
         """Make each frame a segment: no patch attends to another frame of its video."""
-        return cls.pack(grids, lambda h, w: [torch.arange(h * w)[None]], device)
+        return cls.pack(grids, lambda h, w: [h * w], device)
+
+    @functools.cached_property
+    def bounds(self) -> Tensor:
+        """First patch of each segment, then P: [B + 1] int32, for variable-length kernels."""
+        return cumulative_bounds(self.lengths, self.device)
+
+    @functools.cached_property
+    def groups(self) -> tuple[Tensor, ...]:
+        """Patch indices of the segments of each length [count, length]."""
+        return tuple(group.to(self.device) for group in self._groups())
+
+    @functools.cached_property
+    def inverse(self) -> Tensor:
+        """Index [P] that undoes the grouping."""
+        groups = torch.cat([group.flatten() for group in self._groups()])
+        return inverse_order(groups).to(self.device)
+
+    def _groups(self) -> list[Tensor]:
+        lengths = torch.tensor(self.lengths)
+        starts = lengths.cumsum(0) - lengths
+        return [
+            starts[lengths == length][:, None] + torch.arange(length)
+            for length in dict.fromkeys(self.lengths)
+        ]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """Compute full attention within each segment. [P, heads, d] in and out."""
+    """Compute full attention within each segment. [P, heads, d] in and out.
+
+    On a GPU that is one variable-length kernel; it takes no float32. Elsewhere the segments of each
+    length are a batch.
+    """
+    if platform.has_gpu() and query.dtype != torch.float32:
+        bounds, longest, scale = segments.bounds, max(segments.lengths), query.size(2) ** -0.5
+        return varlen_attention(
+            query, key, value, bounds, bounds, longest, longest, scale=scale, is_causal=False
+        )
     outputs = []
     for index in segments.groups:
         q, k, v = (x[index].transpose(1, 2) for x in (query, key, value))

@@ -80,15 +80,10 @@ def patch_order(height: int, width: int, merge: int, window: int) -> Tensor:
 
 
 @cache_frames
-def window_segments(height: int, width: int, merge: int, window: int) -> tuple[Tensor, ...]:
-    """Group a frame's windows by length: patch indices in window order [count, length]."""
-    starts: dict[int, list[int]] = {}
-    start = 0
-    for cells in frame_windows(height // merge, width // merge, window):
-        length = cells.numel() * merge**2
-        starts.setdefault(length, []).append(start)
-        start += length
-    return tuple(torch.tensor(s)[:, None] + torch.arange(length) for length, s in starts.items())
+def window_lengths(height: int, width: int, merge: int, window: int) -> tuple[int, ...]:
+    """Return the number of patches of each window of a frame, in window order."""
+    windows = frame_windows(height // merge, width // merge, window)
+    return tuple(cells.numel() * merge**2 for cells in windows)
 
 
 class VisionTower(Tower):
@@ -128,7 +123,7 @@ class VisionTower(Tower):
         cos, sin = rotary_angles(positions.to(device), self.head_dim, self.theta)
 
         whole = Segments.frames(grids, device)
-        windows = Segments.pack(grids, lambda h, w: window_segments(h, w, merge, window), device)
+        windows = Segments.pack(grids, lambda h, w: window_lengths(h, w, merge, window), device)
         x, _ = self.run_blocks(
             self.patch_embed(patches[order.to(device)]),
             cos,

@@ -80,9 +80,15 @@ class TensorTransport:
 
     def _whole(self, tensors: Sequence[tuple[str, Tensor]], urls: Sequence[str]) -> UpdateRequest:
         flat, places = flatten(tensors)
-        content = payload({"flattened_tensor": flat, "metadata": places})
+        content = {"flattened_tensor": flat, "metadata": places}
         ranks = {url: self._layouts[url].tensor_parallel for url in urls}
-        bodies = {url: _body("flattened_bucket", [content] * count) for url, count in ranks.items()}
+        # A handle counts one receiver down: shared by several, it would count as released while
+        # some of them still read. By value all get the same text.
+        text = None if flat.is_cuda else payload(content)
+        bodies = {
+            url: _body("flattened_bucket", [text or payload(content) for _ in range(count)])
+            for url, count in ranks.items()
+        }
         return UpdateRequest(bodies, [flat], flat.nbytes * sum(ranks.values()))
 
     def _sliced(self, tensors: Sequence[tuple[str, Tensor]], url: str) -> Iterator[UpdateRequest]:

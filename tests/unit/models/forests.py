@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
+from tests.unit.models.kernels import dense
 
 Shape = list[tuple[int, int]]  # (tokens, parent) of each segment
 
@@ -54,15 +55,6 @@ def separate_sequences(
             own = [*range(cursor, cursor + size)]
             paths.append([*(paths[parent] if parent >= 0 else []), *own])
             q, k, v = (x[paths[-1]] for x in (query, key, value))
-            outputs.append(causal_attention(q, k, v, scale)[len(q) - size :])
+            outputs.append(dense(q, k, v, scale, is_causal=True)[len(q) - size :])
             cursor += size
     return torch.cat(outputs)
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Written out, the last query beside the last key: [L, heads, D] with [K, kv heads, D]."""
-    group = query.size(1) // key.size(1)
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    scores = torch.einsum("lhd,khd->hlk", query, key) * scale
-    later = torch.ones(len(query), len(key), dtype=torch.bool).triu(len(key) - len(query) + 1)
-    return torch.einsum("hlk,khd->lhd", scores.masked_fill(later, -torch.inf).softmax(-1), value)

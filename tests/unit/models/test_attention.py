@@ -2,6 +2,8 @@
 ranks together. Where a kernel needs a GPU, it alone is replaced by a written-out one.
 """
 
+import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -20,84 +22,24 @@ from megavlm.models.common.attention_backends import BACKENDS, choose_backend
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.pack_layout import CausalSequence, PackLayout, causal_sequences
 from megavlm.parallel import platform
+from tests.unit.models import kernels as gpu_kernels
 from tests.unit.models.forests import (
     FORESTS,
     Shape,
-    causal_attention,
     forest,
     random_shape,
     separate_sequences,
 )
 
-SCALE, HEAD_DIM = 0.3, 4
+SCALE, HEAD_DIM = 0.3, 8
 
 
-def variable_length(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_bounds: Tensor,
-    key_bounds: Tensor,
-    scale: float,
-) -> Tensor:
-    assert query_bounds.dtype == key_bounds.dtype == torch.int32
-    num_queries, num_keys = query_bounds.diff().tolist(), key_bounds.diff().tolist()
-    parts = zip(query.split(num_queries), key.split(num_keys), value.split(num_keys), strict=True)
-    return torch.cat([causal_attention(q, k, v, scale) for q, k, v in parts])
-
-
-def fake_varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool = False,
-) -> Tensor:
-    assert window_size == (-1, 0) and (enable_gqa or query.size(1) == key.size(1))
-    assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
-    return variable_length(query, key, value, cu_seq_q, cu_seq_k, scale)
-
-
-class FakeDotProductAttention:
-    """The part of Transformer Engine's that we use, with its names."""
-
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int,
-        num_gqa_groups: int,
-        attention_dropout: float,
-        qkv_format: str,
-        attn_mask_type: str,
-        softmax_scale: float,
-    ) -> None:
-        assert (attention_dropout, qkv_format) == (0.0, "thd")
-        assert attn_mask_type == "padding_causal_bottom_right" and kv_channels == HEAD_DIM
-        self.heads, self.scale = (num_attention_heads, num_gqa_groups), softmax_scale
-
-    def __call__(
-        self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_kv: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_kv: int,
-    ) -> Tensor:
-        assert self.heads == (query_layer.size(1), key_layer.size(1))
-        assert max_seqlen_q == cu_seqlens_q.diff().max()
-        assert max_seqlen_kv == cu_seqlens_kv.diff().max()
-        return variable_length(
-            query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv, self.scale
-        ).flatten(1)
+def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", gpu_kernels.varlen_attn)
+    module: Any = ModuleType("transformer_engine.pytorch")
+    module.DotProductAttention = gpu_kernels.DotProductAttention
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
 
 
 @pytest.fixture
@@ -105,11 +47,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """GPU kernels replaced; FlexAttention in its plain form, whose gradients it refuses on a CPU
     for want of a compiled one.
     """
-    monkeypatch.setattr(varlen, "varlen_attn", fake_varlen_attn)
-    module: Any = ModuleType("transformer_engine.pytorch")
-    module.DotProductAttention = FakeDotProductAttention
-    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+    monkeypatch.setattr(gpu_kernels, "DTYPES", {torch.float64})
+    replace_kernels(monkeypatch)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     yield
@@ -161,6 +100,43 @@ def test_trees_equal_separate_sequences(
     kernels: None, name: str, shapes: list[Shape], context_size: int
 ) -> None:
     assert from_separate_sequences(name, shapes, context_size) < 1e-9
+
+
+@pytest.mark.parametrize("context_size", [1, 4])
+@pytest.mark.parametrize("name", ["flash", "transformer_engine"])
+@pytest.mark.parametrize("shapes", FORESTS.values(), ids=FORESTS)
+def test_kernels_get_what_they_take(
+    monkeypatch: pytest.MonkeyPatch, name: str, shapes: list[Shape], context_size: int
+) -> None:
+    """In bfloat16 they refuse whatever the real ones refuse; the numbers are exact but for the
+    rounding of the output.
+    """
+    replace_kernels(monkeypatch)
+    pack = make_pack(forest(shapes), vision_token_ids=(), context_size=context_size)
+    query, key, value, _ = (x.detach().bfloat16() for x in inputs(pack.num_tokens, 4, 2))
+    expected = separate_sequences(shapes, query, key, value, SCALE)
+    for part in (pack.part(rank) for rank in range(context_size)):
+        layout = PackLayout.of(part)
+        output = BACKENDS[name](query[part.token_index], key, value, layout, SCALE)
+        assert output.dtype == torch.bfloat16 and output.equal(expected[part.token_index])
+    attention_backends._transformer_engine_attention.cache_clear()
+
+
+def test_written_out_kernels_have_the_real_signatures() -> None:
+    def form(function: Any) -> list[tuple[Any, ...]]:
+        parameters = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters if p.name != "self"]
+
+    assert form(gpu_kernels.varlen_attn) == form(varlen.varlen_attn)
+    if not importlib.util.find_spec("transformer_engine"):
+        return  # a GPU machine compares the other
+    from transformer_engine.pytorch import DotProductAttention
+
+    for method in ("__init__", "forward"):
+        ours, theirs = (
+            getattr(c, method) for c in (gpu_kernels.DotProductAttention, DotProductAttention)
+        )
+        assert form(ours) == form(theirs)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -12,7 +12,7 @@ from megavlm.models.common.vision_layers import (
     pack_values,
     patch_positions,
 )
-from megavlm.models.qwen2_5_vl.vision import cell_order, patch_order, window_segments
+from megavlm.models.qwen2_5_vl.vision import cell_order, patch_order, window_lengths
 from megavlm.models.qwen3_vl.vision import table_taps, table_weights
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -50,7 +50,7 @@ def test_windows() -> None:
     assert torch.equal(patches.view(-1, MERGE**2) // MERGE**2, cells[:, None].expand(-1, 4))
     assert torch.equal(inverse_order(patches)[patches], torch.arange(patches.numel()))
 
-    segments = Segments.pack(GRIDS, lambda h, w: window_segments(h, w, MERGE, window), DEVICE)
+    segments = Segments.pack(GRIDS, lambda h, w: window_lengths(h, w, MERGE, window), DEVICE)
     check_segments(segments, bounds)
 
 
