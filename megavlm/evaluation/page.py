@@ -111,7 +111,7 @@ def _parts(
 def _cells(measure: str, found: Estimate) -> list[str]:
     low, high = found.interval
     if measure.startswith(("pass@", "mean@")):
-        return [percent(found.value), f"{percent(low)} to {percent(high)}"]
+        return [percent(found.value), f"{100 * low:.1f} to {percent(high)}"]
     return [number(found.value), f"{number(low)} to {number(high)}"]
 
 
