@@ -46,8 +46,9 @@ $(STAMP):
 demo: setup ## train a tiny model on generated images, or on yours
 	$(BIN)/megavlm demo $(if $(DATA),--data "$(DATA)") $(if $(SEED),--seed $(SEED)) $(if $(FAMILY),--family $(FAMILY)) $(if $(ALGORITHM)$(ENV),--algorithm $(or $(ENV),$(ALGORITHM))) $(OVERRIDES)
 
-# Several tests at a time: ranks and servers wait for each other and leave cores idle.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+# Several tests at a time: ranks and servers wait for each other and leave cores idle. In their
+# order: groups that start servers are few tests and long, and would be left for the end.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 test: setup ## run the tests of every unit, layout and family, and a whole run (about 12 minutes)
 	$(PYTEST) -m "not slow" $(TESTS)
