@@ -204,14 +204,15 @@ def weighted_value_loss(settings: PPO, pack: Pack, scores: TokenScores) -> tuple
     loss, clipped = value_loss(scores.values, columns.values, columns.returns, settings.value_clip)
     total = (loss * columns.loss_weights).sum()
     counted = columns.loss_weights > 0
-    returns = columns.returns[counted]
-    errors = returns - columns.values[counted]
+    # Zeros in place of the other tokens: an index by a mask would wait for the GPU.
+    values, returns = (x.where(counted, 0.0) for x in (columns.values, columns.returns))
+    errors = returns - values
     return total, {
         "signal": (counted & ~clipped).float().sum(),
         "value_tokens": counted.float().sum(),
         "value_loss": total.detach(),
         "value_clipped": (clipped & counted).float().sum(),
-        "values": columns.values[counted].sum(),
+        "values": values.sum(),
         "returns": returns.sum(),
         "returns_squared": returns.square().sum(),
         "errors": errors.sum(),

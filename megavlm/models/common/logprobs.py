@@ -63,10 +63,10 @@ def token_scores(
     """
     suppressed = None
     if scoring.suppressed_ids:
-        ids = torch.tensor(
-            scoring.suppressed_ids, device=weight_VH.device
-        ) - group.rank() * weight_VH.size(0)
-        suppressed = ids[(ids >= 0) & (ids < weight_VH.size(0))]
+        # Chosen on the host: a mask as an index would wait for the GPU.
+        local = (i - group.rank() * weight_VH.size(0) for i in scoring.suppressed_ids)
+        held = [i for i in local if 0 <= i < weight_VH.size(0)]
+        suppressed = torch.tensor(held, dtype=torch.long, device=weight_VH.device)
     logits = _Logits(weight_VH.detach(), scoring.temperature, suppressed)
     logprobs, entropy = _ChunkedScores.apply(
         hidden_NH,

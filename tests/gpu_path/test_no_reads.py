@@ -1,0 +1,118 @@
+"""A step on a device whose values the host cannot read: torch's meta device in place of a GPU.
+Whatever would wait for the device (a copy to the host, a number, a mask as an index) raises, in
+forward and in backward, and shapes, dtypes and devices are those of a GPU.
+
+Not fake CUDA tensors: torch's CPU build can neither index them nor run their backward. Experts are
+left out: megatron-core's own dispatcher reads their token counts.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention
+
+from megavlm.config.algorithm import PPO
+from megavlm.data.packing import Pack
+from megavlm.data.processor import ProcessedImage
+from megavlm.models.build import build_model
+from megavlm.models.common import attention_backends
+from megavlm.models.common.attention import TreeAttention
+from megavlm.models.common.attention_backends import BACKENDS
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.logprobs import Scoring
+from megavlm.models.common.model import VisionLanguageModel
+from megavlm.parallel import platform
+from megavlm.parallel.mesh import build_mesh
+from megavlm.training.losses import Update, policy_loss, with_value_loss
+from tests.distributed.fork import launch
+from tests.parity.cases import packs_of
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
+from tests.parity.reference import distinct_images
+from tests.parity.table import FAMILIES, LAYOUTS
+
+pytestmark = pytest.mark.distributed
+DEVICE = torch.device("meta")
+SCORING = Scoring(temperature=0.7, suppressed_ids=(3, 5))
+SETTINGS = PPO(critic="shared", importance="token", reject_below=0.5, entropy_coefficient=0.1)
+
+
+def as_on_a_gpu() -> None:
+    """Make this process believe in a GPU, and torch allocate where it is told. For forked ranks."""
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
+        setattr(torch, name, getattr(torch, name).__closure__[0].cell_contents)
+    platform.has_gpu = lambda: True
+    torch.cuda.current_device = lambda: DEVICE
+    dist.all_reduce = lambda *args, **kwargs: None  # over one rank
+    attention_backends._compiled = lambda function: function
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    flex_attention._validate_device = lambda *_: None
+    MoELayer.forward = lambda self, hidden, *args, **kwargs: (hidden * 1.0, None)
+
+
+def move(model: nn.Module) -> None:
+    """Replace parameters and buffers by ones without values."""
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                new = torch.empty_like(old, device=DEVICE)
+                module._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=DEVICE)
+
+
+def one_pass(model: VisionLanguageModel, pack: Pack, images: list[ProcessedImage]) -> Tensor:
+    """Return the loss of a pack, checked on the way."""
+    pack = pack.to(DEVICE)
+    features = model.encode(images)
+    assert all(x.dtype == torch.bfloat16 and x.device == DEVICE for x in features.values())
+    scores = model(pack, features, SCORING)
+    for column in (scores.logprobs, scores.entropy, scores.values):
+        assert column.shape == (pack.num_targets,)
+        assert column.dtype == torch.float32 and column.device == DEVICE
+    given = scores.logprobs.detach()
+    assert pack.columns is not None
+    pack.columns = replace(pack.columns, values=given, returns=given, advantages=given)
+    policy = policy_loss(SETTINGS, Update(kl_coefficient=0.0))
+    loss, measures = with_value_loss(SETTINGS, policy, critic_alone=False)(pack, scores)
+    for number in (loss, *measures.values()):
+        assert number.dtype == torch.float32 and number.device == DEVICE and number.shape == ()
+    return loss
+
+
+def step(folder: Path, backend: str, with_gradients: bool) -> list[str]:
+    """Run a pass. Returns the parameters without a gradient after a backward."""
+    inputs, ranks = inputs_of(folder), LAYOUTS["one rank"]
+    options = ModelOptions(
+        dtype=torch.bfloat16, freeze_tower=False, freeze_merger=False, head="both"
+    )
+    (model,) = build_model(inputs.config, build_mesh(ranks.mesh), options)
+    cases = inputs.sequences("mixed")
+    (pack,) = packs_of([cases], inputs.config, ranks)
+    images = list(distinct_images(cases).values())
+    as_on_a_gpu()
+    move(model)
+    for module in model.modules():
+        if isinstance(module, TreeAttention):
+            module.backend = BACKENDS[backend]
+    with torch.set_grad_enabled(with_gradients):
+        loss = one_pass(model, pack, images)
+    if with_gradients:
+        loss.backward()
+    return [name for name, p in model.named_parameters() if p.grad is None]
+
+
+@pytest.mark.parametrize("backend", ["flash", "sdpa", "flex"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_reads_nothing(family: str, backend: str) -> None:
+    folder = model_folder(family)
+    launch(1, step, folder, backend, False)
+    (missing,) = launch(1, step, folder, backend, True)
+    experts = (".mlp.experts.", ".mlp.router.")
+    assert [name for name in missing if not any(part in name for part in experts)] == []
