@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := launch/requirements-cpu.txt
+GPU_LOCK := launch/requirements-gpu-path.txt
 # A new lock or new package metadata makes a new stamp name; an unchanged one costs nothing.
-STAMP := $(VENV)/installed-$(shell cat $(LOCK) setup.py | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/installed-$(shell cat $(LOCK) $(GPU_LOCK) setup.py | cksum | cut -d' ' -f1)
 DATA ?=
 SEED ?=
 FAMILY ?=
@@ -17,7 +18,7 @@ TESTS ?= tests
 JOBS ?= 2
 CASES ?=
 
-.PHONY: help setup demo test test-slow test-all parity pushes style bench docs
+.PHONY: help setup demo test test-slow test-all test-gpu-path parity pushes style bench docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 15
@@ -35,8 +36,11 @@ $(STAMP):
 	@$(BIN)/python launch/install.py $(LOCK)
 	@# Where the package index serves torch for CUDA only, its libraries come as dependencies.
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $(LOCK))
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep -h '^torch==' $(LOCK) | tail -1)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@# Apart, because megatron-core would take it for the whole of Transformer Engine (tests/gpu_path).
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --upgrade \
+		--target $(VENV)/gpu-path $$(grep '^transformer_engine==' $(GPU_LOCK))
 	@# Every interpreter of .venv can import the lock's torchvision, which is built for CUDA.
 	@echo 'import megavlm.parallel.torchvision_ops as ops; ops.install_hook()' \
 		> $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megavlm.pth
@@ -57,6 +61,15 @@ test-slow: setup ## run the tests that `make test` leaves out
 	$(PYTEST) -m slow $(TESTS)
 
 test-all: test test-slow ## run the whole test suite (about 45 minutes)
+
+# What the models on a GPU are made of; not what no GPU takes part in.
+GPU_PATH_TESTS := tests/gpu_path/cases.py tests/parity/test_parity.py tests/parity/test_tree_packs.py \
+	tests/distributed tests/unit/checkpoints/test_checkpointing.py tests/unit/checkpoints/test_experts.py
+GPU_VENV := .venv-gpu-path
+
+test-gpu-path: ## run models and updates on Transformer Engine's layers and the GPU image's torch, on a CPU (8 GB)
+	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) LOCK="$(LOCK) $(GPU_LOCK)"
+	MEGAVLM_GPU_PATH=1 OMP_NUM_THREADS=1 $(GPU_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(GPU_PATH_TESTS)
 
 parity: setup ## compare all models, layouts and inputs with transformers; write tests/parity/RESULTS.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.run $(CASES)

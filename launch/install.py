@@ -1,4 +1,6 @@
-"""Install a lock file into a virtual environment: PYTHON launch/install.py LOCK
+"""Install lock files into a virtual environment: PYTHON launch/install.py LOCK [LOCK ...]
+
+A later file replaces pins of the earlier ones.
 
 Uses uv where it is found, otherwise several pip processes side by side. Nothing is compiled to byte
 code ahead: Python compiles what it imports. Prints what is installed, what takes the space and how
@@ -21,10 +23,10 @@ BATCH = 12  # packages per pip process, which takes a second to start
 SHOWN = 8
 
 
-def main(lock: Path) -> int:
-    """Install the packages of `lock` and return the exit status."""
+def main(locks: Sequence[Path]) -> int:
+    """Install the packages of `locks` and return the exit status."""
     started = time.monotonic()
-    pins = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
+    pins = read(locks)
     uv = shutil.which("uv")
     done = 0
     print(f"Installing {len(pins)} packages with {'uv' if uv else 'pip'}", flush=True)
@@ -44,6 +46,13 @@ def main(lock: Path) -> int:
     largest = ", ".join(f"{pin} {megabytes} MB" for megabytes, pin in sizes[:SHOWN])
     print(f"{sum(megabytes for megabytes, _ in sizes)} MB: {largest}, and others", flush=True)
     return 0
+
+
+def read(locks: Sequence[Path]) -> list[str]:
+    """Return the pins, NAME==VERSION; of a package that several files pin, the last one's."""
+    lines = [line for lock in locks for line in lock.read_text().splitlines()]
+    pins = [line for line in lines if line and not line.startswith("#")]
+    return list({pin.split("==")[0]: pin for pin in pins}.values())
 
 
 def commands(pins: Sequence[str], uv: str | None) -> list[tuple[list[str], int]]:
@@ -73,4 +82,4 @@ def size(package: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main([Path(lock) for lock in sys.argv[1:]]))

@@ -1,3 +1,11 @@
+import os
+
 from megavlm.parallel import platform
 
-platform.install()  # before any test imports megatron
+# Before any test imports megatron. MEGAVLM_GPU_PATH=1: as on a GPU, but for kernels and NCCL.
+if os.environ.get("MEGAVLM_GPU_PATH"):
+    from tests.gpu_path import stage
+
+    stage.install()
+else:
+    platform.install()

@@ -167,12 +167,19 @@ def install() -> None:
     # megatron-core calls functions that torch renamed; users cannot change that.
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated")
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
+    emulate_cuda()
+    _replace_transformer_engine()
+
+
+def emulate_cuda() -> None:
+    """Replace what megatron-core asks of CUDA on the way: all of `install` but the classes of
+    Transformer Engine.
+    """
     _replace_waiting()
     _replace_allocation()
     _replace_compiler()
     _replace_random_states()
-    _replace_optimizer()
-    _replace_expert_helpers()
+    _replace_sizes()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -245,24 +252,24 @@ def _replace_random_states() -> None:
     )  # "CPU RNG state changed", which is intended
 
 
-def _replace_optimizer() -> None:
-    import megatron.core.optimizer as optimizer
-    from megatron.core.optimizer import distrib_optimizer
+def _replace_sizes() -> None:
+    """Convert sizes to numpy, which megatron does for tensors on a GPU only."""
+    from megatron.core.transformer.moe import token_dispatcher
 
-    optimizer.Adam = distrib_optimizer.Adam = Adam
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
-
-
-def _replace_expert_helpers() -> None:
-    """Define a name of Transformer Engine, and convert sizes to numpy, which megatron does on GPUs
-    only.
-    """
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = _sizes
 
 
 def _sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _replace_transformer_engine() -> None:
+    """Put `Adam` in the place of its optimizer, and define a name that megatron asks for."""
+    import megatron.core.optimizer as optimizer
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.transformer.moe import moe_utils
+
+    optimizer.Adam = distrib_optimizer.Adam = Adam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    moe_utils.te_general_gemm = None

@@ -8,6 +8,7 @@ memory, and the number of the trainer's GPUs.
 
 import asyncio
 import difflib
+import importlib.util
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ def check(
     values = check_model(Path(config.model.folder), config)
     if config.model.checkpoint is not None:
         check_checkpoint(Path(config.model.checkpoint), config, values)
+    check_transformer_engine()
     check_run_dir(Path(config.run.dir))
     check_server_args(config.rollout)
     check_gpus(config.rollout)
@@ -170,6 +172,23 @@ def check_server_args(rollout: Rollout) -> None:
                 f"rollout.server_args.{name} is no option of the installed SGLang: {hint}"
                 "python -m sglang.launch_server --help lists them"
             )
+
+
+def check_transformer_engine() -> None:
+    """Raise ValueError if Transformer Engine is installed without its extension for PyTorch: pip
+    does so where the extension is not asked for, and megatron-core cannot be imported then.
+    """
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        return
+    package = Path(spec.origin).parent
+    places = (package.parent, package, package / "wheel_lib")  # where it looks for it
+    if not any(file for place in places for file in place.glob("transformer_engine_torch*.so")):
+        raise ValueError(
+            f"transformer_engine in {package} has no extension for PyTorch "
+            "(transformer_engine_torch*.so): pip install --no-build-isolation "
+            "'transformer-engine[core_cu13,pytorch]' builds it, or uninstall transformer-engine"
+        )
 
 
 def check_gpus(rollout: Rollout) -> None:

@@ -99,11 +99,12 @@ class Run:
 
 
 def start(folder: Path, ranks: Ranks, **options: Any) -> Run:
-    """The model without adapters."""
+    """The model without adapters, and with experts that take them."""
     inputs = inputs_of(folder)
     config = inputs.config
     mesh = build_mesh(ranks.mesh)
-    chunks = build_model(config, mesh, ModelOptions(sequence=ranks.sequence, **options))
+    model = ModelOptions(sequence=ranks.sequence, grouped_experts=False, **options)
+    chunks = build_model(config, mesh, model)
     entries = family(config.model_type).mapping(config)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(folder), mesh)

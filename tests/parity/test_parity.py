@@ -37,6 +37,10 @@ def marks(case: Case) -> list[pytest.MarkDecorator]:
     ],
 )
 def test_equals_transformers(case: Case) -> None:
+    check(case)
+
+
+def check(case: Case) -> None:
     for (result,) in run([case]):
         assert result.logits < TOLERANCE
         assert result.gradients < TOLERANCE, result.parameter

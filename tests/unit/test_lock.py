@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "launch" / "requirements-cpu.txt"
+GPU_LOCK = ROOT / "launch" / "requirements-gpu-path.txt"
 
 # What sglang 0.5.23 requires and a CPU does without. Each is imported only by GPU code or by a
 # feature that megavlm does not use; the rollout tests run the server without them.
@@ -32,10 +34,10 @@ DIFFERENT = {
 }
 
 
-def locked() -> dict[str, str]:
+def locked(lock: Path) -> dict[str, str]:
     """Return name -> version, as the file pins them."""
     pins = {}
-    for line in LOCK.read_text().splitlines():
+    for line in lock.read_text().splitlines():
         if line and not line.startswith("#"):
             match = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s+]+)", line)
             assert match, f"{line!r} is not NAME==VERSION without a local tag"
@@ -43,7 +45,7 @@ def locked() -> dict[str, str]:
     return pins
 
 
-PINS = locked()
+PINS, GPU_PINS = locked(LOCK), locked(GPU_LOCK)
 ABSENT_NAMES = {name for names in ABSENT.values() for name in names.split()}
 
 
@@ -97,6 +99,18 @@ def test_no_pin_is_left_over() -> None:
     assert not PINS.keys() - used
 
 
+def test_the_gpu_path_has_what_the_gpu_image_has() -> None:
+    asked = {canonicalize_name(item.name): item.specifier for item in requirements("sglang")}
+    for name in ("torch", "torchvision"):
+        assert asked[name].contains(GPU_PINS[name])
+    (asked_te,) = re.findall(
+        r'"transformer-engine\[pytorch\](.+)"', (ROOT / "setup.py").read_text()
+    )
+    assert SpecifierSet(asked_te).contains(GPU_PINS["transformer-engine"])
+    argument = f"ARG TRANSFORMER_ENGINE={GPU_PINS['transformer-engine']}\n"
+    assert argument in (ROOT / "Dockerfile").read_text()
+
+
 def test_no_file_names_a_package_index() -> None:
-    for path in (LOCK, ROOT / "Makefile", ROOT / "setup.py", ROOT / "pyproject.toml"):
+    for path in (LOCK, GPU_LOCK, ROOT / "Makefile", ROOT / "setup.py", ROOT / "pyproject.toml"):
         assert not re.search(r"https?://|--(extra-)?index-url|--find-links", path.read_text())

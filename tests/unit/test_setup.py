@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch.install import LARGE, commands
+from launch.install import LARGE, commands, read
 from megavlm.demo.tiny_model import make_tiny_model
 
 PINS = [*(f"package{i}==1" for i in range(30)), "torch==2", "triton==3", "sglang==1"]
@@ -35,3 +35,10 @@ def test_every_pin_is_installed_once_and_large_ones_start_first() -> None:
 def test_torch_is_installed_by_pip_also_beside_uv() -> None:
     (command,) = [command for command, _ in commands(PINS, "uv") if "torch==2" in command]
     assert command[:4] == [sys.executable, "-m", "pip", "install"]
+
+
+def test_a_later_lock_replaces_pins(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_text("# of all\ntorch==2\nnumpy==1\n")
+    second.write_text("torch==3\ntriton==3\n")
+    assert read([first, second]) == ["torch==3", "numpy==1", "triton==3"]

@@ -1,4 +1,5 @@
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,18 @@ def test_what_is_here() -> None:
     assert is_here("localhost") and is_here("127.0.0.1") and is_here(socket.gethostname())
     assert not is_here("192.0.2.1") and not is_here("2001:db8::1")
     assert not is_here("no-such-host.invalid")
+
+
+@pytest.mark.parametrize("place", ["", "transformer_engine", "transformer_engine/wheel_lib"])
+def test_transformer_engine_without_its_extension(
+    write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    package = tmp_path / "packages" / "transformer_engine"
+    (package / "wheel_lib").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(package.parent)
+    text = refused(write_recipe())
+    assert f"transformer_engine in {package} has no extension for PyTorch" in text
+    assert "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]'" in text
+    (package.parent / place / "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so").touch()
+    check(write_recipe())
