@@ -1,5 +1,5 @@
 """The GPU path of this process, on a CPU: Transformer Engine's own Python layers and optimizer, its
-compiled module replaced by plain torch, gloo in the place of NCCL.
+compiled module and flash attention replaced by plain torch, gloo in the place of NCCL.
 
 megavlm and megatron-core see a GPU and choose what they choose there. Tensors stay on the CPU; what
 megatron-core asks of CUDA on the way is replaced as on any machine without a GPU
@@ -14,9 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.nn.attention.varlen
 
 from megavlm.parallel import platform
-from tests.gpu_path import extension
+from tests.gpu_path import attention, extension
 
 # `make setup` puts Transformer Engine's package here, out of the way of all that runs on a CPU.
 PACKAGES = Path(sys.prefix) / "gpu-path"
@@ -24,6 +25,7 @@ GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132)  # what is as
 VARIABLES = {
     "NVTE_PROJECT_BUILDING": "1",  # the package alone, without its libraries
     "NVTE_TORCH_COMPILE": "0",
+    "TORCHDYNAMO_DISABLE": "1",  # flex attention is not compiled
     "TRITON_INTERPRET": "1",  # its Triton kernels run in Triton's interpreter
 }
 
@@ -35,7 +37,6 @@ def install() -> None:
     os.environ.update(VARIABLES)
     extension.install()
     _load_transformer_engine()
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     platform.emulate_cuda()
     _show_a_gpu()
 
@@ -68,3 +69,5 @@ def _show_a_gpu() -> None:
     torch.Tensor.is_cuda = property(lambda tensor: True)
     platform.device = lambda: torch.device("cpu")
     platform.backend = lambda: "gloo"
+    platform.free_cached_memory = lambda: None
+    torch.nn.attention.varlen.varlen_attn = attention.varlen_attn
