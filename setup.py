@@ -39,7 +39,7 @@ setup(
     extras_require={
         # The range that megatron-core 0.16.1 names; its torch extension is compiled on install.
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],
-        "sglang": ["sglang==0.5.23"],
+        "sglang": ["sglang>=0.5.17,<=0.5.23"],
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15",

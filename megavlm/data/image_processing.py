@@ -78,20 +78,22 @@ class ImageProcessor:
         return patches // self.merge_size**2
 
     def _process(self, image: Image.Image) -> ProcessedImage:
+        # Not the processor's own resize, whose arguments differ between releases of transformers.
+        from transformers.image_processing_backends import TorchvisionBackend
         from transformers.image_utils import SizeDict
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         processor = self._processor
-        resized = processor.resize(
-            processor.process_image(image)[None],
-            size=SizeDict(shortest_edge=self._low, longest_edge=self._high),
-            resample=processor.resample,
-            factor=processor.patch_size * processor.merge_size,
-        )[0]
-        height, width = resized.shape[-2:]
+        pixels = processor.process_image(image)[None]
+        side = processor.patch_size * processor.merge_size
+        height, width = pixels.shape[-2:]
+        height, width = smart_resize(height, width, side, self._low, self._high)
+        size = SizeDict(height=height, width=width)
+        resized = TorchvisionBackend.resize(processor, pixels, size, processor.resample)[0]
         features = processor(images=[resized], do_resize=False, return_tensors="pt")
         t, h, w = features["image_grid_thw"][0].tolist()
         # Rounding to whole patches can move a narrow image out of the bounds again.
-        if processor.get_number_of_image_patches(height, width) != t * h * w:
+        if processor.get_number_of_image_patches(height, width, {}) != t * h * w:
             raise ValueError(
                 f"an image of {image.width} x {image.height} pixels becomes {width} x {height}, "
                 "which the rollout server would resize again; crop it"

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.server_pool.requirements import SESSIONS, server_version
 from megavlm.inference.server_pool.targets import Target, Targets
 from megavlm.weight_sync import checksums as verify
 from megavlm.weight_sync.attempt import SendReport, SyncAttempt, SyncReport, SyncSettings
@@ -59,23 +60,26 @@ class SyncCoordinator:
         targets = self._targets.targets(without=failed)
         if not targets:
             raise WeightSyncError("there is no rollout server to update")
+        self._sessions: list[str] = []  # servers that take tensors only in a session
         servers = self.servers = Servers(targets, timeout=self._settings.timeout, http=self._http)
         path = "/server_info"
         try:
-            expert_parallel = servers.read(
-                path, servers.request_each(path), lambda info: int(info.get("ep_size", 1))
-            )
+            infos = servers.request_each(path)
+            expert_parallel = servers.read(path, infos, lambda info: int(info.get("ep_size", 1)))
+            has_sessions = servers.read(path, infos, lambda info: server_version(info) >= SESSIONS)
             self._loading = [
                 target.url
                 for target in servers.live
                 if full or target.needs_all or self._adapter_config is None
             ]
+            self._sessions = [
+                url for url in self._loading if self._transport.in_session and has_sessions[url]
+            ]
             self._post("/pause_generation", {"mode": self._settings.pause})
-            if self._transport.in_session:
-                # A trainer that died in an update, or a lost connection, left a session open.
-                unsure = [target.url for target in servers.live if target.needs_all]
-                servers.try_each("/end_weight_update", {}, unsure)
-                self._post("/begin_weight_update", {})
+            # A trainer that died in an update, or a lost connection, left a session open.
+            unsure = [target.url for target in servers.live if target.needs_all]
+            servers.try_each("/end_weight_update", {}, [x for x in unsure if x in self._sessions])
+            servers.request_each("/begin_weight_update", {url: {} for url in self._sessions})
             live = servers.live
             attempt = SyncAttempt(
                 tuple(live),
@@ -133,8 +137,7 @@ class SyncCoordinator:
     ) -> SyncReport:
         servers, pause = self.servers, self._settings.pause
         self._transport.close(attempt)
-        if self._transport.in_session:
-            self._post("/end_weight_update", {})
+        servers.request_each("/end_weight_update", {url: {} for url in self._sessions})
         # On a CPU a flush collects garbage among everything that a server has loaded unless that is
         # frozen, which takes half a second. SGLang's own freeze at its start comes too early.
         refitted = [url for url in attempt.refitted if url not in servers.lost]
@@ -202,8 +205,7 @@ class SyncCoordinator:
         urls = list(servers.lost)
         if everyone:
             urls += [target.url for target in servers.live]
-        if self._transport.in_session:
-            servers.try_each("/end_weight_update", {}, urls)
+        servers.try_each("/end_weight_update", {}, [url for url in urls if url in self._sessions])
         servers.try_each("/continue_generation", CONTINUE, urls)
         failed.update(servers.lost)
         for url, reason in servers.lost.items():

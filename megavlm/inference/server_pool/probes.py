@@ -6,6 +6,7 @@ import httpx
 
 from megavlm.inference.protocol import bearer, json_object
 from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.requirements import check_version
 
 QUICK = 10.0  # seconds for an answer that needs no model
 WORK_COUNTERS = ("total_prefill_uncached_tokens", "num_used_tokens")  # of each scheduler
@@ -37,16 +38,17 @@ class Probes:
         """Check that the server is ready, and return its number of ranks and its device.
 
         /health is open to all; /server_info proves that it is our server that answers. `resume`: an
-        external server that was left paused resumes first. Raises Refused if an external server
-        does not fulfil its requirements.
+        external server that was left paused resumes first. Raises Refused for a version of SGLang
+        that is too old, and if an external server does not fulfil its requirements.
         """
         if resume and handle.server is None:
             await self._resume(handle)
         await self._get(handle, "/health", SLOW)
         info = await self._info(handle, "/server_info", SLOW)
-        if handle.server is not None:
-            return handle.tensor_parallel, handle.device
         try:
+            check_version(info)
+            if handle.server is not None:
+                return handle.tensor_parallel, handle.device
             return handle.required.read(info)
         except ValueError as error:
             raise Refused(f"{handle.url} {error}") from error

@@ -1,18 +1,26 @@
-"""Requirements on a server that was started elsewhere, checked by its own /server_info."""
+"""Requirements on a server, checked by its own /server_info."""
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-OLDEST = (0, 5, 23)  # the SGLang release that requests and weight loading are written for
+Version = tuple[int, ...]
+# SGLang releases whose interface is read and tested: requests, weight updates, checksums.
+OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
+SESSIONS = (0, 5, 21)  # from here on updates are enclosed in begin and end_weight_update
 IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
 EXPOSE_ENVIRONMENT = "SGLANG_EXPOSE_OWN_ENV_VARS"  # /server_info then lists its own variables
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """fresh_images: training changes the vision tower, so the server must cache no image features,
+    """Requirements on a server that was started elsewhere.
+
+    fresh_images: training changes the vision tower, so the server must cache no image features,
     because SGLang never drops them when weights change. fresh_prefixes: its prefix cache must be
     off, because pushes do not flush it.
     """
@@ -25,10 +33,6 @@ class Requirements:
 
         Raises ValueError with what it must be started with.
         """
-        version = re.match(r"(\d+)\.(\d+)\.(\d+)", str(info.get("version")))
-        if version is None or tuple(map(int, version.groups())) < OLDEST:
-            needed = ".".join(map(str, OLDEST))
-            raise ValueError(f"runs SGLang {info.get('version')}, and {needed} or newer is needed")
         if self.fresh_images and _variable(info, IMAGE_CACHE) != "0":
             raise ValueError(
                 f"does not report that it caches no image features, and training changes the "
@@ -43,6 +47,29 @@ class Requirements:
         if not isinstance(info.get("tp_size"), int) or not isinstance(info.get("device"), str):
             raise ValueError("does not report its tp_size and device, as SGLang does")
         return info["tp_size"], info["device"]
+
+
+def check_version(info: Mapping[str, Any]) -> None:
+    """Raise ValueError for a server that is older than what we speak to; warn of a newer one."""
+    version = server_version(info)
+    oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+    if version < OLDEST:
+        raise ValueError(
+            f"runs SGLang {info.get('version')}, and {oldest} to {newest} are supported: install "
+            "one of these where the server runs"
+        )
+    if version > NEWEST:
+        logger.warning(
+            "a rollout server runs SGLang %s; up to %s is tested, and weight updates may fail",
+            info.get("version"),
+            newest,
+        )
+
+
+def server_version(info: Mapping[str, Any]) -> Version:
+    """Return the release that /server_info names; (0,) if it names none."""
+    version = re.match(r"(\d+)\.(\d+)\.(\d+)", str(info.get("version")))
+    return (0,) if version is None else tuple(map(int, version.groups()))
 
 
 def _variable(info: Mapping[str, Any], name: str) -> str | None:

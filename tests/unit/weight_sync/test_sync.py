@@ -108,6 +108,9 @@ def sent(fake: FakeServer) -> list[dict[str, Tensor]]:
     return buckets
 
 
+SESSION = ("/begin_weight_update", "/end_weight_update")
+
+
 def paths(fake: FakeServer) -> list[str]:
     return [path for path, *_ in fake.requests]
 
@@ -142,6 +145,17 @@ def test_what_is_sent(full: bool) -> None:
     assert keys[UPDATE] == "Bearer writes" and keys["/model_info"] == "Bearer reads"
     assert results[0] == results[1] and results[0]["version"] == 5
     assert results[0]["report"].tensors == len(expected)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_servers_before_sessions_are_updated_without(full: bool) -> None:
+    """SGLang 0.5.20 and older answer begin_weight_update with 404."""
+    with FakeServer() as fake:
+        fake.info = {"version": "0.5.17"}
+        fake.refused |= {path: {1, 2} for path in SESSION}
+        launch(2, pushes, fake.url, (5,), full, None)
+        assert fake.weight_version == "5"
+        assert not {*SESSION} & {*paths(fake)} and UPDATE in paths(fake)
 
 
 @pytest.mark.parametrize(
