@@ -18,7 +18,7 @@ TESTS ?= tests
 JOBS ?= 2
 CASES ?=
 
-.PHONY: help setup demo test test-slow test-all test-gpu-path parity pushes style bench docs
+.PHONY: help setup demo test test-slow test-all test-gpu-path parity pushes gpu style bench docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 15
@@ -76,6 +76,10 @@ parity: setup ## compare all models, layouts and inputs with transformers; write
 
 pushes: setup ## run every kind of weight sync against a real SGLang server
 	OMP_NUM_THREADS=1 SYNC_MATRIX=all $(BIN)/python -m pytest tests/sglang/test_push_matrix.py
+
+# No setup: a GPU machine has an environment of its own, and may have no network.
+gpu: ## run the tests that need a GPU, nine minutes at most; write tests/benchmarks/GPU.md
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu/test_gpu.py
 
 style: setup ## run the linter, the formatter (check only) and the type checker
 	$(BIN)/ruff check .

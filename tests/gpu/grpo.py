@@ -1,0 +1,155 @@
+"""A GRPO run on one GPU that trainer and server share: model, data, recipe and measurements."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megavlm.demo.shapes import write_dataset
+from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.observability.metrics import METRICS_FILE
+from tests.gpu import shapes
+
+STEPS = 10
+QUESTIONS = ["How many circles are there?", "What colour is the square?"] * 20
+
+
+def prepare(folder: Path, family: str) -> Path:
+    """Write a model with random weights, drawn images and a recipe. Returns the recipe's path.
+
+    The vocabulary is of the trained tokenizer, as ids without text are suppressed one by one.
+    """
+    make_tiny_model(folder / "model", QUESTIONS, seed=0, family=family, **shapes.sizes(family))
+    write_dataset(folder / "data", seed=0, num_train=64, num_test=4)
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe(folder, is_tiny=shapes.is_tiny())))  # JSON is YAML
+    return path
+
+
+def recipe(folder: Path, *, is_tiny: bool) -> dict[str, Any]:
+    """Return the run's recipe, on one GPU or on a CPU."""
+    server = {"mem_fraction_static": 0.5, "cuda_graph_max_bs": 32, "skip_server_warmup": True}
+    return {
+        "run": {"dir": str(folder / "run"), "summary": False},
+        "model": {"folder": str(folder / "model"), "dtype": "float32" if is_tiny else "bfloat16"},
+        "data": {
+            "train_files": [str(folder / "data/train.parquet")],
+            "max_prompt_tokens": 128,
+            "pack_tokens": 4096,
+        },
+        "algorithm": {
+            "name": "grpo",
+            "steps": 3 if is_tiny else STEPS,
+            "prompts_per_step": 4 if is_tiny else 16,
+            "responses_per_prompt": 2 if is_tiny else 8,
+            "kl_coefficient": 0.01,
+            "entropy_coefficient": 0.01,  # a gradient where no response is right
+        },
+        "reward": {"name": "exact_match"},
+        "rollout": {
+            "colocate": True,
+            "sync": "tensor",
+            "max_new_tokens": 8 if is_tiny else 128,
+            "start_timeout": 400,
+            "server_args": {} if is_tiny else server,
+        },
+    }
+
+
+@dataclass
+class Memory:
+    """Samples of the GPU's used memory: (steps that are done, bytes)."""
+
+    samples: list[tuple[int, int]] = field(default_factory=list)
+
+    def by_step(self) -> dict[int, tuple[int, int]]:
+        """Return the least and the most bytes while each step was computed."""
+        steps: dict[int, list[int]] = {}
+        for done, used in self.samples:
+            steps.setdefault(done + 1, []).append(used)
+        return {step: (min(used), max(used)) for step, used in steps.items()}
+
+
+@contextmanager
+def watched(metrics: Path, used: Any, every: float = 0.2) -> Any:
+    """Sample `used()`, the bytes that are in use, beside a run that writes `metrics`."""
+    memory, end = Memory(), threading.Event()
+
+    def watch() -> None:
+        while not end.wait(every):
+            memory.samples.append((num_steps(metrics), used()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield memory
+    finally:
+        end.set()
+        thread.join()
+
+
+def num_steps(metrics: Path) -> int:
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def used_bytes() -> int:
+    """Return the memory in use on the first GPU, of all processes, by nvidia-smi; 0 without one."""
+    from megavlm.parallel import platform
+
+    if not platform.has_gpu():
+        return 0
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    reply = subprocess.run(query, capture_output=True, text=True)
+    first = reply.stdout.splitlines()[0] if reply.stdout else "0"
+    return int(first) * 2**20
+
+
+def run(path: Path, timeout: float) -> tuple[list[dict[str, Any]], Memory]:
+    """Run a recipe. Returns its metrics by step and its memory; RuntimeError if it fails."""
+    metrics = Path(json.loads(path.read_text())["run"]["dir"]) / METRICS_FILE
+    with watched(metrics, used_bytes) as memory:
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.gpu.one_rank", "train", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    if done.returncode:
+        seconds = time.monotonic() - started
+        logs = [x.read_text()[-3000:] for x in metrics.parent.glob("rollout_server*.log")]
+        raise RuntimeError("\n".join((f"{seconds:.0f} s", done.stdout, done.stderr, *logs)))
+    return [json.loads(line) for line in metrics.read_text().splitlines()], memory
+
+
+def drift(memory: Mapping[int, tuple[int, int]], first: int, last: int) -> tuple[int, int]:
+    """Return by how much the least and the most memory of a step have grown between two steps."""
+    (low, high), (later_low, later_high) = memory[first], memory[last]
+    return later_low - low, later_high - high
+
+
+def summary(steps: Sequence[Mapping[str, Any]], memory: Memory) -> dict[str, Any]:
+    """Return medians over the steps after the first two, for the report."""
+    settled = sorted(steps, key=lambda step: step["step"])[2:] or steps
+
+    def median(name: str) -> float:
+        values = sorted(float(step[name]) for step in settled if step.get(name) is not None)
+        return values[len(values) // 2]
+
+    names = sorted({name for step in settled for name in step if name.startswith("seconds/")})
+    return {
+        "seconds": {name.removeprefix("seconds/"): median(name) for name in names},
+        "sync_bytes": median("sync_bytes"),
+        "sync_tensors": median("sync_tensors"),
+        "sync_checked": median("sync_checked"),
+        "tokens_per_second": median("tokens_per_second"),
+        "trainer_gib": median("memory_gib"),
+        "rollout_max_difference": max(float(step["rollout_max_difference"]) for step in settled),
+        "memory": {str(step): list(bounds) for step, bounds in memory.by_step().items()},
+    }

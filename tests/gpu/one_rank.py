@@ -1,0 +1,33 @@
+"""`megavlm` as the only rank of its run, so that it also runs where Transformer Engine is missing:
+
+    python -m tests.gpu.one_rank train RECIPE
+
+Without it the layers are megatron-core's own and Adam is the one of CPU runs; everything else is as
+in a run.
+"""
+
+import os
+import sys
+from types import SimpleNamespace
+
+from megavlm.inference.server import free_port
+from megavlm.parallel import platform
+from tests.gpu.model import has_transformer_engine
+
+
+def main() -> None:
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    platform.install()
+    from megavlm import cli
+    from megavlm.models.common import language
+
+    if platform.has_gpu() and not has_transformer_engine():
+        language.platform = SimpleNamespace(has_gpu=lambda: False)  # type: ignore[assignment]
+        platform._replace_optimizer()
+    sys.argv[0] = "megavlm"
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
