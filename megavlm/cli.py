@@ -110,14 +110,17 @@ def plan(
     memory: Annotated[
         bool, typer.Option("--memory", help="Print the modelled memory of each GPU.")
     ] = False,
+    time: Annotated[
+        bool, typer.Option("--time", help="Print the modelled seconds of a step, by phase.")
+    ] = False,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Number of trainer ranks (default: the recipe's).")
     ] = None,
 ) -> None:
     """Print what RECIPE will do on a cluster of any size. Starts nothing."""
-    if sync + servers + memory != 1:
+    if sync + servers + memory + time != 1:
         raise ValueError(
-            "megavlm plan prints one plan at a time: add --sync, --servers or --memory"
+            "megavlm plan prints one plan at a time: add --sync, --servers, --memory or --time"
         )
     from megavlm.config.load import load
     from megavlm.parallel import platform
@@ -134,6 +137,11 @@ def plan(
         from megavlm.run.plan_memory import memory_plan
 
         typer.echo(memory_plan(config, num_ranks))
+        return
+    if time:
+        from megavlm.run.plan_time import time_plan
+
+        typer.echo(time_plan(config, num_ranks))
         return
     from megavlm.run.plan import sync_plan
 

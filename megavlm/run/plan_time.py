@@ -1,0 +1,291 @@
+"""`megavlm plan --time`: a modelled step of a recipe, by phase.
+
+FLOPs are those of `models.cost` with the output layer, bytes those of the weight-sync plan and of
+the layout. Nothing overlaps. What is assumed of the hardware is in `Rates`; none of it was measured
+with this code. Not covered: rewards, data, scattering of packs, copies of the reference's weights,
+stragglers among experts, and a separate critic.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.schema import Config
+from megavlm.data.packing import Segment, Tree
+from megavlm.data.processor import ProcessedImage
+from megavlm.models.common.components import model_part
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.cost import ModelCost
+from megavlm.models.registry import family
+from megavlm.parallel.mesh import Layout
+from megavlm.run.plan import (
+    ASSUMED_RANK,
+    ASSUMED_TARGETS,
+    received_bytes,
+    server_layout,
+    sync_table,
+)
+from megavlm.run.plan_memory import image_tokens, server_memory, stage_memory
+from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
+from megavlm.weight_sync.trainable import trained_entries
+
+TEXT_TOKENS = 128  # of a prompt, beside its image
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Assumed rates of an H100 node: the data sheet's peaks times the share that is expected.
+
+    flops: dense bf16, 989e12 at 40 %. encoder: of a tower, with its small matrices, at 25 %.
+    memory: 3.35 TB/s at 60 %. nvlink: 450 GB/s a direction at 75 %. network: a 400 Gb/s port for
+    each GPU at 80 %. host: PCIe 5 at 40 %. token: seconds that a server's step takes besides.
+    """
+
+    flops: float = 0.4 * 989e12
+    encoder: float = 0.25 * 989e12
+    memory: float = 0.6 * 3.35e12
+    nvlink: float = 0.75 * 450e9
+    network: float = 0.8 * 50e9
+    host: float = 0.4 * 64e9
+    token: float = 0.004
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of a step. prompts, responses: their numbers; prompt, response: tokens of each, of a
+    response on average; longest: tokens of the longest response; patches: of an image.
+    """
+
+    prompts: int
+    responses: int
+    prompt: int
+    response: int
+    longest: int
+    patches: int
+
+    @classmethod
+    def of(cls, config: Config, hf_config: Any) -> "StepWork":
+        """Return a recipe's step with an image of the most pixels in each prompt, and responses
+        that are half as long on average as they may be.
+        """
+        algorithm, vision = config.algorithm, hf_config.vision_config
+        assert isinstance(algorithm, PolicyOptimization)
+        image, longest = int(image_tokens(config, hf_config)), config.rollout.max_new_tokens
+        return cls(
+            algorithm.prompts_per_step,
+            algorithm.responses_per_prompt,
+            min(image + TEXT_TOKENS, config.data.max_prompt_tokens),
+            longest // 2,
+            longest,
+            image * vision.spatial_merge_size**2,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * (self.prompt + self.responses * self.response)
+
+    @property
+    def targets(self) -> int:
+        return self.prompts * self.responses * self.response
+
+
+class StepModel:
+    """Model of a step of a recipe on `world_size` trainer ranks and `num_servers` servers."""
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config: Any,
+        world_size: int,
+        num_servers: int,
+        rates: Rates | None = None,
+    ) -> None:
+        self.step, self.rates = StepWork.of(config, hf_config), rates or Rates()
+        self._config, self._hf_config, self._world_size = config, hf_config, world_size
+        self._num_servers, self._text = num_servers, hf_config.text_config
+        parts = family(hf_config.model_type)
+        self._entries, self._architecture = parts.mapping(hf_config), parts.architecture(hf_config)
+        self._options = ModelOptions.from_config(config)
+        self._cost = ModelCost.of(self._entries, self._architecture)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase, and their sum as `total`."""
+        algorithm = self._config.algorithm
+        assert isinstance(algorithm, PolicyOptimization)
+        forward, minibatches = self._forward(), algorithm.minibatches
+        old = (minibatches - 1) / minibatches  # the first is on its own rollout
+        phases = {
+            "rollout": self._rollout(),
+            "vision": self.vision_flops / self._world_size / self.rates.encoder,
+            "reference": forward if algorithm.kl_coefficient else 0.0,
+            "old log-probs": forward * old,
+            "update": self._update(),
+            "sync": self._sync(),
+        }
+        if self._config.rollout.colocate:
+            phases["switch"] = self._switch()
+        return phases | {"total": sum(phases.values())}
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of the language model over the step's trees."""
+        step = self.step
+        segments = [self._segment(step.prompt, -1, is_target=False)]
+        segments += [self._segment(step.response, 0, is_target=True)] * step.responses
+        tree = self._cost.tree(Tree(tuple(segments), ()), {})
+        output = 2.0 * self._text.vocab_size * self._text.hidden_size
+        return step.prompts * tree + step.targets * output
+
+    @property
+    def vision_flops(self) -> float:
+        """FLOPs of the tower over the step's images."""
+        return self.step.prompts * self._image_flops
+
+    @property
+    def _image_flops(self) -> float:
+        side = int(self.step.patches**0.5)
+        image = ProcessedImage("image", b"", torch.empty(0), (1, side, side))
+        segment = self._segment(1, -1, is_target=False)
+        both = self._cost.tree(Tree((segment,), ("image",)), {"image": image})
+        return both - self._cost.tree(Tree((segment,), ()), {})
+
+    def _segment(self, length: int, parent: int, *, is_target: bool) -> Segment:
+        ids = torch.empty(length, device="meta")
+        return Segment(ids, ids, parent, is_target)
+
+    def _rollout(self) -> float:
+        """Return the seconds of prefill and decoding. A decoding step reads the weights and the
+        running requests' cache, or computes, whichever takes longer.
+        """
+        step, rates, server = self.step, self.rates, server_memory(self._config, self._hf_config)
+        ranks, memory = self._config.rollout.tensor_parallel, self.rates.memory
+        cache_token = self._cache_bytes(ranks)
+        context = step.prompt + step.response
+        requests = -(-step.prompts * step.responses // self._num_servers)
+        running = max(1, min(requests, int(server.cache / (cache_token * context))))
+        read = (server.weights + running * cache_token * context) / memory
+        computed = running * self._cost.per_token / ranks / rates.flops
+        waves = requests / running
+        # The last wave goes on until its longest response ends, the others at the mean.
+        steps = step.longest + max(0.0, waves - 1) * step.response
+        prefill = (
+            self._cost.per_token * step.prompt + self._image_flops * rates.flops / rates.encoder
+        )
+        prefill *= step.prompts / self._num_servers / ranks / rates.flops
+        return prefill + steps * (max(read, computed) + rates.token)
+
+    def _cache_bytes(self, ranks: int) -> float:
+        """Return the bytes of a token in a server rank's cache."""
+        heads = -(-self._text.num_key_value_heads // ranks)
+        width = self._architecture["kv_channels"] * heads
+        itemsize = self._options.dtype.itemsize
+        return 2.0 * self._architecture["num_layers"] * width * itemsize
+
+    def _forward(self, passes: float = 1.0, exchanges: float = 1.0) -> float:
+        """Return the seconds of `passes` of the language model over all tokens, with `exchanges` of
+        the activations over the tensor and expert axes, pipeline bubbles included.
+        """
+        parallel, rates, step = self._config.parallel, self.rates, self.step
+        compute = passes * self.forward_flops / self._world_size / rates.flops
+        data = self._world_size // parallel.model_size
+        layers = self._architecture["num_layers"] / parallel.pipeline
+        itemsize, hidden = self._options.dtype.itemsize, self._text.hidden_size
+        moved = step.tokens / data / parallel.context * hidden * itemsize * layers
+        tensor = 4 * moved * (1 - 1 / parallel.tensor)  # gathered and scattered twice a layer
+        routed = self._architecture.get("moe_router_topk", 0) / parallel.tensor
+        expert = 2 * moved * routed * (1 - 1 / parallel.expert)  # dispatched and combined
+        seconds = compute + exchanges * (tensor + expert) / rates.nvlink
+        algorithm = self._config.algorithm
+        assert isinstance(algorithm, PolicyOptimization)
+        per_pack = max(1, self._config.data.pack_tokens // (step.tokens // step.prompts))
+        packs = max(1.0, step.prompts / algorithm.minibatches / data / per_pack)
+        return seconds * (1 + (parallel.pipeline - 1) / (packs * parallel.virtual))
+
+    def _update(self) -> float:
+        """Return the seconds of forward, backward, recomputation and the reduction of gradients."""
+        recompute = self._config.recompute
+        again = {"none": 0.0, "full": 1.0, "selective": self._mlp_share}[recompute.language]
+        if recompute.language == "selective" and not {"mlp", "moe"} & set(recompute.modules):
+            again = 0.0
+        passes = self._forward(3 + again, 2.5 + (recompute.language == "full"))
+        data = self._world_size // self._config.parallel.model_size
+        algorithm = self._config.algorithm
+        assert isinstance(algorithm, PolicyOptimization)
+        stages = stage_memory(self._config, self._hf_config, self._world_size)
+        # fp32 gradients are scattered and weights gathered: 4 + 2 bytes of each parameter
+        reduced = max(stage.gradients for stage in stages) * 1.5 * (1 - 1 / data)
+        link = self.rates.nvlink if self._world_size <= 8 else self.rates.network
+        return passes + algorithm.minibatches * reduced / link
+
+    @property
+    def _mlp_share(self) -> float:
+        """Share of the layers' matrices that the MLPs and experts have, as a token sees them."""
+        parts = {"mlp": 0.0, "experts": 0.0, "attention": 0.0}
+        for entry in self._entries:
+            name = model_part(entry.megatron)
+            if name in parts and ".layers." in entry.megatron:
+                parts[name] += numel(entry)
+        return 1 - parts["attention"] / max(sum(parts.values()), 1.0)
+
+    def sync_bytes(self) -> dict[str, float]:
+        """Return the bytes that a server's rank receives in a sync, by transport."""
+        layout = Layout.from_config(self._config.parallel)
+        lora = self._config.lora
+        trainer = TrainerRanks.of(self._hf_config, layout, self._world_size, self._options)
+        changed = trained_entries(self._entries, self._options, lora.targets if lora.rank else None)
+        servers = server_layout(self._config, self._hf_config)
+        rows = sync_table(
+            SyncPlan(self._entries, trainer, changed),
+            servers,
+            itemsize=self._options.dtype.itemsize,
+            lora=(lora.rank or ASSUMED_RANK, lora.targets if lora.rank else ASSUMED_TARGETS),
+        )
+        return {name: float(num) for name, num in received_bytes(rows, servers).items()}
+
+    def _sync(self) -> float:
+        """Return the seconds to gather the changed tensors and to send them."""
+        way, rates = self._config.rollout.sync, self.rates
+        received = self.sync_bytes()
+        local = self._config.rollout.mode == "managed"
+        link = rates.nvlink if local else rates.network
+        gathered = received["distributed"] / self._config.parallel.pipeline
+        sent = received[way]
+        if way == "tensor":  # each server's rank reads from rank 0's GPU
+            sent *= self._num_servers * self._config.rollout.tensor_parallel
+        return gathered / rates.nvlink + sent / link
+
+    def _switch(self) -> float:
+        """Return the seconds to move the trainer's memory to the host and back."""
+        stages = stage_memory(self._config, self._hf_config, self._world_size)
+        # to the host and back; gradients start from zero
+        moved = max(2 * (stage.weights + stage.optimizer) for stage in stages)
+        server = server_memory(self._config, self._hf_config).weights  # from its copy on the host
+        return (moved + server) / self.rates.host
+
+
+def time_plan(config: Config, world_size: int, rates: Rates | None = None) -> str:
+    """Return the table of a modelled step as text."""
+    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    rollout = config.rollout
+    num_servers = len(rollout.urls) or rollout.servers
+    return time_table(StepModel(config, hf_config, world_size, num_servers, rates))
+
+
+def time_table(model: StepModel) -> str:
+    """Return the table of `time_plan`."""
+    step, seconds = model.step, model.seconds()
+    lines = [
+        f"{step.prompts} prompts of {step.prompt} tokens, {step.responses} responses of "
+        f"{step.response} on average and {step.longest} at most, modelled; nothing is measured"
+    ]
+    lines += [f"{name:14}{value:8.1f} s{_share(value, seconds)}" for name, value in seconds.items()]
+    lines.append(f"{step.tokens / seconds['total']:,.0f} tokens/s are trained on")
+    return "\n".join(lines)
+
+
+def _share(value: float, seconds: Mapping[str, float]) -> str:
+    return f"{value / seconds['total']:7.0%}"
