@@ -31,6 +31,12 @@ class Model(Section):
     FlexAttention, `transformer_engine` NVIDIA's kernel. `auto` takes flash for bfloat16 on a GPU
     and sdpa otherwise. flash and transformer_engine compute in half precision only."""
 
+    fusions: bool = True
+    """On a GPU, compute SwiGLU and the rotary embedding as one kernel each, add weight gradients
+    into their buffer within the matrix product, and permute the tokens of experts by Transformer
+    Engine's kernels. The rotary embedding then rotates in float32. False takes PyTorch's operations
+    one by one, as on a CPU."""
+
     freeze_tower: bool = True
     """Keep the weights of the vision tower fixed. Image features are then the same in every step,
     so that rollout servers may cache them."""

@@ -205,6 +205,7 @@ def _replace_allocation() -> None:
         "ones",
         "empty",
         "empty_like",
+        "arange",
     ):  # megatron writes device="cuda" in these
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]

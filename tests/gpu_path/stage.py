@@ -1,5 +1,6 @@
 """The GPU path of this process, on a CPU: Transformer Engine's own Python layers and optimizer, its
-compiled module and flash attention replaced by plain torch, gloo in the place of NCCL.
+compiled module, its Triton kernels and flash attention replaced by plain torch, gloo in the place
+of NCCL.
 
 megavlm and megatron-core see a GPU and choose what they choose there. Tensors stay on the CPU; what
 megatron-core asks of CUDA on the way is replaced as on any machine without a GPU
@@ -14,10 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.nn.attention.varlen
 
 from megavlm.parallel import platform
-from tests.gpu_path import attention, extension
+from tests.gpu_path import attention, extension, permutation
 
 # `make setup` puts Transformer Engine's package here, out of the way of all that runs on a CPU.
 PACKAGES = Path(sys.prefix) / "gpu-path"
@@ -26,7 +26,6 @@ VARIABLES = {
     "NVTE_PROJECT_BUILDING": "1",  # the package alone, without its libraries
     "NVTE_TORCH_COMPILE": "0",
     "TORCHDYNAMO_DISABLE": "1",  # flex attention is not compiled
-    "TRITON_INTERPRET": "1",  # its Triton kernels run in Triton's interpreter
 }
 
 
@@ -56,6 +55,16 @@ def _load_transformer_engine() -> None:
     import transformer_engine.pytorch
 
     transformer_engine.common = common
+    _replace_triton()
+
+
+def _replace_triton() -> None:
+    """Put `permutation` in the place of the functions that launch Triton's kernels."""
+    from transformer_engine.pytorch.triton import permutation as launchers
+
+    for name in vars(permutation):
+        if hasattr(launchers, name) and name.endswith("_map"):
+            setattr(launchers, name, getattr(permutation, name))
 
 
 def _show_a_gpu() -> None:
@@ -70,4 +79,6 @@ def _show_a_gpu() -> None:
     platform.device = lambda: torch.device("cpu")
     platform.backend = lambda: "gloo"
     platform.free_cached_memory = lambda: None
-    torch.nn.attention.varlen.varlen_attn = attention.varlen_attn
+    from torch.nn.attention import varlen
+
+    varlen.varlen_attn = attention.varlen_attn

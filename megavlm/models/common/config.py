@@ -16,11 +16,13 @@ from megavlm.parallel.mesh import Layout
 class LanguageConfig(TransformerConfig):
     """megatron-core's configuration and what this model adds. `tree_attention`: backend of the core
     attention (`attention_backends`). `deepstack_levels`: tower features that are added to the
-    hidden states, one level after each of the first layers.
+    hidden states, one level after each of the first layers. `fused_weight_gradients`: Transformer
+    Engine's linears add weight gradients into `main_grad` within the matrix product.
     """
 
     tree_attention: str = "sdpa"
     deepstack_levels: int = 0
+    fused_weight_gradients: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class ModelOptions:
     `first_stage_layers`, `last_stage_layers`: language layers of those pipeline stages where the
     split is not even. `head`: outputs of the last stage; a separate critic has "values", a policy
     with a shared critic "both". `grouped_experts`: on a GPU the experts of a layer are one kernel,
-    which takes no adapters.
+    which takes no adapters. `fusions`: on a GPU, fused kernels (`model.fusions`).
     """
 
     dtype: torch.dtype = torch.float32
@@ -48,6 +50,7 @@ class ModelOptions:
     freeze_tower: bool = True
     freeze_merger: bool = True
     grouped_experts: bool = True
+    fusions: bool = True
     head: Literal["tokens", "values", "both"] = "tokens"
 
     @classmethod
@@ -73,6 +76,7 @@ class ModelOptions:
             freeze_merger=model.freeze_merger,
             grouped_experts=config.lora.rank == 0
             or not any("experts" in target for target in config.lora.targets),
+            fusions=model.fusions,
         )
 
 
@@ -84,6 +88,7 @@ def language_config(
     """
     virtual = layout.virtual if layout.virtual > 1 else None
     has_experts = "num_moe_experts" in architecture
+    fused = options.fusions and platform.has_gpu()
     return LanguageConfig(
         **architecture,
         activation_func=F.silu,
@@ -115,12 +120,21 @@ def language_config(
         attention_softmax_in_fp32=True,
         # Losses come divided by their global denominator: gradients are summed, never averaged.
         calculate_per_token_loss=True,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused,  # SwiGLU, which keeps its input alone for backward
+        # Angles are per token, and PackLayout is no "thd" to megatron-core: the kernel takes them
+        # as they are, M-RoPE's too.
+        apply_rope_fusion=fused,
+        moe_permute_fusion=fused and has_experts,
+        fused_weight_gradients=fused,
+        # Of megatron-core's own linears, which need apex for it. There is none but the output
+        # layer, whose product is computed in chunks (`token_scores`).
+        gradient_accumulation_fusion=False,
+        # There is no dropout and no bias to add, no softmax beside the tree attention's, and no
+        # norm of apex. megatron-core's fused cross-entropy would need all logits at once.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
     )
 
 

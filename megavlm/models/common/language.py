@@ -75,6 +75,9 @@ class LanguageModel(GPTModel):
             pg_collection=groups,
             vp_stage=place.index,
         )
+        for module in self.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's linears
+                module.fuse_wgrad_accumulation = config.fused_weight_gradients
         self.rotary = MultimodalRotary(rotary)
         if place.is_last and not has_output:
             del self.output_layer
