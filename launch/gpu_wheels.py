@@ -7,14 +7,16 @@
 The list is tests/gpu/requirements.txt: what `make gpu` needs beside torch 2.11.0 for CUDA 13 and
 Python 3.12. Transformer Engine's torch extension is a source package, which `install --engine`
 compiles in minutes (it needs nvcc); without it the tests run on megatron-core's own layers.
-Needs the standard library alone.
+Needs the standard library alone; `collect --engine` also torch and setuptools.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "tests" / "gpu" / "requirements.txt"
 ENGINE = ("transformer-engine==2.11.0", "transformer-engine-cu13==2.11.0")
 ENGINE_SOURCE = "transformer-engine-torch==2.11.0"
+STAND_IN = 'import torch.version\ntorch.version.cuda = torch.version.cuda or "13.0"\n'
 PIECE = 60 * 10**6  # bytes
 MANIFEST = "manifest.json"
 # pip compares these names exactly.
@@ -39,7 +42,10 @@ def download(folder: Path, *, engine: bool) -> None:
     if engine:
         subprocess.run([*wheels, *ENGINE], check=True)
         source = [*pip, "--no-binary=:all:", "--no-build-isolation", ENGINE_SOURCE]
-        subprocess.run(source, check=True)
+        with tempfile.TemporaryDirectory() as name:
+            # pip runs its setup.py for the metadata, which takes torch for built with CUDA.
+            (Path(name) / "sitecustomize.py").write_text(STAND_IN)
+            subprocess.run(source, check=True, env=os.environ | {"PYTHONPATH": name})
 
 
 def cut(wheels: Sequence[Path], folder: Path, size: int = PIECE) -> None:
@@ -114,7 +120,8 @@ def install(wheels: Path, site: Path, *, engine: bool) -> None:
     subprocess.run([*pip, *map(str, sorted(wheels.glob("*.whl")))], check=True)
     if engine:
         (source,) = wheels.glob("transformer_engine_torch-*.tar.gz")
-        subprocess.run([*pip, "--no-build-isolation", str(source)], check=True)
+        compiled = os.environ | {"NVTE_PYTORCH_FORCE_BUILD": "TRUE"}  # it would download a wheel
+        subprocess.run([*pip, "--no-build-isolation", str(source)], check=True, env=compiled)
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def check_driver(driver: str, cuda: str | None, num_visible: int, num_gpus: int)
             "FAIL",
             "cuda",
             "torch is built for CPUs",
-            "install the torch of launch/requirements-gpu.txt or use the Dockerfile's image",
+            "install torch for CUDA, or use the image of the Dockerfile",
         )
     found = f"driver {driver}, torch for CUDA {cuda}"
     least = DRIVERS.get(cuda.split(".")[0])
@@ -107,7 +107,7 @@ def check_versions(pins: Sequence[str], installed: Mapping[str, str], extras: se
         version = versions.get(canonicalize_name(pin.name))
         if version is None or not pin.specifier.contains(version, prereleases=True):
             wrong.append(f"{pin.name} {version or 'missing'} ({pin.specifier} is needed)")
-        elif str(pin.specifier).startswith("==") or pin.name in ("torch", "transformers"):
+        elif str(pin.specifier).startswith("==") or pin.name in ("torch", "transformers", "sglang"):
             kept.append(f"{pin.name} {version}")
     if wrong:
         return Finding("FAIL", "versions", ", ".join(wrong), "install these: pip install -e .")

@@ -1,4 +1,7 @@
-"""A GRPO run on one GPU that trainer and server share: model, data, recipe and measurements."""
+"""A GRPO run on one GPU that trainer and server share: model, data, recipe and measurements.
+
+python -m tests.gpu.grpo FOLDER FAMILY    # writes them to the folder, and prints the recipe's path
+"""
 
 import json
 import subprocess
@@ -11,9 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megavlm.demo.shapes import write_dataset
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.observability.metrics import METRICS_FILE
+from megavlm.parallel import platform
 from tests.gpu import shapes
 
 STEPS = 10
@@ -25,7 +31,8 @@ def prepare(folder: Path, family: str) -> Path:
 
     The vocabulary is of the trained tokenizer, as ids without text are suppressed one by one.
     """
-    make_tiny_model(folder / "model", QUESTIONS, seed=0, family=family, **shapes.sizes(family))
+    with torch.device(platform.device()):
+        make_tiny_model(folder / "model", QUESTIONS, seed=0, family=family, **shapes.sizes(family))
     write_dataset(folder / "data", seed=0, num_train=64, num_test=4)
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe(folder, is_tiny=shapes.is_tiny())))  # JSON is YAML
@@ -34,7 +41,11 @@ def prepare(folder: Path, family: str) -> Path:
 
 def recipe(folder: Path, *, is_tiny: bool) -> dict[str, Any]:
     """Return the run's recipe, on one GPU or on a CPU."""
-    server = {"mem_fraction_static": 0.5, "cuda_graph_max_bs": 32, "skip_server_warmup": True}
+    server = {
+        "mem_fraction_static": 0.5,
+        "cuda_graph_max_bs_decode": 32,
+        "skip_server_warmup": True,
+    }
     return {
         "run": {"dir": str(folder / "run"), "summary": False},
         "model": {"folder": str(folder / "model"), "dtype": "float32" if is_tiny else "bfloat16"},
@@ -100,8 +111,6 @@ def num_steps(metrics: Path) -> int:
 
 def used_bytes() -> int:
     """Return the memory in use on the first GPU, of all processes, by nvidia-smi; 0 without one."""
-    from megavlm.parallel import platform
-
     if not platform.has_gpu():
         return 0
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -153,3 +162,7 @@ def summary(steps: Sequence[Mapping[str, Any]], memory: Memory) -> dict[str, Any
         "rollout_max_difference": max(float(step["rollout_max_difference"]) for step in settled),
         "memory": {str(step): list(bounds) for step, bounds in memory.by_step().items()},
     }
+
+
+if __name__ == "__main__":
+    print(json.dumps(str(prepare(Path(sys.argv[1]), sys.argv[2]))))

@@ -23,7 +23,7 @@ from megavlm.training.optimizer import wrap
 
 
 def has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine_torch") is not None
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 @contextmanager

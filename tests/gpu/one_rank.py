@@ -22,9 +22,9 @@ def main() -> None:
     from megavlm import cli
     from megavlm.models.common import language
 
-    if platform.has_gpu() and not has_transformer_engine():
+    if not has_transformer_engine():
         language.platform = SimpleNamespace(has_gpu=lambda: False)  # type: ignore[assignment]
-        platform._replace_optimizer()
+        platform._replace_transformer_engine()
     sys.argv[0] = "megavlm"
     cli.main()
 

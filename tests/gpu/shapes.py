@@ -79,7 +79,7 @@ def sizes(family: str) -> dict[str, Any]:
 
 
 def parity_shape() -> Shape:
-    return Shape(512, 8, 12, (3, 9), 1) if is_tiny() else Shape(151936, 32, 140, (4, 100), 1)
+    return Shape(512, 8, 60, (4, 64), 1) if is_tiny() else Shape(151936, 32, 140, (4, 100), 1)
 
 
 def update_shape() -> Shape:

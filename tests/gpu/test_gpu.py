@@ -47,8 +47,8 @@ def test_every_kernel_is_as_close_to_fp32_as_transformers(
 def test_a_colocated_run_syncs_and_returns_its_memory(
     tmp_path: Path, results: dict[str, Any]
 ) -> None:
-    recipe = grpo.prepare(tmp_path, GRPO_FAMILY)
-    steps, memory = grpo.run(recipe, plan.LIMITS["grpo"])
+    recipe = Path(plan.part("grpo", str(tmp_path), GRPO_FAMILY))
+    steps, memory = grpo.run(recipe, plan.LIMITS["run"])
     results["grpo"] = {"model": shapes.NAMES[GRPO_FAMILY], **grpo.summary(steps, memory)}
     total = torch.cuda.get_device_properties(0).total_memory if platform.has_gpu() else 0
     assert len(steps) == (3 if shapes.is_tiny() else grpo.STEPS)

@@ -11,6 +11,7 @@ import pytest
 from megavlm.config.load import load
 from megavlm.models.registry import family as family_of
 from megavlm.parallel import platform
+from megavlm.run.preflight import check_server_args
 from tests.gpu import figures, grpo, plan, report, shapes
 from tests.gpu.grpo import Memory
 from tests.unit.models.releases import RELEASES
@@ -117,6 +118,14 @@ def test_the_run_s_recipe_is_valid(tmp_path: Path, is_tiny: bool) -> None:
     config = load(path)
     assert config.rollout.colocate and config.rollout.sync == "tensor"
     assert config.algorithm.steps == (3 if is_tiny else 10)
+    check_server_args(config.rollout)
+
+
+def test_all_parts_together_take_nine_minutes_at_most() -> None:
+    each = len(shapes.RELEASED)
+    limits = plan.LIMITS
+    total = each * (limits["parity"] + limits["figures"]) + limits["grpo"] + limits["run"]
+    assert total <= 9 * 60
 
 
 def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
