@@ -21,7 +21,7 @@ CASES ?=
 .PHONY: help setup demo test test-slow test-all test-gpu-path parity pushes gpu style bench docs
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 15
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
 	@echo
 	@echo 'make demo takes DATA=DIR (your images), SEED=1, FAMILY=qwen3_vl, ALGORITHM=ppo (recipes/algorithms),'
 	@echo '  ENV=vqa_retry (geo3k, geo3k_calculator, vqa, caption, geospot) and OVERRIDES="algorithm.steps=3"'
