@@ -1,6 +1,8 @@
 """State of a run in megatron-core's sharded form, with the same keys under every layout."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Protocol
 
 from megatron.core import parallel_state
@@ -47,12 +49,40 @@ def sharded_state(
         }
     }
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=metadata
-        )
+        with _offsets_without_padding(optimizer):
+            state["optimizer"] = optimizer.sharded_state_dict(
+                state["model"], is_loading=is_loading, metadata=metadata
+            )
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     return state
+
+
+@contextmanager
+def _offsets_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Correct the places of parameters in the optimizer's joined buckets.
+
+    megatron-core 0.16.1 joins buckets without the padding between them, and takes each parameter
+    from its place with padding: what follows the first padded bucket would be saved shifted.
+    """
+    parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
+    buffers = [buffer for part in parts for buffer in part.buffers]
+    padded = [buffer.param_index_map for buffer in buffers]
+    for buffer, places in zip(buffers, padded, strict=True):
+        sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+        starts = [*accumulate(sizes, initial=0)]
+        shifts = [
+            start - bucket.offset for start, bucket in zip(starts, buffer.buckets, strict=False)
+        ]
+        buffer.param_index_map = {
+            parameter: (first + shifts[bucket], end + shifts[bucket], bucket)
+            for parameter, (first, end, bucket) in places.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, places in zip(buffers, padded, strict=True):
+            buffer.param_index_map = places
 
 
 def replica_group() -> Any:

@@ -41,6 +41,7 @@ def check(config: Config) -> None:
     _check_oversample(config)
     _check_adapters(config)
     _check_warmup(config)
+    _check_gradients(config)
     _check_evaluation(config)
     _check_checkpoint(config)
 
@@ -174,6 +175,14 @@ def _check_warmup(config: Config) -> None:
             f"optimizer.warmup_steps={optimizer.warmup_steps} is above "
             f"algorithm.steps={algorithm.steps}{less}: the rate would never be reached; lower it "
             "or raise the number of steps"
+        )
+
+
+def _check_gradients(config: Config) -> None:
+    if config.optimizer.grad_reduce_in_bf16 and config.model.dtype != "bfloat16":
+        raise ValueError(
+            "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, and "
+            f"model.dtype={config.model.dtype}: set the first to false or the second to bfloat16"
         )
 
 

@@ -39,7 +39,26 @@ class Optimizer(Section):
     """Largest norm of the gradient over all weights; larger ones are scaled down. 0 turns clipping
     off."""
 
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over the data and context axes bucket by bucket during the last backward of
+    an update, in place of all of them after it. Gradients of a trained tower, which some packs do
+    not use, are reduced after it either way."""
+
+    overlap_param_gather: bool = False
+    """Gather updated parameters over the data and context axes while the next forward runs, each
+    layer waiting for its own. It helps where forwards follow an update: several updates in a step,
+    and SFT. It needs `optimizer.overlap_grad_reduce`."""
+
+    grad_reduce_in_bf16: bool = False
+    """Keep and reduce gradients in bfloat16: half of the memory and traffic of float32, in which
+    long sums over packs and ranks are exact to more digits. It needs `model.dtype: bfloat16`."""
+
     def check(self) -> None:
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError(
+                "optimizer.overlap_param_gather=true is for runs that overlap gradients too: set "
+                "optimizer.overlap_grad_reduce=true or optimizer.overlap_param_gather=false"
+            )
         if self.min_lr > self.lr:
             raise ValueError(
                 f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}: "

@@ -31,7 +31,7 @@ from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Layout, Mesh, build_mesh, init_distributed, shutdown
 from megavlm.run.doctor_checks import Finding, check_attention, check_sum, check_sync
 from megavlm.training.forward_backward import VisionFeatures, forward_backward
-from megavlm.training.optimizer import wrap
+from megavlm.training.gradient_buffers import wrap
 from megavlm.weight_sync.sync import WeightSync
 
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of a log-prob

@@ -105,7 +105,8 @@ def _stage(config: Config, hf_config: Any, group: EqualRanks, world_size: int) -
     return StageMemory(
         ranks=group.ranks,
         weights=sum(x.bytes for x in held),
-        gradients=4.0 * sum(x.numel for x in trained),
+        gradients=(2.0 if config.optimizer.grad_reduce_in_bf16 else 4.0)
+        * sum(x.numel for x in trained),
         optimizer=sum(optimizer_bytes(x, config, world_size) for x in trained),
         activations=_in_flight(config, stage) * kept + passing,
         logits=logits_bytes(config, hf_config, trained) if is_last else 0.0,

@@ -90,6 +90,7 @@ class BaseTrainer:
             return True
 
     def evaluate(self) -> None:
+        self.train_state.updater.finish()
         self.train_state.progress.begin(f"evaluating after {self.train_state.step} steps")
         self.weights.push_if_changed()
         with self.train_state.phases("evaluation"):
@@ -100,6 +101,7 @@ class BaseTrainer:
         self.driver.evaluate(self.train_state.step, self.weights.refit)
 
     def save(self) -> None:
+        self.train_state.updater.finish()
         self.weights.switch_memory("train")
         driver = self.driver
         state = None if driver is None else driver.state_dict()

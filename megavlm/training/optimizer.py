@@ -4,15 +4,9 @@ them megatron-core's.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -21,7 +15,6 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
 
 from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack
@@ -30,6 +23,7 @@ from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import any_rank, reduce_measures
 from megavlm.parallel.mesh import Mesh
 from megavlm.training.forward_backward import LossFunction, VisionFeatures, forward_backward
+from megavlm.training.gradient_buffers import begin_gather, finish_gather, wrap
 from megavlm.training.guards import SkipCounter
 
 
@@ -71,6 +65,7 @@ class Updater:
         reports = forward_backward(
             self.chunks, packs, features, scoring or Scoring(), loss_function
         )
+        self.finish()  # what no forward of this rank has waited for, such as an unused tower
         measures = reduce_measures(reports, self.mesh)
         skipped = not self.gradients_are_finite()
         self.skips.record(skipped, step)
@@ -78,9 +73,19 @@ class Updater:
         measures["skipped_updates"] = float(skipped)
         measures["updates_without_signal"] = float(without_signal)
         measures["learning_rate"] = self.learning_rate
-        if skipped or without_signal:
-            return measures | {"gradient_norm": float("nan") if skipped else 0.0}
-        return measures | {"gradient_norm": self.step(value_head_alone=value_head_alone)}
+        norm = float("nan") if skipped else 0.0
+        if not skipped and not without_signal:
+            norm = self.step(value_head_alone=value_head_alone)
+        for chunk in self.chunks:
+            begin_gather(chunk)  # after a skipped update too, to keep one order of collectives
+        return measures | {"gradient_norm": norm}
+
+    def finish(self) -> None:
+        """Block until this rank has all updated parameters. Whatever reads them without a forward
+        comes after it.
+        """
+        for chunk in self.chunks:
+            finish_gather(chunk)
 
     @property
     def has_moved(self) -> bool:
@@ -155,7 +160,7 @@ def build_updater(
             "be resumed: choose targets on every stage, or set parallel.pipeline=1"
         )
     warmup = settings.warmup_steps * updates_per_step
-    wrapped = wrap(chunks)
+    wrapped = wrap(chunks, settings)
     dtype = chunks[0].config.params_dtype
     config = OptimizerConfig(
         optimizer="adam",
@@ -169,6 +174,7 @@ def build_updater(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
+        overlap_param_gather=settings.overlap_param_gather,
     )
     overrides = get_standard_config_overrides(config)
     if value_head_lr is not None:
@@ -223,51 +229,3 @@ def _forget_moments(optimizer: MegatronOptimizer) -> None:
         for state in part.optimizer.state.values():
             for value in state.values():
                 value.zero_()
-
-
-def wrap(
-    chunks: Sequence[VisionLanguageModel], *, shard_optimizer: bool = True
-) -> list[DistributedDataParallel]:
-    """Give each chunk contiguous fp32 gradient buffers, reduced over the data and context axes
-    after the last microbatch.
-
-    shard_optimizer: a data rank gets its shard of the reduced gradient; else all of it.
-    """
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=shard_optimizer, grad_reduce_in_fp32=True
-    )
-    config = chunks[0].config
-    config.finalize_model_grads_func = finalize_gradients
-    return [
-        # Later chunks' gradients are ready while others compute: they need no smaller buckets.
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
-
-
-def finalize_gradients(
-    chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **_: Any
-) -> None:
-    """Sum gradients over the data and context axes, and the tower's over the tensor axis.
-
-    Losses are already divided by their global number of tokens: megatron's count is not used.
-    """
-    finalize_model_grads(chunks, None)
-    sum_tower_gradients(chunks[0].module)
-
-
-def sum_tower_gradients(model: VisionLanguageModel) -> None:
-    """Sum the tower's gradients over the tensor axis, each of whose ranks encoded a share of the
-    images.
-    """
-    if model.visual is None:
-        return
-    group = model.language_model.pg_collection.tp
-    trained = [p for p in model.visual.parameters() if p.requires_grad]
-    gradients: list[Tensor] = [getattr(p, "main_grad") for p in trained]  # noqa: B009
-    if group.size() == 1 or not gradients:
-        return
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))

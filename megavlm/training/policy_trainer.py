@@ -69,6 +69,7 @@ class PolicyTrainer(BaseTrainer):
             self.add_advantages(batch, features)
         with phases("update"):
             metrics = self.update(batch, features)
+            state.updater.finish()
         state.step += 1
         with phases("sync"):
             self.weights.push()

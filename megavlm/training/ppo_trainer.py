@@ -88,6 +88,7 @@ class PPOTrainer(PolicyTrainer):
                 for packs in batch.minibatches * self.ppo.epochs
             ]
         )
+        self.critic.updater.finish()
         if self.critic_alone:
             return metrics | self.engine_gap(batch, features)
         return metrics | super().update(batch, features)

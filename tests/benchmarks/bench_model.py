@@ -31,8 +31,8 @@ from megavlm.models.registry import family
 from megavlm.parallel.mesh import build_mesh
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from megavlm.training.forward_backward import VisionFeatures, forward_backward
+from megavlm.training.gradient_buffers import wrap
 from megavlm.training.losses import supervised_loss
-from megavlm.training.optimizer import wrap
 from tests.distributed.fork import launch
 
 VOCABULARY = 8192

@@ -25,7 +25,7 @@ from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import VisionFeatures, forward_backward, logits
-from megavlm.training.optimizer import wrap
+from megavlm.training.gradient_buffers import wrap
 from tests.cache import cached_folder
 from tests.distributed.fork import launch
 from tests.distributed.lora_reference import Name, pair

@@ -9,7 +9,7 @@ import pytest
 
 from megavlm.models.common.config import ModelOptions
 from megavlm.run.export import _trainer_logits
-from megavlm.training.optimizer import wrap
+from megavlm.training.gradient_buffers import wrap
 from tests.distributed.fork import launch
 from tests.levels import slow
 from tests.parity.cases import packs_of

@@ -30,8 +30,9 @@ from megavlm.training.forward_backward import (
     compute_logprobs,
     forward_backward,
 )
+from megavlm.training.gradient_buffers import wrap
 from megavlm.training.losses import Update, policy_loss, with_value_loss
-from megavlm.training.optimizer import build_updater, wrap
+from megavlm.training.optimizer import build_updater
 from tests.columns import columns
 from tests.distributed.fork import launch
 from tests.levels import slow

@@ -2,10 +2,11 @@
 back bit for bit.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 pytestmark = pytest.mark.distributed
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
 STEPS = 3
+SETTINGS = Optimizer(lr=1e-3, clip_grad=0.5)
 
 
 @cache
@@ -77,19 +79,29 @@ class Run:
         return [p.detach().clone() for chunk in self.updater.chunks for p in chunk.parameters()]
 
 
-def start(folder: Path, ranks: Ranks, *, frozen: bool, lora: LoRA | None = None) -> Run:
+def start(
+    folder: Path,
+    ranks: Ranks,
+    *,
+    frozen: bool,
+    lora: LoRA | None = None,
+    settings: Optimizer = SETTINGS,
+    head: Literal["tokens", "both"] = "tokens",
+) -> Run:
     """A model and this rank's parts of its packs."""
     inputs = inputs_of(folder)
     config = inputs.config
     mesh = build_mesh(ranks.mesh)
-    options = ModelOptions(sequence=ranks.sequence, freeze_tower=frozen, freeze_merger=frozen)
+    options = ModelOptions(
+        sequence=ranks.sequence, freeze_tower=frozen, freeze_merger=frozen, head=head
+    )
     chunks = build_model(config, mesh, options)
     entries = family(config.model_type).mapping(config)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(folder), mesh)
         if lora is not None:
             add_adapters(chunk, lora)
-    updater = build_updater(chunks, Optimizer(lr=1e-3, clip_grad=0.5), mesh, num_steps=STEPS)
+    updater = build_updater(chunks, settings, mesh, num_steps=STEPS)
     cases = inputs.sequences("mixed")
     mine = cases[mesh.data_rank :: mesh.data_size]
     groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
@@ -146,23 +158,31 @@ def check_updates(folder: Path, ranks: Ranks) -> None:
         np.testing.assert_allclose(history, expected, rtol=2e-5)
 
 
-def not_finite(folder: Path, ranks: Ranks) -> bool:
+def not_finite(folder: Path, ranks: Ranks, number: float) -> bool:
     run = start(folder, ranks, frozen=True)
     run.updater.zero_gradients()
     if run.mesh.rank == run.mesh.world_size - 1:
         chunk = run.updater.chunks[-1]
-        (chunk.expert_parallel_buffers or chunk.buffers)[0].grad_data[3] = float("nan")
+        (chunk.expert_parallel_buffers or chunk.buffers)[0].grad_data[3] = number
     return run.updater.gradients_are_finite()
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"),
-    [("qwen2_5_vl", "DP2"), ("qwen2_5_vl", "PP2 virtual 2"), ("qwen3_vl_moe", "EP2")],
+    ("model", "layout", "number", "finite"),
+    [
+        ("qwen2_5_vl", "DP2", math.nan, False),
+        ("qwen2_5_vl", "DP2", -math.inf, False),
+        ("qwen2_5_vl", "DP2", 1e38, True),
+        ("qwen2_5_vl", "PP2 virtual 2", math.nan, False),
+        ("qwen3_vl_moe", "EP2", math.inf, False),
+    ],
 )
-def test_nan_on_one_rank_is_known_on_all(model: str, layout: str) -> None:
+def test_what_is_not_finite_on_one_rank_is_known_on_all(
+    model: str, layout: str, number: float, finite: bool
+) -> None:
     """In the last chunk, and in an expert's gradient."""
-    results = launch(2, not_finite, model_folder(model), ALL_LAYOUTS[layout])
-    assert results == [False, False]
+    results = launch(2, not_finite, model_folder(model), ALL_LAYOUTS[layout], number)
+    assert results == [finite, finite]
 
 
 def frozen_step(folder: Path, ranks: Ranks) -> list[Any]:

@@ -26,7 +26,7 @@ from megavlm.training.forward_backward import (
     forward_backward,
     logits,
 )
-from megavlm.training.optimizer import wrap
+from megavlm.training.gradient_buffers import wrap
 from tests.cache import cached_value
 from tests.columns import columns
 from tests.distributed.fork import launch

@@ -22,7 +22,7 @@ from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import VisionFeatures, forward_backward, logits
-from megavlm.training.optimizer import wrap
+from megavlm.training.gradient_buffers import wrap
 from tests.parity.table import Ranks
 
 Name = tuple[str, int | None]  # of a tensor: its key, and the expert's number

@@ -24,7 +24,7 @@ from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
 from megavlm.training.forward_backward import VisionFeatures, compute_logprobs
-from megavlm.training.optimizer import wrap
+from megavlm.training.gradient_buffers import wrap
 from megavlm.weight_sync.attempt import SyncReport, SyncSettings
 from megavlm.weight_sync.lora import AdapterWeights, adapter_name
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks

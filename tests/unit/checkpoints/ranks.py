@@ -7,9 +7,9 @@ under different layouts make the same updates, bit by bit.
 import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
+from megavlm.config.optimizer import Optimizer
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
@@ -27,10 +28,11 @@ from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
+from megavlm.training import gradient_buffers
 from megavlm.training.optimizer import Updater, build_updater
 from tests.parity.table import LAYOUTS, Ranks
 
-SETTINGS = SimpleNamespace(
+SETTINGS = Optimizer(
     lr=1e-2,
     min_lr=1e-4,
     schedule="cosine",
@@ -107,8 +109,13 @@ def start(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     freeze: bool = True,
+    overlap: bool = False,
 ) -> Run:
-    """A run at step 0 with the folder's weights."""
+    """A run at step 0 with the folder's weights. overlap: gradients are in several buckets."""
+    if overlap:
+        gradient_buffers.DistributedDataParallelConfig = partial(
+            gradient_buffers.DistributedDataParallelConfig, bucket_size=20_000
+        )
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -121,7 +128,9 @@ def start(
     entries = family(config.model_type).mapping(config)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(hf), mesh)
-    updater = build_updater(chunks, SETTINGS, mesh, num_steps=10)
+    updater = build_updater(
+        chunks, replace(SETTINGS, overlap_grad_reduce=overlap), mesh, num_steps=10
+    )
     return Run(mesh, chunks, updater, {(entry.megatron, entry.expert): entry for entry in entries})
 
 

@@ -74,6 +74,16 @@ def test_a_resumed_run_is_bit_equal(
     assert shorter[0][1] != through[0]  # the comparison can fail
 
 
+@pytest.mark.distributed
+def test_buckets_of_gradients_may_change(hf: Path, tmp_path: Path) -> None:
+    """A run that overlaps their reduction goes on without, bit by bit."""
+    ranks, options = LAYOUTS["DP2"], {"freeze": False}
+    overlaps = options | {"overlap": True}
+    through = launch(2, train_and_save, hf, ranks, tmp_path, 3, overlaps)
+    resumed = launch(2, resume, hf, ranks, tmp_path, 3, options)
+    assert [fingerprint for _, fingerprint in resumed] == through
+
+
 def save_at_once(hf: Path, ranks: Ranks, folder: Path) -> list[str]:
     run = start(hf, ranks)
     run.save(folder, 0)

@@ -18,6 +18,13 @@ BROKEN = {
     ("optimizer.lr=.nan",): "optimizer.lr=nan is out of range",
     ("optimizer.lr=.inf",): "optimizer.lr=inf is out of range",
     ("optimizer.betas=[0.9, 1]",): "[0.9, 1.0] is out of range: set it to numbers at least 0 and",
+    (
+        "optimizer.overlap_param_gather=true",
+    ): "optimizer.overlap_param_gather=true is for runs that overlap gradients too: set optimizer",
+    (
+        "optimizer.grad_reduce_in_bf16=true",
+        "model.dtype=float32",
+    ): "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, and model",
     ("run.seed=-1",): "run.seed=-1 is out of range: set it to a number at least 0",
     (
         "run.seed=" + "9" * 400,

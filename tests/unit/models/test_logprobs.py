@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavlm.models.common.logprobs import Scoring, default_chunk_size, token_scores
 from tests.distributed.fork import launch
@@ -163,3 +164,32 @@ def test_memory_does_not_grow_with_the_targets() -> None:
 )
 def test_chunks_are_large_on_a_gpu(vocab_size: int, device_type: str, expected: int) -> None:
     assert default_chunk_size(vocab_size, device_type) == expected
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function.overloadpacket is torch.ops.aten.mm
+        return function(*args, **(kwargs or {}))
+
+
+def products(device: str) -> int:
+    """Return the number of chunks of 1,000 targets, each of which is a product."""
+    group = dist.group.WORLD
+    assert group is not None
+    hidden, weight = (torch.zeros(rows, 2, device=device) for rows in (1000, 5))
+    ids = torch.zeros(1000, dtype=torch.long, device=device)
+    dist.all_reduce = lambda *args, **kwargs: None  # over one rank; gloo knows no other device
+    with torch.no_grad(), Products() as found:
+        token_scores(hidden, weight, ids, scoring=Scoring(), group=group)
+    return found.count
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 4), ("meta", 1)])
+def test_the_device_chooses_the_chunks(device: str, expected: int) -> None:
+    assert launch(1, products, device) == [expected]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from megavlm.config.load import load
 from megavlm.observability.progress import Progress
+from megavlm.parallel.mesh import Layout
 from megavlm.run import train as run
 
 
@@ -33,13 +35,16 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
         events.append("model")
         raise Stop
 
-    mesh = SimpleNamespace(is_driver=True)
+    def build_mesh(layout: Layout, *, seed: int, timeout: timedelta) -> Any:
+        assert timeout == timedelta(hours=7.5), "ranks wait as long as the recipe says"
+        return SimpleNamespace(is_driver=True)
+
     monkeypatch.setattr(run, "init_distributed", lambda: None)
-    monkeypatch.setattr(run, "build_mesh", lambda *_, **__: mesh)
+    monkeypatch.setattr(run, "build_mesh", build_mesh)
     monkeypatch.setattr(run, "connect", connect)
     monkeypatch.setattr(run, "barrier", lambda _: events.append("all ranks wait"))
     monkeypatch.setattr(run.TrainState, "build", build)
-    config = load(write_recipe(rollout={"colocate": colocate}), [])
+    config = load(write_recipe(rollout={"colocate": colocate}), ["run.timeout=7.5"])
     with pytest.raises(Stop):
         run.train(config, Progress(is_quiet=True))
     waits = ["all ranks wait"] if colocate else []

@@ -1,0 +1,136 @@
+"""Gradient buffers of a model's chunks, megatron-core's: reduced after an update's last backward or
+while it runs, and updated parameters gathered while the next forward runs.
+
+NCCL needs one order of collectives on all ranks. Ranks without images in a pack use no tower, so
+nothing that depends on it starts a collective: its gradients are reduced after the backward, and
+all gathers start together after the update, in the order of the forward.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from torch import Tensor, nn
+
+from megavlm.config.optimizer import Optimizer
+from megavlm.models.common.model import VisionLanguageModel
+
+
+def wrap(
+    chunks: Sequence[VisionLanguageModel],
+    settings: Optimizer | None = None,
+    *,
+    shard_optimizer: bool = True,
+) -> list[DistributedDataParallel]:
+    """Give each chunk contiguous gradient buffers, in fp32 by default, reduced over the data and
+    context axes after the last microbatch. settings: None takes the defaults.
+
+    shard_optimizer: a data rank gets its shard of the reduced gradient; else all of it.
+    """
+    settings = settings or Optimizer()
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=shard_optimizer,
+        grad_reduce_in_fp32=not settings.grad_reduce_in_bf16,
+        overlap_grad_reduce=settings.overlap_grad_reduce,
+        overlap_param_gather=settings.overlap_param_gather,
+        align_param_gather=True,  # a layer's forward starts no gather, it waits for its own
+    )
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_gradients
+    wrapped = [
+        # Later chunks' gradients are ready while others compute: they need no smaller buckets.
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    if settings.overlap_grad_reduce:
+        syncs = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        for chunk in wrapped:
+            _reduce_tower_last(chunk)
+    if settings.overlap_param_gather:
+        for chunk in wrapped:
+            _wait_for_output_weight(chunk)
+            for group in _groups(chunk):
+                group.param_gather_dispatched = True  # parameters are whole until an update
+    return wrapped
+
+
+def _groups(chunk: DistributedDataParallel) -> list[Any]:
+    """Return the bucket groups, whose collectives are one; later layers come first."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def _reduce_tower_last(chunk: DistributedDataParallel) -> None:
+    """Leave out bucket groups with gradients of the tower from those that are reduced during the
+    backward: a group that counts no gradient is reduced after it.
+    """
+    tower = chunk.module.visual
+    trained = set() if tower is None else {p for p in tower.parameters() if p.requires_grad}
+    for group in _groups(chunk):
+        if not trained.isdisjoint(group.params):
+            group.register_grad_ready = lambda *args: None
+
+
+def _wait_for_output_weight(chunk: DistributedDataParallel) -> None:
+    """Wait for the gathered output layer before the final norm: the layer has no forward of its
+    own, which would wait.
+    """
+    model = chunk.module.language_model
+    output = getattr(model, "output_layer", None)
+    group = None if output is None else chunk.param_to_bucket_group.get(output.weight)
+    if group is not None:
+
+        def wait(module: nn.Module, inputs: Any) -> None:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+        model.decoder.final_layernorm.register_forward_pre_hook(wait)
+
+
+def begin_gather(chunk: DistributedDataParallel) -> None:
+    """Start to gather updated parameters, those of the first layers first; nothing where they are
+    gathered in the optimizer's step. Collective.
+    """
+    if chunk.ddp_config.overlap_param_gather:
+        for group in reversed(_groups(chunk)):
+            group.start_param_sync()
+
+
+def finish_gather(chunk: DistributedDataParallel) -> None:
+    """Block until what is being gathered is there."""
+    for group in _groups(chunk):
+        if group.param_gather_handle is not None:
+            group.start_param_sync(force_sync=True)  # waits
+
+
+def finalize_gradients(
+    chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **_: Any
+) -> None:
+    """Sum gradients over the data and context axes, and the tower's over the tensor axis.
+
+    Losses are already divided by their global number of tokens: megatron's count is not used.
+    """
+    finalize_model_grads(chunks, None)
+    sum_tower_gradients(chunks[0].module)
+
+
+def sum_tower_gradients(model: VisionLanguageModel) -> None:
+    """Sum the tower's gradients over the tensor axis, each of whose ranks encoded a share of the
+    images.
+    """
+    if model.visual is None:
+        return
+    group = model.language_model.pg_collection.tp
+    trained = [p for p in model.visual.parameters() if p.requires_grad]
+    gradients: list[Tensor] = [getattr(p, "main_grad") for p in trained]  # noqa: B009
+    if group.size() == 1 or not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
