@@ -1,15 +1,72 @@
-"""Resized images: a PNG for the rollout server, patches for the vision tower."""
+"""Resized images as RGB pixels: a file for the rollout server, patches for the vision tower."""
 
 import hashlib
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, ClassVar
 
+import torch
 from PIL import Image
 from torch import Tensor
 
 from megavlm.data.image_decoding import decode, image_size
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class PatchFormat:
+    """Format of a tower's input: the normalisation of pixels 0 to 255, and how patches are cut.
+
+    mean, std: of each RGB channel. patch: pixels of a side. temporal: frames of a patch. merge:
+    patches of a side that become one token; their patches follow one another.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    patch: int
+    temporal: int
+    merge: int
+
+    @classmethod
+    def of(cls, processor: Any) -> "PatchFormat":
+        """Return the format of transformers' Qwen2VLImageProcessor or of a video processor.
+
+        Raises ValueError for one that does not normalise, which no Qwen-VL model has.
+        """
+        if not (processor.do_rescale and processor.do_normalize):
+            raise ValueError("its image processor has do_rescale or do_normalize off; set both")
+        # As transformers fuses them, bit for bit.
+        mean, std = (
+            tuple((torch.tensor(x) * (1.0 / processor.rescale_factor)).tolist())
+            for x in (processor.image_mean, processor.image_std)
+        )
+        return cls(
+            mean,
+            std,
+            processor.patch_size,
+            processor.temporal_patch_size,
+            processor.merge_size,
+        )
+
+    def grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Return (t, h, w) in patches of frames of so many pixels."""
+        return -(-frames // self.temporal), height // self.patch, width // self.patch
+
+    def cut(self, pixels: Tensor) -> Tensor:
+        """Return the patches [P, patch_dim] float32 of frames [F, H, W, 3] uint8, on their device.
+        The last frame is repeated to fill a patch.
+        """
+        mean, std = (torch.tensor(x, device=pixels.device) for x in (self.mean, self.std))
+        values = pixels.to(torch.float32).sub_(mean).div_(std)
+        t, h, w = self.grid(*pixels.shape[:3])
+        missing = t * self.temporal - len(values)
+        values = torch.cat([values, *[values[-1:]] * missing])
+        merge, patch = self.merge, self.patch
+        split = values.view(t, self.temporal, h // merge, merge, patch, w // merge, merge, patch, 3)
+        return split.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,9 +76,30 @@ class ProcessedImage:
     is_video: ClassVar[bool] = False
 
     key: str  # SHA-256 of size and RGB pixels: identifies the content
-    png: bytes  # lossless RGB, which the server's own resize does not change
-    patches: Tensor  # [P, patch_dim] float32, equal to AutoProcessor's pixel_values
-    grid: tuple[int, int, int]  # (t, h, w) in patches
+    pixels: Tensor  # [F, H, W, 3] uint8, of one frame; the server's own resize does not change it
+    format: PatchFormat
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """(t, h, w) in patches."""
+        return self.format.grid(*self.pixels.shape[:3])
+
+    @property
+    def num_patches(self) -> int:
+        return math.prod(self.grid)
+
+    def patches(self, device: torch.device = CPU) -> Tensor:
+        """Return the tower's input [P, patch_dim] float32 on a device, equal to AutoProcessor's
+        pixel_values. Pixels are moved as they are, an eighth of its bytes.
+        """
+        return self.format.cut(self.pixels.to(device, non_blocking=True))
+
+    def file(self, kind: str) -> bytes:
+        """Return the first frame as a lossless file: "BMP", made in no time, or "PNG", smaller."""
+        content = BytesIO()
+        # Both are lossless at any setting; the lowest compression of PNG is the fastest.
+        Image.fromarray(self.pixels[0].numpy()).save(content, kind, compress_level=1)
+        return content.getvalue()
 
 
 class ImageProcessor:
@@ -33,12 +111,12 @@ class ImageProcessor:
         *,
         min_pixels: int | None,
         max_pixels: int | None,
-        cache: "PatchCache",
+        cache: "ImageCache",
     ) -> None:
         """Take the bounds on the pixels of a resized image; None takes the folder's own.
 
         Raises ValueError for bounds wider than the folder's: the rollout server applies those, and
-        would resize the images again.
+        would resize the images again. Raises ValueError as `PatchFormat.of`.
         """
         smallest = image_processor.size["shortest_edge"]
         largest = image_processor.size["longest_edge"]
@@ -52,6 +130,7 @@ class ImageProcessor:
             )
         self.merge_size: int = image_processor.merge_size
         self._processor = image_processor
+        self._format = PatchFormat.of(image_processor)
         self._low, self._high = low, high
         self._cache = cache
 
@@ -84,36 +163,28 @@ class ImageProcessor:
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         processor = self._processor
-        pixels = processor.process_image(image)[None]
+        values = processor.process_image(image)[None]
         side = processor.patch_size * processor.merge_size
-        height, width = pixels.shape[-2:]
-        height, width = smart_resize(height, width, side, self._low, self._high)
+        height, width = smart_resize(*values.shape[-2:], side, self._low, self._high)
         size = SizeDict(height=height, width=width)
-        resized = TorchvisionBackend.resize(processor, pixels, size, processor.resample)[0]
-        features = processor(images=[resized], do_resize=False, return_tensors="pt")
-        t, h, w = features["image_grid_thw"][0].tolist()
+        resized = TorchvisionBackend.resize(processor, values, size, processor.resample)
+        pixels = resized.permute(0, 2, 3, 1).contiguous()
+        key = hashlib.sha256(f"{width}x{height}:".encode() + pixels.numpy().tobytes()).hexdigest()
+        processed = ProcessedImage(key, pixels, self._format)
         # Rounding to whole patches can move a narrow image out of the bounds again.
-        if processor.get_number_of_image_patches(height, width, {}) != t * h * w:
+        if processor.get_number_of_image_patches(height, width, {}) != processed.num_patches:
             raise ValueError(
                 f"an image of {image.width} x {image.height} pixels becomes {width} x {height}, "
                 "which the rollout server would resize again; crop it"
             )
-        pixels = resized.permute(1, 2, 0).contiguous().numpy()
-        png = BytesIO()
-        Image.fromarray(pixels).save(png, "PNG", compress_level=1)
-        return ProcessedImage(
-            key=hashlib.sha256(f"{width}x{height}:".encode() + pixels.tobytes()).hexdigest(),
-            png=png.getvalue(),
-            patches=features["pixel_values"],
-            grid=(t, h, w),
-        )
+        return processed
 
 
-class PatchCache:
+class ImageCache:
     """LRU cache of processed images and videos, by a digest of their files."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Bound the patches in the cache to max_bytes in all."""
+        """Bound the pixels in the cache to max_bytes in all."""
         self._max_bytes = max_bytes
         self._bytes = 0
         self._images: OrderedDict[bytes, ProcessedImage] = OrderedDict()
@@ -126,7 +197,7 @@ class PatchCache:
 
     def put(self, digest: bytes, image: ProcessedImage) -> None:
         self._images[digest] = image
-        self._bytes += image.patches.nbytes
+        self._bytes += image.pixels.nbytes
         while self._bytes > self._max_bytes:
             _, oldest = self._images.popitem(last=False)
-            self._bytes -= oldest.patches.nbytes
+            self._bytes -= oldest.pixels.nbytes

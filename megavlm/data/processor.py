@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from megavlm.config.data import Data
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
-from megavlm.data.image_processing import ImageProcessor, PatchCache, ProcessedImage
+from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedImage
 from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.rows import Row
 from megavlm.data.videos import VideoProcessor, VideoTokens
@@ -62,7 +62,7 @@ class Processor:
         """Load the processor of the model in `folder`.
 
         The pixel bounds of `data` apply to images; the folder's own apply to videos. cache_bytes
-        bounds the patches of recent images and videos that are kept in memory.
+        bounds the pixels of recent images and videos that are kept in memory.
 
         Raises ValueError for a folder that is not a Qwen-VL model, or for pixel bounds that the
         rollout server would not apply.
@@ -93,7 +93,7 @@ class Processor:
         self._template = processor.chat_template or self._tokenizer.chat_template
         if self._template is None:
             raise ValueError(f"model.folder: {folder} has no chat template; take an Instruct model")
-        cache = PatchCache(cache_bytes)
+        cache = ImageCache(cache_bytes)
         self._images = ImageProcessor(
             image_processor, min_pixels=data.min_pixels, max_pixels=data.max_pixels, cache=cache
         )
@@ -154,7 +154,7 @@ class Processor:
             for token in short_ids:
                 if token == self.image_token_id:
                     image = next(before, None) or self._images.image(next(encoded))
-                    num_tokens = len(image.patches) // self._images.merge_size**2
+                    num_tokens = image.num_patches // self._images.merge_size**2
                     token_ids += [token] * num_tokens
                     spans.append(Span(image.grid))
                     images.append(image)

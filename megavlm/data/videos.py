@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megavlm.data.image_decoding import decode, image_size
-from megavlm.data.image_processing import PatchCache, ProcessedImage
+from megavlm.data.image_processing import ImageCache, PatchFormat, ProcessedImage
 from megavlm.data.positions import Span
 from megavlm.data.rows import Video
 
@@ -21,7 +22,7 @@ Grid = tuple[int, int, int]  # (t, h, w) in patches
 
 @dataclass(frozen=True, eq=False)
 class ProcessedVideo(ProcessedImage):
-    """A resized video for the tower. Its `png` is empty: rollout servers do not get videos."""
+    """A resized video for the tower; rollout servers do not get videos."""
 
     is_video: ClassVar[bool] = True
 
@@ -32,12 +33,13 @@ class ProcessedVideo(ProcessedImage):
 class VideoProcessor:
     """Video processor of a model folder, for videos whose frames are already sampled."""
 
-    def __init__(self, video_processor: Any, cache: PatchCache) -> None:
+    def __init__(self, video_processor: Any, cache: ImageCache) -> None:
         """Wrap transformers' Qwen2VLVideoProcessor or Qwen3VLVideoProcessor. Its own pixel bounds
         apply: of all frames together in Qwen3-VL, of each frame in the others.
         """
         self._processor = video_processor
-        self._step: int = video_processor.temporal_patch_size
+        self._format = PatchFormat.of(video_processor)
+        self._step = self._format.temporal
         # None warns, and has the effect of False. Older transformers (5.12) have no such bound.
         self._cap = bool(getattr(video_processor, "cap_pixels_per_frame", False))
         self._cache = cache
@@ -64,17 +66,21 @@ class VideoProcessor:
         """
         self._check_limits(video)
         width, height = _one_size(image_size(frame) for frame in video.frames)
+        frames = torch.empty(len(video.frames), 3, height, width, device="meta")
+        return self._format.grid(len(frames), *self._resize(frames).shape[-2:])
+
+    def _resize(self, frames: Tensor) -> Tensor:
+        """Resize frames [F, 3, H, W] as transformers does."""
         processor = self._processor
-        resized = processor.resize(
-            torch.empty(1, len(video.frames), 3, height, width, device="meta"),
+        resized: Tensor = processor.resize(
+            frames[None],
             size=processor.size,
             resample=processor.resample,
             factor=processor.patch_size * processor.merge_size,
             temporal_factor=self._step,
             cap_pixels_per_frame=self._cap,
-        )
-        h, w = (side // processor.patch_size for side in resized.shape[-2:])
-        return len(self.times(video)), h, w
+        )[0]
+        return resized
 
     def times(self, video: Video) -> tuple[float, ...]:
         """Return the time of each frame of the grid in seconds: the mean of the times of its first
@@ -109,20 +115,12 @@ class VideoProcessor:
         frames = [decode(frame) for frame in video.frames]
         width, height = _one_size(frame.size for frame in frames)
         pixels = np.stack([np.asarray(frame) for frame in frames])
-        features = self._processor(
-            videos=[torch.from_numpy(pixels).permute(0, 3, 1, 2)],
-            input_data_format="channels_first",
-            do_sample_frames=False,
-            cap_pixels_per_frame=self._cap,
-            return_tensors="pt",
-        )
-        t, h, w = features["video_grid_thw"][0].tolist()
+        resized = self._resize(torch.from_numpy(pixels).permute(0, 3, 1, 2))
         size = f"video {len(frames)}x{width}x{height}:".encode()
         return ProcessedVideo(
             key=hashlib.sha256(size + pixels.tobytes()).hexdigest(),
-            png=b"",
-            patches=features["pixel_values_videos"],
-            grid=(t, h, w),
+            pixels=resized.permute(0, 2, 3, 1).contiguous(),
+            format=self._format,
             times=self.times(video),
             seconds_per_grid=self._step / video.fps,
         )

@@ -55,7 +55,7 @@ def plan_warm_start(config: Config, steps: int | None) -> WarmStart:
 
 def num_steps(num_rows: int, sample: Sequence[Prompt], batch_size: int) -> int:
     """Return the steps of EPOCHS epochs, or fewer if they would see more than MOST_TOKENS."""
-    patches = sum(len(image.patches) for prompt in sample for image in prompt.images)
+    patches = sum(image.num_patches for prompt in sample for image in prompt.images)
     text = sum(len(prompt.token_ids) - prompt.num_vision_tokens for prompt in sample)
     seen = min(EPOCHS * num_rows, MOST_TOKENS * len(sample) // (patches + text))
     return max(seen // batch_size, 1)
@@ -80,6 +80,6 @@ def _train(model: Any, prompt: Prompt) -> None:
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if prompt.images:
         inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
-        inputs["pixel_values"] = torch.cat([image.patches for image in prompt.images])
+        inputs["pixel_values"] = torch.cat([image.patches() for image in prompt.images])
         inputs["image_grid_thw"] = torch.tensor([image.grid for image in prompt.images])
     model(**inputs, use_cache=False).loss.backward()

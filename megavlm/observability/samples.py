@@ -42,9 +42,9 @@ class SampleWriter:
     def write(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write a few of the groups, of as many categories as possible, if the step is due.
 
-        A group has `prompt`, `answer`, `category`, `source`, `images`: (content key, PNG) in the
-        order of the prompt, and `responses`, each with `text`, `reward`, `correct`, `finish` and
-        `turns`: the later ones, each with `message`, `images` and `text`.
+        A group has `prompt`, `answer`, `category`, `source`, `images`: (content key, function that
+        returns a PNG) in the order of the prompt, and `responses`, each with `text`, `reward`,
+        `correct`, `finish` and `turns`: the later ones, each with `message`, `images` and `text`.
         """
         if not self.is_due(step):
             return
@@ -61,11 +61,11 @@ class SampleWriter:
     def _with_names(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Write the item's images, and return it with their names in their place."""
         names = []
-        for key, png in item["images"]:
+        for key, make_png in item["images"]:
             path = self.image_path(key)
             names.append(path.name)
             if not path.exists():
-                write_whole(path, png)
+                write_whole(path, make_png())
         return {**item, "images": names}
 
     def image_path(self, key: str) -> Path:

@@ -1,7 +1,8 @@
 """Trees, metrics and sample records that are made of a step's groups."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megavlm.algorithms.aggregation import token_weights
 from megavlm.algorithms.dapo import has_signal as rewards_differ
 from megavlm.algorithms.dapo import overlong_penalty
 from megavlm.config.algorithm import PolicyOptimization
+from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Tree
 from megavlm.data.targets import TargetColumns
 from megavlm.rollout.partial_rollouts import stale_tokens, staleness_metrics
@@ -122,7 +124,7 @@ def sample_records(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "answer": group.start.row.answer,
             "category": group.start.row.category,
             "source": group.start.row.source,
-            "images": [(image.key, image.png) for image in group.start.images],
+            "images": _files(group.start.images),
             "responses": [
                 {
                     "text": episode.texts[0],
@@ -144,11 +146,16 @@ def _later_turns(episode: Episode) -> list[dict[str, Any]]:
     return [
         {
             "message": prompt.row.problem,
-            "images": [(image.key, image.png) for image in prompt.images[len(before.images) :]],
+            "images": _files(prompt.images[len(before.images) :]),
             "text": text,
         }
         for before, prompt, text in turns
     ]
+
+
+def _files(images: Sequence[ProcessedImage]) -> list[tuple[str, Callable[[], bytes]]]:
+    """Return the key of each image, and a function that makes its PNG."""
+    return [(image.key, partial(image.file, "PNG")) for image in images]
 
 
 def _turn_columns(

@@ -134,7 +134,7 @@ def _inputs(prompt: Prompt, ids: Tensor, config: Any) -> dict[str, Tensor]:
     ):
         shown = [image for image in prompt.images if image.is_video is is_video]
         if shown:
-            inputs[patches] = torch.cat([image.patches for image in shown])
+            inputs[patches] = torch.cat([image.patches() for image in shown])
             inputs[grids] = torch.tensor([image.grid for image in shown])
     videos = [image for image in prompt.images if image.is_video]
     return inputs | family(config.model_type).extra_inputs(videos)

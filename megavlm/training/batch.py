@@ -82,9 +82,7 @@ def plan_step(
         _fill_up(ranks, shape)
         for rank_batch, packs in zip(rank_batches, ranks, strict=True):
             rank_batch.minibatches.append(packs)
-            rank_batch.images.update(
-                {key: _unsent(images[key]) for pack in packs for key in pack.images}
-            )
+            rank_batch.images.update({key: images[key] for pack in packs for key in pack.images})
     return rank_batches
 
 
@@ -109,8 +107,3 @@ def _fill_up(ranks: Sequence[list[Pack]], shape: PackShape) -> None:
             packs.append(
                 empty_pack(columns, multiple=shape.multiple, context_size=shape.context_size)
             )
-
-
-def _unsent(image: ProcessedImage) -> ProcessedImage:
-    """Return the image without its encoded file, which only the rollout servers need."""
-    return replace(image, png=b"")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megavlm.data.packing import Tree, make_pack, prompt_tree
 from megavlm.data.positions import Span, mrope_positions
-from megavlm.data.processor import ProcessedImage, Prompt
+from megavlm.data.processor import PatchFormat, ProcessedImage, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_configs import TinySizes, tiny_config
 from megavlm.models.build import build_model
@@ -139,9 +139,11 @@ def inputs(config: Any, shape: Shape) -> tuple[Prompt, list[list[int]]]:
         ids, [Span(GRID)], vision_token_ids=[source], merge_size=merge
     )
     vision = config.vision_config
-    columns = 3 * vision.temporal_patch_size * vision.patch_size**2
-    patches = torch.randn(GRID[1] * GRID[2], columns, generator=generator)
-    image = ProcessedImage("image", b"", patches, GRID)
+    patch = vision.patch_size
+    size = (GRID[0], GRID[1] * patch, GRID[2] * patch, 3)
+    pixels = torch.randint(256, size, dtype=torch.uint8, generator=generator)
+    cut = PatchFormat((128.0,) * 3, (64.0,) * 3, patch, vision.temporal_patch_size, merge)
+    image = ProcessedImage("image", pixels, cut)
     row = Row(0, "", "", (), "", "")
     prompt = Prompt(row, ids, tuple(ids.tolist()), positions, following, (image,))
     answers = torch.randint(len(TOKEN_IDS), VOCABULARY, (count, length), generator=generator)
@@ -173,7 +175,7 @@ def their_step(model: Any, config: Any, prompt: Prompt, answers: list[list[int]]
         "attention_mask": torch.ones_like(ids),
         "labels": labels,
         "mm_token_type_ids": (ids == config.image_token_id).long(),
-        "pixel_values": torch.cat([prompt.images[0].patches] * len(answers)),
+        "pixel_values": torch.cat([prompt.images[0].patches()] * len(answers)),
         "image_grid_thw": torch.tensor([GRID] * len(answers)),
     }
 

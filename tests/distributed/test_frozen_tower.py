@@ -101,7 +101,7 @@ def encoded_in_a_step(
         patches, grids = inputs
         for piece in patches.split([t * h * w for t, h, w in grids]):
             keys.extend(
-                key for key, image in run.images.items() if torch.equal(image.patches, piece)
+                key for key, image in run.images.items() if torch.equal(image.patches(), piece)
             )
 
     if run.chunks[0].visual is not None:

@@ -85,7 +85,7 @@ class Reference:
         ):
             chosen = [image for image in prompt.images if image.is_video is is_video]
             if chosen:
-                inputs[patches] = torch.cat([image.patches for image in chosen])
+                inputs[patches] = torch.cat([image.patches() for image in chosen])
                 inputs[grids] = torch.tensor([image.grid for image in chosen])
         seconds = [p.seconds_per_grid for p in prompt.images if p.is_video]
         if seconds and self.config.model_type == "qwen2_5_vl":

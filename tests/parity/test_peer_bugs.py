@@ -255,7 +255,7 @@ def activations(visual: Any, image: ProcessedImage) -> set[str]:
         merger.register_forward_pre_hook(lambda *_: inside.append("merger"))
         merger.register_forward_hook(lambda *_: inside.remove("merger"))
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        visual(image.patches, [image.grid])
+        visual(image.patches(), [image.grid])
     return kept
 
 

@@ -96,7 +96,7 @@ class VisionLanguageModel(MegatronModule):
         groups = self.language_model.pg_collection
         features = encode_images(
             self.visual,
-            [image.patches.to(device) for image in images],
+            [image.patches(device) for image in images],
             [image.grid for image in images],
             group=groups.tp_cp,
             context_group=groups.cp,

@@ -58,7 +58,7 @@ def test_chats_equal_autoprocessor(
     prompt, expected = processor.prompt(CHATS[number]), theirs(folder_of(family), CHATS[number])
     assert torch.equal(prompt.token_ids, expected["input_ids"][0])
     if prompt.images:
-        patches = torch.cat([item.patches for item in prompt.images])
+        patches = torch.cat([item.patches() for item in prompt.images])
         assert torch.equal(patches, expected["pixel_values"])
 
 

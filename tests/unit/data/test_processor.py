@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megavlm.config.data import Data
 from megavlm.data.image_decoding import decode
-from megavlm.data.image_processing import ImageProcessor, PatchCache
+from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedImage
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import SPECIAL_TOKENS
@@ -46,20 +46,25 @@ def row(problem: str, *images: bytes) -> Row:
     return Row(3, problem, "red", images, "colour", "train.parquet:3")
 
 
+def files(image: ProcessedImage) -> list[Image.Image]:
+    """Return what a reader makes of the image's files."""
+    return [Image.open(io.BytesIO(image.file(kind))) for kind in ("BMP", "PNG")]
+
+
 @pytest.mark.parametrize(("size", "mode"), IMAGES)
 @pytest.mark.parametrize(("family", "patch"), [("qwen2_5_vl", 14), ("qwen3_vl", 16)])
-def test_patches_equal_autoprocessor_on_the_source_and_on_the_png(
+def test_patches_equal_autoprocessor_on_the_source_and_on_the_files(
     folder_of: Callable[[str], Path], family: str, patch: int, size: tuple[int, int], mode: str
 ) -> None:
     hf = auto_processor(folder_of(family))
     data = image(size, mode)
     ours = our_processor(folder_of(family)).prompt(row("<image>?", data)).images[0]
-    for source in (decode(data), Image.open(io.BytesIO(data)), Image.open(io.BytesIO(ours.png))):
+    for source in (decode(data), Image.open(io.BytesIO(data)), *files(ours)):
         theirs = hf.image_processor(images=[source], return_tensors="pt")
-        assert torch.equal(ours.patches, theirs["pixel_values"])
+        assert torch.equal(ours.patches(), theirs["pixel_values"])
         assert list(ours.grid) == theirs["image_grid_thw"][0].tolist()
-    png = Image.open(io.BytesIO(ours.png))
-    assert png.mode == "RGB" and png.size == (ours.grid[2] * patch, ours.grid[1] * patch)
+    for file in files(ours):
+        assert file.mode == "RGB" and file.size == (ours.grid[2] * patch, ours.grid[1] * patch)
 
 
 def conversation(problem: str, images: list[Image.Image], system: str | None) -> list[Any]:
@@ -98,7 +103,7 @@ def test_prompt_equals_autoprocessor(
     )
     assert torch.equal(prompt.token_ids, theirs["input_ids"][0])
     if data:
-        patches = torch.cat([source.patches for source in prompt.images])
+        patches = torch.cat([source.patches() for source in prompt.images])
         assert torch.equal(patches, theirs["pixel_values"])
     text = hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert list(prompt.request_ids) == hf.tokenizer(text)["input_ids"]
@@ -119,9 +124,9 @@ def test_bounds_shrink_images_and_stay_within_the_folders(folder: Path, hf: Any)
     processor = Processor(folder, replace(DATA, min_pixels=28 * 28 * 8, max_pixels=28 * 28 * 20))
     for size in SIZES[:-1]:
         (ours,) = processor.prompt(row("<image>?", image(size))).images
-        assert 8 <= len(ours.patches) // 4 <= 20
-        theirs = hf.image_processor(images=[Image.open(io.BytesIO(ours.png))])
-        assert torch.equal(ours.patches, torch.as_tensor(theirs["pixel_values"]))
+        assert 8 <= ours.num_patches // 4 <= 20
+        theirs = hf.image_processor(images=[files(ours)[0]])
+        assert torch.equal(ours.patches(), torch.as_tensor(theirs["pixel_values"]))
     for wrong in (
         {"min_pixels": 784, "max_pixels": None},
         {"min_pixels": None, "max_pixels": 10**9},
@@ -132,8 +137,8 @@ def test_bounds_shrink_images_and_stay_within_the_folders(folder: Path, hf: Any)
 
 def test_a_image_that_the_server_would_resize_again_is_refused(hf: Any) -> None:
     image_processor = type(hf.image_processor)(min_pixels=56 * 56, max_pixels=28 * 28 * 16)
-    images = ImageProcessor(image_processor, min_pixels=None, max_pixels=None, cache=PatchCache(0))
-    assert len(images.image(image((900, 60))).patches) == 15 * 4
+    images = ImageProcessor(image_processor, min_pixels=None, max_pixels=None, cache=ImageCache(0))
+    assert images.image(image((900, 60))).num_patches == 15 * 4
     with pytest.raises(ValueError, match=r"2000 x 60 pixels becomes 644 x 28, .* crop it"):
         images.image(image((2000, 60)))
 
@@ -150,7 +155,7 @@ def test_same_content_has_one_key_and_same_bytes_are_processed_once(processor: P
 
 
 def test_cache_forgets_the_least_recently_used(folder: Path) -> None:
-    size = 16 * 1176 * 4  # bytes of the patches of one 56 x 56 image
+    size = 56 * 56 * 3  # bytes of the pixels of one image
     processor = Processor(folder, DATA, cache_bytes=2 * size)
     data = [image((56, 56), seed=seed) for seed in range(3)]
 
@@ -217,6 +222,6 @@ def test_answers_and_suppressed_ids(folder: Path, processor: Processor) -> None:
 def test_real_images_equal_autoprocessor(processor: Processor, hf: Any, name: str) -> None:
     for item in read_rows([str(SHARED / name / "train.parquet")])[:8]:
         (ours,) = processor.prompt(item).images
-        for source in (decode(item.images[0]), Image.open(io.BytesIO(ours.png))):
+        for source in (decode(item.images[0]), *files(ours)):
             theirs = hf.image_processor(images=[source], return_tensors="pt")
-            assert torch.equal(ours.patches, theirs["pixel_values"])
+            assert torch.equal(ours.patches(), theirs["pixel_values"])

@@ -5,10 +5,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from megavlm.config.load import load
-from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.processor import Prompt
 from megavlm.demo.pipeline import RECIPES
 from megavlm.demo.shapes import ROW_SCHEMA
@@ -16,12 +14,12 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.demo.warm_start import EPOCHS, MOST_TOKENS, WarmStart, num_steps, plan_warm_start
 from megavlm.models.registry import FAMILIES
 from tests.conftest import png
-from tests.unit.inference.prompts import make_prompt
+from tests.unit.inference.prompts import make_image, make_prompt
 
 
 def prompt(patches: int) -> Prompt:
     """Return a prompt with two text tokens and an image."""
-    image = ProcessedImage("key", b"png", torch.zeros(patches, 8), (1, 2, patches // 2))
+    image = make_image("key", 2, patches // 2)
     vision = patches // 4
     bare = make_prompt(num_tokens=2 + vision)
     return Prompt(bare.row, bare.token_ids, bare.short_ids, bare.positions, 9, (image,))

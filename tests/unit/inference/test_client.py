@@ -1,5 +1,6 @@
 """The client's retry rules, order, and refusals, against a server that fails on demand."""
 
+import base64
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -194,14 +195,15 @@ def test_an_aborted_response_that_has_ended_is_complete() -> None:
 
 def test_body() -> None:
     sampling = Sampling(temperature=0.7, max_new_tokens=9, top_p=0.9, suppressed_ids=(3, 5))
-    prompts = [make_prompt(pngs=(b"a", b"b")), make_prompt(first_id=8)]
+    prompts = [make_prompt(images=2), make_prompt(first_id=8)]
     with FakeServer() as fake:
         client(fake).generate(prompts, n=2, sampling=sampling)
         ((path, body, authorization),) = fake.requests
     assert path == "/generate" and authorization == "Bearer secret"
+    bmp = base64.b64encode(prompts[0].images[0].file("BMP")).decode()
     assert body == {
         "input_ids": [[7, 1, 2], [8, 1, 2]],
-        "image_data": [["data:image/png;base64,YQ==", "data:image/png;base64,Yg=="], []],
+        "image_data": [[f"data:image/bmp;base64,{bmp}"] * 2, []],
         "sampling_params": {
             "n": 2,
             "temperature": 0.7,

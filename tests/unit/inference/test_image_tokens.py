@@ -15,7 +15,7 @@ LONG = Sampling(temperature=1.0, max_new_tokens=300)  # a request for each promp
 
 
 def prompt(image_tokens: int, first_id: int = 7) -> Prompt:
-    return make_prompt(first_id, pngs=(b"png",) * image_tokens)
+    return make_prompt(first_id, images=image_tokens)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Modelled cost of a tree: each family's matrices, the prompt once, attention by ancestors."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from megavlm.data.packing import Segment, Tree
 from megavlm.models.cost import ModelCost
@@ -62,8 +62,9 @@ def test_a_tree_of_turns_attends_its_ancestors() -> None:
 
 
 def test_a_video_attends_frame_by_frame() -> None:
-    frames = image("video", 4)
-    frames = type(frames)(frames.key, b"", torch.zeros(48, 3), (3, 4, 4))
+    frame = image("video", 4)
+    frames = replace(frame, pixels=frame.pixels.repeat(6, 1, 1, 1))  # two in a patch
+    assert frames.grid == (3, 4, 4)
     blind = of(Tree((segment(4, 0, -1),), ()), {})
     seen = of(Tree((segment(4, 0, -1),), ("video",)), {"video": frames})
     assert seen - blind == 3 * 16 * (100 + 16)

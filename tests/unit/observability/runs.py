@@ -1,6 +1,6 @@
 """Run directories as a trainer leaves them, written through the package itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -40,17 +40,17 @@ def evaluation(greedy: float, shuffled: float | None = 0.3, blind: float = 0.31)
     }
 
 
-def image(key: str, size: tuple[int, int] = (8, 8)) -> tuple[str, bytes]:
+def image(key: str, size: tuple[int, int] = (8, 8)) -> tuple[str, Callable[[], bytes]]:
     buffer = BytesIO()
     Image.effect_noise(size, 100).save(buffer, "PNG")
-    return key, buffer.getvalue()
+    return key, buffer.getvalue
 
 
 def group(
     prompt: str = "How many?",
     category: str = "count",
     texts: Sequence[str] = ("2", "3"),
-    images: Sequence[tuple[str, bytes]] = (),
+    images: Sequence[tuple[str, Callable[[], bytes]]] = (),
 ) -> dict[str, Any]:
     """A group as SampleWriter takes it."""
     responses = [

@@ -45,7 +45,7 @@ def test_a_group_is_kept_whole(tmp_path: Path) -> None:
             ],
         }
     ]
-    assert (tmp_path / SAMPLES_FOLDER / "abc.png").read_bytes() == png
+    assert (tmp_path / SAMPLES_FOLDER / "abc.png").read_bytes() == png()
 
 
 def test_the_groups_kept_are_of_many_categories(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def test_every_target_once_and_images_where_they_are_shown(num_ranks: int) -> No
     for batch in rank_batches:
         shown = {key for pack in batch.packs for key in pack.images}
         assert set(batch.images) == shown
-        assert all(p.png == b"" for p in batch.images.values()), "only the servers need the file"
         assert batch.num_tokens == sum(t.num_tokens for m in MINIBATCHES for t in m)
 
 

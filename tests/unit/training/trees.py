@@ -9,6 +9,7 @@ from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
 from megavlm.data.targets import TargetColumns
 from tests.columns import columns
+from tests.unit.inference.prompts import make_image
 
 IMAGE = 9
 
@@ -30,4 +31,4 @@ def tree(prompt: int, responses: Sequence[int], image: str) -> Tree:
 
 
 def image(key: str, side: int = 4) -> ProcessedImage:
-    return ProcessedImage(key, b"png", torch.zeros(side * side, 3), (1, side, side))
+    return make_image(key, side, side)
