@@ -165,7 +165,8 @@ class ImageProcessor:
         processor = self._processor
         values = processor.process_image(image)[None]
         side = processor.patch_size * processor.merge_size
-        height, width = smart_resize(*values.shape[-2:], side, self._low, self._high)
+        height, width = values.shape[-2:]
+        height, width = smart_resize(height, width, side, self._low, self._high)
         size = SizeDict(height=height, width=width)
         resized = TorchvisionBackend.resize(processor, values, size, processor.resample)
         pixels = resized.permute(0, 2, 3, 1).contiguous()

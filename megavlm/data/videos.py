@@ -1,6 +1,7 @@
 """Videos: frames become patches for the tower, and tokens as each family writes them."""
 
 import hashlib
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -70,8 +71,16 @@ class VideoProcessor:
         return self._format.grid(len(frames), *self._resize(frames).shape[-2:])
 
     def _resize(self, frames: Tensor) -> Tensor:
-        """Resize frames [F, 3, H, W] as transformers does."""
+        """Resize frames [F, 3, H, W] as transformers does.
+
+        Raises ValueError for an older transformers, with which models are trained on images only.
+        """
         processor = self._processor
+        if "temporal_factor" not in inspect.signature(processor.resize).parameters:
+            raise ValueError(
+                "videos need the video processors of transformers 5.19, and an older one is "
+                "installed; install transformers 5.19 or leave rows with videos out"
+            )
         resized: Tensor = processor.resize(
             frames[None],
             size=processor.size,

@@ -55,8 +55,10 @@ class ModelCost:
                 parent = tree.segments[parent].parent
             flops += self.per_token * length
             flops += self.per_pair * length * (context + (length + 1) / 2)
-        for key in tree.images:
-            frames, height, width = images[key].grid
-            size = height * width
-            flops += frames * size * (self.per_patch + self.per_patch_pair * size)
-        return flops
+        return flops + sum(self.image(images[key].grid) for key in tree.images)
+
+    def image(self, grid: tuple[int, int, int]) -> float:
+        """Return the FLOPs of an image or a video of (t, h, w) patches."""
+        frames, height, width = grid
+        size = height * width
+        return frames * size * (self.per_patch + self.per_patch_pair * size)

@@ -16,7 +16,6 @@ from transformers import AutoConfig
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
 from megavlm.data.packing import Segment, Tree
-from megavlm.data.processor import ProcessedImage
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.cost import ModelCost
@@ -148,10 +147,7 @@ class StepModel:
     @property
     def _image_flops(self) -> float:
         side = int(self.step.patches**0.5)
-        image = ProcessedImage("image", b"", torch.empty(0), (1, side, side))
-        segment = self._segment(1, -1, is_target=False)
-        both = self._cost.tree(Tree((segment,), ("image",)), {"image": image})
-        return both - self._cost.tree(Tree((segment,), ()), {})
+        return self._cost.image((1, side, side))
 
     def _segment(self, length: int, parent: int, *, is_target: bool) -> Segment:
         ids = torch.empty(length, device="meta")

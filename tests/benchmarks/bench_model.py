@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megavlm.data.packing import Tree, make_pack, prompt_tree
 from megavlm.data.positions import Span, mrope_positions
-from megavlm.data.processor import PatchFormat, ProcessedImage, Prompt
+from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_configs import TinySizes, tiny_config
 from megavlm.models.build import build_model
@@ -34,6 +34,7 @@ from megavlm.training.forward_backward import VisionFeatures, forward_backward
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.losses import supervised_loss
 from tests.distributed.fork import launch
+from tests.random_images import random_image
 
 VOCABULARY = 8192
 TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
@@ -138,12 +139,7 @@ def inputs(config: Any, shape: Shape) -> tuple[Prompt, list[list[int]]]:
     positions, following = mrope_positions(
         ids, [Span(GRID)], vision_token_ids=[source], merge_size=merge
     )
-    vision = config.vision_config
-    patch = vision.patch_size
-    size = (GRID[0], GRID[1] * patch, GRID[2] * patch, 3)
-    pixels = torch.randint(256, size, dtype=torch.uint8, generator=generator)
-    cut = PatchFormat((128.0,) * 3, (64.0,) * 3, patch, vision.temporal_patch_size, merge)
-    image = ProcessedImage("image", pixels, cut)
+    image = random_image("image", config.vision_config, GRID, generator)
     row = Row(0, "", "", (), "", "")
     prompt = Prompt(row, ids, tuple(ids.tolist()), positions, following, (image,))
     answers = torch.randint(len(TOKEN_IDS), VOCABULARY, (count, length), generator=generator)

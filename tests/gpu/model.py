@@ -71,7 +71,7 @@ def their_logprobs(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             mm_token_type_ids=(ids == config.image_token_id).long(),
-            pixel_values=image.patches.to(ids.device, model.dtype),
+            pixel_values=image.patches(ids.device).to(model.dtype),
             image_grid_thw=torch.tensor([image.grid], device=ids.device),
             use_cache=False,
             logits_to_keep=len(answer) + 1,

@@ -14,6 +14,7 @@ from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_configs import TinySizes, tiny_config
+from tests.random_images import random_image
 
 SWITCH = "MEGAVLM_GPU_TESTS"
 TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
@@ -116,9 +117,7 @@ def _prompt(
     positions, following = mrope_positions(
         ids, [Span(grid)], vision_token_ids=[config.image_token_id], merge_size=merge
     )
-    columns = 3 * vision.temporal_patch_size * vision.patch_size**2
-    patches = torch.randn(shape.side**2, columns, generator=generator)
-    image = ProcessedImage(key, b"", patches, grid)
+    image = random_image(key, vision, grid, generator)
     row = Row(0, "", "", (), "", "")
     prompt = Prompt(row, ids, tuple(ids.tolist()), positions, following, (image,))
     count, length = shape.answers

@@ -235,3 +235,14 @@ def test_vision_token_ids(folder_of: Folders) -> None:
     names = tokenizer.convert_ids_to_tokens(list(processor.vision_token_ids))
     assert names == ["<|image_pad|>", "<|video_pad|>"]
     assert processor.vision_token_ids == (processor.image_token_id, processor.video_token_id)
+
+
+def test_an_older_transformers_is_named(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resize(image: Any, size: Any, resample: Any) -> None:
+        """As the method of transformers 5.12."""
+
+    monkeypatch.setattr(processor._videos._processor, "resize", resize)
+    with pytest.raises(ValueError, match=r"train.parquet:3: videos need .* transformers 5\.19"):
+        processor.prompt(row("?", video(4)))

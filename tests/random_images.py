@@ -1,0 +1,18 @@
+"""Images of random pixels, without a processor."""
+
+from typing import Any
+
+import torch
+
+from megavlm.data.image_processing import PatchFormat, ProcessedImage
+
+
+def random_image(
+    key: str, vision: Any, grid: tuple[int, int, int], generator: torch.Generator
+) -> ProcessedImage:
+    """Return an image of a grid of patches. vision: transformers' configuration of the tower."""
+    patch, temporal = vision.patch_size, vision.temporal_patch_size
+    size = (grid[0] * temporal, grid[1] * patch, grid[2] * patch, 3)
+    pixels = torch.randint(256, size, dtype=torch.uint8, generator=generator)
+    cut = PatchFormat((128.0,) * 3, (64.0,) * 3, patch, temporal, vision.spatial_merge_size)
+    return ProcessedImage(key, pixels, cut)
