@@ -67,7 +67,7 @@ GPU_PATH_TESTS := tests/gpu_path/cases.py tests/parity/test_parity.py tests/pari
 	tests/distributed tests/unit/checkpoints/test_checkpointing.py tests/unit/checkpoints/test_experts.py
 GPU_VENV := .venv-gpu-path
 
-test-gpu-path: ## run models and updates on Transformer Engine's layers and the GPU image's torch, on a CPU (8 GB)
+test-gpu-path: ## run models and updates on Transformer Engine's layers and the GPU image's torch, on a CPU (6 GB)
 	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) LOCK="$(LOCK) $(GPU_LOCK)"
 	MEGAVLM_GPU_PATH=1 OMP_NUM_THREADS=1 $(GPU_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(GPU_PATH_TESTS)
 
