@@ -163,12 +163,13 @@ def _layer_values(
     # after their norms and the rotation, whose cosines and sines differ by token; the output.
     attention = 4 * hidden / _sequence_ranks(config) + 4 * head
     attention += (query + 2 * key + rotated + query) / tensor
-    # Gate and up projections, and three results of the activation, which is not fused.
+    # Gate and up projections and their product; without the fused kernel two results between.
+    inner = 3 if config.model.fusions else 5
     if not has_experts:
-        return attention, 5 * architecture["ffn_hidden_size"] / tensor
-    inner = 5 * architecture["moe_ffn_hidden_size"] / config.parallel.expert_tensor
+        return attention, inner * architecture["ffn_hidden_size"] / tensor
+    expert = inner * architecture["moe_ffn_hidden_size"] / config.parallel.expert_tensor
     routed = architecture["moe_router_topk"] * EXPERT_IMBALANCE / _sequence_ranks(config)
-    return attention, routed * config.parallel.expert_tensor * (hidden + inner)
+    return attention, routed * config.parallel.expert_tensor * (hidden + expert)
 
 
 def _sequence_ranks(config: Config) -> int:

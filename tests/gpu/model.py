@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,6 +38,7 @@ def ours(
     config: Any, mesh: Mesh, weights: dict[str, Tensor], options: ModelOptions, *, engine: bool
 ) -> list[Any]:
     """Return our chunks with gradient buffers. engine: of Transformer Engine's layers."""
+    options = replace(options, fusions=engine)  # Transformer Engine has the kernels
     with layers_of(engine):
         chunks = build_model(config, mesh, options)
     load_hf(chunks[0], family(config.model_type).mapping(config), weights, mesh, MEMORY)

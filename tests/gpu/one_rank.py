@@ -25,6 +25,7 @@ def main() -> None:
     if not has_transformer_engine():
         language.platform = SimpleNamespace(has_gpu=lambda: False)  # type: ignore[assignment]
         platform._replace_transformer_engine()
+        sys.argv.append("model.fusions=false")  # it has the kernels
     sys.argv[0] = "megavlm"
     cli.main()
 
