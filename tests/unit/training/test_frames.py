@@ -69,7 +69,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
         config=config,
         mesh=mesh,
         phases=lambda _: nullcontext(),
-        updater=SimpleNamespace(chunks=[]),
+        updater=SimpleNamespace(chunks=[], finish=lambda: None),
     )
     runner: Any = EpisodeRunner.__new__(EpisodeRunner)
     trainer.driver = SimpleNamespace(
