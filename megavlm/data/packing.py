@@ -79,7 +79,8 @@ class Pack:
     target_index: Tensor  # [n] int64: index of each held target among the pack's N
     columns: TargetColumns | None  # [n]; None if no policy sampled the targets, or without any
 
-    vision_index: Tensor  # [m] int64: held tokens that image features replace
+    vision_index: Tensor  # [m] int64: held tokens that image features replace, ascending
+    vision_runs: tuple[tuple[int, int], ...]  # the same as runs: first token and last + 1 of each
     feature_index: Tensor  # [m] int64: row of each among the pack's M features
     images: tuple[str, ...]  # keys of the images whose features are the M rows, in order
 
@@ -95,6 +96,10 @@ class Pack:
         """Return n. The sum over context ranks is the pack's N."""
         return len(self.target_ids)
 
+    def vision_before(self, token: int) -> int:
+        """Return the number of held vision tokens before held token `token`."""
+        return sum(max(0, min(end, token) - first) for first, end in self.vision_runs)
+
     def part(self, context_rank: int) -> "Pack":
         """Return the part of one context rank. All parts have the same number of tokens."""
         if self.context_size == 1:
@@ -108,6 +113,7 @@ class Pack:
         held[token_index] = True
         target_index = held[self.source_index].nonzero().flatten()
         feature_index = held[self.vision_index].nonzero().flatten()
+        vision_index = place[self.vision_index[feature_index]]
         return replace(
             self,
             token_ids=self.token_ids[token_index],
@@ -119,7 +125,8 @@ class Pack:
             target_ids=self.target_ids[target_index],
             target_index=target_index,
             columns=None if self.columns is None else self.columns.select(target_index),
-            vision_index=place[self.vision_index[feature_index]],
+            vision_index=vision_index,
+            vision_runs=_runs(vision_index),
             feature_index=feature_index,
         )
 
@@ -212,10 +219,18 @@ def make_pack(
         target_index=torch.arange(len(target_ids)),
         columns=_columns([segment for segment in segments if segment.is_target]),
         vision_index=vision_index,
+        vision_runs=_runs(vision_index),
         feature_index=torch.arange(len(vision_index)),
         images=tuple(key for tree in trees for key in tree.images),
         context_size=context_size,
     )
+
+
+def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return an ascending index as runs of consecutive values: the first, and the last + 1."""
+    breaks = (index.diff() != 1).nonzero().flatten() + 1
+    runs = index.tensor_split(breaks.tolist())
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs if len(run))
 
 
 def empty_pack(

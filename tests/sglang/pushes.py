@@ -59,7 +59,11 @@ class Trainer:
 
     @property
     def options(self) -> ModelOptions:
-        return ModelOptions(freeze_tower=self.freeze_tower, freeze_merger=self.freeze_tower)
+        return ModelOptions(
+            freeze_tower=self.freeze_tower,
+            freeze_merger=self.freeze_tower,
+            grouped_experts=not any("experts" in target for target in self.targets),
+        )
 
     def start(self) -> tuple[Mesh, list[Entry], list[VisionLanguageModel]]:
         """On each rank."""

@@ -124,7 +124,7 @@ class VisionLanguageModel(MegatronModule):
         return self._score(self._at_targets(hidden, pack), pack, scoring)
 
     def _embed(
-        self, pack: Pack, features: Features, kept: Tensor | None
+        self, pack: Pack, features: Features, kept: slice | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return this rank's hidden states [t, 1, H] before the first layer, and the DeepStack
         levels of its image tokens.
@@ -140,7 +140,7 @@ class VisionLanguageModel(MegatronModule):
             embeddings = scatter_to_sequence_parallel_region(embeddings, group=self._tensor_group)
         return embeddings, levels
 
-    def _levels(self, levels: Tensor, kept: Tensor | None) -> Tensor:
+    def _levels(self, levels: Tensor, kept: slice | None) -> Tensor:
         """Return levels [levels, m, H] as rows [levels x kept, 1, H] of this rank's slice."""
         if kept is not None:
             # Each rank uses its slice: the gradient of the whole is the sum over the tensor axis.
@@ -148,17 +148,17 @@ class VisionLanguageModel(MegatronModule):
             levels = levels[:, kept]
         return levels.flatten(0, 1).unsqueeze(1)
 
-    def _slice(self, pack: Pack) -> tuple[Tensor, Tensor | None]:
+    def _slice(self, pack: Pack) -> tuple[Tensor, slice | None]:
         """Return the rows of image tokens among this rank's hidden states, and under sequence
-        parallelism their indices among the pack's image tokens.
+        parallelism their places among the pack's image tokens.
         """
         if self._num_slices == 1 or not self.num_levels:
             return pack.vision_index, None
         size = len(pack.token_ids) // self._num_slices
         start = size * self._tensor_group.rank()
-        index = pack.vision_index
-        kept = ((index >= start) & (index < start + size)).nonzero().flatten()
-        return index[kept] - start, kept
+        # Not from the tensor, which would wait for the GPU.
+        kept = slice(pack.vision_before(start), pack.vision_before(start + size))
+        return pack.vision_index[kept] - start, kept
 
     def _at_targets(self, hidden: Tensor, pack: Pack) -> Tensor:
         """Return the final hidden states [N, H] that predict the pack's targets, on every tensor

@@ -64,6 +64,13 @@ def chain(tree: Tree, index: int) -> list[int]:
     return [*(chain(tree, parent) if parent >= 0 else []), index]
 
 
+def assert_counts_vision_tokens(pack: Pack) -> None:
+    """The numbers of the runs are those of the index, also where a run is cut."""
+    index = pack.vision_index.tolist()
+    for token in range(len(pack.token_ids) + 1):
+        assert pack.vision_before(token) == sum(place < token for place in index)
+
+
 @given(st.lists(trees(), min_size=1, max_size=4), st.integers(1, 8))
 def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
     pack = make_pack(forest, vision_token_ids=VISION, multiple=multiple)
@@ -97,6 +104,7 @@ def test_pack_equals_the_reference(forest: list[Tree], multiple: int) -> None:
     assert pack.source_index.tolist() == sources
     assert pack.target_ids.tolist() == targets and pack.num_targets == len(targets)
     assert pack.vision_index.tolist() == vision
+    assert_counts_vision_tokens(pack)
     assert pack.tree_bounds[: len(forest) + 1] == tuple(bounds)
     assert pack.images == tuple(key for tree in forest for key in tree.images)
     assert pack.feature_index.tolist() == list(range(len(vision)))
@@ -154,6 +162,7 @@ def test_parts_are_the_pack(forest: list[Tree], multiple: int, context_size: int
     assert [placed[row] for row in range(len(pack.vision_index))] == pack.vision_index.tolist()
     for part in parts:
         assert part.gather_index.equal(pack_order) and part.images == pack.images
+        assert_counts_vision_tokens(part)
         runs = [token for run in part.runs for token in range(run.first, run.end)]
         assert runs == part.token_index.tolist()
         for run in part.runs:
