@@ -54,13 +54,13 @@ demo: setup ## train a tiny model on generated images, or on yours
 # order: groups that start servers are few tests and long, and would be left for the end.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-test: setup ## run the tests of every unit, layout and family, and a whole run (about 12 minutes)
+test: setup ## run the tests of every unit, layout and family, and a whole run (about 9 minutes)
 	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: setup ## run the tests that `make test` leaves out
 	$(PYTEST) -m slow $(TESTS)
 
-test-all: test test-slow ## run the whole test suite (about 45 minutes)
+test-all: test test-slow ## run the whole test suite (about 35 minutes)
 
 # What the models on a GPU are made of; not what no GPU takes part in.
 GPU_PATH_TESTS := tests/gpu_path/cases.py tests/parity/test_parity.py tests/parity/test_tree_packs.py \
