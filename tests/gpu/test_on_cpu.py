@@ -23,7 +23,7 @@ EXACT = {"logprobs": 0.01, "gradient": 1.001}
 @pytest.mark.xdist_group("sglang")
 def test_the_bodies_of_the_gpu_tests_run_on_a_cpu() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "tests/gpu/test_gpu.py"]
-    environment = os.environ | {shapes.SWITCH: "tiny"}
+    environment = os.environ | {shapes.SWITCH: "tiny", "PYTEST_ADDOPTS": ""}
     reply = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert reply.returncode == 0 and "5 passed" in reply.stdout, reply.stdout + reply.stderr
 
