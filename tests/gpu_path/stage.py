@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import torch
 
 from megavlm.parallel import platform
-from tests.gpu_path import attention, extension, permutation
+from tests.gpu_path import extension, permutation
+from tests.unit.models.kernels import varlen_attn
 
 # `make setup` puts Transformer Engine's package here, out of the way of all that runs on a CPU.
 PACKAGES = Path(sys.prefix) / "gpu-path"
@@ -81,4 +82,4 @@ def _show_a_gpu() -> None:
     platform.free_cached_memory = lambda: None
     from torch.nn.attention import varlen
 
-    varlen.varlen_attn = attention.varlen_attn
+    varlen.varlen_attn = varlen_attn
