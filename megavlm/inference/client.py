@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.generation import GenerationBatch
+from megavlm.inference.generation import Follow, GenerationBatch
 from megavlm.inference.protocol import Response, Sampling
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.routing import Routing
@@ -20,7 +20,8 @@ DEFAULT_LIMITS = RequestLimits()
 
 
 class RolloutClient:
-    """Context manager. Synchronous outside, asynchronous inside; it keeps its connections.
+    """Context manager. Synchronous outside, asynchronous inside: `runner`, where what follows a
+    response runs too. It keeps its connections.
 
     A connection error, a time-out, a 5xx status or a malformed response is retried, at another
     server if there is one, a bounded number of times; generation changes nothing on a server, so no
@@ -35,7 +36,7 @@ class RolloutClient:
     ) -> None:
         """Prepare the connections. show: called with a line about how far a generation is."""
         self._routing, self._limits, self._show = routing, limits, show
-        self._runner = asyncio.Runner()
+        self.runner = asyncio.Runner()
         # trust_env: no proxy between a trainer and its servers. The number of connections has no
         # limit of its own, because concurrency bounds the requests in flight.
         self._http = httpx.AsyncClient(
@@ -54,6 +55,7 @@ class RolloutClient:
         refit: Callable[[], object] | None = None,
         begun: Sequence[Sequence[Response]] | None = None,
         enough: int | None = None,
+        follow: Follow | None = None,
     ) -> list[list[Response]]:
         """Return n responses to each prompt, in the order of the prompts.
 
@@ -64,13 +66,16 @@ class RolloutClient:
             begun: what earlier calls have of each prompt's group; aborted responses are continued.
             enough: complete groups after which the rest is aborted; then some groups hold aborted
                 responses, and some may be empty.
+            follow: runs for each of these groups as soon as it is complete, with the place of its
+                prompt, its responses, and a function that gets a response to a further prompt.
 
         Raises RolloutRequestError if a server refuses a request or counts other prompt tokens than
-        the trainer, RolloutServerError if all attempts failed or too few servers are left.
+        the trainer, RolloutServerError if all attempts failed or too few servers are left, and what
+        `follow` raises.
         """
         version = None if weight_version is None else str(weight_version)
         batch = GenerationBatch(
-            prompts=prompts,
+            prompts=list(prompts),
             groups=[[] for _ in prompts] if begun is None else [list(group) for group in begun],
             n=n,
             sampling=sampling,
@@ -80,19 +85,23 @@ class RolloutClient:
             http=self._http,
             limits=self._limits,
             show=self._show,
+            follow=follow,
         )
-        while not self._runner.run(batch.run()):
-            if refit is None:
-                raise RolloutServerError(
-                    f"no rollout server has weight version {version}: one restarted, or another "
-                    "process changed its weights"
-                )
-            refit()
-        return batch.groups
+        try:
+            while not self.runner.run(batch.run()):
+                if refit is None:
+                    raise RolloutServerError(
+                        f"no rollout server has weight version {version}: one restarted, or "
+                        "another process changed its weights"
+                    )
+                refit()
+        finally:
+            self.runner.run(batch.close())
+        return batch.groups[: len(prompts)]
 
     def close(self) -> None:
-        self._runner.run(self._http.aclose())
-        self._runner.close()
+        self.runner.run(self._http.aclose())
+        self.runner.close()
 
     def __enter__(self) -> "RolloutClient":
         return self

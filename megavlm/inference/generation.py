@@ -3,10 +3,10 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -28,6 +28,9 @@ POLL_EVERY = 0.5  # seconds between checks of what no event reports
 ABORT_TIMEOUT = 30.0  # seconds in which aborted requests must be answered
 
 ResponseTask = asyncio.Task[list[list[Response]]]
+Ask = Callable[["Prompt"], Awaitable[Response]]  # returns one response to a further prompt
+# Called with a prompt's place and its responses as soon as they are complete.
+Follow = Callable[[int, list[Response], Ask], Coroutine[Any, Any, None]]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,10 +39,12 @@ class GenerationBatch:
 
     groups: the responses of each prompt, filled in place; a group is complete, partly aborted, or
     empty. version: of the weights that must answer; None: any. wanted: complete groups after which
-    the rest is aborted. show: called with a line about how far it is.
+    the rest is aborted. follow: runs for each of the first `wanted` groups that are complete, while
+    others are generated; what it asks is appended to prompts and groups. show: called with a line
+    about how far it is.
     """
 
-    prompts: Sequence["Prompt"]
+    prompts: list["Prompt"]
     groups: list[list[Response]]
     n: int
     sampling: Sampling
@@ -49,6 +54,12 @@ class GenerationBatch:
     http: httpx.AsyncClient
     limits: RequestLimits
     show: Callable[[str], object]
+    follow: Follow | None = None
+    _num_first: int = field(init=False)  # prompts that were given; those after them were asked
+    _followed: set[int] = field(init=False, default_factory=set)  # places
+    _followers: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
+    _asked: dict[int, asyncio.Future[Response]] = field(init=False, default_factory=dict)
+    _changed: asyncio.Event = field(init=False)
     _waiting: deque[Request] = field(init=False)
     _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False)
     _loads: Counter[str] = field(init=False)  # slots taken by server
@@ -56,50 +67,91 @@ class GenerationBatch:
     _num_tokens: int = field(init=False, default=0)
     _aborting: bool = field(init=False, default=False)
 
+    def __post_init__(self) -> None:
+        self._num_first = len(self.prompts)
+
     async def run(self) -> bool:
-        """Return True when enough groups are complete, False if only a refit can help.
+        """Return True when enough groups are complete and followed, False if only a refit can help.
 
         After a refit it may run again, and keeps the responses that it has.
         """
-        if self._num_complete >= self.wanted:
-            return True
         self._running, self._loads, self._num_tokens = {}, Counter(), 0
-        loop, changed, started = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
-        wake = partial(loop.call_soon_threadsafe, changed.set)
-        with self.routing.in_use(wake):
+        loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
+        started = time.monotonic()
+        with self.routing.in_use(partial(loop.call_soon_threadsafe, self._wake)):
             try:
                 self._waiting = deque(self._make_requests())
-                while self._num_complete < self.wanted:
-                    changed.clear()
+                self._follow_complete()
+                while self._num_complete < self.wanted or self._followers:
+                    self._changed.clear()
                     self._move_lost()
                     self._send_waiting()
                     if not self._running and self._needs_refit():
                         return False
-                    await self._wait(changed)
+                    await self._wait()
                     self._collect()
                     self.show(self._line(time.monotonic() - started))
-                if self._running:
-                    await self._abort()
+                    if self._num_complete >= self.wanted < self._num_first:
+                        await self._abort()
                 return True
             finally:
                 for task in self._running:
                     task.cancel()
                 await asyncio.gather(*self._running, return_exceptions=True)
 
+    async def close(self) -> None:
+        """Cancel what still follows, after an error."""
+        for task in self._followers.values():
+            task.cancel()
+        await asyncio.gather(*self._followers.values(), return_exceptions=True)
+
+    def _wake(self) -> None:
+        self._changed.set()
+
     def _make_requests(self) -> list[Request]:
-        return make_requests(
-            self.prompts,
-            self.n,
-            self.sampling,
-            self.groups,
-            self.limits,
-            num_servers=max(len(self.routing.routable(self.version)), 1),
-            single=self.wanted < len(self.prompts),
-        )
+        first, requests = self._num_first, []
+        if self._num_complete < self.wanted:
+            requests = make_requests(
+                self.prompts[:first],
+                self.n,
+                self.sampling,
+                self.groups[:first],
+                self.limits,
+                num_servers=max(len(self.routing.routable(self.version)), 1),
+                single=self.wanted < first,
+            )
+        return [*requests, *map(self._next_turn, self._asked)]
+
+    def _next_turn(self, place: int) -> Request:
+        prompt, begun = self.prompts[place], tuple(self.groups[place])
+        return Request([place], [prompt], 1, begun, self.limits.slots(prompt))
+
+    async def _ask(self, prompt: "Prompt") -> Response:
+        """Return one response to a further prompt."""
+        place = len(self.prompts)
+        self.prompts.append(prompt)
+        self.groups.append([])
+        answer = self._asked[place] = asyncio.get_running_loop().create_future()
+        self._waiting.append(self._next_turn(place))
+        self._wake()
+        return await answer
+
+    def _follow_complete(self) -> None:
+        """Follow groups that have become complete, in the order of their prompts."""
+        if self.follow is None:
+            return
+        for place, group in enumerate(self.groups[: self._num_first]):
+            if len(self._followed) == self.wanted:
+                return
+            if place not in self._followed and is_complete(group):
+                self._followed.add(place)
+                follower = asyncio.create_task(self.follow(place, group, self._ask))
+                follower.add_done_callback(lambda _: self._wake())
+                self._followers[place] = follower
 
     @property
     def _num_complete(self) -> int:
-        return sum(map(is_complete, self.groups))
+        return sum(map(is_complete, self.groups[: self._num_first]))
 
     def _send_waiting(self) -> None:
         """Send as many of the waiting requests as the servers may have in flight. None overtakes
@@ -130,11 +182,11 @@ class GenerationBatch:
             return False
         return self.routing.outlook(self.version) is Outlook.REFIT
 
-    async def _wait(self, changed: asyncio.Event) -> None:
-        """Wait for a response, a change of a server's state, or the end of a pause."""
+    async def _wait(self) -> None:
+        """Wait for a response, a next turn, a change of a server's state, or the end of a pause."""
         now = asyncio.get_running_loop().time()
         pauses = [r.not_before - now for r in self._waiting if r.not_before > now]
-        change = asyncio.create_task(changed.wait())
+        change = asyncio.create_task(self._changed.wait())
         try:
             await asyncio.wait(
                 {change, *self._running},
@@ -174,14 +226,19 @@ class GenerationBatch:
             for place, responses in zip(request.places, answers, strict=True):
                 self.groups[place] = responses if _has_tokens(responses) else []
                 self._num_tokens += sum(len(response.token_ids) for response in responses)
+                if place in self._asked and is_complete(self.groups[place]):
+                    self._asked.pop(place).set_result(responses[0])
             self._continue_aborted(request, address)
+        self._follow_complete()
+        for place in [place for place, task in self._followers.items() if task.done()]:
+            self._followers.pop(place).result()
 
     def _continue_aborted(self, request: Request, address: Address) -> None:
         """Request the rest of responses that another client has aborted."""
         for place, prompt in zip(request.places, request.prompts, strict=True):
             if not is_complete(self.groups[place]):
                 begun = tuple(self.groups[place])
-                rest = Request([place], [prompt], self.n, begun, self.limits.slots(prompt))
+                rest = Request([place], [prompt], request.n, begun, self.limits.slots(prompt))
                 self._retry(rest, address, "it was aborted")
 
     def _take(self, task: ResponseTask) -> Request:
@@ -210,7 +267,7 @@ class GenerationBatch:
         """Return the weight versions of new tokens that are not the required one."""
         if self.version is None:
             return []
-        starts = [len(response.token_ids) for response in request.begun] or [0] * self.n
+        starts = [len(response.token_ids) for response in request.begun] or [0] * request.n
         found = {
             span.version
             for responses in answers
@@ -221,7 +278,10 @@ class GenerationBatch:
         return sorted(found - {self.version})
 
     async def _abort(self) -> None:
-        """Abort all requests in flight, and take the tokens that they have."""
+        """Abort all requests in flight, and take the tokens that they have. Only episodes of one
+        turn are ever aborted: none asks for another meanwhile.
+        """
+        self._waiting.clear()
         self._aborting = True
         deadline = time.monotonic() + ABORT_TIMEOUT
         while self._running and time.monotonic() < deadline:

@@ -1,4 +1,6 @@
-"""Episodes: the policy and its environments take turns until all episodes have ended.
+"""Episodes: the policy and its environments take turns until all episodes have ended. Each response
+is scored, and each next turn begins, as soon as the one before is there: no episode waits for
+another.
 
 Tokens in, tokens out: a turn's request holds the tokens of the turns before it, responses as the
 servers sent them, and only observations are tokenised.
@@ -20,7 +22,8 @@ from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
 from megavlm.environments.base import Observation, Step
 from megavlm.environments.remote import make_environments
-from megavlm.inference.protocol import Response, is_complete
+from megavlm.inference.generation import Ask
+from megavlm.inference.protocol import Response
 from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, RewardFailure
 from megavlm.rewards.manager import RewardManager
@@ -29,20 +32,28 @@ from megavlm.rollout.trajectory import Episode, Group
 
 MAX_REPLACED = 1000  # prompts in a row that cannot start an episode
 
-# RolloutClient.generate with its sampling bound: prompts, `n`, and for partial rollouts `begun` and
-# `enough`; returns the responses to each prompt.
+# RolloutClient.generate with its sampling bound: prompts, `n`, `follow`, and for partial rollouts
+# `begun` and `enough`; returns the responses to each prompt.
 Generate = Callable[..., list[list[Response]]]
 
 
 class EpisodeRunner:
     """Plays episodes in the configured environment, and owns the processes of its rewards."""
 
-    def __init__(self, config: Config, processor: Processor, reward_manager: RewardManager) -> None:
-        """Load the environment. Raises ValueError if that fails."""
+    def __init__(
+        self,
+        config: Config,
+        processor: Processor,
+        reward_manager: RewardManager,
+        runner: asyncio.Runner,
+    ) -> None:
+        """Load the environment. runner: the one that generates too. Raises ValueError if that
+        fails.
+        """
         self._config, self._settings = config, config.environment
         self._processor, self.reward_manager = processor, reward_manager
         self._environments = make_environments(config.environment)
-        self._runner = asyncio.Runner()
+        self._runner = runner
         self.skipped: Counter[Kind] = Counter()  # prompts that could not start
 
     def start(
@@ -106,39 +117,32 @@ class EpisodeRunner:
         """Play the started episodes of all groups to their end, or those of the first `enough`
         groups whose responses are complete; the others keep the responses that they have.
 
-        phases: clocks of rollout and reward. Raises ValueError if an environment breaks its
-        interface, RewardStop, and what `generate` raises.
+        phases: clock of the rollout, rewards included. Raises ValueError if an environment breaks
+        its interface, RewardStop, and what `generate` raises.
         """
         groups = [group for group in groups if group.episodes]
         if not groups:
             return
-        timed = phases or (lambda _: nullcontext())
+
+        async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
+            pairs = zip(groups[place].episodes, responses, strict=True)
+            await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
+
         # The first turn of a group is one prompt with n responses; later ones are each their own.
-        with timed("rollout"):
+        with phases("rollout") if phases else nullcontext():
             answers = generate(
                 [group.episodes[0].next_prompt for group in groups],
                 n=len(groups[0].episodes),
                 begun=[group.responses for group in groups],
                 enough=enough,
+                follow=follow,
             )
-        for group, responses in zip(groups, answers, strict=True):
-            group.responses = tuple(responses)
-        complete = [group for group in groups if is_complete(group.responses)][:enough]
-        active = [episode for group in complete for episode in group.episodes]
-        latest = [response for group in complete for response in group.responses]
-        while active:
-            with timed("reward"):
-                self._runner.run(self._step_all(active, latest))
-            active = [episode for episode in active if not episode.has_ended]
-            if active:
-                with timed("rollout"):
-                    answers = generate([episode.next_prompt for episode in active], n=1)
-                latest = [response for (response,) in answers]
+        for group, found in zip(groups, answers, strict=True):
+            group.responses = tuple(found)
 
     def close(self) -> None:
         self._environments.close()
         self._runner.run(self.reward_manager.close())
-        self._runner.close()
 
     async def _start_all(
         self, groups: Sequence[Group], n: int, stage: CurriculumStage | None, step: int
@@ -191,9 +195,11 @@ class EpisodeRunner:
         except ValueError as error:  # an image
             raise RewardFailure("value", f"{self._name(prompt)}: {error}") from error
 
-    async def _step_all(self, episodes: Sequence[Episode], responses: Sequence[Response]) -> None:
-        pairs = zip(episodes, responses, strict=True)
-        await asyncio.gather(*(self._step(episode, response) for episode, response in pairs))
+    async def _play(self, episode: Episode, response: Response, ask: Ask) -> None:
+        """Play an episode to its end, from its first response."""
+        await self._step(episode, response)
+        while episode.next_prompt is not None:
+            await self._step(episode, await ask(episode.next_prompt))
 
     async def _step(self, episode: Episode, response: Response) -> None:
         text, prompt = self._processor.decode(response.token_ids), episode.next_prompt

@@ -73,7 +73,9 @@ class ModelPlayer:
         settings = config.evaluation
         limit = question_limit(settings)
         self._processor = Processor(config.model.folder, config.data)
-        self._episode_runner = EpisodeRunner(config, self._processor, make_reward_manager(config))
+        self._episode_runner = EpisodeRunner(
+            config, self._processor, make_reward_manager(config), client.runner
+        )
         limited = replace(config, evaluation=replace(settings, limit=limit))
         data = config.data
         test, train = Rows(data.test_files, data), Rows(data.train_files, data)

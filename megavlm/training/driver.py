@@ -61,7 +61,9 @@ class Driver:
         self.best_metric = BestMetricTracker(config.checkpoint.best_metric)
         self.curriculum = Curriculum(config.curriculum)
         if connection is not None:
-            self.episode_runner = EpisodeRunner(config, self.processor, make_reward_manager(config))
+            self.episode_runner = EpisodeRunner(
+                config, self.processor, make_reward_manager(config), connection.client.runner
+            )
 
     def start(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Open the records at `step`, and restore `state`, the `state_dict` of a checkpoint."""

@@ -1,5 +1,6 @@
 """A policy that says what its script says, and episodes played with it."""
 
+import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,9 @@ from tests.conftest import png
 ROW = Row(5, "<image>How many?", "3", (png(),), "counting", "rows:5")
 
 
+RUNNER = asyncio.Runner()  # of all episodes of the tests, which are played one after the other
+
+
 class Policy:
     """Says what its script says next; keeps what it was asked."""
 
@@ -26,10 +30,26 @@ class Policy:
         self.asked: list[tuple[list[Prompt], int]] = []
 
     def __call__(
-        self, prompts: Sequence[Prompt], n: int, begun: Any = None, enough: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        begun: Any = None,
+        enough: int | None = None,
+        follow: Any = None,
     ) -> list[list[Response]]:
         self.asked.append((list(prompts), n))
-        return [[self.respond() for _ in range(n)] for _ in prompts]
+        answers = [[self.respond() for _ in range(n)] for _ in prompts]
+        RUNNER.run(self.follow(answers, follow))
+        return answers
+
+    async def follow(self, answers: list[list[Response]], follow: Any) -> None:
+        """Play on from complete answers; the others are empty."""
+        places = [place for place, answer in enumerate(answers) if answer]
+        await asyncio.gather(*(follow(place, answers[place], self.ask) for place in places))
+
+    async def ask(self, prompt: Prompt) -> Response:
+        self.asked.append(([prompt], 1))
+        return self.respond()
 
     def respond(self) -> Response:
         ids = self.processor.encode_answer(self.texts.pop(0))
@@ -49,7 +69,7 @@ def episode_runner(
         run=SimpleNamespace(seed=1),
         data=SimpleNamespace(system_prompt=processor._system_prompt, long_prompts=long_prompts),
     )
-    return EpisodeRunner(config, processor, manager)
+    return EpisodeRunner(config, processor, manager, RUNNER)
 
 
 def play(
@@ -65,8 +85,7 @@ def play(
     try:
         playing.play(playing.start([group], n), policy)
     finally:
-        playing._environments.close()
-        playing._runner.close()  # the reward manager is the tests' own
+        playing._environments.close()  # the reward manager is the tests' own
     return group.episodes
 
 

@@ -13,7 +13,7 @@ from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Example, RewardStop, Score
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.trajectory import Group
-from tests.unit.rollout.scripted import ROW, Policy, episode_runner, fails, graded, play
+from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, fails, graded, play
 
 FAULTY = "user_environments:Faulty"
 
@@ -173,15 +173,18 @@ def test_with_enough_complete_groups_the_others_wait_with_their_responses(
     cut = replace(policy.respond(), finish="abort")
     begun: list[Any] = []
 
-    def generate(prompts: Sequence[Prompt], n: int, **partly: Any) -> list[list[Response]]:
+    def generate(
+        prompts: Sequence[Prompt], n: int, follow: Any, **partly: Any
+    ) -> list[list[Response]]:
         begun.append(partly)
-        return [[cut], [], *([policy.respond()] for _ in prompts[2:])]
+        answers = [[cut], [], *([policy.respond()] for _ in prompts[2:])]
+        RUNNER.run(policy.follow([[], [], *answers[2:4]], follow))
+        return answers
 
     playing = episode_runner(processor, manager, "vqa")
     groups = [Group(processor.prompt(ROW)) for _ in range(5)]
     groups[4].responses = (cut,)
     playing.play(playing.start(groups, 1), generate, enough=2)
-    playing._runner.close()
     assert begun == [{"begun": [(), (), (), (), (cut,)], "enough": 2}]
     assert [group.is_played for group in groups] == [False, False, True, True, False]
     assert [len(group.responses) for group in groups] == [1, 0, 1, 1, 1]

@@ -1,0 +1,89 @@
+"""What follows a complete group while others are generated: order of events, refits, and errors."""
+
+from typing import Any
+
+import pytest
+
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.requests import RequestLimits
+from tests.fakes.fixed_servers import FixedServers
+from tests.fakes.server import FakeServer
+from tests.unit.inference.prompts import make_prompt
+from tests.unit.inference.server_pools import external, push
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=256)  # a request for each prompt
+NO_DELAY = RequestLimits(retry_delay=0.0)
+
+
+def test_a_group_is_followed_by_its_next_turn_while_another_is_generated() -> None:
+    """The second prompt is answered only when the first one's next turn is: in lockstep, never."""
+    events: list[Any] = []
+    with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
+        fake.held, fake.held_once = {2}, True
+
+        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+            events.append((place, [response.token_ids for response in responses]))
+            if place == 0:
+                events.append((await ask(make_prompt(first_id=9))).token_ids)
+                fake.aborted.set()
+
+        prompts = [make_prompt(first_id=1), make_prompt(first_id=2)]
+        groups = client.generate(prompts, n=2, sampling=SAMPLING, follow=follow)
+    assert events[:2] == [(0, [(1, 0), (1, 1)]), (9, 0)] and events[2][0] == 1
+    assert [group[0].token_ids[-2:] for group in groups] == [(1, 0), (2, 2)], "in their order"
+    assert [body["sampling_params"] for body in fake.bodies("/generate")][2]["n"] == 1
+
+
+def test_with_enough_groups_only_those_are_followed() -> None:
+    followed = []
+    with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
+        fake.held = {1}
+
+        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+            followed.append(place)
+
+        prompts = [make_prompt(first_id=i) for i in range(3)]
+        done = client.generate(prompts[:1], n=1, sampling=SAMPLING)
+        begun = [[], [], done[0]]
+        client.generate(prompts, n=1, sampling=SAMPLING, begun=begun, enough=2, follow=follow)
+    assert followed == [2, 0]
+
+
+def test_a_next_turn_waits_for_a_refit_and_is_asked_again() -> None:
+    with FakeServer(weight_version="1") as fake, external(fake) as pool:
+        push(pool, 1)
+        refits = []
+
+        def refit() -> None:
+            refits.append(1)
+            push(pool, 1, (fake,))
+
+        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+            fake.weight_version = "0"  # it restarts between the turns
+            assert (await ask(make_prompt(first_id=9))).weight_version == "1"
+
+        with RolloutClient(pool, NO_DELAY) as client:
+            client.generate(
+                [make_prompt()],
+                n=1,
+                sampling=SAMPLING,
+                weight_version=1,
+                refit=refit,
+                follow=follow,
+            )
+    assert refits == [1]
+
+
+def test_an_error_of_what_follows_ends_the_generation() -> None:
+    with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
+        fake.held = {2}
+
+        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+            raise ValueError("as told")
+
+        prompts = [make_prompt(first_id=1), make_prompt(first_id=2)]
+        with pytest.raises(ValueError, match="as told"):
+            client.generate(prompts, n=1, sampling=SAMPLING, follow=follow)
+        fake.held = set()
+        assert client.generate(prompts[1:], n=1, sampling=SAMPLING)[0][0].token_ids == (2, 0)
