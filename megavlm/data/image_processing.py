@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any, ClassVar
 
@@ -78,6 +78,7 @@ class ProcessedImage:
     key: str  # SHA-256 of size and RGB pixels: identifies the content
     pixels: Tensor  # [F, H, W, 3] uint8, of one frame; the server's own resize does not change it
     format: PatchFormat
+    digest: bytes = field(default=b"", kw_only=True)  # of its file, as stored
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -143,7 +144,7 @@ class ImageProcessor:
         digest = hashlib.sha256(data).digest()
         image = self._cache.get(digest)
         if image is None:
-            image = self._process(decode(data))
+            image = self._process(decode(data), digest)
             self._cache.put(digest, image)
         return image
 
@@ -156,7 +157,7 @@ class ImageProcessor:
         patches = self._processor.get_number_of_image_patches(height, width, bounds)
         return patches // self.merge_size**2
 
-    def _process(self, image: Image.Image) -> ProcessedImage:
+    def _process(self, image: Image.Image, digest: bytes) -> ProcessedImage:
         # Not the processor's own resize, whose arguments differ between releases of transformers.
         from transformers.image_processing_backends import TorchvisionBackend
         from transformers.image_utils import SizeDict
@@ -171,7 +172,7 @@ class ImageProcessor:
         resized = TorchvisionBackend.resize(processor, values, size, processor.resample)
         pixels = resized.permute(0, 2, 3, 1).contiguous()
         key = hashlib.sha256(f"{width}x{height}:".encode() + pixels.numpy().tobytes()).hexdigest()
-        processed = ProcessedImage(key, pixels, self._format)
+        processed = ProcessedImage(key, pixels, self._format, digest=digest)
         # Rounding to whole patches can move a narrow image out of the bounds again.
         if processor.get_number_of_image_patches(height, width, {}) != processed.num_patches:
             raise ValueError(

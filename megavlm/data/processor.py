@@ -141,6 +141,17 @@ class Processor:
         short_ids = [*prompt.short_ids, *response, *self._next_ids(row)]
         return self._prompt(row, short_ids, prompt.images)
 
+    def image(self, row: Row, number: int, *, is_video: bool) -> ProcessedImage:
+        """Process one image or video of a row, by its number from 0. Raises ValueError as
+        `prompt`.
+        """
+        try:
+            if is_video:
+                return self._videos.video(row.videos[number])
+            return self._images.image(row.images[number])
+        except ValueError as error:
+            raise ValueError(f"{row.source}: {error}") from error
+
     def _prompt(
         self, row: Row, short_ids: list[int], known: Sequence[ProcessedImage] = ()
     ) -> Prompt:

@@ -52,6 +52,7 @@ class Row:
     num_unfetched: int = 0  # images at URLs, which Rows.peek leaves out
     messages: tuple[Message, ...] = ()  # the whole chat; () where `problem` is all of it
     dataset: str = field(default="", compare=False)  # the data set's name: "geo3k/train"
+    is_fetched: bool = field(default=False, compare=False)  # some images came from the network
 
 
 class Rows(Sequence[Row]):
@@ -241,6 +242,7 @@ class _RowMaker:
             num_unfetched=images.count(None),
             messages=() if whole else messages,
             dataset=dataset,
+            is_fetched=self.fetches and any(is_url(item) for _, item in found),
         )
 
     def _answer(self) -> str:

@@ -55,7 +55,7 @@ class VideoProcessor:
         processed = self._cache.get(digest)
         if processed is None:
             self._check_limits(video)
-            processed = self._process(video)
+            processed = self._process(video, digest)
             self._cache.put(digest, processed)
         assert isinstance(processed, ProcessedVideo)
         return processed
@@ -120,7 +120,7 @@ class VideoProcessor:
                 f"{MAX_VIDEO_PIXELS}; take fewer or smaller frames"
             )
 
-    def _process(self, video: Video) -> ProcessedVideo:
+    def _process(self, video: Video, digest: bytes) -> ProcessedVideo:
         frames = [decode(frame) for frame in video.frames]
         width, height = _one_size(frame.size for frame in frames)
         pixels = np.stack([np.asarray(frame) for frame in frames])
@@ -130,6 +130,7 @@ class VideoProcessor:
             key=hashlib.sha256(size + pixels.tobytes()).hexdigest(),
             pixels=resized.permute(0, 2, 3, 1).contiguous(),
             format=self._format,
+            digest=digest,
             times=self.times(video),
             seconds_per_grid=self._step / video.fps,
         )

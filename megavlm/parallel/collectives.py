@@ -1,6 +1,8 @@
-"""Collectives on Python objects and on measures, over the groups of a mesh."""
+"""Collectives on arrays, Python objects and measures, over the groups of a mesh."""
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,14 +12,94 @@ from megavlm.parallel import platform
 from megavlm.parallel.mesh import Mesh
 
 T = TypeVar("T")
+Arrays = Mapping[str, torch.Tensor]  # in host memory
+
+ALIGNMENT = 16  # bytes at whose multiples an array starts, enough for every dtype
 
 
-def scatter(parts: Sequence[T] | None, mesh: Mesh) -> T:
-    """Send each rank its part. The driver passes one part per rank, the others None. Collective."""
-    received: list[Any] = [None]
-    sent = None if parts is None else list(parts)
-    dist.scatter_object_list(received, sent, src=0, group=mesh.objects)
-    return received[0]
+def scatter(parts: Sequence[Arrays] | None, mesh: Mesh) -> Arrays:
+    """Send each data rank its part, to all of its ranks. The driver passes one part per data rank,
+    the others None. Collective.
+
+    A part leaves the driver once or twice, however many ranks want it: each rank that has it
+    passes it on to two others.
+    """
+    members = [rank for rank, data in enumerate(mesh.data_ranks) if data == mesh.data_rank]
+    place = members.index(mesh.rank)
+    sent = []
+    if parts is not None:
+        for data_rank in range(1, mesh.data_size):
+            sent.append(_Sent(_pack(parts[data_rank]), mesh.data_ranks.index(data_rank), mesh))
+        packed = _pack(parts[0])
+    else:
+        packed = _receive(members[(place - 1) // 2] if place else 0, mesh)
+    for child in members[2 * place + 1 : 2 * place + 3]:
+        sent.append(_Sent(packed, child, mesh))
+    for one in sent:
+        one.wait()
+    return _unpack(packed)
+
+
+def send_each(parts: Mapping[int, Arrays], mesh: Mesh) -> None:
+    """Send each of some ranks its part, which it gets by `receive_from_driver`. Driver only."""
+    for one in [_Sent(_pack(part), rank, mesh) for rank, part in parts.items()]:
+        one.wait()
+
+
+def receive_from_driver(mesh: Mesh) -> Arrays:
+    """Return what the driver sends to this rank by `send_each`."""
+    return _unpack(_receive(0, mesh))
+
+
+def _pack(arrays: Arrays) -> torch.Tensor:
+    """Return arrays as bytes: their names, types and shapes as JSON, then their contents."""
+    head, place = [], 0
+    for name, array in arrays.items():
+        head.append((name, str(array.dtype).removeprefix("torch."), list(array.shape), place))
+        place += array.nbytes + -array.nbytes % ALIGNMENT
+    text = json.dumps(head).encode()
+    start = ALIGNMENT + len(text) + -len(text) % ALIGNMENT
+    packed = torch.empty(start + place, dtype=torch.uint8)
+    packed[:8].view(torch.int64)[0] = len(text)
+    packed[ALIGNMENT : ALIGNMENT + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    for (*_, at), array in zip(head, arrays.values(), strict=True):
+        flat = array.contiguous().view(-1).view(torch.uint8)
+        packed[start + at : start + at + len(flat)] = flat
+    return packed
+
+
+def _unpack(packed: torch.Tensor) -> Arrays:
+    """Return the arrays of `_pack`, which share its memory."""
+    length = int(packed[:8].view(torch.int64))
+    start = ALIGNMENT + length + -length % ALIGNMENT
+    head = json.loads(packed[ALIGNMENT : ALIGNMENT + length].numpy().tobytes())
+    arrays = {}
+    for name, dtype, shape, at in head:
+        kind: torch.dtype = getattr(torch, dtype)
+        end = start + at + math.prod(shape) * kind.itemsize
+        arrays[name] = packed[start + at : end].view(kind).view(shape)
+    return arrays
+
+
+class _Sent:
+    """Bytes on their way to a rank, after their number."""
+
+    def __init__(self, packed: torch.Tensor, rank: int, mesh: Mesh) -> None:
+        self._tensors = torch.tensor([len(packed)]), packed  # kept until they are sent
+        self._works = [dist.isend(tensor, rank, mesh.objects) for tensor in self._tensors]
+
+    def wait(self) -> None:
+        for work in self._works:
+            assert work is not None, "the group has all ranks"
+            work.wait()
+
+
+def _receive(rank: int, mesh: Mesh) -> torch.Tensor:
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, rank, mesh.objects)
+    packed = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(packed, rank, mesh.objects)
+    return packed
 
 
 def broadcast_object(value: T | None, mesh: Mesh) -> T:

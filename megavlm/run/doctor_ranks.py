@@ -30,8 +30,9 @@ from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Layout, Mesh, build_mesh, init_distributed, shutdown
 from megavlm.run.doctor_checks import Finding, check_attention, check_sum, check_sync
-from megavlm.training.forward_backward import VisionFeatures, forward_backward
+from megavlm.training.forward_backward import forward_backward
 from megavlm.training.gradient_buffers import wrap
+from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.weight_sync.sync import WeightSync
 
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of a log-prob
@@ -111,7 +112,8 @@ def _measure(
         return -scores.logprobs.sum(), {}
 
     packs = [_pack(mesh).to(platform.device())]
-    forward_backward(wrapped, packs, VisionFeatures(wrapped, {}), Scoring(), loss)
+    no_images = VisionFeatures.everywhere(wrapped, {})
+    forward_backward(wrapped, packs, no_images, Scoring(), loss)
     squares = sum(
         buffer.grad_data.double().square().sum() for chunk in wrapped for buffer in chunk.buffers
     )

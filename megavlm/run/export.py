@@ -18,7 +18,8 @@ from megavlm.models.registry import family
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.training.driver import Driver
-from megavlm.training.forward_backward import VisionFeatures, logits
+from megavlm.training.forward_backward import logits
+from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.training.train_state import TrainState
 
 EXPORT_FOLDER = "hf"
@@ -71,7 +72,8 @@ def _trainer_logits(
     part = pack.part(mesh.context_rank)
     # Virtual stages take turns in rounds of one microbatch per stage.
     packs = [part.to(device)] * (mesh.layout.pipeline if mesh.layout.virtual > 1 else 1)
-    local = logits(chunks, packs, VisionFeatures(chunks, images))
+    features = VisionFeatures.everywhere(chunks, images)
+    local = logits(chunks, packs, features)
     held = [None] * mesh.world_size
     mine = None
     if local and mesh.tensor_rank == 0 and mesh.data_rank == 0:

@@ -5,9 +5,12 @@ from typing import Any
 
 from megavlm.checkpointing.save import PendingSave
 from megavlm.parallel import platform
+from megavlm.training.batch import RankBatch, StepPlan, share_batch
 from megavlm.training.colocate import Offloadable, SharedMemory, trainer_memory
 from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest
+from megavlm.training.step.rank_images import ImageReader
+from megavlm.training.step.vision_features import learns
 from megavlm.training.train_state import TrainState
 from megavlm.training.weight_push import WeightPusher
 from megavlm.weight_sync.attempt import sync_metrics
@@ -24,6 +27,8 @@ class BaseTrainer:
     ) -> None:
         """Store what the trainer works with. driver: on rank 0. sync: in a run that generates."""
         self.train_state, self.driver, self.sync = train_state, driver, sync
+        opened = () if driver is None else (driver.processor, driver.rows)
+        self._image_reader = ImageReader(train_state.config, *opened)
 
     def setup(self) -> None:
         """Resume, open the records, and push the weights to the servers. Collective."""
@@ -61,6 +66,15 @@ class BaseTrainer:
 
     def train_step(self) -> None:
         raise AssertionError("a trainer defines its step")
+
+    @property
+    def tower_learns(self) -> bool:
+        """True if updates change image features. On the first pipeline stage, as the driver is."""
+        return learns(self.train_state.model[0].visual)
+
+    def share(self, plan: StepPlan | None) -> RankBatch:
+        """Send each rank its share of the driver's plan, and return this rank's. Collective."""
+        return share_batch(plan, self.train_state.mesh, self._image_reader, platform.device())
 
     def run(self) -> bool:
         """Train up to the configured step. Returns False if the run was asked to stop before.

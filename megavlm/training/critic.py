@@ -2,7 +2,7 @@
 the policy's weights and is trained and saved beside it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.save import PendingSave, SaveTarget, begin_save
 from megavlm.config.algorithm import PPO
 from megavlm.data.packing import Pack
-from megavlm.data.processor import ProcessedImage
 from megavlm.models.common.logprobs import Scoring
-from megavlm.training.forward_backward import VisionFeatures, compute_logprobs
+from megavlm.training.forward_backward import compute_logprobs
 from megavlm.training.initial_model import start_model
 from megavlm.training.optimizer import build_updater
+from megavlm.training.step.rank_images import RankImages
+from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.training.train_state import TrainState
 
 CRITIC_CHECKPOINTS = "critic_checkpoints"  # folder in the run directory
@@ -55,9 +56,7 @@ class Critic:
                 scheduler=self.updater.scheduler,
             )
 
-    def features(
-        self, of_policy: VisionFeatures, images: Mapping[str, ProcessedImage]
-    ) -> VisionFeatures:
+    def features(self, of_policy: VisionFeatures, images: RankImages) -> VisionFeatures:
         """Return the critic's image features: the policy's where the tower is frozen."""
         if not of_policy.learns:
             return of_policy

@@ -25,9 +25,11 @@ from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.partial_rollouts import PartialRolloutBuffer
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
-from megavlm.training.batch import PackShape, RankBatch, by_rank, plan_step
+from megavlm.training.batch import PackShape, StepPlan, plan_step, shown_images
 from megavlm.training.best_metric import BestMetricTracker
 from megavlm.training.evaluation import EvaluationSet, evaluate
+from megavlm.training.step.image_plan import plan_images
+from megavlm.training.step.rank_images import image_places
 
 LINE_EVERY = 1.0  # seconds between printed steps; the records have all
 
@@ -146,20 +148,37 @@ class Driver:
         return started
 
     def plan(
-        self, minibatches: Sequence[Sequence[Tree]], prompts: Sequence[Prompt]
-    ) -> list[RankBatch]:
-        """Return the batch of every rank: trees of each minibatch, packed and balanced, with the
-        images of `prompts`.
+        self,
+        minibatches: Sequence[Sequence[Tree]],
+        prompts: Sequence[Prompt],
+        drawn: Sequence[Prompt],
+        *,
+        tower_learns: bool,
+    ) -> StepPlan:
+        """Return the plan of a step: trees of each minibatch, packed and balanced, with the images
+        of `prompts`. drawn: the prompts as the data has them, whose images ranks read themselves.
         """
         images = {image.key: image for prompt in prompts for image in prompt.images}
-        rank_batches = plan_step(
+        grids = {key: image.grid for key, image in images.items()}
+        ranks = plan_step(
             minibatches,
-            images,
             num_ranks=self.mesh.data_size,
             shape=self.shape,
             cost=lambda tree: self._cost.tree(tree, images),
         )
-        return by_rank(rank_batches, self.mesh)
+        layout, places = self.mesh.layout, image_places(drawn)
+        return StepPlan(
+            minibatches=ranks,
+            images=plan_images(
+                [shown_images(minibatches) for minibatches in ranks],
+                grids,
+                {key: self._cost.image(grid) for key, grid in grids.items()},
+                slots=layout.tensor * layout.context,
+            ),
+            sources={key: places.get(image.digest, image) for key, image in images.items()},
+            tower_learns=tower_learns,
+            shape=self.shape,
+        )
 
     @property
     def shape(self) -> PackShape:

@@ -2,7 +2,7 @@
 forward with backward.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,35 +13,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megavlm.data.packing import Pack
-from megavlm.data.processor import ProcessedImage
 from megavlm.models.common.logprobs import Scoring, TokenScores
-from megavlm.models.common.model import Features, VisionLanguageModel
+from megavlm.training.step.vision_features import VisionFeatures
 
 # Of a pack's scores: the loss, already divided by its global denominator, and measures
 # (`reduce_measures`).
 LossFunction = Callable[[Pack, TokenScores], tuple[Tensor, dict[str, Tensor]]]
 Chunks = Sequence[DistributedDataParallel]  # of this rank's pipeline stage, in order
-
-
-class VisionFeatures:
-    """Features of the images of one step, on the first pipeline stage: encoded once if the tower
-    is frozen, in each forward if it learns.
-    """
-
-    def __init__(self, chunks: Chunks, images: Mapping[str, ProcessedImage]) -> None:
-        self._model: VisionLanguageModel = chunks[0].module
-        self._images = images
-        tower = self._model.visual
-        self.learns = tower is not None and any(p.requires_grad for p in tower.parameters())
-        self._encoded: Features = {}
-        if tower is not None and not self.learns:
-            with torch.no_grad():
-                self._encoded = self._model.encode(list(images.values()))
-
-    def of(self, pack: Pack) -> Features:
-        if not self.learns:
-            return self._encoded
-        return self._model.encode([self._images[key] for key in dict.fromkeys(pack.images)])
 
 
 def compute_logprobs(

@@ -22,9 +22,10 @@ from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import any_rank, reduce_measures
 from megavlm.parallel.mesh import Mesh
-from megavlm.training.forward_backward import LossFunction, VisionFeatures, forward_backward
+from megavlm.training.forward_backward import LossFunction, forward_backward
 from megavlm.training.gradient_buffers import begin_gather, finish_gather, wrap
 from megavlm.training.guards import SkipCounter
+from megavlm.training.step.vision_features import VisionFeatures
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packing import Pack
 from megavlm.inference.protocol import Sampling
 from megavlm.models.common.logprobs import Scoring
-from megavlm.parallel import platform
-from megavlm.parallel.collectives import broadcast_object, scatter, summing
+from megavlm.parallel.collectives import broadcast_object, summing
 from megavlm.rollout.groups import (
     has_signal,
     policy_trees,
@@ -22,13 +21,14 @@ from megavlm.rollout.groups import (
 from megavlm.rollout.trajectory import Group
 from megavlm.training.advantages import add_advantages
 from megavlm.training.base_trainer import BaseTrainer
-from megavlm.training.batch import RankBatch
+from megavlm.training.batch import RankBatch, StepPlan
 from megavlm.training.driver import Driver
 from megavlm.training.evaluation import sampling, with_adapter
-from megavlm.training.forward_backward import LossFunction, VisionFeatures, compute_logprobs
+from megavlm.training.forward_backward import LossFunction, compute_logprobs
 from megavlm.training.losses import Update, policy_loss
 from megavlm.training.metrics import policy_metrics
 from megavlm.training.reference import reference
+from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.training.train_state import TrainState
 from megavlm.weight_sync.sync import WeightSync
 
@@ -54,11 +54,11 @@ class PolicyTrainer(BaseTrainer):
         self.over_context = summing(train_state.mesh.groups.cp)
 
     def train_step(self) -> None:
-        state, mesh, phases = self.train_state, self.train_state.mesh, self.train_state.phases
+        state, phases = self.train_state, self.train_state.phases
         sampled = self.weights.run_on_driver(self.sample)  # phases data, rollout and reward
         with phases("plan"):
             plan = None if sampled is None else self.plan(sampled)
-            batch = scatter(plan, mesh).part(mesh.context_rank, platform.device())
+            batch = self.share(plan)
         with phases("vision"):
             features = VisionFeatures(state.updater.chunks, batch.images)
         with phases("reference"):
@@ -109,8 +109,8 @@ class PolicyTrainer(BaseTrainer):
         """Return the groups to train on."""
         return select_groups(sampled, self.settings.prompts_per_step)
 
-    def plan(self, sampled: Sequence[Group]) -> list[RankBatch]:
-        """Return the batch of every rank. Driver only."""
+    def plan(self, sampled: Sequence[Group]) -> StepPlan:
+        """Return the plan of the step. Driver only."""
         groups, config = self.select(sampled), self.train_state.config
         assert self.driver is not None
         size = len(groups) // self.settings.minibatches
@@ -125,7 +125,10 @@ class PolicyTrainer(BaseTrainer):
             for start in range(0, len(groups), size)
         ]
         return self.driver.plan(
-            minibatches, [prompt for group in groups for prompt in group.prompts]
+            minibatches,
+            [prompt for group in groups for prompt in group.prompts],
+            [group.prompt for group in groups],
+            tower_learns=self.tower_learns,
         )
 
     def add_reference_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:

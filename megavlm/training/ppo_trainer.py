@@ -13,7 +13,7 @@ from megavlm.training.batch import RankBatch
 from megavlm.training.colocate import Offloadable, trainer_memory
 from megavlm.training.critic import Critic
 from megavlm.training.driver import Driver
-from megavlm.training.forward_backward import VisionFeatures, compute_logprobs
+from megavlm.training.forward_backward import compute_logprobs
 from megavlm.training.losses import critic_loss, engine_gap, with_value_loss
 from megavlm.training.metrics import (
     critic_metrics,
@@ -22,6 +22,7 @@ from megavlm.training.metrics import (
     value_metrics,
 )
 from megavlm.training.policy_trainer import PolicyTrainer
+from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.training.train_state import TrainState
 from megavlm.weight_sync.sync import WeightSync
 

@@ -2,13 +2,11 @@
 
 from megavlm.config.algorithm import SFT
 from megavlm.data.packing import prompt_tree
-from megavlm.parallel import platform
-from megavlm.parallel.collectives import scatter
 from megavlm.training.base_trainer import BaseTrainer
-from megavlm.training.batch import RankBatch
-from megavlm.training.forward_backward import VisionFeatures
+from megavlm.training.batch import StepPlan
 from megavlm.training.losses import supervised_loss
 from megavlm.training.metrics import supervised_metrics
+from megavlm.training.step.vision_features import VisionFeatures
 
 
 class SupervisedTrainer(BaseTrainer):
@@ -17,7 +15,7 @@ class SupervisedTrainer(BaseTrainer):
         with phases("data"):
             planned = self.plan()
         with phases("plan"):
-            batch = scatter(planned, state.mesh).part(state.mesh.context_rank, platform.device())
+            batch = self.share(planned)
         with phases("vision"):
             features = VisionFeatures(state.updater.chunks, batch.images)
         with phases("update"):
@@ -27,7 +25,7 @@ class SupervisedTrainer(BaseTrainer):
         state.step += 1
         self.record(supervised_metrics(report), num_tokens=batch.num_tokens)
 
-    def plan(self) -> list[RankBatch] | None:
+    def plan(self) -> StepPlan | None:
         if (driver := self.driver) is None:
             return None
         assert isinstance(self.train_state.config.algorithm, SFT)
@@ -36,4 +34,4 @@ class SupervisedTrainer(BaseTrainer):
         trees = [
             prompt_tree(prompt, [answer]) for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        return driver.plan([trees], prompts)
+        return driver.plan([trees], prompts, prompts, tower_learns=self.tower_learns)

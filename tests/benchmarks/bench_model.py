@@ -30,9 +30,10 @@ from megavlm.models.common.logprobs import Scoring
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import build_mesh
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
-from megavlm.training.forward_backward import VisionFeatures, forward_backward
+from megavlm.training.forward_backward import forward_backward
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.losses import supervised_loss
+from megavlm.training.step.vision_features import VisionFeatures
 from tests.distributed.fork import launch
 from tests.random_images import random_image
 
@@ -154,7 +155,7 @@ def our_step(chunks: list[Any], config: Any, prompt: Prompt, trees: list[Tree]) 
     def step() -> float:
         for chunk in chunks:
             chunk.zero_grad_buffer()
-        features = VisionFeatures(chunks, images)
+        features = VisionFeatures.everywhere(chunks, images)
         (measures,) = forward_backward(chunks, [pack], features, Scoring(), loss)
         return float(measures["loss"]) / pack.num_targets
 

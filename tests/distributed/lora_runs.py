@@ -24,8 +24,9 @@ from megavlm.models.common.lora_linear import LoRALinear
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
-from megavlm.training.forward_backward import VisionFeatures, forward_backward, logits
+from megavlm.training.forward_backward import forward_backward, logits
 from megavlm.training.gradient_buffers import wrap
+from megavlm.training.step.vision_features import VisionFeatures
 from tests.cache import cached_folder
 from tests.distributed.fork import launch
 from tests.distributed.lora_reference import Name, pair
@@ -95,7 +96,7 @@ class Run:
         forward_backward(self.wrapped, self.packs, self._features(), Scoring(), loss)
 
     def _features(self) -> VisionFeatures:
-        return VisionFeatures(self.wrapped, self.images)
+        return VisionFeatures.everywhere(self.wrapped, self.images)
 
 
 def start(folder: Path, ranks: Ranks, **options: Any) -> Run:

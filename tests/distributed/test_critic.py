@@ -18,8 +18,9 @@ from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.critic import Critic
-from megavlm.training.forward_backward import VisionFeatures
 from megavlm.training.losses import critic_loss
+from megavlm.training.step.rank_images import RankImages
+from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.training.train_state import TrainState
 from tests.columns import columns
 from tests.conftest import row, write_rows
@@ -56,8 +57,9 @@ class Run:
         ]
         self.pack = make_pack(trees, vision_token_ids=tokens, context_size=mesh.layout.context)
         self.pack = self.pack.part(mesh.context_rank)
-        features = VisionFeatures(self.train_state.updater.chunks, distinct_images(cases))
-        self.features = self.critic.features(features, distinct_images(cases))
+        images = RankImages.everywhere(distinct_images(cases), mesh.groups.tp_cp.size())
+        features = VisionFeatures(self.train_state.updater.chunks, images)
+        self.features = self.critic.features(features, images)
         assert self.features is features, "a frozen tower's features are the policy's"
 
     def values(self) -> torch.Tensor:

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
-from megavlm.models.common.vision_merge import split_by_cost
 from megavlm.training.forward_backward import compute_logprobs, forward_backward
+from megavlm.training.step.rank_images import RankImages
 from tests.distributed.fork import launch
 from tests.levels import slow
 from tests.parity.cases import packs_of
@@ -77,7 +77,7 @@ def test_each_image_is_encoded_once_a_step(model: tuple[Path, Any], layout: str)
     grids = [image.grid for image in images.values()]
     costs = [t * h * w * (1 + h * w / 4096) for t, h, w in grids]
     keys, num_shares = list(images), ranks.mesh.tensor * ranks.mesh.context
-    shares = split_by_cost(costs, num_shares)
+    shares = RankImages.everywhere(images, num_shares).plan.shares_of(range(len(keys)))
     expected = [[keys[index] for index in share] for share in shares]
     later_stages = [[]] * (ranks.world_size - num_shares)
 

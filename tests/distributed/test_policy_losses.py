@@ -24,15 +24,11 @@ from megavlm.models.registry import family
 from megavlm.parallel.collectives import reduce_measures, summing
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.advantages import add_advantages
-from megavlm.training.forward_backward import (
-    LossFunction,
-    VisionFeatures,
-    compute_logprobs,
-    forward_backward,
-)
+from megavlm.training.forward_backward import LossFunction, compute_logprobs, forward_backward
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.losses import Update, policy_loss, with_value_loss
 from megavlm.training.optimizer import build_updater
+from megavlm.training.step.vision_features import VisionFeatures
 from tests.columns import columns
 from tests.distributed.fork import launch
 from tests.levels import slow
@@ -128,7 +124,7 @@ class Model:
         self.chunks = wrap(self.model, shard_optimizer=False)
 
     def features(self) -> VisionFeatures:
-        return VisionFeatures(self.chunks, distinct_images(self.cases))
+        return VisionFeatures.everywhere(self.chunks, distinct_images(self.cases))
 
     def packs(self, settings: GRPO | PPO, trees_per_pack: int) -> list[Pack]:
         """This rank's, with all that a loss needs: log-probs that differ from the present ones."""

@@ -24,10 +24,11 @@ from megavlm.models.common.lora import adapters, add_adapters
 from megavlm.models.registry import family
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh, build_mesh
-from megavlm.training.forward_backward import VisionFeatures, compute_logprobs, forward_backward
+from megavlm.training.forward_backward import compute_logprobs, forward_backward
 from megavlm.training.losses import supervised_loss
 from megavlm.training.optimizer import Updater, build_updater
 from megavlm.training.reference import reference
+from megavlm.training.step.vision_features import VisionFeatures
 from tests.distributed.fork import launch
 from tests.levels import slow
 from tests.parity.cases import TREES_PER_PACK, packs_of
@@ -62,7 +63,7 @@ class Run:
     packs: list[Pack]
 
     def features(self) -> VisionFeatures:
-        return VisionFeatures(self.updater.chunks, distinct_images(self.cases))
+        return VisionFeatures.everywhere(self.updater.chunks, distinct_images(self.cases))
 
     def forward_backward(self, features: VisionFeatures) -> list[Any]:
         self.updater.zero_gradients()

@@ -25,8 +25,9 @@ from megavlm.models.cost import ModelCost
 from megavlm.models.registry import family
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import build_mesh, init_distributed
-from megavlm.training.forward_backward import VisionFeatures, compute_logprobs, forward_backward
+from megavlm.training.forward_backward import compute_logprobs, forward_backward
 from megavlm.training.losses import supervised_loss
+from megavlm.training.step.vision_features import VisionFeatures
 from tests.gpu import model, shapes
 
 Row = dict[str, Any]
@@ -69,7 +70,7 @@ class Bench:
         self._vision_ids = {config.image_token_id}
         self.trees, self.images = shapes.inputs(config, shapes.update_shape())
         self._chunks = model.ours(config, build_mesh(), weights, options, engine=engine)
-        self._features = VisionFeatures(self._chunks, self.images)
+        self._features = VisionFeatures.everywhere(self._chunks, self.images)
         self._pack = self.pack(self.trees)
 
     def pack(self, trees: list[Tree]) -> Pack:
@@ -80,7 +81,7 @@ class Bench:
         return len(self._pack.token_ids)
 
     def encode(self) -> None:
-        VisionFeatures(self._chunks, self.images)
+        VisionFeatures.everywhere(self._chunks, self.images)
 
     def score(self) -> None:
         compute_logprobs(self._chunks, [self._pack], self._features, Scoring())

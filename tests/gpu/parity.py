@@ -19,7 +19,8 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import build_mesh, init_distributed
-from megavlm.training.forward_backward import VisionFeatures, forward_backward
+from megavlm.training.forward_backward import forward_backward
+from megavlm.training.step.vision_features import VisionFeatures
 from tests.gpu import model, shapes
 
 Scores = dict[str, float]
@@ -72,7 +73,7 @@ def our_logprobs(chunks: list[Any], config: Any, shape: shapes.Shape) -> tuple[T
         found.append(scored.logprobs.detach())
         return scored.logprobs.sum(), {}
 
-    forward_backward(chunks, [pack], VisionFeatures(chunks, images), Scoring(), loss)
+    forward_backward(chunks, [pack], VisionFeatures.everywhere(chunks, images), Scoring(), loss)
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
     return found[0], sum(float(x.grad_data.double().square().sum()) for x in buffers) ** 0.5
 

@@ -20,13 +20,9 @@ from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
-from megavlm.training.forward_backward import (
-    VisionFeatures,
-    compute_logprobs,
-    forward_backward,
-    logits,
-)
+from megavlm.training.forward_backward import compute_logprobs, forward_backward, logits
 from megavlm.training.gradient_buffers import wrap
+from megavlm.training.step.vision_features import VisionFeatures
 from tests.cache import cached_value
 from tests.columns import columns
 from tests.distributed.fork import launch
@@ -134,7 +130,7 @@ def _compare(
     groups = [mine[i : i + TREES_PER_PACK] for i in range(0, len(mine), TREES_PER_PACK)]
     packs = packs_of([[cases[i] for i in group] for group in groups], config, case.ranks)
     parts = [pack.part(mesh.context_rank) for pack in packs]
-    features = VisionFeatures(wrapped, distinct_images(cases))
+    features = VisionFeatures.everywhere(wrapped, distinct_images(cases))
     forward = _forward_difference(wrapped, parts, groups, features, expected, options.head)
     forward_backward(wrapped, parts, features, Scoring(), _loss)
     gradients = {name: torch.from_numpy(x) for name, x in expected["gradients"].items()}

@@ -21,8 +21,9 @@ from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
-from megavlm.training.forward_backward import VisionFeatures, forward_backward, logits
+from megavlm.training.forward_backward import forward_backward, logits
 from megavlm.training.gradient_buffers import wrap
+from megavlm.training.step.vision_features import VisionFeatures
 from tests.parity.table import Ranks
 
 Name = tuple[str, int | None]  # of a tensor: its key, and the expert's number
@@ -64,7 +65,7 @@ class Run:
         return cls(mesh, entries, chunks, wrap(chunks, shard_optimizer=False), images)
 
     def features(self) -> VisionFeatures:
-        return VisionFeatures(self.wrapped, self.images)
+        return VisionFeatures.everywhere(self.wrapped, self.images)
 
     def logits(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Of all of each pack's targets, fp32 [N, V], on every rank; without a data axis."""

@@ -13,8 +13,9 @@ from torch import Tensor
 from megavlm.config.optimizer import Optimizer
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
-from megavlm.training.forward_backward import VisionFeatures, forward_backward
+from megavlm.training.forward_backward import forward_backward
 from megavlm.training.optimizer import Updater, build_updater
+from megavlm.training.step.vision_features import VisionFeatures
 from tests.cache import cached_value
 from tests.distributed.fork import launch
 from tests.levels import slow
@@ -125,7 +126,7 @@ def train(folder: Path, config: Any, cases: Sequence[Sequences], ranks: Ranks) -
     packs = packs_of([[case] for case in cases[mesh.data_rank :: mesh.data_size]], config, ranks)
     for _ in range(STEPS):
         updater.zero_gradients()
-        features = VisionFeatures(updater.chunks, distinct_images(cases))
+        features = VisionFeatures.everywhere(updater.chunks, distinct_images(cases))
         forward_backward(updater.chunks, packs, features, Scoring(), weighted)
         updater.step()
     return {

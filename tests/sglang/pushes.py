@@ -23,8 +23,9 @@ from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
-from megavlm.training.forward_backward import VisionFeatures, compute_logprobs
+from megavlm.training.forward_backward import compute_logprobs
 from megavlm.training.gradient_buffers import wrap
+from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.weight_sync.attempt import SyncReport, SyncSettings
 from megavlm.weight_sync.lora import AdapterWeights, adapter_name
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
@@ -168,7 +169,7 @@ def trainer_logprobs(
     wrapped = wrap(chunks)
     images = {image.key: image for prompt in prompts for image in prompt.images}
     scoring = Scoring(sampling.temperature, tuple(sampling.suppressed_ids))
-    scores = compute_logprobs(wrapped, packs, VisionFeatures(wrapped, images), scoring)
+    scores = compute_logprobs(wrapped, packs, VisionFeatures.everywhere(wrapped, images), scoring)
     assert bool(scores) == mesh.is_last_stage
     return [pack_scores.logprobs for pack_scores in scores]
 
@@ -209,7 +210,7 @@ def push_and_compare(
     images = {image.key: image for prompt in prompts for image in prompt.images}
     scoring = Scoring(sampling.temperature, tuple(sampling.suppressed_ids))
     largest = 0.0
-    scores = compute_logprobs(wrapped, packs, VisionFeatures(wrapped, images), scoring)
+    scores = compute_logprobs(wrapped, packs, VisionFeatures.everywhere(wrapped, images), scoring)
     for pack, group, mine in zip(packs, groups, scores, strict=False):  # none on early stages
         theirs = torch.tensor([p for response in group for p in response.logprobs])
         if len(pack.target_index):

@@ -20,14 +20,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Pack
-from megavlm.data.processor import ProcessedImage
+from megavlm.data.videos import Grid
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import StageLayout, join_levels, split_levels
 from megavlm.models.common.language import LanguageModel
 from megavlm.models.common.logprobs import Scoring, TokenScores, token_scores
 from megavlm.models.common.tower import Tower
-from megavlm.models.common.vision_merge import encode_images, put_features
+from megavlm.models.common.vision_merge import encode_share, gather_shares, put_features
 
 Features = Mapping[str, Tensor]  # image key -> [tokens, (1 + levels) x H]
 
@@ -85,23 +86,24 @@ class VisionLanguageModel(MegatronModule):
     def num_levels(self) -> int:
         return self.config.deepstack_levels
 
-    def encode(self, images: Sequence[ProcessedImage]) -> dict[str, Tensor]:
-        """Return features [tokens, (1 + levels) x H] of distinct images by key, encoded by the
-        ranks of the first stage that share a microbatch. Collective over these.
+    def encode(
+        self,
+        grids: Sequence[Grid],
+        shares: Sequence[Sequence[int]],
+        mine: Sequence[ProcessedImage],
+    ) -> list[Tensor]:
+        """Return the features [tokens, (1 + levels) x H] of distinct images, encoded by the ranks
+        of the first stage that share a microbatch: shares of each, `mine` on this rank. Collective
+        over these.
         """
-        if not images:
-            return {}
+        if not grids:
+            return []
         assert self.visual is not None, "only the first stage has a tower"
-        device = next(self.visual.parameters()).device
         groups = self.language_model.pg_collection
-        features = encode_images(
-            self.visual,
-            [image.patches(device) for image in images],
-            [image.grid for image in images],
-            group=groups.tp_cp,
-            context_group=groups.cp,
+        local = encode_share(self.visual, mine)
+        return gather_shares(
+            self.visual, local, grids, shares, group=groups.tp_cp, context_group=groups.cp
         )
-        return {image.key: feature for image, feature in zip(images, features, strict=True)}
 
     def forward(
         self, pack: Pack, features: Features, scoring: Scoring | None

@@ -2,67 +2,97 @@
 tensor and context axes, then put in place of its tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.videos import Grid
 from megavlm.models.common.tower import Tower
 
 
-def split_by_cost(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Split indices into parts of similar cost, the costliest first, each to the cheapest part so
-    far. The same on every rank.
-    """
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0.0] * num_parts
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        least = loads.index(min(loads))
-        parts[least].append(index)
-        loads[least] += costs[index]
-    return [sorted(part) for part in parts]
+def encode_share(tower: Tower, images: Sequence[ProcessedImage]) -> Tensor:
+    """Return the features [tokens, (1 + levels) x H] of this rank's images, image after image."""
+    parameter = next(tower.parameters())
+    if not images:
+        width = tower.feature_size * (1 + tower.num_levels)
+        return torch.zeros(0, width, dtype=parameter.dtype, device=parameter.device)
+    patches = [image.patches(parameter.device) for image in images]
+    return tower(torch.cat(patches), [image.grid for image in images])
 
 
-def encode_images(
+def gather_shares(
     tower: Tower,
-    patches: Sequence[Tensor],
+    local: Tensor,
     grids: Sequence[Grid],
+    shares: Sequence[Sequence[int]],
     *,
     group: dist.ProcessGroup,
     context_group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Encode images, a share on each rank of `group`: the tensor and context axes together. Returns
-    the features of each image [tokens, (1 + levels) x H] on every rank. Collective over `group`.
+    """Return the features of each image on every rank of `group`, the tensor and context axes
+    together. local: those of this rank's share (`encode_share`). shares: the images of each rank.
+    Collective over `group`.
 
     Differentiable. The gradient of the features is whole on the ranks of the tensor axis, but each
     rank of the context axis has that of its own tokens: backward sums over it, then takes the share
     that this rank encoded. So the tower's parameter gradients are parts of a sum over the group
     (data parallelism sums over context ranks, `sum_tower_gradients` over tensor ranks).
     """
-    num_tokens = [t * h * w // tower.merge_size**2 for t, h, w in grids]
-    # An image's cost grows with its patches and, by attention within a frame, with their square.
-    costs = [t * h * w * (1.0 + h * w / 4096.0) for t, h, w in grids]
-    shares = split_by_cost(costs, group.size())
-    mine = shares[group.rank()]
-    reference = patches[0]
-    if mine:
-        local = tower(torch.cat([patches[i] for i in mine]), [grids[i] for i in mine])
-    else:
+    num_tokens = [count_tokens(grid, tower) for grid in grids]
+    if not shares[group.rank()]:
         # Backward is collective, so this rank takes part in it, too.
-        width = tower.feature_size * (1 + tower.num_levels)
-        local = reference.new_zeros(0, width, dtype=next(tower.parameters()).dtype)
         local.requires_grad_(torch.is_grad_enabled())
     sizes = [sum(num_tokens[i] for i in share) for share in shares]
     gathered = _GatherShares.apply(local, sizes, group, context_group)
     order = [i for share in shares for i in share]
-    pieces = gathered.split([num_tokens[i] for i in order])
-    features: list[Tensor] = [reference] * len(grids)
-    for index, piece in zip(order, pieces, strict=True):
-        features[index] = piece
-    return features
+    pieces = dict(zip(order, gathered.split([num_tokens[i] for i in order]), strict=True))
+    return [pieces[index] for index in range(len(grids))]
+
+
+def exchange_shares(
+    local: Tensor,
+    num_tokens: Sequence[int],
+    senders: Sequence[int],
+    receivers: Sequence[Collection[int]],
+    group: dist.ProcessGroup,
+) -> dict[int, Tensor]:
+    """Send the features of each image to the ranks that need them, and return those that this rank
+    receives, by image. Without padding and without a graph. Collective over `group`.
+
+    local: features of the images that this rank sends, in their order. senders, receivers: rank and
+    ranks of each image that this rank sends or receives.
+    """
+    me, ranks = group.rank(), range(group.size())
+    mine = [i for i, sender in enumerate(senders) if sender == me]
+    pieces = dict(zip(mine, local.split([num_tokens[i] for i in mine]), strict=True))
+    if group.size() == 1:
+        return pieces
+    sent = [[i for i in mine if rank in receivers[i]] for rank in ranks]
+    wanted = [
+        [i for i, sender in enumerate(senders) if sender == rank and me in receivers[i]]
+        for rank in ranks
+    ]
+    # As bytes, which every backend sends.
+    outgoing = torch.cat([local[:0], *[pieces[i] for items in sent for i in items]])
+    order = [i for items in wanted for i in items]
+    received = outgoing.new_empty(sum(num_tokens[i] for i in order), local.size(1))
+    dist.all_to_all_single(
+        received.view(torch.uint8),
+        outgoing.view(torch.uint8),
+        [sum(num_tokens[i] for i in items) for items in wanted],
+        [sum(num_tokens[i] for i in items) for items in sent],
+        group=group,
+    )
+    return dict(zip(order, received.split([num_tokens[i] for i in order]), strict=True))
+
+
+def count_tokens(grid: Grid, tower: Tower) -> int:
+    t, h, w = grid
+    return t * h * w // tower.merge_size**2
 
 
 class _GatherShares(torch.autograd.Function):

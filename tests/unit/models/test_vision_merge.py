@@ -9,28 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megavlm.data.videos import Grid
 from megavlm.models.common.tower import Tower
-from megavlm.models.common.vision_merge import encode_images, split_by_cost
+from megavlm.models.common.vision_merge import count_tokens, exchange_shares, gather_shares
 from tests.distributed.fork import launch
 
 GRIDS: list[Grid] = [(1, 4, 6), (1, 2, 2), (2, 2, 4)]
 PATCH, FEATURE, MERGE = 5, 3, 2
-
-
-@given(
-    st.lists(st.floats(1, 100), max_size=20),
-    st.integers(1, 5),
-)
-def test_split_keeps_every_image_and_balances(costs: list[float], num_parts: int) -> None:
-    parts = split_by_cost(costs, num_parts)
-    assert sorted(index for part in parts for index in part) == list(range(len(costs)))
-    loads = [sum(costs[i] for i in part) for part in parts]
-    assert max(loads) - min(loads) <= max(costs, default=0) + 1e-9
 
 
 class LinearTower(Tower):
@@ -60,10 +47,16 @@ def encode(is_context: bool) -> list[Any]:
     group = dist.group.WORLD
     assert group is not None
     alone, _ = dist.new_subgroups(group_size=1)
-    features = encode_images(
+    shares = [[i for i in range(len(GRIDS)) if i % group.size() == r] for r in range(group.size())]
+    share = shares[group.rank()]
+    local = torch.zeros(0, FEATURE)
+    if share:
+        local = tower(torch.cat([patches[i] for i in share]), [GRIDS[i] for i in share])
+    features = gather_shares(
         tower,
-        patches,
+        local,
         GRIDS,
+        shares,
         group=group,
         context_group=group if is_context else alone,
     )
@@ -87,3 +80,25 @@ def test_features_and_gradients_equal_one_rank(is_context: bool) -> None:
         )
         encoded = np.concatenate([result[2] for result in results])
         assert sorted(map(tuple, encoded.tolist())) == sorted(GRIDS)
+
+
+def exchanged(senders: list[int], receivers: list[set[int]]) -> dict[int, list[float]]:
+    """The first column of what this rank receives, by image. An image's rows hold its number."""
+    group = dist.group.WORLD
+    assert group is not None
+    tower = LinearTower(nn.Parameter(torch.zeros(PATCH, FEATURE)))
+    sizes = [count_tokens(grid, tower) for grid in GRIDS]
+    mine = [i for i, sender in enumerate(senders) if sender == group.rank()]
+    local = torch.cat(
+        [torch.zeros(0, 3).bfloat16(), *[torch.full((sizes[i], 3), i + 1.0) for i in mine]]
+    ).bfloat16()
+    found = exchange_shares(local, sizes, senders, receivers, group)
+    assert all(len(rows) == sizes[i] and rows.dtype == torch.bfloat16 for i, rows in found.items())
+    return {i: rows[:, 0].unique().tolist() for i, rows in found.items()}
+
+
+def test_features_reach_the_ranks_that_need_them() -> None:
+    receivers = [{0, 1, 3}, {0}, {3}]
+    results = launch(4, exchanged, [2, 0, 0], receivers)
+    for rank, found in enumerate(results):
+        assert found == {i: [i + 1.0] for i, ranks in enumerate(receivers) if rank in ranks}

@@ -1,15 +1,19 @@
-"""Who trains on what: every target once, images only where they are shown, and as many packs as a
-layout needs.
+"""Who trains on what: every target once, as many packs as a layout needs, and each image encoded by
+one rank.
 """
 
-from types import SimpleNamespace
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megavlm.data.packing import Tree
-from megavlm.training.batch import PackShape, RankBatch, by_rank, plan_step
+from megavlm.data.packing import Pack, Tree
+from megavlm.training.batch import PackShape, StepPlan, plan_step, shown_images, unpack_part
+from megavlm.training.step.image_plan import ImagePlan, assign_encoders, plan_images
 from tests.unit.training.trees import IMAGE, image, tree
 
 MINIBATCHES = [
@@ -17,16 +21,39 @@ MINIBATCHES = [
     [tree(4, [7, 1, 1], "c"), tree(4, [2, 2], "b"), tree(4, [4], "d")],
 ]
 IMAGES = {key: image(key) for key in "abcd"}
+GRIDS = {key: image.grid for key, image in IMAGES.items()}
+COSTS = {"a": 5.0, "b": 4.0, "c": 3.0, "d": 2.0}
 
 
-def plan(num_ranks: int, minibatches: Any = MINIBATCHES, **shape: Any) -> list[RankBatch]:
-    return plan_step(
+def plan(
+    num_ranks: int,
+    minibatches: Any = MINIBATCHES,
+    *,
+    slots: int = 1,
+    tower_learns: bool = False,
+    **shape: Any,
+) -> StepPlan:
+    needs = PackShape(**{"max_tokens": 16, "vision_token_ids": (IMAGE,), **shape})
+    ranks = plan_step(
         minibatches,
-        IMAGES,
         num_ranks=num_ranks,
-        shape=PackShape(**{"max_tokens": 16, "vision_token_ids": (IMAGE,), **shape}),
+        shape=needs,
         cost=lambda tree: float(tree.num_tokens),
     )
+    shown = [shown_images(minibatches) for minibatches in ranks]
+    return StepPlan(
+        minibatches=ranks,
+        images=plan_images(shown, GRIDS, COSTS, slots=slots),
+        sources=IMAGES,
+        tower_learns=tower_learns,
+        shape=needs,
+    )
+
+
+def packs_of(plan: StepPlan, context_rank: int = 0) -> list[list[list[Pack]]]:
+    """Packs of each data rank and minibatch, as a context rank makes them of what it receives."""
+    parts = [plan.part(data_rank) for data_rank in range(len(plan.minibatches))]
+    return [unpack_part(part, context_rank, torch.device("cpu"))[0] for part in parts]
 
 
 def num_targets(trees: list[Tree]) -> int:
@@ -34,25 +61,54 @@ def num_targets(trees: list[Tree]) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_every_target_once_and_images_where_they_are_shown(num_ranks: int) -> None:
-    rank_batches = plan(num_ranks, multiple=4)
-    assert len(rank_batches) == num_ranks
+def test_every_target_once(num_ranks: int) -> None:
+    planned = plan(num_ranks, multiple=4)
+    ranks = packs_of(planned)
+    assert len(ranks) == num_ranks
     for index, trees in enumerate(MINIBATCHES):
-        here = [batch.minibatches[index] for batch in rank_batches]
-        assert all(batch.num_targets[index] == num_targets(trees) for batch in rank_batches)
-        packs = [pack for minibatch in here for pack in minibatch]
+        packs = [pack for minibatches in ranks for pack in minibatches[index]]
         assert sum(pack.num_targets for pack in packs) == num_targets(trees)
-        assert all(here), "the reductions are collective"
+        assert all(minibatches[index] for minibatches in ranks), "the reductions are collective"
         assert all(len(pack.token_ids) % 4 == 0 for pack in packs)
-    for batch in rank_batches:
-        shown = {key for pack in batch.packs for key in pack.images}
-        assert set(batch.images) == shown
-        assert batch.num_tokens == sum(t.num_tokens for m in MINIBATCHES for t in m)
+    for data_rank, minibatches in enumerate(ranks):
+        shown = {key for packs in minibatches for pack in packs for key in pack.images}
+        assert set(planned.images[data_rank].keys) == shown
+        header = json.loads(planned.part(data_rank)["header"].numpy().tobytes())
+        assert header["num_targets"] == [num_targets(trees) for trees in MINIBATCHES]
+        assert header["num_tokens"] == sum(t.num_tokens for m in MINIBATCHES for t in m)
 
 
-def counts(rank_batches: list[RankBatch]) -> list[list[int]]:
+def test_trees_are_the_same_after_their_journey() -> None:
+    (minibatches,) = packs_of(plan(1))
+    expected = plan(1).shape.pack(MINIBATCHES[0][:0], None)
+    planned = plan(1)
+    for packs, trees in zip(minibatches, planned.minibatches[0], strict=True):
+        for pack, its_trees in zip(packs, trees, strict=True):
+            expected = planned.shape.pack(its_trees, None)
+            assert pack.images == expected.images and pack.parents == expected.parents
+            for name, value in vars(expected).items():
+                if isinstance(value, torch.Tensor):
+                    found = getattr(pack, name)
+                    assert torch.equal(found, value) and found.dtype == value.dtype, name
+            assert pack.columns is not None and expected.columns is not None
+            for name, column in expected.columns.present().items():
+                found = getattr(pack.columns, name)
+                assert torch.equal(found, column) and found.dtype == column.dtype, name
+
+
+def test_no_bytes_per_token_but_numbers() -> None:
+    """A thousand times the tokens: the header is as long, and the arrays are as many."""
+    short, long = ([[tree(4, [size] * 4, "a")]] for size in (1, 1000))
+    parts = [plan(1, trees, max_tokens=10**6).part(0) for trees in (short, long)]
+    assert parts[0].keys() >= parts[1].keys() - {"column.rewards"}
+    assert abs(len(parts[0]["header"]) - len(parts[1]["header"])) < 10
+    added = sum(x.nbytes for x in parts[1].values()) - sum(x.nbytes for x in parts[0].values())
+    assert added / (4 * 999) < 4 + 12 + 2 * 4 + 1, "id, positions, reward and log-prob of a token"
+
+
+def counts(planned: StepPlan) -> list[list[int]]:
     """Packs of each minibatch, by rank."""
-    return [[len(packs) for packs in batch.minibatches] for batch in rank_batches]
+    return [[len(packs) for packs in minibatches] for minibatches in packs_of(planned)]
 
 
 # One rank gets the long tree, another three short ones in two packs.
@@ -72,41 +128,37 @@ UNEVEN = [[tree(4, [12], "a"), tree(4, [4], "b"), tree(4, [4], "c"), tree(4, [3]
 )
 def test_packs_of_padding_fill_up(shape: dict[str, Any], expected: list[list[int]]) -> None:
     """Virtual stages take turns in rounds of `count`; ranks that share experts need as many."""
-    rank_batches = plan(2, UNEVEN, **shape)
-    assert sorted(counts(rank_batches)) == expected
-    for batch in rank_batches:
-        (packs,) = batch.minibatches
-        assert batch.num_targets == [num_targets(UNEVEN[0])]
+    planned = plan(2, UNEVEN, **shape)
+    assert sorted(counts(planned)) == expected
+    for (packs,) in packs_of(planned):
         real = [pack for pack in packs if pack.num_targets]
-        padding = packs[len(real) :]
         assert real == packs[: len(real)]
-        for pack in padding:
+        for pack in packs[len(real) :]:
             assert pack.columns is not None and real[0].columns is not None
             assert pack.columns.present().keys() == real[0].columns.present().keys()
-            assert len(pack.columns.rewards) == 0
+            for name, column in pack.columns.present().items():
+                assert column.shape == (0,) and column.dtype == getattr(real[0].columns, name).dtype
             assert not pack.images and len(pack.token_ids) > 0
 
 
 def test_a_minibatch_with_less_trees_than_ranks_has_packs_on_all() -> None:
-    rank_batches = plan(3, [[tree(4, [3], "a")]], multiple=2, context_size=2)
-    assert counts(rank_batches) == [[1], [1], [1]]
-    for batch in rank_batches:
-        (pack,) = batch.minibatches[0]
-        assert len(pack.token_ids) % 4 == 0
-        for rank in range(2):
-            part = batch.part(rank, torch.device("cpu")).minibatches[0][0]
-            assert len(part.token_ids) == len(pack.token_ids) // 2 > 0
+    planned = plan(3, [[tree(4, [3], "a")]], multiple=2, context_size=2)
+    assert counts(planned) == [[1], [1], [1]]
+    for first, second in zip(packs_of(planned, 0), packs_of(planned, 1), strict=True):
+        assert len(first[0][0].token_ids) == len(second[0][0].token_ids) > 0
+        assert len(first[0][0].token_ids) % 2 == 0
+        assert first[0][0].columns is not None
 
 
 @pytest.mark.parametrize("context_size", [2, 3])
 def test_context_ranks_have_parts_of_the_same_packs(context_size: int) -> None:
-    for batch in plan(2, multiple=2, context_size=context_size):
-        parts = [batch.part(rank, torch.device("cpu")) for rank in range(context_size)]
-        assert all(part.images == batch.images for part in parts)
-        assert all(part.num_targets == batch.num_targets for part in parts)
-        for index, minibatch in enumerate(batch.minibatches):
-            mine = [part.minibatches[index] for part in parts]
-            for whole, *held in zip(minibatch, *mine, strict=True):
+    planned = plan(2, multiple=2, context_size=context_size)
+    parts = [packs_of(planned, rank) for rank in range(context_size)]
+    for data_rank, minibatches in enumerate(planned.minibatches):
+        for index, packs in enumerate(minibatches):
+            mine = [part[data_rank][index] for part in parts]
+            for trees, *held in zip(packs, *mine, strict=True):
+                whole = planned.shape.pack(trees, None)
                 sizes = {len(part.token_ids) for part in held}
                 assert len(sizes) == 1 and sizes.pop() % 2 == 0
                 tokens = torch.cat([part.token_index for part in held]).sort().values
@@ -119,24 +171,55 @@ def test_context_ranks_have_parts_of_the_same_packs(context_size: int) -> None:
                     assert torch.equal(part.columns.rewards, expected)
 
 
-def test_a_part_has_columns_of_its_own() -> None:
-    """Log-probs that a pass adds to the parts are not in the plan."""
-    (batch,) = plan(1)
-    part = batch.part(0, torch.device("cpu"))
-    part.minibatches[0][0].columns = None
-    assert batch.minibatches[0][0].columns is not None
-
-
-def test_images_go_to_the_first_stage_only() -> None:
-    """Two stages of two data ranks of two tensor ranks."""
-    mesh: Any = SimpleNamespace(
-        data_ranks=(0, 0, 1, 1, 0, 0, 1, 1), pipeline_ranks=(0, 0, 0, 0, 1, 1, 1, 1)
-    )
-    rank_batches = plan(2)
-    ranks = by_rank(rank_batches, mesh)
-    assert [rank.minibatches for rank in ranks] == [
-        rank_batches[i].minibatches for i in mesh.data_ranks
+@given(st.lists(st.floats(1, 100), max_size=20), st.integers(1, 5))
+def test_shares_of_images_balance(costs: list[float], num_ranks: int) -> None:
+    encoders = assign_encoders(costs, [range(num_ranks)] * len(costs))
+    loads = [
+        sum(cost for cost, encoder in zip(costs, encoders, strict=True) if encoder == rank)
+        for rank in range(num_ranks)
     ]
-    assert [rank.images for rank in ranks[:4]] == [rank_batches[i].images for i in (0, 0, 1, 1)]
-    assert all(rank_batches[i].images for i in (0, 1))
-    assert all(rank.images == {} for rank in ranks[4:])
+    assert max(loads) - min(loads) <= max(costs, default=0) + 1e-9
+
+
+def encoded(planned: StepPlan, slots: int) -> list[list[str]]:
+    """Keys of what each rank of the first stage is sent."""
+    ranks = range(len(planned.minibatches) * slots)
+    return [sorted(planned.sources_of(*divmod(rank, slots))) for rank in ranks]
+
+
+@pytest.mark.parametrize(("num_ranks", "slots"), [(1, 1), (1, 4), (2, 1), (2, 2), (3, 2)])
+def test_an_image_is_sent_to_one_rank_that_encodes_it(num_ranks: int, slots: int) -> None:
+    """Several data ranks show a and b."""
+    planned = plan(num_ranks, slots=slots)
+    sent = encoded(planned, slots)
+    assert sorted(key for keys in sent for key in keys) == ["a", "b", "c", "d"]
+    for data_rank, images in enumerate(planned.images):
+        check_receivers(planned.images, data_rank, images)
+
+
+def check_receivers(plans: Sequence[ImagePlan], data_rank: int, mine: ImagePlan) -> None:
+    """An image's features reach all ranks of all data ranks that show it, from one of these."""
+    for index, key in enumerate(mine.keys):
+        showing = [d for d, other in enumerate(plans) if key in other.keys]
+        assert data_rank in showing
+        if mine.across:
+            assert mine.encoders[index] // mine.slots in showing
+            expected = {d * mine.slots + slot for d in showing for slot in range(mine.slots)}
+        else:
+            assert showing == [data_rank]
+            expected = set(range(mine.slots))
+        assert mine.encoders[index] in expected
+        assert mine.receivers(index) == expected
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_tower_that_learns_gets_the_images_of_each_pack(slots: int) -> None:
+    planned = plan(2, slots=slots, tower_learns=True)
+    sent = encoded(planned, slots)
+    for data_rank, minibatches in enumerate(packs_of(planned)):
+        images = planned.images[data_rank]
+        for pack in (pack for packs in minibatches for pack in packs):
+            indices = images.indices(pack.images)
+            for slot, share in enumerate(images.shares_of(indices)):
+                keys = {images.keys[indices[place]] for place in share}
+                assert keys <= set(sent[data_rank * slots + slot])

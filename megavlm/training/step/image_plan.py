@@ -1,0 +1,152 @@
+"""The plan of a step's images: which rank encodes which, decided by the driver.
+
+Ranks of the first pipeline stage are numbered as in the world: data rank after data rank, each with
+the `slots` ranks of its tensor and context axes.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megavlm.data.videos import Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePlan:
+    """The images that one data rank's packs show, in an order that all data ranks share.
+
+    A frozen tower encodes an image on the rank `encoders` of its group, which sends the features to
+    the data ranks `shown_by`: the group is the ranks of one data rank, or, if `across`, those of
+    all. A tower that learns encodes in each pack, `shares_of` it.
+    """
+
+    keys: tuple[str, ...]
+    grids: tuple[Grid, ...]
+    costs: tuple[float, ...]  # modelled FLOPs
+    encoders: tuple[int, ...]
+    rounds: tuple[int, ...]  # in which each is encoded
+    num_rounds: int  # the same on all ranks of the group
+    shown_by: tuple[tuple[int, ...], ...]
+    across: bool
+    slots: int
+
+    def indices(self, keys: Sequence[str]) -> list[int]:
+        """Return the place of each distinct key, in the order in which they first occur."""
+        places = {key: index for index, key in enumerate(self.keys)}
+        return [places[key] for key in dict.fromkeys(keys)]
+
+    def shares_of(self, indices: Sequence[int]) -> list[list[int]]:
+        """Return the share of each slot in the images of a pack, as places in `indices`."""
+        costs = [self.costs[index] for index in indices]
+        slots = assign_encoders(costs, [range(self.slots)] * len(costs))
+        return [[i for i, slot in enumerate(slots) if slot == this] for this in range(self.slots)]
+
+    def held_by(
+        self, data_rank: int, slot: int, packs: Sequence[Sequence[str]] | None
+    ) -> list[int]:
+        """Return the images that a rank encodes. packs: the images of each pack, where the tower
+        learns.
+        """
+        if packs is None:
+            me = data_rank * self.slots + slot if self.across else slot
+            return [index for index, encoder in enumerate(self.encoders) if encoder == me]
+        held: set[int] = set()
+        for keys in packs:
+            indices = self.indices(keys)
+            held.update(indices[i] for i in self.shares_of(indices)[slot])
+        return sorted(held)
+
+    def receivers(self, index: int) -> Collection[int]:
+        """Return the ranks of the group that need an image's features."""
+        return {d * self.slots + slot for d in self.shown_by[index] for slot in range(self.slots)}
+
+    def to_arrays(self) -> dict[str, Tensor]:
+        """Return the plan's numbers as arrays; the rest is `header`."""
+        return {
+            "grids": torch.tensor(self.grids, dtype=torch.int32).reshape(-1, 3),
+            "costs": torch.tensor(self.costs, dtype=torch.float64),
+            "encoders": torch.tensor(self.encoders, dtype=torch.int32),
+            "rounds": torch.tensor(self.rounds, dtype=torch.int32),
+            "num_shown_by": torch.tensor([len(x) for x in self.shown_by], dtype=torch.int32),
+            "shown_by": torch.tensor([d for x in self.shown_by for d in x], dtype=torch.int32),
+        }
+
+    def header(self) -> dict[str, Any]:
+        return {
+            "keys": self.keys,
+            "num_rounds": self.num_rounds,
+            "across": self.across,
+            "slots": self.slots,
+        }
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> Self:
+        """Return the plan of `to_arrays` and `header`."""
+        sizes = arrays["num_shown_by"].tolist()
+        return cls(
+            keys=tuple(header["keys"]),
+            grids=tuple((t, h, w) for t, h, w in arrays["grids"].tolist()),
+            costs=tuple(arrays["costs"].tolist()),
+            encoders=tuple(arrays["encoders"].tolist()),
+            rounds=tuple(arrays["rounds"].tolist()),
+            num_rounds=header["num_rounds"],
+            shown_by=tuple(tuple(x.tolist()) for x in arrays["shown_by"].split(sizes)),
+            across=header["across"],
+            slots=header["slots"],
+        )
+
+
+def assign_encoders(costs: Sequence[float], allowed: Sequence[Sequence[int]]) -> list[int]:
+    """Return the rank that encodes each image, one of those allowed for it: the costliest first,
+    each to the rank with the least so far.
+    """
+    loads: dict[int, float] = {}
+    encoders = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        least = min(allowed[index], key=lambda rank: (loads.get(rank, 0.0), rank))
+        encoders[index] = least
+        loads[least] = loads.get(least, 0.0) + costs[index]
+    return encoders
+
+
+def plan_images(
+    shown: Sequence[Sequence[str]],
+    grids: Mapping[str, Grid],
+    costs: Mapping[str, float],
+    *,
+    slots: int,
+) -> list[ImagePlan]:
+    """Return the plan of each data rank. shown: keys of the images that each data rank's packs
+    show. slots: ranks of the tensor and context axes together.
+
+    An image that several data ranks show is encoded by one of them.
+    """
+    shown_by: dict[str, list[int]] = {}
+    for data_rank, keys in enumerate(shown):
+        for key in dict.fromkeys(keys):
+            shown_by.setdefault(key, []).append(data_rank)
+    keys = list(shown_by)
+    across = any(len(data_ranks) > 1 for data_ranks in shown_by.values())
+    allowed = [[d * slots + slot for d in shown_by[key] for slot in range(slots)] for key in keys]
+    encoders = dict(zip(keys, assign_encoders([costs[key] for key in keys], allowed), strict=True))
+    plans = []
+    for data_rank in range(len(shown)):
+        mine = [key for key in keys if data_rank in shown_by[key]]
+        first = 0 if across else data_rank * slots
+        plans.append(
+            ImagePlan(
+                keys=tuple(mine),
+                grids=tuple(grids[key] for key in mine),
+                costs=tuple(costs[key] for key in mine),
+                encoders=tuple(encoders[key] - first for key in mine),
+                rounds=(0,) * len(mine),
+                num_rounds=min(1, len(keys)),
+                shown_by=tuple(tuple(shown_by[key]) if across else (0,) for key in mine),
+                across=across,
+                slots=slots,
+            )
+        )
+    return plans

@@ -1,0 +1,144 @@
+"""The images of a step on one rank: those that it encodes, and where they come from."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from megavlm.config.schema import Config
+from megavlm.data.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.processor import Processor, Prompt
+from megavlm.data.rows import Rows
+from megavlm.data.videos import Grid
+from megavlm.training.step.image_plan import ImagePlan, plan_images
+
+
+@dataclass(frozen=True)
+class ImagePlace:
+    """Place of an image or video in the training files: its row, and its number in it."""
+
+    row: int
+    number: int
+    is_video: bool
+
+
+ImageSource = ImagePlace | ProcessedImage
+
+
+def image_places(prompts: Sequence[Prompt]) -> dict[bytes, ImagePlace]:
+    """Return where the training files have the images of prompts drawn from them, by the digest of
+    their files; without those from the network, which are not fetched twice.
+    """
+    places = {}
+    for prompt in prompts:
+        if not prompt.row.is_fetched:
+            counts = Counter[bool]()
+            for image in prompt.images:
+                place = ImagePlace(prompt.row.index, counts[image.is_video], image.is_video)
+                places[image.digest] = place
+                counts[image.is_video] += 1
+    return places
+
+
+class ImageReader:
+    """Reader of images of the training files. It opens the files when it first reads."""
+
+    def __init__(
+        self, config: Config, processor: Processor | None = None, rows: Rows | None = None
+    ) -> None:
+        """Take what a rank has opened already."""
+        self._config, self._processor, self._rows = config, processor, rows
+
+    def read(self, place: ImagePlace, key: str) -> ProcessedImage:
+        """Read and process an image. Raises ValueError if it is not the one that the driver saw."""
+        processor, rows = self._opened
+        row = rows[place.row]
+        image = processor.image(row, place.number, is_video=place.is_video)
+        if image.key != key:
+            kind = "video" if place.is_video else "image"
+            raise ValueError(
+                f"{row.source}: {kind} {place.number + 1} has other pixels than on rank 0: its "
+                "file has changed, or this machine has another copy of it or other versions of "
+                "the packages; give all machines the same, and restart"
+            )
+        return image
+
+    @cached_property
+    def _opened(self) -> tuple[Processor, Rows]:
+        data = self._config.data
+        processor = self._processor or Processor(self._config.model.folder, data, cache_bytes=0)
+        return processor, self._rows or Rows(data.train_files, data)
+
+
+class RankImages:
+    """What a rank knows of a step's images: the plan, and the sources of those that it encodes."""
+
+    def __init__(
+        self, plan: ImagePlan, sources: Mapping[str, ImageSource], reader: ImageReader | None
+    ) -> None:
+        """Store them. reader: None if every source has its pixels."""
+        self.plan, self._sources, self._reader = plan, dict(sources), reader
+
+    @classmethod
+    def everywhere(cls, images: Mapping[str, ProcessedImage], slots: int) -> Self:
+        """Return images that all ranks have already, for the `slots` ranks of a data rank that
+        encode them together.
+        """
+        grids = {key: image.grid for key, image in images.items()}
+        costs = {key: _cost(grid) for key, grid in grids.items()}
+        (plan,) = plan_images([list(images)], grids, costs, slots=slots)
+        return cls(plan, images, None)
+
+    def load(self, index: int, *, keep: bool) -> ProcessedImage:
+        """Return an image that this rank encodes. keep: its pixels stay, to be encoded again."""
+        key = self.plan.keys[index]
+        source = self._sources[key]
+        if isinstance(source, ProcessedImage):
+            return source
+        assert self._reader is not None
+        image = self._reader.read(source, key)
+        if keep:
+            self._sources[key] = image
+        return image
+
+
+def sources_to_arrays(sources: Mapping[str, ImageSource]) -> dict[str, Tensor]:
+    """Return sources as arrays: a place as three numbers, an image as its pixels."""
+    places = {key: source for key, source in sources.items() if isinstance(source, ImagePlace)}
+    images = {key: source for key, source in sources.items() if isinstance(source, ProcessedImage)}
+    header = {
+        "keys": [*places, *images],
+        "formats": [asdict(image.format) for image in images.values()],
+    }
+    numbers = [(place.row, place.number, place.is_video) for place in places.values()]
+    return {
+        "header": torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8),
+        "places": torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3),
+        **{f"pixels.{number}": image.pixels for number, image in enumerate(images.values())},
+    }
+
+
+def sources_from_arrays(arrays: Mapping[str, Tensor]) -> dict[str, ImageSource]:
+    """Return the sources of `sources_to_arrays`."""
+    header = json.loads(arrays["header"].numpy().tobytes())
+    keys = iter(header["keys"])
+    sources: dict[str, ImageSource] = {}
+    for row, number, is_video in arrays["places"].tolist():
+        sources[next(keys)] = ImagePlace(row, number, bool(is_video))
+    for number, (key, how) in enumerate(zip(keys, header["formats"], strict=True)):
+        cut = PatchFormat(**how | {"mean": tuple(how["mean"]), "std": tuple(how["std"])})
+        sources[key] = ProcessedImage(key, arrays[f"pixels.{number}"], cut)
+    return sources
+
+
+def _cost(grid: Grid) -> float:
+    """Return the cost of an image without a model: it grows with its patches and, by attention
+    within a frame, with their square.
+    """
+    t, h, w = grid
+    return t * h * w * (1.0 + h * w / 4096.0)

@@ -1,0 +1,105 @@
+"""Trees as arrays, as they travel from the driver: a few for all trees, no object per token."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megavlm.data.packing import Segment, Tree
+from megavlm.data.targets import TargetColumns, concatenate
+
+_COLUMN = "column."  # one value for each target token
+_SEGMENT_COLUMN = "segment_column."  # one for each target segment, whose tokens all have it
+
+
+def trees_to_arrays(
+    trees: Sequence[Tree], numbers: Mapping[str, int], columns: TargetColumns | None
+) -> dict[str, Tensor]:
+    """Return `trees` as arrays. numbers: those by which images travel, by key. columns: of any
+    target, for their fields; None if targets have none.
+
+    Token ids and positions travel in 32 bits; a column that has one value within each segment, as
+    most of them, travels as these values.
+    """
+    segments = [segment for tree in trees for segment in tree.segments]
+    targets = [segment for segment in segments if segment.is_target]
+    arrays = {
+        "token_ids": _joined([s.token_ids for s in segments]).int(),
+        "positions": torch.cat(
+            [torch.empty(3, 0, dtype=torch.long), *[s.positions for s in segments]], 1
+        ).int(),
+        "segment_sizes": torch.tensor([len(s.token_ids) for s in segments], dtype=torch.int32),
+        "parents": torch.tensor([s.parent for s in segments], dtype=torch.int32),
+        "is_target": torch.tensor([s.is_target for s in segments], dtype=torch.bool),
+        "num_segments": torch.tensor([len(tree.segments) for tree in trees], dtype=torch.int32),
+        "num_images": torch.tensor([len(tree.images) for tree in trees], dtype=torch.int32),
+        "images": torch.tensor(
+            [numbers[key] for tree in trees for key in tree.images], dtype=torch.int32
+        ),
+    }
+    if columns is not None:
+        parts = [segment.columns for segment in targets if segment.columns is not None]
+        assert len(parts) == len(targets), "all targets have columns, or none has"
+        sizes = torch.tensor([len(segment.token_ids) for segment in targets], dtype=torch.long)
+        starts = sizes.cumsum(0) - sizes
+        for name, column in concatenate([columns.select(slice(0)), *parts]).present().items():
+            first = column[starts]
+            is_constant = torch.equal(first.repeat_interleave(sizes), column)
+            prefix, values = (_SEGMENT_COLUMN, first) if is_constant else (_COLUMN, column)
+            arrays[prefix + name] = values
+    return arrays
+
+
+def trees_from_arrays(arrays: Mapping[str, Tensor], keys: Sequence[str]) -> list[Tree]:
+    """Return the trees of `trees_to_arrays`. keys: of the images, by number."""
+    sizes = arrays["segment_sizes"].tolist()
+    is_target = arrays["is_target"].tolist()
+    of_targets = [size for size, target in zip(sizes, is_target, strict=True) if target]
+    columns = _columns(arrays, of_targets)
+    token_ids = arrays["token_ids"].long().split(sizes)
+    positions = arrays["positions"].long().split(sizes, dim=1)
+    segments = (
+        Segment(ids, places, parent, target, next(columns) if target else None)
+        for ids, places, parent, target in zip(
+            token_ids, positions, arrays["parents"].tolist(), is_target, strict=True
+        )
+    )
+    images = (keys[index] for index in arrays["images"].tolist())
+    counts = zip(arrays["num_segments"].tolist(), arrays["num_images"].tolist(), strict=True)
+    return [
+        Tree(
+            tuple(next(segments) for _ in range(num_segments)),
+            tuple(next(images) for _ in range(num_images)),
+        )
+        for num_segments, num_images in counts
+    ]
+
+
+def empty_columns(arrays: Mapping[str, Tensor]) -> TargetColumns | None:
+    """Return the fields of the targets' columns without any row; None if they have none."""
+    found = {name.partition(".")[2]: x[:0] for name, x in arrays.items() if _is_column(name)}
+    return TargetColumns(**found) if found else None
+
+
+def _columns(arrays: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator[TargetColumns | None]:
+    """Yield the columns of each target segment."""
+    lengths = torch.tensor(sizes, dtype=torch.long)
+    whole = {
+        name.partition(".")[2]: x if name.startswith(_COLUMN) else x.repeat_interleave(lengths)
+        for name, x in arrays.items()
+        if _is_column(name)
+    }
+    if not whole:
+        yield from [None] * len(sizes)
+        return
+    pieces = [column.split(list(sizes)) for column in whole.values()]
+    for values in zip(*pieces, strict=True):
+        yield TargetColumns(**dict(zip(whole, values, strict=True)))
+
+
+def _is_column(name: str) -> bool:
+    return name.startswith((_COLUMN, _SEGMENT_COLUMN))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.long), *parts])
