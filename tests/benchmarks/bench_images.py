@@ -1,24 +1,33 @@
-"""`make bench`: prints what an image costs rank 0: as files for a rollout server, and as pixels or
-patches for the ranks that encode it.
+"""`make bench`: prints what images cost rank 0: one image as files for a rollout server and as
+pixels or patches; and the plan of a step of 512 prompts, for several numbers of ranks.
 """
 
 import base64
 import json
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 
 from megavlm.data.image_processing import ProcessedImage
-from megavlm.data.processor import Processor
+from megavlm.data.packing import prompt_tree
+from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.parallel.collectives import _pack
+from megavlm.training.batch import Minibatches, PackShape, StepPlan, plan_step, shown_images
+from megavlm.training.step.image_plan import plan_images
+from megavlm.training.step.rank_images import image_places, sources_to_arrays
+from tests.columns import columns
 from tests.conftest import DATA
 
 SIZE = (1148, 868)  # 1 megapixel
+PROMPTS_PER_STEP, NUM_PROMPTS = 512, 16  # of which the costs are scaled up
 
 
 def bench_images(tmp_path: Path) -> None:
@@ -49,6 +58,82 @@ def bench_images(tmp_path: Path) -> None:
     before = milliseconds(lambda: before_step(image))
     after = milliseconds(lambda: (request(image.file("BMP")), pickle.dumps(image)))
     print(f"{'PNG and patches / BMP and pixels':32}{before / after:8.1f}")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU seconds and bytes of rank 0."""
+
+    seconds: float
+    bytes: int
+
+
+def bench_step(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, ["What is it?"], seed=0)
+    processor = Processor(tmp_path, DATA, cache_bytes=0)
+    rows = [Row(i, "<image>?", "", (photo(),), "", "") for i in range(NUM_PROMPTS)]
+    prompts = [processor.prompt(row) for row in rows]
+    trees = [prompt_tree(p, [[7] * 256] * 8, [columns(256)] * 8) for p in prompts]
+    print(f"\nrank 0's share of a plan: {PROMPTS_PER_STEP} prompts of an image of 1 megapixel")
+    print(f"{'ranks':32}{'before':>20}{'after':>20}{'seconds':>9}{'bytes':>7}")
+    for data_size, slots in ((1, 1), (2, 2), (4, 4)):
+        shape = PackShape(max_tokens=2**14, vision_token_ids=processor.vision_token_ids)
+        ranks = plan_step([trees], num_ranks=data_size, shape=shape, cost=lambda t: t.num_tokens)
+        before = measured(partial(before_plan, ranks, shape, prompts, slots))
+        after = measured(partial(after_plan, ranks, shape, prompts, slots))
+        name = f"{data_size * slots} (data {data_size} x tensor {slots})"
+        print(
+            f"{name:32}{_text(before):>20}{_text(after):>20}"
+            f"{before.seconds / after.seconds:9.1f}{before.bytes / max(after.bytes, 1):7.1f}"
+        )
+
+
+def before_plan(
+    ranks: list[Minibatches], shape: PackShape, prompts: Sequence[Prompt], slots: int
+) -> int:
+    """Pickle each rank's packs and pixels, padded to the largest. Returns the bytes sent."""
+    images = {image.key: image for prompt in prompts for image in prompt.images}
+    batches = []
+    for minibatches in ranks:
+        packs = [[shape.pack(trees, None) for trees in packs] for packs in minibatches]
+        shown = {key: images[key] for key in shown_images(minibatches)}
+        batches.append((packs, shown))
+    sizes = [len(pickle.dumps(batch)) for batch in batches for _ in range(slots)]
+    return max(sizes) * (len(sizes) - 1)
+
+
+def after_plan(
+    ranks: list[Minibatches], shape: PackShape, prompts: Sequence[Prompt], slots: int
+) -> int:
+    images = {image.key: image for prompt in prompts for image in prompt.images}
+    places = image_places(prompts)
+    plan = StepPlan(
+        minibatches=ranks,
+        images=plan_images(
+            [shown_images(minibatches) for minibatches in ranks],
+            {key: image.grid for key, image in images.items()},
+            {key: float(image.num_patches) for key, image in images.items()},
+            slots=slots,
+        ),
+        sources={key: places.get(image.digest, image) for key, image in images.items()},
+        tower_learns=False,
+        shape=shape,
+    )
+    parts = [len(_pack(plan.part(data_rank))) for data_rank in range(len(ranks))]
+    payloads = [plan.sources_of(*divmod(rank, slots)) for rank in range(len(ranks) * slots)]
+    sent = sum(len(_pack(sources_to_arrays(sources))) for sources in payloads[1:])
+    # Its own part goes to two other ranks, which pass it on.
+    return sent + sum(parts[1:]) + min(2, slots - 1) * parts[0]
+
+
+def measured(work: Callable[[], int]) -> Cost:
+    """Return the cost of a whole step, from some of its prompts."""
+    scale = PROMPTS_PER_STEP / NUM_PROMPTS
+    return Cost(milliseconds(work) / 1000 * scale, round(work() * scale))
+
+
+def _text(cost: Cost) -> str:
+    return f"{cost.seconds:.2f} s, {cost.bytes / 1e6:,.0f} MB"
 
 
 def before_step(image: ProcessedImage) -> object:
