@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.section import MISSING, Section
+from megavlm.config.section import MISSING, Section, bounded
 
 HALF_PRECISION = ("flash", "transformer_engine")  # attention kernels without float32
 
@@ -44,6 +44,11 @@ class Model(Section):
     freeze_merger: bool = True
     """Keep the weights of the mergers fixed, which project the tower's features into the language
     model."""
+
+    features_mb: int = bounded(8192, least=0)
+    """MiB of the image features of a step that stay on a GPU where the tower is frozen. Further
+    ones wait in pinned host memory and come back for each pack that shows them. The default holds
+    those of 900 images of a megapixel, for a model of hidden size 3584 without DeepStack."""
 
     def check(self) -> None:
         if self.dtype == "float32" and self.attention in HALF_PRECISION:

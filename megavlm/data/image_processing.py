@@ -5,6 +5,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from io import BytesIO
+from threading import Lock
 from typing import Any, ClassVar
 
 import torch
@@ -183,23 +184,28 @@ class ImageProcessor:
 
 
 class ImageCache:
-    """LRU cache of processed images and videos, by a digest of their files."""
+    """LRU cache of processed images and videos, by a digest of their files. For several threads."""
 
     def __init__(self, max_bytes: int) -> None:
         """Bound the pixels in the cache to max_bytes in all."""
         self._max_bytes = max_bytes
         self._bytes = 0
+        self._lock = Lock()
         self._images: OrderedDict[bytes, ProcessedImage] = OrderedDict()
 
     def get(self, digest: bytes) -> ProcessedImage | None:
-        if digest not in self._images:
-            return None
-        self._images.move_to_end(digest)
-        return self._images[digest]
+        with self._lock:
+            if digest not in self._images:
+                return None
+            self._images.move_to_end(digest)
+            return self._images[digest]
 
     def put(self, digest: bytes, image: ProcessedImage) -> None:
-        self._images[digest] = image
-        self._bytes += image.pixels.nbytes
-        while self._bytes > self._max_bytes:
-            _, oldest = self._images.popitem(last=False)
-            self._bytes -= oldest.pixels.nbytes
+        with self._lock:
+            if digest in self._images:
+                return
+            self._images[digest] = image
+            self._bytes += image.pixels.nbytes
+            while self._bytes > self._max_bytes:
+                _, oldest = self._images.popitem(last=False)
+                self._bytes -= oldest.pixels.nbytes

@@ -98,6 +98,7 @@ class Processor:
             image_processor, min_pixels=data.min_pixels, max_pixels=data.max_pixels, cache=cache
         )
         self._videos = VideoProcessor(video_processor, cache)
+        self.merge_size = self._images.merge_size  # patches of a side that become one token
         self._system_prompt = data.system_prompt
         self._max_prompt_tokens = data.max_prompt_tokens
 

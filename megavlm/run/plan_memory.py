@@ -110,7 +110,7 @@ def _stage(config: Config, hf_config: Any, group: EqualRanks, world_size: int) -
         optimizer=sum(optimizer_bytes(x, config, world_size) for x in trained),
         activations=_in_flight(config, stage) * kept + passing,
         logits=logits_bytes(config, hf_config, trained) if is_last else 0.0,
-        features=features if is_first else 0.0,
+        features=min(features, config.model.features_mb * 2**20) if is_first else 0.0,
         encoding=encoding_bytes(config, hf_config, data) if is_first else 0.0,
         servers=SERVER_RESIDUE if config.rollout.colocate else 0.0,
     )
@@ -227,8 +227,8 @@ def _feature_bytes(config: Config, hf_config: Any) -> float:
 
 
 def encoding_bytes(config: Config, hf_config: Any, data_ranks: int) -> float:
-    """Return the bytes of a frozen tower's pass over a rank's share of the step's images: outputs
-    of one block's matrices for every patch, and the patches in fp32.
+    """Return the bytes of a frozen tower's pass over what a rank encodes at once, of its share of
+    the step's images: outputs of one block's matrices for every patch, and the patches in fp32.
     """
     entries = family(hf_config.model_type).mapping(hf_config)
     vision = hf_config.vision_config
@@ -240,7 +240,8 @@ def encoding_bytes(config: Config, hf_config: Any, data_ranks: int) -> float:
     pixels = 3 * vision.temporal_patch_size * vision.patch_size**2
     shared_by = config.parallel.tensor * config.parallel.context
     images = -(-_images(config, data_ranks) // shared_by)
-    patches = images * image_tokens(config, hf_config) * vision.spatial_merge_size**2
+    tokens = min(images * image_tokens(config, hf_config), config.data.pack_tokens)
+    patches = tokens * vision.spatial_merge_size**2
     itemsize = ModelOptions.from_config(config).dtype.itemsize
     return float(patches * (outputs * itemsize + pixels * 4))
 

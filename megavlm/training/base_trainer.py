@@ -10,7 +10,7 @@ from megavlm.training.colocate import Offloadable, SharedMemory, trainer_memory
 from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest
 from megavlm.training.step.rank_images import ImageReader
-from megavlm.training.step.vision_features import learns
+from megavlm.training.step.vision_features import VisionFeatures, learns
 from megavlm.training.train_state import TrainState
 from megavlm.training.weight_push import WeightPusher
 from megavlm.weight_sync.attempt import sync_metrics
@@ -75,6 +75,11 @@ class BaseTrainer:
     def share(self, plan: StepPlan | None) -> RankBatch:
         """Send each rank its share of the driver's plan, and return this rank's. Collective."""
         return share_batch(plan, self.train_state.mesh, self._image_reader, platform.device())
+
+    def encode(self, batch: RankBatch) -> VisionFeatures:
+        """Return the features of a batch's images. Collective."""
+        device_bytes = self.train_state.config.model.features_mb * 2**20
+        return VisionFeatures(self.train_state.updater.chunks, batch.images, device_bytes)
 
     def run(self) -> bool:
         """Train up to the configured step. Returns False if the run was asked to stop before.

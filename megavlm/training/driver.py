@@ -174,6 +174,8 @@ class Driver:
                 grids,
                 {key: self._cost.image(grid) for key, grid in grids.items()},
                 slots=layout.tensor * layout.context,
+                # As many as a pack has, which a tower that learns encodes at once.
+                round_patches=self.config.data.pack_tokens * self.processor.merge_size**2,
             ),
             sources={key: places.get(image.digest, image) for key, image in images.items()},
             tower_learns=tower_learns,

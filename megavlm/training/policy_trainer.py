@@ -60,7 +60,7 @@ class PolicyTrainer(BaseTrainer):
             plan = None if sampled is None else self.plan(sampled)
             batch = self.share(plan)
         with phases("vision"):
-            features = VisionFeatures(state.updater.chunks, batch.images)
+            features = self.encode(batch)
         with phases("reference"):
             self.add_reference_logprobs(batch, features)
         with phases("old_logprobs"):

@@ -6,7 +6,6 @@ from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.batch import StepPlan
 from megavlm.training.losses import supervised_loss
 from megavlm.training.metrics import supervised_metrics
-from megavlm.training.step.vision_features import VisionFeatures
 
 
 class SupervisedTrainer(BaseTrainer):
@@ -17,7 +16,7 @@ class SupervisedTrainer(BaseTrainer):
         with phases("plan"):
             batch = self.share(planned)
         with phases("vision"):
-            features = VisionFeatures(state.updater.chunks, batch.images)
+            features = self.encode(batch)
         with phases("update"):
             report = state.updater.update(
                 batch.packs, features, supervised_loss(*batch.num_targets), step=state.step + 1

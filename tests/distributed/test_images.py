@@ -3,7 +3,7 @@ show it.
 """
 
 import json
-from collections import Counter
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from tests.parity.table import LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
 SHARED = image(96, 96, 0)  # in rows of both data ranks
+ROUND_PATCHES = 30  # one image of these, or two small ones
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,7 @@ def plan_of(processor: Processor, rows: Rows, mesh: Any, tower_learns: bool) -> 
             {key: image.grid for key, image in images.items()},
             {key: float(image.num_patches) for key, image in images.items()},
             slots=layout.tensor * layout.context,
+            round_patches=ROUND_PATCHES if mesh.world_size > 1 else None,
         ),
         sources={key: places.get(image.digest, image) for key, image in images.items()},
         tower_learns=tower_learns,
@@ -94,11 +96,11 @@ def step(recipe: Path, ranks: Ranks, tower_learns: bool) -> dict[str, Any]:
         plan = plan_of(Processor(folder, config.data), rows, mesh, tower_learns)
     batch = share_batch(plan, mesh, ImageReader(config), torch.device("cpu"))
     sources = dict(batch.images._sources)
-    encoded: Counter[tuple[int, int, int]] = Counter()
+    encoded: list[list[tuple[int, int, int]]] = []  # grids of each forward
     if (visual := chunks[0].visual) is not None:
-        visual.register_forward_pre_hook(lambda tower, inputs: encoded.update(inputs[1]))
+        visual.register_forward_pre_hook(lambda tower, inputs: encoded.append(inputs[1]))
     wrapped: Any = [type("Wrapped", (), {"module": chunk}) for chunk in chunks]
-    features = VisionFeatures(wrapped, batch.images)
+    features = VisionFeatures(wrapped, batch.images, device_bytes=1000)
     held: list[Tensor] = []
     for pack in batch.packs if visual is not None else ():
         of_pack = features.of(pack)
@@ -109,7 +111,7 @@ def step(recipe: Path, ranks: Ranks, tower_learns: bool) -> dict[str, Any]:
         "places": sorted(key for key, x in sources.items() if isinstance(x, ImagePlace)),
         "pixels": sorted(key for key, x in sources.items() if not isinstance(x, ImagePlace)),
         "shown": [pack.images for pack in batch.packs],
-        "encoded": encoded.total(),
+        "encoded": encoded,
         "features": held,
     }
 
@@ -130,7 +132,11 @@ def test_each_image_reaches_the_rank_that_encodes_it(
     assert not any(rank["places"] or rank["pixels"] or rank["encoded"] for rank in later)
     if not tower_learns:
         assert len(sent) == len(set(sent)) == 5
-        assert sum(rank["encoded"] for rank in first) == 5, "the shared one once"
+        forwards = [grids for rank in first for grids in rank["encoded"]]
+        assert sum(map(len, forwards)) == 5, "the shared one once"
+        for grids in forwards:
+            assert len(grids) == 1 or sum(map(math.prod, grids)) <= ROUND_PATCHES
+        assert any(len(rank["encoded"]) > 1 for rank in first), "several rounds"
     assert sum(len(rank["pixels"]) for rank in first) == 1, "that the data does not have"
     for rank in found:
         start = rank["data_rank"] * len(rank["shown"])

@@ -59,18 +59,19 @@ def exchange_shares(
     senders: Sequence[int],
     receivers: Sequence[Collection[int]],
     group: dist.ProcessGroup,
-) -> dict[int, Tensor]:
+) -> tuple[Tensor, list[int]]:
     """Send the features of each image to the ranks that need them, and return those that this rank
-    receives, by image. Without padding and without a graph. Collective over `group`.
+    receives, with the order of their images. Without padding and without a graph. Collective over
+    `group`.
 
     local: features of the images that this rank sends, in their order. senders, receivers: rank and
     ranks of each image that this rank sends or receives.
     """
     me, ranks = group.rank(), range(group.size())
     mine = [i for i, sender in enumerate(senders) if sender == me]
-    pieces = dict(zip(mine, local.split([num_tokens[i] for i in mine]), strict=True))
     if group.size() == 1:
-        return pieces
+        return local, mine
+    pieces = dict(zip(mine, local.split([num_tokens[i] for i in mine]), strict=True))
     sent = [[i for i in mine if rank in receivers[i]] for rank in ranks]
     wanted = [
         [i for i, sender in enumerate(senders) if sender == rank and me in receivers[i]]
@@ -87,7 +88,7 @@ def exchange_shares(
         [sum(num_tokens[i] for i in items) for items in sent],
         group=group,
     )
-    return dict(zip(order, received.split([num_tokens[i] for i in order]), strict=True))
+    return received, order
 
 
 def count_tokens(grid: Grid, tower: Tower) -> int:

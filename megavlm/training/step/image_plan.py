@@ -4,6 +4,7 @@ Ranks of the first pipeline stage are numbered as in the world: data rank after 
 the `slots` ranks of its tensor and context axes.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -118,9 +119,11 @@ def plan_images(
     costs: Mapping[str, float],
     *,
     slots: int,
+    round_patches: int | None = None,
 ) -> list[ImagePlan]:
     """Return the plan of each data rank. shown: keys of the images that each data rank's packs
-    show. slots: ranks of the tensor and context axes together.
+    show. slots: ranks of the tensor and context axes together. round_patches: most patches that a
+    rank encodes at once, but for a larger image alone; None: no bound.
 
     An image that several data ranks show is encoded by one of them.
     """
@@ -132,6 +135,8 @@ def plan_images(
     across = any(len(data_ranks) > 1 for data_ranks in shown_by.values())
     allowed = [[d * slots + slot for d in shown_by[key] for slot in range(slots)] for key in keys]
     encoders = dict(zip(keys, assign_encoders([costs[key] for key in keys], allowed), strict=True))
+    patches = {key: math.prod(grids[key]) for key in keys}
+    rounds = _rounds(encoders, patches, round_patches)
     plans = []
     for data_rank in range(len(shown)):
         mine = [key for key in keys if data_rank in shown_by[key]]
@@ -142,11 +147,25 @@ def plan_images(
                 grids=tuple(grids[key] for key in mine),
                 costs=tuple(costs[key] for key in mine),
                 encoders=tuple(encoders[key] - first for key in mine),
-                rounds=(0,) * len(mine),
-                num_rounds=min(1, len(keys)),
+                rounds=tuple(rounds[key] for key in mine),
+                num_rounds=1 + max((rounds[key] for key in (keys if across else mine)), default=-1),
                 shown_by=tuple(tuple(shown_by[key]) if across else (0,) for key in mine),
                 across=across,
                 slots=slots,
             )
         )
     return plans
+
+
+def _rounds(
+    encoders: Mapping[str, int], patches: Mapping[str, int], most: int | None
+) -> dict[str, int]:
+    """Return the round in which each image is encoded by its rank."""
+    rounds: dict[str, int] = {}
+    last: dict[int, tuple[int, int]] = {}  # by rank: its last round, and the patches in it
+    for key, encoder in encoders.items():
+        number, held = last.get(encoder, (0, 0))
+        if held and most is not None and held + patches[key] > most:
+            number, held = number + 1, 0
+        rounds[key], last[encoder] = number, (number, held + patches[key])
+    return rounds

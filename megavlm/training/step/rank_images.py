@@ -1,10 +1,13 @@
 """The images of a step on one rank: those that it encodes, and where they come from."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Self
 
 import torch
@@ -53,11 +56,13 @@ class ImageReader:
     ) -> None:
         """Take what a rank has opened already."""
         self._config, self._processor, self._rows = config, processor, rows
+        self._lock = Lock()  # of the rows, which keep the blocks last read
 
     def read(self, place: ImagePlace, key: str) -> ProcessedImage:
         """Read and process an image. Raises ValueError if it is not the one that the driver saw."""
-        processor, rows = self._opened
-        row = rows[place.row]
+        with self._lock:
+            processor, rows = self._opened
+            row = rows[place.row]
         image = processor.image(row, place.number, is_video=place.is_video)
         if image.key != key:
             kind = "video" if place.is_video else "image"
@@ -68,6 +73,16 @@ class ImageReader:
             )
         return image
 
+    def begin(self, place: ImagePlace, key: str) -> "Future[ProcessedImage]":
+        """Begin to read an image in a thread, as `read`."""
+        return self._threads.submit(self.read, place, key)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        # As many as this rank has cores: decoding and resizing run outside the GIL.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // ranks))
+
     @cached_property
     def _opened(self) -> tuple[Processor, Rows]:
         data = self._config.data
@@ -76,13 +91,14 @@ class ImageReader:
 
 
 class RankImages:
-    """What a rank knows of a step's images: the plan, and the sources of those that it encodes."""
+    """Images of a step on one rank: the plan, and the sources of those that it encodes."""
 
     def __init__(
         self, plan: ImagePlan, sources: Mapping[str, ImageSource], reader: ImageReader | None
     ) -> None:
         """Store them. reader: None if every source has its pixels."""
         self.plan, self._sources, self._reader = plan, dict(sources), reader
+        self._pending: dict[int, Future[ProcessedImage]] = {}
 
     @classmethod
     def everywhere(cls, images: Mapping[str, ProcessedImage], slots: int) -> Self:
@@ -94,17 +110,29 @@ class RankImages:
         (plan,) = plan_images([list(images)], grids, costs, slots=slots)
         return cls(plan, images, None)
 
-    def load(self, index: int, *, keep: bool) -> ProcessedImage:
-        """Return an image that this rank encodes. keep: its pixels stay, to be encoded again."""
-        key = self.plan.keys[index]
-        source = self._sources[key]
-        if isinstance(source, ProcessedImage):
-            return source
-        assert self._reader is not None
-        image = self._reader.read(source, key)
-        if keep:
-            self._sources[key] = image
-        return image
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to read images that this rank encodes, in threads."""
+        for index in indices:
+            source = self._sources[self.plan.keys[index]]
+            if isinstance(source, ImagePlace) and index not in self._pending:
+                assert self._reader is not None
+                self._pending[index] = self._reader.begin(source, self.plan.keys[index])
+
+    def load(self, indices: Sequence[int], *, keep: bool) -> list[ProcessedImage]:
+        """Return images that this rank encodes. keep: their pixels stay, to be encoded again.
+        Raises ValueError as `ImageReader.read`.
+        """
+        self.prefetch(indices)
+        images = []
+        for index in indices:
+            key = self.plan.keys[index]
+            source = self._sources[key]
+            if isinstance(source, ImagePlace):
+                source = self._pending.pop(index).result()
+                if keep:
+                    self._sources[key] = source
+            images.append(source)
+        return images
 
 
 def sources_to_arrays(sources: Mapping[str, ImageSource]) -> dict[str, Tensor]:

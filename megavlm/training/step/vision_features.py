@@ -1,5 +1,6 @@
 """Features of the images of a step, on the first pipeline stage."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -13,6 +14,7 @@ from megavlm.data.packing import Pack
 from megavlm.models.common.model import Features, VisionLanguageModel
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_merge import count_tokens, encode_share, exchange_shares
+from megavlm.parallel import platform
 from megavlm.training.step.rank_images import RankImages
 
 
@@ -21,8 +23,15 @@ class VisionFeatures:
     learns.
     """
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], images: RankImages) -> None:
-        """Encode the images with a frozen tower. Collective over the first stage's ranks."""
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        images: RankImages,
+        device_bytes: float = math.inf,
+    ) -> None:
+        """Encode the images with a frozen tower. device_bytes: of features that stay on the device;
+        others wait in host memory. Collective over the first stage's ranks.
+        """
         self._model: VisionLanguageModel = chunks[0].module
         self._groups = self._model.language_model.pg_collection
         self._images = images
@@ -31,7 +40,7 @@ class VisionFeatures:
         self._encoded: Features = {}
         if tower is not None and not self.learns:
             with torch.no_grad():
-                self._encoded = _encode_once(tower, images, self._groups)
+                self._encoded = _encode_once(tower, images, self._groups, device_bytes)
 
     @classmethod
     def everywhere(
@@ -43,7 +52,11 @@ class VisionFeatures:
 
     def of(self, pack: Pack) -> Features:
         if not self.learns:
-            return self._encoded
+            device = pack.token_ids.device
+            return {
+                key: self._encoded[key].to(device, non_blocking=True)
+                for key in dict.fromkeys(pack.images)
+            }
         plan = self._images.plan
         indices = plan.indices(pack.images)
         shares = plan.shares_of(indices)
@@ -51,7 +64,7 @@ class VisionFeatures:
         features = self._model.encode(
             [plan.grids[index] for index in indices],
             shares,
-            [self._images.load(indices[place], keep=True) for place in share],
+            self._images.load([indices[place] for place in share], keep=True),
         )
         return {plan.keys[index]: rows for index, rows in zip(indices, features, strict=True)}
 
@@ -62,23 +75,40 @@ def learns(tower: Tower | None) -> bool:
 
 
 def _encode_once(
-    tower: Tower, images: RankImages, groups: ProcessGroupCollection
+    tower: Tower, images: RankImages, groups: ProcessGroupCollection, device_bytes: float
 ) -> dict[str, Tensor]:
     """Return the features of all images that this data rank's packs show, each encoded on one rank.
-    Collective over the ranks of the plan.
+    Those beyond `device_bytes` are in host memory. Collective over the ranks of the plan.
     """
     plan = images.plan
     group = groups.tp_dp_cp if plan.across else groups.tp_cp
+    rounds = [
+        [i for i, its_round in enumerate(plan.rounds) if its_round == number]
+        for number in range(plan.num_rounds)
+    ]
+    mine = [[i for i in indices if plan.encoders[i] == group.rank()] for indices in rounds]
     features: dict[str, Tensor] = {}
-    for number in range(plan.num_rounds):
-        indices = [i for i, its_round in enumerate(plan.rounds) if its_round == number]
-        mine = [i for i in indices if plan.encoders[i] == group.rank()]
-        found = exchange_shares(
-            encode_share(tower, [images.load(i, keep=False) for i in mine]),
-            [count_tokens(plan.grids[i], tower) for i in indices],
+    for number, indices in enumerate(rounds):
+        loaded = images.load(mine[number], keep=False)
+        for following in mine[number + 1 : number + 2]:
+            images.prefetch(following)
+        num_tokens = [count_tokens(plan.grids[i], tower) for i in indices]
+        rows, order = exchange_shares(
+            encode_share(tower, loaded),
+            num_tokens,
             [plan.encoders[i] for i in indices],
             [plan.receivers(i) for i in indices],
             group,
         )
-        features |= {plan.keys[indices[place]]: rows for place, rows in found.items()}
+        device_bytes -= rows.nbytes
+        if device_bytes < 0:
+            rows = _to_host(rows)
+        pieces = rows.split([num_tokens[place] for place in order])
+        features |= {plan.keys[indices[p]]: x for p, x in zip(order, pieces, strict=True)}
     return features
+
+
+def _to_host(rows: Tensor) -> Tensor:
+    """Copy to host memory, pinned where there is a GPU, without waiting."""
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=platform.has_gpu())
+    return host.copy_(rows, non_blocking=True)

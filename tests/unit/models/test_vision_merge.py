@@ -92,7 +92,8 @@ def exchanged(senders: list[int], receivers: list[set[int]]) -> dict[int, list[f
     local = torch.cat(
         [torch.zeros(0, 3).bfloat16(), *[torch.full((sizes[i], 3), i + 1.0) for i in mine]]
     ).bfloat16()
-    found = exchange_shares(local, sizes, senders, receivers, group)
+    rows, order = exchange_shares(local, sizes, senders, receivers, group)
+    found = dict(zip(order, rows.split([sizes[i] for i in order]), strict=True))
     assert all(len(rows) == sizes[i] and rows.dtype == torch.bfloat16 for i, rows in found.items())
     return {i: rows[:, 0].unique().tolist() for i, rows in found.items()}
 

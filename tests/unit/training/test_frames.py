@@ -54,11 +54,12 @@ def start_groups(groups: list[Group], n: int, step: int) -> list[Group]:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A trainer with everything below `train_step` replaced but what leads to the two calls."""
     monkeypatch.setattr(weight_push, "broadcast_object", lambda value, mesh: value)
-    for name in ("VisionFeatures", "rollout_metrics", "sample_records"):
+    for name in ("rollout_metrics", "sample_records"):
         monkeypatch.setattr(policy_trainer, name, lambda *_: {})
     trainer: Any = PolicyTrainer.__new__(PolicyTrainer)
     batch = SimpleNamespace(images=None, num_tokens=1)
     monkeypatch.setattr(trainer, "share", lambda plan: batch, raising=False)
+    monkeypatch.setattr(trainer, "encode", lambda batch: None, raising=False)
     for name in ("plan", "add_reference_logprobs", "add_old_logprobs", "add_advantages", "update"):
         monkeypatch.setattr(trainer, name, lambda *_: {}, raising=False)
     monkeypatch.setattr(trainer, "record", lambda *_, **options: None, raising=False)

@@ -3,6 +3,7 @@ one rank.
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -223,3 +224,22 @@ def test_a_tower_that_learns_gets_the_images_of_each_pack(slots: int) -> None:
             for slot, share in enumerate(images.shares_of(indices)):
                 keys = {images.keys[indices[place]] for place in share}
                 assert keys <= set(sent[data_rank * slots + slot])
+
+
+@pytest.mark.parametrize("most", [1, 8, 40, None])
+def test_rounds_bound_what_a_rank_encodes_at_once(most: int | None) -> None:
+    """An image has 4 x 4 patches."""
+    shown = [["a", "b"], ["b", "c", "d"], ["a"]]
+    for slots in (1, 2):
+        plans = plan_images(shown, GRIDS, COSTS, slots=slots, round_patches=most)
+        count = {plan.num_rounds for plan in plans}
+        assert len(count) == 1, "all take part in every round"
+        found = {
+            (key, e, r)
+            for p in plans
+            for key, e, r in zip(p.keys, p.encoders, p.rounds, strict=True)
+        }
+        assert len(found) == 4
+        at_once = Counter((encoder, number) for _, encoder, number in found)
+        assert max(at_once.values()) <= max(1, (most or 64) // 16)
+        assert max(number for *_, number in found) == count.pop() - 1
