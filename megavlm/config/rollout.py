@@ -116,7 +116,7 @@ class Rollout(Section):
     sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """Transport of weight updates. `tensor`: rank 0 sends each server rank its slices, by CUDA IPC
     on GPUs and by value over HTTP on CPUs. `distributed`: the first rank of each pipeline stage
-    broadcasts by NCCL or gloo. `disk`: stages write to a folder that all share."""
+    broadcasts slices by NCCL or gloo. `disk`: stages write to a folder that all share."""
 
     pause: Literal["abort", "retract", "in_place"] = "abort"
     """Handling of requests in flight when weights are updated. `abort` ends them, `retract`

@@ -63,6 +63,8 @@ def main() -> None:
     fork_reaper()
     keys = json.loads(sys.stdin.readline())
     redact(list(keys.values()))
+    # SGLang's ranks, which are spawned with this path, import our weight loaders from there.
+    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "server_support"))
     # This list is not the process's argument list: it is not visible from outside.
     sys.argv = ["sglang.launch_server", *sys.argv[2:]]
     sys.argv += ["--api-key", keys["api_key"], "--admin-api-key", keys["admin_api_key"]]

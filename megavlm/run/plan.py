@@ -146,12 +146,14 @@ def stored_bytes(entries: Iterable[Entry], servers: ServerLayout, itemsize: int)
     ]
 
 
-def received_bytes(rows: Mapping[str, SyncRow], servers: ServerLayout) -> dict[str, int]:
+def received_bytes(rows: Mapping[str, SyncRow]) -> dict[str, int]:
     """Return the bytes that one rank of a server receives in a weight update, by transport."""
-    changed = sum(row.changed for row in rows.values())
     stored = sum(row.stored for row in rows.values())
-    sliced = servers.tensor_parallel > 1  # then `tensor` sends each rank its own slices
-    return {"tensor": stored if sliced else changed, "distributed": changed, "disk": changed}
+    return {
+        "tensor": stored,
+        "distributed": stored,
+        "disk": sum(row.changed for row in rows.values()),
+    }
 
 
 def _render(
@@ -187,7 +189,7 @@ def _render(
         f"stored: bytes of the changed tensors on one rank of a server, the least that it must be "
         f"sent: {_size(bound)} an update."
     )
-    for way, num_bytes in received_bytes(rows, servers).items():
+    for way, num_bytes in received_bytes(rows).items():
         sent_by = "rank 0" if way == "tensor" else _ranks(senders)
         ratio = f", {num_bytes / bound:.2f} x the least" if bound else ""
         lines.append(f"  {way:12} each receives {_size(num_bytes)}{ratio}; sent by {sent_by}")

@@ -240,7 +240,7 @@ class StepModel:
             itemsize=self._options.dtype.itemsize,
             lora=(lora.rank or ASSUMED_RANK, lora.targets if lora.rank else ASSUMED_TARGETS),
         )
-        return {name: float(num) for name, num in received_bytes(rows, servers).items()}
+        return {name: float(num) for name, num in received_bytes(rows).items()}
 
     def _sync(self) -> float:
         """Return the seconds to gather the changed tensors and to send them."""
@@ -248,8 +248,10 @@ class StepModel:
         received = self.sync_bytes()
         local = self._config.rollout.mode == "managed"
         link = rates.nvlink if local else rates.network
-        gathered = received["distributed"] / self._config.parallel.pipeline
+        gathered = received["disk"] / self._config.parallel.pipeline  # on a rank of each stage
         sent = received[way]
+        if way == "distributed":  # which sends as much to the ranks of a server together
+            sent = max(sent, gathered)
         if way == "tensor":  # each server's rank reads from rank 0's GPU
             sent *= self._num_servers * self._config.rollout.tensor_parallel
         return gathered / rates.nvlink + sent / link

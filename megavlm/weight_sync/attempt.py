@@ -1,7 +1,8 @@
 """Data of a weight update that ranks, coordinator and transports share."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +35,18 @@ class SyncAttempt:
 
     targets: servers that take part. layouts: by URL. refitted: URLs of the servers that get every
     tensor; the others get what training can change. compared: URLs of the servers whose checksums
-    can be computed here.
+    can be computed here. parameters: by URL, the names of those that a server takes in slices;
+    servers that are not in it take whole tensors only. senders: the ranks that send. meeting: what
+    rank 0's transport tells the others.
     """
 
     targets: tuple[Target, ...]
     layouts: Mapping[str, ServerLayout]
     refitted: tuple[str, ...]
     compared: tuple[str, ...]
+    parameters: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    senders: tuple[int, ...] = (0,)
+    meeting: Any = None
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -49,7 +55,8 @@ class SyncAttempt:
 
 @dataclass(frozen=True)
 class TensorBucket:
-    """Whole tensors that are sent together, contiguous or not, under their HF names.
+    """Tensors that are sent together, contiguous or not, under their HF names: whole, but for
+    pieces of stacks of experts (`sglang_layout.PIECE`).
 
     urls: servers that get them. changed: True if training can change them.
     """

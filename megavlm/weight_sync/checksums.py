@@ -6,13 +6,19 @@ A server of several ranks reports the checksums of each rank's slices.
 import hashlib
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megavlm.parallel import platform
 from megavlm.weight_sync.server_api import Answers, Servers
-from megavlm.weight_sync.sglang_layout import ServerLayout, is_expert, server_tensors
+from megavlm.weight_sync.sglang_layout import (
+    ServerLayout,
+    is_expert,
+    parameter_name,
+    server_tensors,
+)
 
 WEIGHTS_CHECKER, CHECKSUM = "/weights_checker", {"action": "checksum"}
 # Checksums by parameter name of each rank of a server, by the server's layout.
@@ -41,51 +47,64 @@ def is_comparable(device: str) -> bool:
     return platform.has_gpu() and importlib.util.find_spec("sglang") is not None
 
 
-def checksums(
-    tensors: Sequence[tuple[str, Tensor]], devices: Mapping[ServerLayout, str]
-) -> Expected:
-    """Return the checksums that each rank of servers must have once it has loaded these HF tensors.
+class Checksums:
+    """Checksums that servers must report, of tensors that come in any number of buckets.
 
-    devices: the device on which servers of each layout hash. Parts of one fused parameter must come
-    together, as one mapping entry sends them. A GPU's experts are left out.
+    devices: the device on which servers of each layout hash. A GPU's experts are left out.
     """
-    return {
-        layout: [
-            {
-                name: tensor_hash(tensor, device)
-                for name, tensor in server_tensors(dict(tensors), layout, rank)
-                if device == "cpu" or not is_expert(name)
-            }
-            for rank in range(layout.tensor_parallel)
-        ]
-        for layout, device in devices.items()
-    }
+
+    def __init__(self) -> None:
+        self._hashes: Expected = {}
+        self._stacks: dict[tuple[ServerLayout, int, str], Any] = {}  # of experts, a piece at a time
+
+    def add(
+        self, tensors: Sequence[tuple[str, Tensor]], devices: Mapping[ServerLayout, str]
+    ) -> None:
+        """Add what each rank of a server must hold once it has loaded these HF tensors.
+
+        Parts of one fused parameter must come together, as one mapping entry sends them, and
+        pieces of a stack of experts in order.
+        """
+        others = [(name, x) for name, x in tensors if not is_expert(parameter_name(name))]
+        for layout, device in devices.items():
+            ranks = self._hashes.setdefault(layout, [{} for _ in range(layout.tensor_parallel)])
+            for rank, hashes in enumerate(ranks):
+                hashed = tensors if device == "cpu" else others
+                for stored, tensor in server_tensors(dict(hashed), layout, rank):
+                    name, piece, _ = stored.partition("[")
+                    if not piece:
+                        hashes[name] = tensor_hash(tensor, device)
+                    else:
+                        stack = self._stacks.setdefault((layout, rank, name), hashlib.sha256())
+                        stack.update(_content(tensor))
+
+    def result(self) -> Expected:
+        """Return all checksums."""
+        for (layout, rank, name), stack in self._stacks.items():
+            self._hashes[layout][rank][name] = stack.digest()[:8].hex()
+        return self._hashes
 
 
 def tensor_hash(tensor: Tensor, device: str) -> str:
     """Compute the hash that SGLang's weights_checker reports for a tensor on `device`."""
     if device == "cpu":
-        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        return hashlib.sha256(content.data).digest()[:8].hex()
+        return hashlib.sha256(_content(tensor)).digest()[:8].hex()
     from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 
     return f"{gpu_tensor_hash(tensor.detach().to(platform.device()).contiguous()):016x}"
 
 
-def add_checksums(expected: Expected, more: Expected) -> None:
-    """Add checksums of further tensors to `expected`."""
-    for layout, ranks in more.items():
-        held = expected.setdefault(layout, [{} for _ in ranks])
-        for mine, theirs in zip(held, ranks, strict=True):
-            mine |= theirs
+def _content(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def joined(parts: Iterable[Expected], layout: ServerLayout) -> list[dict[str, str]]:
     """Return the checksums of each rank of a server of this layout, from those of all senders."""
-    together: Expected = {layout: [{} for _ in range(layout.tensor_parallel)]}
+    together: list[dict[str, str]] = [{} for _ in range(layout.tensor_parallel)]
     for part in parts:
-        add_checksums(together, {layout: part[layout]} if layout in part else {})
-    return together[layout]
+        for mine, theirs in zip(together, part.get(layout, ()), strict=False):
+            mine |= theirs
+    return together
 
 
 def check_checksums(servers: Servers, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from megavlm.weight_sync.attempt import SendReport, SyncAttempt, SyncReport, Syn
 from megavlm.weight_sync.gather import NamedTensors
 from megavlm.weight_sync.lora import adapter_name, load_adapter, unload_adapters
 from megavlm.weight_sync.server_api import Servers
+from megavlm.weight_sync.server_parameters import ServerParameters
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.transports.base import Transport
 
@@ -34,8 +36,9 @@ class SyncCoordinator:
     is raised when none is left. With settings.pause=in_place requests continue with their prefixes,
     so that servers must run without a prefix cache.
 
-    http: client of all requests. adapter_config: PEFT's, if adapters are sent unmerged; then only
-    servers that need every tensor load weights, and no other server is paused.
+    senders: the ranks that send. http: client of all requests. adapter_config: PEFT's, if adapters
+    are sent unmerged; then only servers that need every tensor load weights, and no other server is
+    paused.
     """
 
     def __init__(
@@ -43,12 +46,15 @@ class SyncCoordinator:
         targets: Targets,
         transport: Transport,
         settings: SyncSettings,
+        senders: tuple[int, ...],
         *,
         http: httpx.Client,
         adapter_config: dict[str, Any] | None = None,
     ) -> None:
         self._targets, self._transport, self._settings = targets, transport, settings
         self._http, self._adapter_config = http, adapter_config
+        self._senders = senders
+        self._parameters = ServerParameters()
         self._adapter: str | None = None  # name of the adapter that servers have loaded
         self._has_warned = False
 
@@ -81,13 +87,20 @@ class SyncCoordinator:
             servers.try_each("/end_weight_update", {}, [x for x in unsure if x in self._sessions])
             servers.request_each("/begin_weight_update", {url: {} for url in self._sessions})
             live = servers.live
+            layouts = {x.url: self._layout(x, expert_parallel[x.url]) for x in live}
+            sliced: dict[str, frozenset[str]] = {}
+            if self._transport.slices:
+                sliced = self._parameters.read(servers, infos, layouts, self._loading)
+            live = servers.live
             attempt = SyncAttempt(
                 tuple(live),
-                {target.url: self._layout(target, expert_parallel[target.url]) for target in live},
+                layouts,
                 tuple(target.url for target in live if full or target.needs_all),
                 self._comparable(live),
+                sliced,
+                self._senders,
             )
-            self._transport.open(servers, attempt)
+            attempt = replace(attempt, meeting=self._transport.open(servers, attempt))
         except WeightSyncError:
             self._resume(failed, everyone=True)
             raise

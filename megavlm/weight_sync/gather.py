@@ -13,6 +13,7 @@ from megavlm.models.common.lora import adapters
 from megavlm.models.common.mapping import Entry, unshard
 from megavlm.parallel import platform
 from megavlm.weight_sync.plan import TIED, SyncPlan
+from megavlm.weight_sync.sglang_layout import piece_name
 
 NamedTensors = list[tuple[str, Tensor]]
 LocalShard = Callable[[], Tensor]  # returns this rank's part of a Megatron tensor as it is now
@@ -51,13 +52,22 @@ def gather(
 def to_hf(parts: Sequence[tuple[Entry, Tensor]]) -> NamedTensors:
     """Convert full Megatron tensors to HF names and tensors.
 
-    parts: one entry and its tensor, or the entries of all experts of one stack, in order.
+    parts: one entry and its tensor, or neighbouring experts of one stack, in order: they become a
+    piece of the stack (`piece_name`), which lies in memory as servers store it.
     """
     entry, full = parts[0]
     if entry.expert is None:
         return list(zip(entry.hf, entry.to_hf(full), strict=True))
+    experts = [entry.expert for entry, _ in parts if entry.expert is not None]
+    assert experts == [*range(experts[0], experts[0] + len(parts))], f"{entry.hf} has gaps"
     rows = zip(*(entry.to_hf(full) for entry, full in parts), strict=True)
-    return [(name, torch.stack(row)) for name, row in zip(entry.hf, rows, strict=True)]
+    return [
+        (
+            piece_name(name, experts, entry.hf_shapes[0][0]),
+            torch.stack([tensor.t() for tensor in row]).transpose(1, 2),
+        )
+        for name, row in zip(entry.hf, rows, strict=True)
+    ]
 
 
 def local_shards(

@@ -145,10 +145,13 @@ class SyncPlan:
                     yield Bucket(stage, tuple(run), changed)
 
     def _runs(self, indices: Collection[int], itemsize: int, max_bytes: int) -> Iterator[list[int]]:
-        """Split entries into runs. The parts of one server parameter stay in one run."""
-        groups: dict[str, list[int]] = {}
+        """Split entries into runs. The parts of one server parameter stay in one run, but for the
+        experts of a stack.
+        """
+        groups: dict[tuple[str, int | None], list[int]] = {}
         for index in indices:
-            groups.setdefault(parameter_name(self.entries[index].hf[0]), []).append(index)
+            entry = self.entries[index]
+            groups.setdefault((parameter_name(entry.hf[0]), entry.expert), []).append(index)
         run: list[int] = []
         size = 0
         for parts in groups.values():

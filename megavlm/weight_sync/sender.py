@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from megavlm.inference.errors import TrainerFault, WeightSyncError
@@ -15,42 +13,13 @@ from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.transports.base import Transport
 
 
-@dataclass(frozen=True)
-class SendOrder:
-    """Order of ranks whose sending must not overlap.
-
-    previous: the rank that sends before this one; next: the rank that sends after it. group: a gloo
-    group that nothing else uses meanwhile.
-    """
-
-    previous: int | None = None
-    next: int | None = None
-    group: dist.ProcessGroup | None = None
-
-    def wait(self) -> bool:
-        """Block until it is this rank's turn. Returns False if the previous rank has failed."""
-        if self.previous is None:
-            return True
-        token = torch.empty(1)
-        dist.recv(token, self.previous, group=self.group)
-        return bool(token.item())
-
-    def pass_on(self, *, ok: bool) -> None:
-        if self.next is not None:
-            dist.send(torch.tensor([float(ok)]), self.next, group=self.group)
-
-
 class Sender:
     """Sends one rank's buckets in an attempt, on a thread of its own."""
 
-    def __init__(
-        self, transport: Transport, servers: Servers, attempt: SyncAttempt, order: SendOrder
-    ) -> None:
-        self._transport, self._servers = transport, servers
-        self._attempt, self._order = attempt, order
+    def __init__(self, transport: Transport, servers: Servers, attempt: SyncAttempt) -> None:
+        self._transport, self._servers, self._attempt = transport, servers, attempt
         self._bytes = self._tensors = 0
-        self._changed: verify.Expected = {}
-        self._rest: verify.Expected = {}
+        self._changed, self._rest = verify.Checksums(), verify.Checksums()
         self._error: str | None = None
         self._is_own_fault = False
 
@@ -66,21 +35,19 @@ class Sender:
                 last.result()
                 last = pool.submit(self._deliver, bucket)
             last.result()
-        self._order.pass_on(ok=self._error is None)
+            pool.submit(self._finish).result()
         return SendReport(
             self._bytes,
             self._tensors,
-            self._changed,
-            self._rest,
+            self._changed.result(),
+            self._rest.result(),
             dict(self._servers.lost),
             self._error,
             self._is_own_fault,
         )
 
     def _open(self) -> None:
-        if not self._order.wait():
-            self._error = "the rank that sends before this one failed"
-        elif dist.get_rank() != 0:  # there the coordinator has opened it
+        if dist.get_rank() != 0:  # there the coordinator has opened it
             try:
                 self._transport.open(self._servers, self._attempt)
             except WeightSyncError as error:
@@ -101,10 +68,14 @@ class Sender:
             for target in attempt.targets
             if target.url in attempt.compared and target.url in bucket.urls
         }
-        verify.add_checksums(
-            self._changed if bucket.changed else self._rest,
-            verify.checksums(bucket.tensors, devices),
-        )
+        (self._changed if bucket.changed else self._rest).add(bucket.tensors, devices)
+
+    def _finish(self) -> None:
+        if self._error is None:
+            try:
+                self._transport.finish()
+            except WeightSyncError as error:
+                self._fail(error)
 
     def _fail(self, error: WeightSyncError) -> None:
         self._error, self._is_own_fault = str(error), isinstance(error, TrainerFault)

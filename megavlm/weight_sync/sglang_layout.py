@@ -11,7 +11,7 @@ Shapes: E experts, H hidden size, I an expert's intermediate size.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,9 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 # Stacks of experts by their HF name.
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PADDED = re.compile(r"(model\.embed_tokens|lm_head|visual\.pos_embed)\.weight")
+# A part of a stack of experts: "NAME[first:end/number of experts]". A server's rank is sent
+# "NAME[first:end]", rows of what it stores.
+PIECE = re.compile(r"(.+)\[(\d+):(\d+)/(\d+)\]")
 # Linears whose output the ranks cut, and whose input; the latter keep their bias whole.
 OUTPUT_CUT = re.compile(r"visual\..*(mlp\.fc1|linear_fc1|merger\.mlp\.0)\.(weight|bias)")
 INPUT_CUT = re.compile(
@@ -64,9 +67,14 @@ class ServerLayout:
         return self.tensor_parallel // self.expert_parallel
 
 
+def piece_name(stack: str, experts: Sequence[int], count: int) -> str:
+    """Return the name of neighbouring experts of a stack of `count`."""
+    return f"{stack}[{experts[0]}:{experts[-1] + 1}/{count}]"
+
+
 def parameter_name(hf_name: str) -> str:
     """Return the name of the server's parameter that an HF tensor is, or is a part of."""
-    name = short_name(hf_name)
+    name = short_name(hf_name.partition("[")[0])
     module, _, kind = name.rpartition(".")
     parent, _, leaf = module.rpartition(".")
     if leaf == "experts":
@@ -82,13 +90,28 @@ def is_expert(stored: str) -> bool:
     return stored.endswith((".w13_weight", ".w2_weight"))
 
 
+def hub_tensors(hf_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield HF tensors as SGLang's own loader takes them: experts one by one, as hub files of
+    text models have them, because it takes no part of a stack.
+    """
+    for name, tensor in hf_tensors:
+        if (match := PIECE.fullmatch(name)) is None:
+            yield name, tensor
+            continue
+        module, _, kind = match[1].rpartition(".")
+        for expert, row in enumerate(tensor.transpose(1, 2), int(match[2])):
+            leaves = FUSED.get(kind, (kind,))
+            for leaf, part in zip(leaves, row.chunk(len(leaves)), strict=True):
+                yield f"{module}.{expert}.{leaf}.weight", part
+
+
 def server_tensors(
     hf_tensors: Mapping[str, Tensor], layout: ServerLayout, rank: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that rank `rank` of a server stores of these HF tensors, with names.
 
-    Parts of one fused parameter must come together, as one mapping entry has them. Tensors are
-    views where nothing is joined.
+    Parts of one fused parameter must come together, as one mapping entry has them; pieces of a
+    stack of experts need not. Tensors are views where nothing is joined.
     """
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for hf_name, tensor in hf_tensors.items():
@@ -96,12 +119,13 @@ def server_tensors(
     size = layout.tensor_parallel
     for stored, parts in groups.items():
         name, tensor = parts[0]
-        if len(parts) > 1:
+        if len(parts) > 1 and not is_expert(stored):
             leaves = {name.split(".")[-2]: tensor for name, tensor in parts}
             fused = FUSED[stored.split(".")[-2]]
             yield stored, _fused(stored, [leaves[leaf] for leaf in fused], layout, rank)
         elif ".experts." in name:
-            yield stored, _experts(name, tensor, layout, rank)
+            for piece, experts in parts:
+                yield from _experts(stored, piece, experts, layout, rank)
         elif ".attn.qkv." in name:  # as many keys as queries
             yield stored, _cut(tensor.chunk(3), rank, size)
         elif PADDED.fullmatch(name):
@@ -127,18 +151,31 @@ def _fused(name: str, parts: list[Tensor], layout: ServerLayout, rank: int) -> T
     return torch.cat([query.chunk(size)[rank], *(part.chunk(heads)[place] for part in others)])
 
 
-def _experts(name: str, stack: Tensor, layout: ServerLayout, rank: int) -> Tensor:
-    """Return gate_up_proj [E, H, 2I] as [E, 2I, H], gate above up, or down_proj [E, I, H] as
-    [E, H, I]. Neighbouring ranks cut an expert, and their groups hold the experts in order.
+def _experts(
+    stored: str, name: str, stack: Tensor, layout: ServerLayout, rank: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield gate_up_proj [E, H, 2I] as [E, 2I, H], gate above up, or down_proj [E, I, H] as
+    [E, H, I]; of a piece of the stack the rows that the rank stores, if there are any.
+
+    Neighbouring ranks cut an expert, and their groups hold the experts in order.
     """
-    mine = stack.chunk(layout.expert_parallel)[rank // layout.expert_tensor].transpose(1, 2)
+    match = PIECE.fullmatch(name)
+    first, end, count = map(int, match.groups()[1:]) if match else (0, len(stack), len(stack))
+    mine = count // layout.expert_parallel
+    start = rank // layout.expert_tensor * mine  # the first expert of this rank
+    low, high = max(first, start), min(end, start + mine)
+    if low >= high:
+        return
+    rows = stack[low - first : high - first].transpose(1, 2)
+    stored = f"{stored}[{low - start}:{high - start}]" if match else stored
     place, size = rank % layout.expert_tensor, layout.expert_tensor
-    if name.endswith(".down_proj"):
-        return _pad(mine, layout.ffn_multiple, dim=2).chunk(size, dim=2)[place]
-    if size == 1 and mine.shape[1] // 2 % layout.ffn_multiple == 0:
-        return mine
-    halves = [_pad(half, layout.ffn_multiple, dim=1) for half in mine.chunk(2, dim=1)]
-    return _cut(halves, place, size, dim=1)
+    if stored.partition("[")[0].endswith(EXPERTS["down_proj"]):
+        yield stored, _pad(rows, layout.ffn_multiple, dim=2).chunk(size, dim=2)[place]
+    elif size == 1 and rows.shape[1] // 2 % layout.ffn_multiple == 0:
+        yield stored, rows
+    else:
+        halves = [_pad(half, layout.ffn_multiple, dim=1) for half in rows.chunk(2, dim=1)]
+        yield stored, _cut(halves, place, size, dim=1)
 
 
 def _ffn_multiple(name: str, layout: ServerLayout) -> int:

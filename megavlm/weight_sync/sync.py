@@ -27,7 +27,7 @@ from megavlm.weight_sync.coordinator import SyncCoordinator
 from megavlm.weight_sync.gather import gather, local_shards
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
-from megavlm.weight_sync.sender import Sender, SendOrder
+from megavlm.weight_sync.sender import Sender
 from megavlm.weight_sync.server_api import Servers, control_client
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports import TRANSPORTS
@@ -60,18 +60,19 @@ class WeightSync:
         self._transport, self._settings = transport, settings
         self._adapters, self._group = adapters, group
         self._http = control_client()
+        # The ranks that send, by pipeline stage; a single one sends the tensors of all stages.
+        stages = plan.trainer.layout.pipeline if transport.by_stage else 1
+        self._senders = tuple(plan.trainer.first_of(stage) for stage in range(stages))
         self._coordinator = None
         if targets is not None:
             self._coordinator = SyncCoordinator(
                 targets,
                 transport,
                 settings,
+                self._senders,
                 http=self._http,
                 adapter_config=None if adapters is None else adapters.config,
             )
-        # The ranks that send, by pipeline stage; a single one sends the tensors of all stages.
-        stages = plan.trainer.layout.pipeline if transport.by_stage else 1
-        self._senders = [plan.trainer.first_of(stage) for stage in range(stages)]
 
     @classmethod
     def from_config(
@@ -186,12 +187,7 @@ class WeightSync:
             servers = self._coordinator.servers
         else:
             servers = Servers(attempt.targets, timeout=self._settings.timeout, http=self._http)
-        order = SendOrder()
-        if self._transport.collective:
-            ranks = [None, *self._senders, None]
-            place = ranks.index(dist.get_rank())
-            order = SendOrder(ranks[place - 1], ranks[place + 1], self._group)
-        return Sender(self._transport, servers, attempt, order)
+        return Sender(self._transport, servers, attempt)
 
     def _gather_reports(self, mine: SendReport | None) -> list[SendReport]:
         """Return the reports of all ranks that send, on rank 0; [] elsewhere. Collective."""

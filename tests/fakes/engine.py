@@ -1,14 +1,17 @@
 """A fake server that keeps the weights that it is sent and reports their checksums, as SGLang does.
 
-`GlooEngine` is one in a process of its own, which joins update groups and can die in mid-update.
+`GlooEngine` is one in a process of its own, which joins update groups and can die in mid-update; of
+several ranks it runs our own weight loaders, as SGLang's ranks do.
 """
 
 import base64
 import hashlib
+import importlib.util
 import io
 import multiprocessing
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from megavlm.inference.server_args import LOADERS
+from megavlm.inference.server_support import megavlm_weights
+from megavlm.weight_sync.checksums import tensor_hash
 from megavlm.weight_sync.sglang_layout import ServerLayout, server_tensors
 from tests.fakes.server import FakeServer, Refusal
 
@@ -62,15 +68,24 @@ class FakeEngine(FakeServer):
 def bucket(body: Any) -> tuple[Tensor, Any]:
     """Return the flattened tensor and the places in it, as SGLang unpacks an update."""
     (content,) = body["serialized_named_tensors"]
-    loaded = pickle.load(io.BytesIO(base64.b64decode(content)))  # noqa: S301  # our own
+    loaded = unpack(content)
     return loaded["flattened_tensor"], loaded["metadata"]
 
 
-class GlooEngine:
-    """A context. `dies_at`: the update, from 1, in whose midst its process ends."""
+def unpack(content: str) -> Any:
+    return pickle.load(io.BytesIO(base64.b64decode(content)))  # noqa: S301  # our own
 
-    def __init__(self, dies_at: int | None = None) -> None:
-        self._dies_at = dies_at
+
+Shapes = list[dict[str, Any]]  # of the parameters of each rank
+
+
+class GlooEngine:
+    """A context. `dies_at`: the update, from 1, in whose midst its process ends. `shapes`: it has
+    ranks with these parameters, which load slices.
+    """
+
+    def __init__(self, dies_at: int | None = None, shapes: Shapes | None = None) -> None:
+        self._dies_at, self._shapes = dies_at, shapes
 
     def __enter__(self) -> "GlooEngine":
         self._start(0)
@@ -84,29 +99,38 @@ class GlooEngine:
     def _start(self, port: int) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._dies_at, port))
+        self._process = context.Process(
+            target=_serve, args=(theirs, self._dies_at, port, self._shapes)
+        )
         self._process.start()
         self.url: str = self._pipe.recv()
 
     def state(self) -> tuple[str, dict[str, Tensor]]:
-        """Return its weight version and weights."""
+        """Return its weight version and weights, those of ranks by "RANK NAME"."""
         self._pipe.send("state")
         version, weights = self._pipe.recv()
         return version, {name: torch.tensor(values) for name, values in weights.items()}
+
+    def paths(self) -> list[str]:
+        """Return the paths of the requests that came in."""
+        self._pipe.send("paths")
+        paths: list[str] = self._pipe.recv()
+        return paths
 
     def __exit__(self, *exc: object) -> None:
         self._process.kill()
         self._process.join()
 
 
-def _serve(pipe: Any, dies_at: int | None, port: int) -> None:
+def _serve(pipe: Any, dies_at: int | None, port: int, shapes: Shapes | None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with _Gloo(dies_at, port) as engine:
+    engine = _Gloo(dies_at, port) if shapes is None else _Ranks(dies_at, port, shapes)
+    with engine:
         pipe.send(engine.url)
-        while pipe.recv():
+        while request := pipe.recv():
             weights = {name: tensor.tolist() for name, tensor in engine.weights.items()}
-            pipe.send((engine.weight_version, weights))
+            pipe.send(engine.paths() if request == "paths" else (engine.weight_version, weights))
 
 
 class _Gloo(FakeEngine):
@@ -136,6 +160,62 @@ class _Gloo(FakeEngine):
         for name, shape, part in zip(body["names"], shapes, parts, strict=True):
             self.weights[name] = part.view(shape)
         self.updates.append(body["names"])
+
+
+class _Ranks(_Gloo):
+    """Ranks of one server, in threads."""
+
+    def __init__(self, dies_at: int | None, port: int, shapes: Shapes) -> None:
+        super().__init__(dies_at, port)
+        self.info = {"custom_weight_loader": LOADERS, "tp_size": len(shapes)}
+        self.ranks = [_Parameters(of_rank) for of_rank in shapes]
+        self.modules = [_own_module() for _ in shapes]
+        self.weights = {
+            f"{number} {name}": parameter.data
+            for number, rank in enumerate(self.ranks)
+            for name, parameter in rank.named_parameters()
+        }
+
+    def answer(self, path: str, body: Any) -> Any:
+        if path == "/update_weights_from_tensor":
+            self.count += 1
+            if self.count == self.dies_at:
+                os._exit(9)
+            load = body["load_format"].partition(".")[2]
+            loaders = [getattr(module, load) for module in self.modules]
+            contents = map(unpack, body["serialized_named_tensors"])
+            with ThreadPoolExecutor(len(self.ranks)) as pool:
+                [*pool.map(lambda load, *args: load(*args), loaders, self.ranks, contents)]
+            return {"success": True, "message": "Success."}
+        if path == "/weights_checker":
+            ranks = [
+                {name: tensor_hash(x.data, "cpu") for name, x in rank.named_parameters()}
+                for rank in self.ranks
+            ]
+            return {"ranks": [{"checksums": checksums} for checksums in ranks]}
+        return super().answer(path, body)
+
+
+def _own_module() -> Any:
+    """Load our loaders once more: a rank's process has groups of its own."""
+    spec = importlib.util.find_spec(megavlm_weights.__name__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Parameters:
+    """A model."""
+
+    def __init__(self, shapes: dict[str, Any]) -> None:
+        self._held = {name: torch.nn.Parameter(torch.zeros(x)) for name, x in shapes.items()}
+
+    def named_parameters(self) -> Any:
+        return self._held.items()
+
+    def parameters(self) -> Any:
+        return iter(self._held.values())
 
 
 def join(body: Any) -> Any:

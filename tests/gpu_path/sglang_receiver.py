@@ -1,8 +1,10 @@
 """Program of the ranks of SGLang servers that receive weights by CUDA IPC: SGLang's own code, but
-for the calls that map another process's GPU memory, which read a file. Imports no megavlm.
+for the calls that map another process's GPU memory, which read a file. Of megavlm it imports what
+runs inside SGLang.
 
 Arguments: a pickle with the cases, each the allocations of the sender's GPU, the request bodies and
-the parameters of every rank; the file for what each rank of each case loaded and opened.
+the parameters of every rank; the file for what each rank of each case loaded and opened; the folder
+of our weight loaders.
 """
 
 import pickle
@@ -69,7 +71,7 @@ def receive(case: dict[str, Any], rank: int) -> tuple[dict[str, torch.Tensor], l
     updater = SimpleNamespace(
         get_model=lambda: model,
         device="cuda",
-        custom_weight_loaders=[],
+        custom_weight_loaders=["megavlm_weights.load_slices"],
         _assert_weight_cache_inactive=lambda name: None,
         _update_weights_from_flattened_bucket=lambda **bucket: (
             kind._update_weights_from_flattened_bucket(updater, **bucket)
@@ -83,6 +85,7 @@ def receive(case: dict[str, Any], rank: int) -> tuple[dict[str, torch.Tensor], l
     return model.results(), opened
 
 
+sys.path.append(sys.argv[3])
 torch.cuda._lazy_init = lambda: None
 torch.cuda.device_count = lambda: len(UUIDS)
 torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=UUIDS[index])

@@ -17,17 +17,19 @@ from torch.storage import TypedStorage
 
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_support import megavlm_weights
 from megavlm.parallel import platform
-from megavlm.weight_sync import checksums
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Answers, Servers
-from megavlm.weight_sync.sglang_layout import ServerLayout, server_tensors
+from megavlm.weight_sync.server_parameters import loaded_in_slices
+from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors, server_tensors
 from megavlm.weight_sync.transports.tensor import UPDATE, TensorTransport
 from tests.timeouts import scaled
 
 pytestmark = pytest.mark.sglang
 
 RECEIVER = Path(__file__).with_name("sglang_receiver.py")
+SUPPORT = Path(megavlm_weights.__file__).parent
 URL, OFFSET = "http://server", 512
 
 
@@ -57,19 +59,16 @@ class SenderMemory:
 
 
 class Recorder(Servers):
-    """Servers that record the updates and report `names` as their parameters."""
+    """Servers that record the updates."""
 
-    def __init__(self, target: Target, names: Mapping[str, Any]) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__([target], http=None)  # type: ignore[arg-type]
-        self.names, self.bodies = names, list[Mapping[str, Any]]()
+        self.bodies = list[Mapping[str, Any]]()
 
     def request_each(self, path: str, bodies: Any = None) -> Answers:
-        if path == UPDATE:
-            self.bodies.append(bodies[URL])
-            return {}
-        assert path == checksums.WEIGHTS_CHECKER
-        size = self.live[0].tensor_parallel
-        return {URL: {"ranks": [{"checksums": dict.fromkeys(self.names, "0")}] * size}}
+        assert path == UPDATE
+        self.bodies.append(bodies[URL])
+        return {}
 
 
 def weights(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -86,8 +85,8 @@ def weights(dtype: torch.dtype) -> dict[str, Tensor]:
         f"{layer}.self_attn.k_proj.weight": draw(4, 6),
         f"{layer}.self_attn.v_proj.weight": draw(4, 6),
         f"{layer}.self_attn.o_proj.weight": draw(6, 8).t().contiguous().t(),
-        f"{layer}.mlp.experts.gate_up_proj": stack[:, :, :4].contiguous(),
-        f"{layer}.mlp.experts.down_proj": stack[1:3],
+        f"{layer}.mlp.experts.gate_up_proj[1:4/8]": stack[:3, :, :4].contiguous(),
+        f"{layer}.mlp.experts.down_proj[1:3/8]": stack[1:3],
         "lm_head.weight": draw(128, 6)[:126],
     }
 
@@ -95,13 +94,16 @@ def weights(dtype: torch.dtype) -> dict[str, Tensor]:
 def send(
     monkeypatch: pytest.MonkeyPatch, tensors: Mapping[str, Tensor], layout: ServerLayout
 ) -> tuple[SenderMemory, list[Mapping[str, Any]], list[dict[str, Tensor]]]:
-    """Send tensors in buckets of four. Returns the sender's memory, the request bodies, and the
-    parameters of each of the server's ranks.
+    """Send tensors in buckets of four, to a server of one rank without our loaders. Returns the
+    sender's memory, the request bodies, and the parameters of each of the server's ranks.
     """
     ranks = [dict(server_tensors(tensors, layout, rank)) for rank in range(layout.tensor_parallel)]
     target = Target(URL, layout.tensor_parallel, "cuda", True)
-    servers = Recorder(target, ranks[0])
-    attempt = SyncAttempt((target,), {URL: layout}, (URL,), (URL,))
+    servers = Recorder(target)
+    sliced = {URL: loaded_in_slices({*ranks[0]}, layout, with_experts=False)}
+    if layout.tensor_parallel == 1:
+        sliced = {}
+    attempt = SyncAttempt((target,), {URL: layout}, (URL,), (URL,), sliced)
     with monkeypatch.context() as patch:
         memory = SenderMemory(patch)
         transport = TensorTransport()
@@ -139,10 +141,10 @@ def test_every_rank_loads_what_was_sent(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def stored(tensors: Mapping[str, Tensor], layout: ServerLayout, rank: int) -> dict[str, Tensor]:
     """What a rank is given to load: all tensors whole, or its slices and the experts whole."""
     if layout.tensor_parallel == 1:
-        return dict(tensors)
+        return dict(hub_tensors(tensors.items()))
     experts = {name: x for name, x in tensors.items() if ".experts." in name}
     others = {name: x for name, x in tensors.items() if name not in experts}
-    return experts | dict(server_tensors(others, layout, rank))
+    return dict(hub_tensors(experts.items())) | dict(server_tensors(others, layout, rank))
 
 
 def received(cases: list[Any], folder: Path) -> Any:
@@ -150,7 +152,7 @@ def received(cases: list[Any], folder: Path) -> Any:
     sent.write_bytes(pickle.dumps(cases))
     environment = ServerOptions(Path("model"), dtype="bfloat16", device="cpu").environment()
     done = subprocess.run(
-        [sys.executable, "-P", str(RECEIVER), str(sent), str(results)],
+        [sys.executable, "-P", str(RECEIVER), str(sent), str(results), str(SUPPORT)],
         env=environment,
         capture_output=True,
         text=True,

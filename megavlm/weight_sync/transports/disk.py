@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from megavlm.inference.errors import TrainerFault
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
+from megavlm.weight_sync.sglang_layout import hub_tensors
 
 PARTIAL, READY = "partial", "ready"
 CHANGED, REST = "changed", "rest"
@@ -28,7 +29,7 @@ class DiskTransport:
 
     by_stage = True
     in_session = False
-    collective = False
+    slices = False
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -47,11 +48,14 @@ class DiskTransport:
     def send(self, bucket: TensorBucket) -> int:
         folder = self.folder / PARTIAL / (CHANGED if bucket.changed else REST)
         path = folder / f"model-{dist.get_rank():04d}-{self._parts:05d}.safetensors"
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in bucket.tensors}
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in hub_tensors(bucket.tensors)}
         with self._writing():
             save_file(tensors, path)
         self._parts += 1
         return sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self) -> None:
+        pass
 
     def close(self, attempt: SyncAttempt | None = None) -> None:
         if attempt is None:

@@ -1,169 +1,350 @@
-"""Transport by broadcast from each pipeline stage to all ranks of all servers (NCCL or gloo).
+"""Transport by NCCL or gloo from the first rank of each pipeline stage, all stages at once.
 
-The first rank of a stage is rank 0 of a process group whose other ranks are the servers'. SGLang
-loads what it receives as it loads files: every rank of a server gets whole tensors and keeps its
-slices.
+SGLang's `update_weights_from_distributed` broadcasts whole tensors to every rank of a server, which
+cuts them (its `load_format` knows no slices), and takes one group's tensors a request. So a server
+with our loaders is sent slices another way: the first ranks of all servers, the second ranks, and
+so on, each make a group with every stage, in which the stage broadcasts what these ranks store. A
+rank receives from all stages at the same time, and stores every byte that it is sent.
+
+Sending goes in rounds. In each, every stage has a bucket ready and says in rank 0's store what is
+in it; rank 0 sends one request to each server, which receives all of them. As rank 0 alone makes
+requests, all servers receive in the same order, and no broadcast waits for another. To a server
+without our loaders rank 0 sends a request for each stage.
 """
 
+import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.server import free_port
+from megavlm.inference.server_args import LOADERS
+from megavlm.inference.server_support.megavlm_weights import join
 from megavlm.parallel import platform
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import CLEANUP_TIMEOUT, Servers
-from megavlm.weight_sync.transports.payload import flatten
+from megavlm.weight_sync.server_parameters import Flat, rank_slices
+from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors
+from megavlm.weight_sync.transports.board import (
+    POLL,
+    Board,
+    Meeting,
+    Message,
+    RoundFailure,
+    connect,
+)
+from megavlm.weight_sync.transports.payload import payload
+from megavlm.weight_sync.transports.tensor import UPDATE
 
+BROADCAST = "/update_weights_from_distributed"
 PROBE_WINDOW = 10.0  # seconds that a server whose process died may take to stop answering
 PROBE_TIMEOUT = 5.0  # seconds
 
 
 @dataclass(frozen=True)
-class UpdateGroup:
-    """Process group of this rank, as rank 0, and every rank of some servers."""
+class GroupPart:
+    """GroupPart of a bucket that is broadcast in one group: to rank `rank` of each of the servers
+    `urls`; None: to all their ranks.
+    """
 
-    name: str
     urls: tuple[str, ...]
-    ours: dist.ProcessGroup
-    servers: Servers
+    rank: int | None
+    flat: Flat
 
 
 class DistributedTransport:
     """Broadcasts buckets in process groups with the servers.
 
-    A group lasts until its servers change, or one of them fails or restarts.
+    Groups last until the servers change, or one of them fails or restarts.
 
-    address: of this rank's machine, as servers see it. timeout: seconds that joining a group and
-    each broadcast may take.
+    address: of rank 0's machine, as servers and the other ranks see it. timeout: seconds that
+    joining a group and each round may take.
     """
 
     by_stage = True
     in_session = True
-    collective = True
+    slices = True
 
     def __init__(self, address: str, *, timeout: float = 300.0) -> None:
         self._address, self._timeout = address, timeout
-        self._groups: dict[tuple[str, ...], UpdateGroup] = {}
+        self._limit = timedelta(seconds=timeout)
+        self._store: dist.TCPStore | None = None
+        self._token = ""  # of the groups' names
+        self._count = 0  # attempts of this rank
+        self._urls: set[str] = set()  # the servers of the groups
+        self._is_broken = False
+        self._names: dict[tuple[tuple[str, ...], int | None], str] = {}
+        self._groups: dict[str, dist.ProcessGroup] = {}  # by name
+        self._joined: dict[str, tuple[str, ...]] = {}  # by name, servers that joined by a request
 
-    def open(self, servers: Servers, attempt: SyncAttempt) -> None:
-        self._servers, self._layouts = servers, attempt.layouts
-        # The process of a server that needs all may not be the one that joined.
-        unsure = {target.url for target in attempt.targets if target.needs_all}
-        for group in [group for group in self._groups.values() if unsure & {*group.urls}]:
-            self._leave(group)
+    def open(self, servers: Servers, attempt: SyncAttempt) -> Meeting:
+        meeting, rank = attempt.meeting, dist.get_rank()
+        self._count += 1
+        try:
+            if self._store is None:
+                host, port = (self._address, 0) if rank == 0 else (meeting.host, meeting.port)
+                self._store = connect(host, port, self._limit, master=rank == 0)
+        except RuntimeError as error:
+            raise WeightSyncError(f"the store of rank 0 cannot be reached: {error}") from error
+        if rank == 0:
+            token = self._token
+            # The process of a server that needs all may not be the one that joined.
+            unsure = any(target.needs_all for target in attempt.targets)
+            if unsure or self._is_broken or self._urls != {*attempt.urls}:
+                token = f"megavlm_{secrets.token_hex(4)}"
+            meeting = Meeting(self._address, self._store.port, token, self._count)
+        if self._token != meeting.token:
+            self._leave()
+        self._servers, self._attempt = servers, attempt
+        self._board, self._token = Board(self._store, meeting, self._timeout), meeting.token
+        self._urls, self._is_broken = {*attempt.urls}, False
+        self._stage, self._round = attempt.senders.index(rank), 0
+        self._sending = {*range(1, len(attempt.senders))}  # on rank 0: other stages with buckets
+        self._pool = ThreadPoolExecutor(len(attempt.urls), "requests")
+        return meeting
 
     def send(self, bucket: TensorBucket) -> int:
-        urls = bucket.urls
-        if urls not in self._groups:
-            for group in self._changed_groups(urls):
-                self._leave(group)
-            name, join, invitations = self._invite(urls)
-            ours = self._run_with_servers(join, "/init_weights_update_group", invitations)
-            self._groups[urls] = UpdateGroup(name, urls, ours, self._servers)
-        group = self._groups[urls]
-        flat, places = flatten(bucket.tensors)
-        body = {
-            "names": [place.name for place in places],
-            "dtypes": [str(place.dtype).removeprefix("torch.") for place in places],
-            "shapes": [list(place.shape) for place in places],
-            "group_name": group.name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-
-        def broadcast() -> None:
-            dist.broadcast(flat, group=group.ours, group_src=0)
-            platform.synchronize()
-
+        parts = self._parts(bucket)
+        described = [self._described(part) for part in parts]
         try:
-            self._run_with_servers(
-                broadcast, "/update_weights_from_distributed", dict.fromkeys(urls, body)
-            )
-        except WeightSyncError:
-            self._leave(group)
-            raise
-        return flat.nbytes * (group.ours.size() - 1)
+            if self._stage:
+                self._board.say(self._round, self._stage, described)
+                self._round += 1
+            mine = self._start_broadcast(parts)
+            for path, bodies in self._requests(described):
+                self._ask(path, bodies, mine)
+            self._wait({mine: ""})
+        except RoundFailure as failure:
+            self._give_up(failure)
+            self._leave()
+            raise WeightSyncError(str(failure)) from failure
+        sizes = self._attempt.layouts
+        return sum(
+            part.flat.tensor.nbytes
+            * (len(part.urls) if part.rank is not None else _num_ranks(part.urls, sizes))
+            for part in parts
+        )
+
+    def finish(self) -> None:
+        try:
+            if self._stage:
+                self._board.say(self._round, self._stage, None)
+            while self._sending and not self._stage:
+                for path, bodies in self._requests([]):
+                    self._ask(path, bodies)
+        except RoundFailure as failure:
+            self._give_up(failure)
+            self._leave()
+            raise WeightSyncError(str(failure)) from failure
+        self._pool.shutdown(wait=False)
 
     def close(self, attempt: SyncAttempt | None = None) -> None:
         if attempt is None:
-            for group in list(self._groups.values()):
-                self._leave(group)
+            self._leave()
 
-    def _changed_groups(self, urls: tuple[str, ...]) -> list[UpdateGroup]:
-        """Return the groups with some of these servers and without others: servers came or went."""
-        groups = [group for group in self._groups.values() if {*group.urls} & {*urls}]
-        return [group for group in groups if not {*urls} <= {*group.urls}]
+    # What is in a round
 
-    def _invite(
-        self, urls: tuple[str, ...]
-    ) -> tuple[str, Callable[[], dist.ProcessGroup], dict[str, Any]]:
-        """Return a new group's name, what joins it on this rank, and the servers' requests."""
-        ranks = [self._layouts[url].tensor_parallel for url in urls]
-        size = 1 + sum(ranks)
-        name, port = f"megavlm_{secrets.token_hex(4)}", free_port()
-        invitation = {
-            "master_address": self._address,
-            "master_port": port,
-            "world_size": size,
-            "group_name": name,
-            "backend": platform.backend(),
+    def _parts(self, bucket: TensorBucket) -> list[GroupPart]:
+        """Return what this rank broadcasts of a bucket. A part is never empty."""
+        kinds: dict[tuple[ServerLayout, frozenset[str]] | None, list[str]] = {}
+        for url in bucket.urls:
+            names = self._attempt.parameters.get(url)
+            kind = None if names is None else (self._attempt.layouts[url], names)
+            kinds.setdefault(kind, []).append(url)
+        parts: list[GroupPart] = []
+        for kind, urls in kinds.items():
+            if kind is None:
+                parts.append(GroupPart((*urls,), None, Flat.of([], [*hub_tensors(bucket.tensors)])))
+            else:
+                flats = enumerate(rank_slices(bucket.tensors, *kind))
+                parts += [
+                    GroupPart((*urls,), rank, flat) for rank, flat in flats if len(flat.tensor)
+                ]
+        return parts
+
+    def _described(self, part: GroupPart) -> dict[str, Any]:
+        key = (part.urls, part.rank)
+        name = f"{self._token}_{self._stage}_{len(self._names)}"
+        sizes = self._attempt.layouts
+        others = len(part.urls) if part.rank is not None else _num_ranks(part.urls, sizes)
+        return {
+            "group": self._names.setdefault(key, name),
+            "size": 1 + others,
+            "urls": part.urls,
+            "rank": part.rank,
+            "flat": part.flat.described(),
         }
-        offsets = [1 + sum(ranks[:index]) for index in range(len(ranks))]
-        invitations = {
-            url: invitation | {"rank_offset": offset}
-            for url, offset in zip(urls, offsets, strict=True)
-        }
-        return name, lambda: _join(self._address, port, size, name, self._timeout), invitations
 
-    def _leave(self, group: UpdateGroup) -> None:
-        del self._groups[group.urls]
-        # Also ends what servers still wait for: their connections to this rank are closed.
-        group.ours.abort()
-        dist.destroy_process_group(group.ours)
-        body = {"group_name": group.name}
-        for url in group.urls:
-            with suppress(WeightSyncError):  # the server may be gone
-                group.servers.request(
-                    url, "/destroy_weights_update_group", body, timeout=CLEANUP_TIMEOUT
-                )
-
-    def _run_with_servers(
-        self, ours: Callable[[], Any], path: str, bodies: Mapping[str, Mapping[str, Any]]
-    ) -> Any:
-        """Run this rank's side of a collective while the servers run theirs. Returns its result.
-
-        A failure of one side ends it for all: dead servers are lost or, if none is dead, those that
-        refused. Raises WeightSyncError. Threads are not joined then, because this rank's side may
-        wait until its own timeout.
+    def _requests(self, own: Message) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the requests of a round on rank 0, whose answers are read when it goes on. `own`:
+        the part of this stage.
         """
-        initializer, arguments = platform.join, (platform.device(),)
-        pool = ThreadPoolExecutor(1 + len(bodies), "collective", initializer, arguments)
-        mine: Future[Any] = pool.submit(ours)
+        if self._stage:
+            return
+        parts = [*own]
+        for stage in sorted(self._sending):
+            message = self._board.hear(self._round, stage)
+            if message is None:
+                self._sending.discard(stage)
+            else:
+                parts += message
+        yield from self._sliced([part for part in parts if part["rank"] is not None])
+        for part in parts:
+            if part["rank"] is None:
+                yield from self._whole(part)
+        self._round += 1
+
+    def _sliced(self, parts: Message) -> Iterator[tuple[str, dict[str, Any]]]:
+        meeting, answers = self._board.meeting, dict[str, tuple[str, int]]()
+        bodies = {}
+        for place, url in enumerate(self._attempt.urls):
+            if not any(url in part["urls"] for part in parts):
+                continue
+            contents = []
+            for rank in range(self._attempt.layouts[url].tensor_parallel):
+                key = meeting.answer(self._round, place, rank)
+                answers[key] = (url, rank)
+                task = {
+                    "host": meeting.host,
+                    "port": meeting.port,
+                    "backend": platform.backend(),
+                    "timeout": self._timeout,
+                    "token": meeting.token,
+                    "fault": meeting.fault,
+                    "answer": key,
+                    "receive": [
+                        (part["group"], 1 + part["urls"].index(url), part["size"], part["flat"])
+                        for part in parts
+                        if url in part["urls"] and part["rank"] == rank
+                    ],
+                }
+                contents.append(payload([(json.dumps(task), torch.empty(0))]))
+            bodies[url] = {
+                "serialized_named_tensors": contents,
+                "load_format": LOADERS[1],
+                "flush_cache": False,
+            }
+        self._board.expect(answers)
+        if bodies:
+            yield UPDATE, bodies
+        if refused := self._board.refusals():
+            raise RoundFailure(refused, "")
+
+    def _whole(self, part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        meeting, name, urls = self._board.meeting, part["group"], tuple(part["urls"])
+        if name not in self._joined:
+            invitation = {
+                "master_address": meeting.host,
+                "master_port": meeting.port,
+                "world_size": part["size"],
+                "group_name": name,
+                "backend": platform.backend(),
+            }
+            self._joined[name] = urls
+            yield (
+                "/init_weights_update_group",
+                {
+                    url: invitation
+                    | {"rank_offset": 1 + _num_ranks(urls[:place], self._attempt.layouts)}
+                    for place, url in enumerate(urls)
+                },
+            )
+        flat = part["flat"]
+        body = {
+            "names": [name for name, _ in flat["whole"]],
+            "dtypes": [flat["dtype"]] * len(flat["whole"]),
+            "shapes": [shape for _, shape in flat["whole"]],
+            "group_name": name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        yield BROADCAST, dict.fromkeys(urls, body)
+
+    # Sending and waiting
+
+    def _start_broadcast(self, parts: Sequence[GroupPart]) -> "Future[None]":
+        """Broadcast in a thread that does not keep the process when others wait in vain."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            platform.join(platform.device())
+            try:
+                self._broadcast(parts)
+                future.set_result(None)
+            except RuntimeError as error:
+                future.set_exception(error)
+
+        Thread(target=run, name="broadcast", daemon=True).start()
+        return future
+
+    def _broadcast(self, parts: Sequence[GroupPart]) -> None:
+        works = []
+        for part in parts:
+            name = self._names[part.urls, part.rank]
+            if name not in self._groups:
+                size = self._described(part)["size"]
+                self._groups[name] = self._join(name, size)
+            flat = part.flat.tensor.to(platform.device()).view(torch.uint8)
+            works.append(dist.broadcast(flat, group=self._groups[name], group_src=0, async_op=True))
+        for work in works:
+            assert work is not None
+            work.wait()
+        platform.synchronize()
+
+    def _join(self, name: str, size: int) -> dist.ProcessGroup:
+        # Of its own, as this one blocks while it joins and the other is listened to.
+        store = connect(self._board.meeting.host, self._board.meeting.port, self._limit)
+        return join(store, name, 0, size, platform.backend(), self._limit)
+
+    def _ask(self, path: str, bodies: Mapping[str, Any], mine: "Future[Any] | None" = None) -> None:
+        """Send requests at once and wait for the answers, and for no failure of `mine`."""
         theirs: dict[Future[Any], str] = {}
         for url, body in bodies.items():
-            theirs[pool.submit(self._servers.request, url, path, body)] = url
-        done, waiting = wait({mine, *theirs}, self._timeout, FIRST_EXCEPTION)
-        pool.shutdown(wait=False)
-        errors = {future: error for future in done if (error := future.exception())}
-        if not errors and not waiting:
-            return mine.result()
-        refused = {
-            theirs[future]: str(error) for future, error in errors.items() if future in theirs
-        }
+            theirs[self._pool.submit(self._servers.request, url, path, body)] = url
+        self._wait(theirs, mine)
+
+    def _wait(self, theirs: "Mapping[Future[Any], str]", mine: "Future[Any] | None" = None) -> None:
+        """Wait for `theirs`. Raises RoundFailure if they, `mine` or another stage fails."""
+        deadline = time.monotonic() + self._timeout
+        waiting = {*theirs}
+        while waiting:
+            _, waiting = wait(waiting, POLL, FIRST_EXCEPTION)
+            failed = {future: error for future in theirs if (error := _error(future))}
+            if failed:
+                refused = {theirs[future]: str(error) for future, error in failed.items()}
+                reason = repr(next(iter(failed.values())))
+                raise RoundFailure({url: why for url, why in refused.items() if url}, reason)
+            if mine is not None and (error := _error(mine)):
+                raise RoundFailure({}, repr(error))
+            self._board.check()
+            if waiting and time.monotonic() > deadline:
+                raise RoundFailure({}, f"weights were not sent within {self._timeout:g} s")
+
+    # Failures
+
+    def _give_up(self, failure: "RoundFailure") -> None:
+        """Tell the other stages, and on rank 0 lose the servers that are dead or, if none is, those
+        that refused. Threads that wait are left to their own timeout.
+        """
+        self._is_broken = True
+        self._pool.shutdown(wait=False)
+        self._board.fail(str(failure))
+        if self._stage:
+            return
         dead: dict[str, str] = {}
+        refused = {**failure.refused, **self._board.refusals()}
         deadline = time.monotonic() + (0.0 if refused else PROBE_WINDOW)
         while True:
-            for url in bodies:
+            for url in self._attempt.urls:
                 try:
                     self._servers.request(url, "/model_info", timeout=PROBE_TIMEOUT)
                 except WeightSyncError as error:
@@ -173,29 +354,29 @@ class DistributedTransport:
             time.sleep(0.2)
         for url, reason in (dead or refused).items():
             self._servers.lose(url, reason)
-        reasons = [*refused.values(), *(repr(error) for error in errors.values())]
-        raise WeightSyncError(
-            reasons[0] if reasons else f"{path} did not complete within {self._timeout:g} s"
-        )
+
+    def _leave(self) -> None:
+        """Leave all groups. What servers still wait for ends, as their connections are closed."""
+        for group in self._groups.values():
+            group.abort()
+            dist.destroy_process_group(group)
+        for name, urls in self._joined.items():
+            for url in urls:
+                with suppress(WeightSyncError):  # the server may be gone
+                    self._servers.request(
+                        url,
+                        "/destroy_weights_update_group",
+                        {"group_name": name},
+                        timeout=CLEANUP_TIMEOUT,
+                    )
+        self._names.clear()
+        self._groups.clear()
+        self._joined.clear()
 
 
-def _join(address: str, port: int, world_size: int, name: str, timeout: float) -> dist.ProcessGroup:
-    """Join a group beside the default one, as SGLang's `init_custom_process_group` does.
+def _error(future: "Future[Any]") -> BaseException | None:
+    return future.exception() if future.done() else None
 
-    `rendezvous` is not used: under torchrun it would look for torchrun's own store.
-    """
-    limit = timedelta(seconds=timeout)
-    store = dist.TCPStore(
-        address, port, world_size, is_master=True, timeout=limit, wait_for_workers=False
-    )
-    group, _ = c10d._new_process_group_helper(
-        world_size,
-        0,
-        [],
-        dist.Backend(platform.backend()),
-        c10d.PrefixStore(name, store),
-        group_name=c10d.GroupName(name),
-        timeout=limit,
-    )
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-    return group
+
+def _num_ranks(urls: Sequence[str], layouts: Mapping[str, ServerLayout]) -> int:
+    return sum(layouts[url].tensor_parallel for url in urls)

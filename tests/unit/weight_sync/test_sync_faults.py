@@ -255,8 +255,8 @@ def test_a_server_that_has_started_anew_is_no_rank_of_the_group_that_it_was_in()
 
 def count_groups(urls: Sequence[str]) -> int:
     made = []
-    join = distributed._join
-    distributed._join = lambda *args: made.append(args) or join(*args)
+    join = distributed.join
+    distributed.join = lambda *args: made.append(args) or join(*args)
     assert pushes(urls, (4, 5, 6), "distributed", stale=True)["outcomes"] == [2] * 3
     return len(made)
 

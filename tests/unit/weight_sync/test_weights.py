@@ -8,12 +8,13 @@ import torch
 
 from megavlm.models.common.mapping import ROWS, Entry, expert_down, same
 from megavlm.parallel.mesh import Layout
-from megavlm.weight_sync.checksums import checksums
+from megavlm.weight_sync.checksums import Checksums
 from megavlm.weight_sync.gather import to_hf
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, layer_stages
-from megavlm.weight_sync.sglang_layout import ServerLayout, server_tensors
+from megavlm.weight_sync.server_parameters import EMBEDDING as EMBEDDING_NAME
+from megavlm.weight_sync.server_parameters import loaded_in_slices
+from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors, server_tensors
 from megavlm.weight_sync.transports.payload import flatten
-from megavlm.weight_sync.transports.tensor import loads_directly
 
 LAST = "language_model.decoder.final_layernorm.weight"
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -47,12 +48,15 @@ def test_what_changes_comes_first_and_alone_where_the_rest_is_known() -> None:
     assert runs(plan(tensors(2)), 1000, full=False) == []
 
 
-def test_what_a_server_stores_as_one_is_never_divided() -> None:
-    """Experts of a stack, and gate and up of the tower's MLP, though their biases lie between."""
+def test_a_stack_of_experts_is_cut_to_buckets() -> None:
     experts = [expert_down("fc2", "e.experts.down_proj", (3, 2, 5), expert) for expert in range(3)]
     whole = plan([same("a", "a", (4,)), *experts, same("b", "b", (4,))])
-    assert runs(whole, 8, itemsize=1) == [[0], [1, 2, 3], [4]]
-    assert runs(whole, 34, itemsize=1) == [[0, 1, 2, 3], [4]]
+    assert runs(whole, 10, itemsize=1) == [[0], [1], [2], [3], [4]]
+    assert runs(whole, 24, itemsize=1) == [[0, 1, 2], [3, 4]]
+
+
+def test_what_a_server_stores_as_one_is_never_divided() -> None:
+    """Gate and up of the tower's MLP, though their biases lie between."""
     names = [
         f"visual.blocks.0.mlp.{part}.{kind}"
         for part in ("gate_proj", "up_proj")
@@ -99,12 +103,47 @@ def test_givers_of_experts() -> None:
         assert trainer.source_ranks(entry) == ranks
 
 
-def test_a_stack_is_its_experts_in_order() -> None:
+def test_a_piece_of_a_stack_is_its_experts_in_order() -> None:
     """HF's [E, I, H] from Megatron's [H, I] of each expert."""
-    entries = [expert_down("fc2", "down_proj", (3, 2, 5), expert) for expert in range(3)]
+    entries = [expert_down("fc2", "x.experts.down_proj", (3, 2, 5), expert) for expert in range(3)]
     stack = torch.arange(30.0).view(3, 2, 5)
-    ((name, tensor),) = to_hf([(e, stack[e.expert].t()) for e in entries])
-    assert name == "down_proj" and torch.equal(tensor, stack)
+    ((name, tensor),) = to_hf([(entries[i], stack[i].t()) for i in (1, 2)])
+    assert name == "x.experts.down_proj[1:3/3]" and torch.equal(tensor, stack[1:])
+    alone = dict(hub_tensors([(name, tensor)]))
+    assert alone.keys() == {f"x.experts.{expert}.down_proj.weight" for expert in (1, 2)}
+    assert torch.equal(alone["x.experts.2.down_proj.weight"], stack[2].t())
+
+
+def test_experts_one_by_one_are_gate_and_up_of_the_stack() -> None:
+    stack = torch.randn(4, 3, 10)
+    alone = dict(hub_tensors([("x.experts.gate_up_proj[2:4/4]", stack[2:])]))
+    for expert in (2, 3):
+        gate, up = (alone[f"x.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up"))
+        assert torch.equal(torch.cat([gate, up]).t(), stack[expert])
+
+
+@pytest.mark.parametrize(("size", "expert_parallel"), [(1, 1), (2, 1), (4, 2), (4, 4)])
+def test_pieces_are_rows_of_what_ranks_store(size: int, expert_parallel: int) -> None:
+    """Their checksums together are those of the stack."""
+    layout = ServerLayout(size, expert_parallel)
+    stacks = {"l.experts.gate_up_proj": (8, 3, 16), "l.experts.down_proj": (8, 8, 3)}
+    tensors = {name: torch.randn(shape) for name, shape in stacks.items()}
+    found, expected = Checksums(), Checksums()
+    expected.add([*tensors.items()], {layout: "cpu"})
+    rows: list[dict[str, list[int]]] = [{} for _ in range(size)]
+    for first, end in ((0, 3), (3, 5), (5, 8)):
+        pieces = {f"{name}[{first}:{end}/8]": x[first:end] for name, x in tensors.items()}
+        found.add([*pieces.items()], {layout: "cpu"})
+        for rank in range(size):
+            whole = dict(server_tensors(tensors, layout, rank))
+            for place, tensor in server_tensors(pieces, layout, rank):
+                name, low, high = place.replace("[", ":").rstrip("]").split(":")
+                assert torch.equal(whole[name][int(low) : int(high)], tensor)
+                rows[rank].setdefault(name, []).extend(range(int(low), int(high)))
+    count = [*range(8 // expert_parallel)]
+    assert all(of_rank == {name: count for name in of_rank} for of_rank in rows)
+    assert all(len(of_rank) == 2 for of_rank in rows)
+    assert found.result() == expected.result()
 
 
 def test_bucket() -> None:
@@ -156,8 +195,11 @@ def test_engine_tensors() -> None:
 def test_checksum_is_of_the_bytes() -> None:
     tensor = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16).t()
     expected = hashlib.sha256(tensor.contiguous().view(torch.int16).numpy()).hexdigest()[:16]
-    found = checksums([("x.weight", tensor)], {ServerLayout(2): "cpu"})
-    assert found == {ServerLayout(2): [{"x.weight": expected}] * 2}  # no rank cuts such a one
+    found = Checksums()
+    found.add([("x.weight", tensor)], {ServerLayout(2): "cpu"})
+    assert found.result() == {
+        ServerLayout(2): [{"x.weight": expected}] * 2
+    }  # no rank cuts such a one
 
 
 def test_a_cpu_pads_mlps_and_experts() -> None:
@@ -179,16 +221,20 @@ def test_a_cpu_pads_mlps_and_experts() -> None:
     assert w2.shape == (2, 3, 32) and w2[0].sum(0).tolist() == [3.0] * 8 + [0.0] * 24
 
 
-def test_what_a_server_cannot_load_directly() -> None:
-    names = {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.experts.w2_weight"}
-    embedding, experts = "model.embed_tokens.weight", "model.layers.0.mlp.experts.down_proj"
-    assert loads_directly(embedding, names, ServerLayout(2), "cpu")
+def test_what_a_server_takes_in_slices() -> None:
+    experts, norm = "model.layers.0.mlp.experts.w2_weight", "model.norm.weight"
+    names = {EMBEDDING_NAME, "lm_head.weight", experts, norm}
+
+    def sliced(names: set[str], tied: bool = False, with_experts: bool = True) -> frozenset[str]:
+        layout = ServerLayout(2, tied_embeddings=tied)
+        return loaded_in_slices(names, layout, with_experts=with_experts)
+
+    assert sliced(names) == names
     # A tied head of its own, which the server's loader fills with the embedding.
-    assert not loads_directly(embedding, names, ServerLayout(2, tied_embeddings=True), "cpu")
-    assert loads_directly(embedding, names - {"lm_head.weight"}, ServerLayout(2, 1, 1, True), "cpu")
-    assert loads_directly(experts, names, ServerLayout(2), "cpu")
-    assert not loads_directly(experts, names, ServerLayout(2), "cuda")
-    assert not loads_directly("model.norm.weight", names, ServerLayout(2), "cpu")
+    assert sliced(names, tied=True) == names - {EMBEDDING_NAME}
+    assert sliced(names - {"lm_head.weight"}, tied=True) == names - {"lm_head.weight"}
+    # Kernels that store experts in another order.
+    assert sliced(names, with_experts=False) == names - {experts}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

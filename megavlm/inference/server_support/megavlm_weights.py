@@ -1,0 +1,142 @@
+"""Weight loaders that run inside SGLang's ranks: each rank is sent only the slices that it stores.
+
+SGLang calls them by their names in `--custom-weight-loader`. `load_format=direct` does the same for
+whole parameters that come by `update_weights_from_tensor`; here parts of a stack of experts load
+too, and slices may come from a process group, for which SGLang's own
+`update_weights_from_distributed` takes whole tensors only. Imports nothing but torch.
+
+A rank is given one pair: a JSON text and a tensor. The text describes a flat tensor: `dtype`;
+`slices`, [name or name[first row:end], shape] of parts of parameters; `whole`, [HF name, shape] of
+tensors that the model's own loader cuts.
+"""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
+POLL = 0.02  # seconds between looks at what the trainer says
+GRACE = 5.0  # seconds that a thread may take whose groups were left
+_groups: dict[str, dist.ProcessGroup] = {}
+
+logger = logging.getLogger(__name__)
+
+
+def load_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Load what the flat tensor holds."""
+    ((text, flat),) = named_tensors
+    _load(model, json.loads(text), flat)
+
+
+def receive_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Receive flat tensors, each broadcast by one trainer rank in a group of its own, and load
+    them. All are received at the same time.
+
+    The text has `receive`: [group, rank in it, size, description] of each; and `host`, `port`,
+    `backend`, `timeout` in seconds, `token` of the groups that are in use, and keys of the store at
+    that address: `answer`, for "" or what failed here, and `fault`, which is set as soon as
+    anything fails anywhere. Nothing is raised, which would end SGLang's process.
+    """
+    task = json.loads(named_tensors[0][0])
+    try:
+        store = _connect(task)
+        # In a thread, because a rank that waits for another that has died would wait on.
+        results: list[str] = []
+        work = Thread(target=_receive, args=(model, task, results), daemon=True)
+        work.start()
+        while work.is_alive() and not store.check([task["fault"]]):
+            work.join(POLL)
+        if not results:
+            _leave("")
+            work.join(GRACE)
+        store.set(task["answer"], results[0] if results else "")
+        if results and results[0]:
+            store.set(task["fault"], results[0])
+    except RuntimeError as error:  # the trainer is gone
+        logger.warning("weights were not received: %r", error)
+        _leave("")
+
+
+def join(
+    store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Join a process group beside the default one, as SGLang's `init_custom_process_group` does."""
+    group, _ = c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        dist.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name),
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    return group
+
+
+def _connect(task: dict[str, Any]) -> dist.TCPStore:
+    limit = timedelta(seconds=task["timeout"])
+    return dist.TCPStore(task["host"], task["port"], is_master=False, timeout=limit)
+
+
+def _receive(model: Any, task: dict[str, Any], results: list[str]) -> None:
+    """Put "" or what failed in `results`."""
+    limit = timedelta(seconds=task["timeout"])
+    device = next(model.parameters()).device
+    try:
+        if device.type == "cuda":  # a thread begins with the first one
+            torch.cuda.set_device(device)
+        _leave(task["token"])
+        received = []
+        for name, rank, size, described in task["receive"]:
+            if name not in _groups:
+                _groups[name] = join(_connect(task), name, rank, size, task["backend"], limit)
+            parts = described["slices"] + described["whole"]
+            count = sum(math.prod(shape) for _, shape in parts)
+            flat = torch.empty(count, dtype=getattr(torch, described["dtype"]), device=device)
+            content = flat.view(torch.uint8)
+            work = dist.broadcast(content, group=_groups[name], group_src=0, async_op=True)
+            received.append((described, flat, work))
+        for described, flat, work in received:
+            work.wait()
+            _load(model, described, flat)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        results.append("")
+    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+        results.append(repr(error))
+
+
+def _load(model: Any, described: dict[str, Any], flat: torch.Tensor) -> None:
+    slices, whole = described["slices"], described["whole"]
+    pieces = flat.split([math.prod(shape) for _, shape in (*slices, *whole)])
+    parameters = dict(model.named_parameters())
+    for (name, shape), piece in zip(slices, pieces[: len(slices)], strict=True):
+        match = _ROWS.fullmatch(name)
+        parameter = parameters[match[1] if match else name].data
+        if match:
+            parameter = parameter[int(match[2]) : int(match[3])]
+        assert list(parameter.shape) == shape, f"{name} is {[*parameter.shape]} here, not {shape}"
+        parameter.copy_(piece.view(shape))
+    if whole:
+        rest = zip(whole, pieces[len(slices) :], strict=True)
+        model.load_weights([(name, piece.view(shape)) for (name, shape), piece in rest])
+
+
+def _leave(token: str) -> None:
+    """Leave the groups whose names do not begin with `token`; all without one."""
+    for name in [name for name in _groups if not (token and name.startswith(token))]:
+        group = _groups.pop(name)
+        with suppress(RuntimeError):
+            group.abort()
+            dist.destroy_process_group(group)

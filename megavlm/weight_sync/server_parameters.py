@@ -1,0 +1,124 @@
+"""Parameters that servers take in slices, and the slices of a bucket that a server's rank takes."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavlm.inference.server_args import LOADERS
+from megavlm.weight_sync import checksums as verify
+from megavlm.weight_sync.server_api import Answers, Servers
+from megavlm.weight_sync.sglang_layout import (
+    ServerLayout,
+    hub_tensors,
+    is_expert,
+    parameter_name,
+    server_tensors,
+)
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Of SGLang's MoE kernels on GPUs those that store experts as they are loaded.
+PLAIN_KERNELS = ("auto", "triton")
+NamedTensors = Sequence[tuple[str, Tensor]]
+
+
+class ServerParameters:
+    """Names of the parameters that servers take in slices, which are read once a process."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, frozenset[str]] = {}
+
+    def read(
+        self,
+        servers: Servers,
+        infos: Answers,
+        layouts: Mapping[str, ServerLayout],
+        urls: Sequence[str],
+    ) -> dict[str, frozenset[str]]:
+        """Return the names by URL, without servers that run without our loaders.
+
+        infos: each server's /server_info. urls: those that will load weights. Servers that do not
+        answer are lost.
+        """
+        able = [
+            target
+            for target in servers.live
+            if target.url in urls
+            and {*LOADERS} <= {*(infos[target.url].get("custom_weight_loader") or ())}
+        ]
+        for target in able:
+            if target.needs_all:  # its process may be another
+                self._known.pop(target.url, None)
+        unknown = [target.url for target in able if target.url not in self._known]
+        answers = servers.request_each(
+            verify.WEIGHTS_CHECKER, dict.fromkeys(unknown, verify.CHECKSUM)
+        )
+        devices = {target.url: target.device for target in able}
+        for url, ranks in verify.read_checksums(servers, answers).items():
+            plain = devices[url] == "cpu" or infos[url].get("moe_runner_backend") in PLAIN_KERNELS
+            names = loaded_in_slices(set(ranks[0]), layouts[url], with_experts=plain)
+            # Servers of one kind share a set, which is then sent to the other ranks once.
+            self._known[url] = next((x for x in self._known.values() if x == names), names)
+        return {x.url: self._known[x.url] for x in able if x.url in self._known}
+
+
+def loaded_in_slices(
+    names: set[str], layout: ServerLayout, *, with_experts: bool
+) -> frozenset[str]:
+    """Return those of a server's parameters that are stored as `server_tensors` makes them.
+
+    with_experts: its kernels leave experts in order.
+    """
+    left_out = {name for name in names if is_expert(name) and not with_experts}
+    if layout.tied_embeddings and HEAD in names:
+        left_out.add(EMBEDDING)  # which the server's loader copies to a head of its own
+    return frozenset(names - left_out)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Tensors of a bucket for one rank or server as one flat tensor.
+
+    slices: parts of parameters, by the names of `server_tensors`. whole: HF tensors, which follow.
+    """
+
+    slices: Sequence[tuple[str, list[int]]]
+    whole: Sequence[tuple[str, list[int]]]
+    tensor: Tensor
+
+    @classmethod
+    def of(
+        cls, slices: Sequence[tuple[str, Tensor]], whole: Sequence[tuple[str, Tensor]]
+    ) -> "Flat":
+        tensors = [tensor for _, tensor in (*slices, *whole)]
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+        return cls(_shapes(slices), _shapes(whole), flat)
+
+    def described(self) -> dict[str, Any]:
+        """Return the description that our loaders in the server read."""
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "slices": self.slices, "whole": self.whole}
+
+    def text(self) -> str:
+        return json.dumps(self.described())
+
+
+def rank_slices(
+    tensors: NamedTensors, layout: ServerLayout, parameters: frozenset[str]
+) -> list[Flat]:
+    """Return what each rank of a server is sent of these HF tensors: its slices, and whole those
+    that cannot be loaded so.
+    """
+    sliced = {name: x for name, x in tensors if parameter_name(name) in parameters}
+    whole = [*hub_tensors((name, x) for name, x in tensors if name not in sliced)]
+    return [
+        Flat.of([*server_tensors(sliced, layout, rank)], whole)
+        for rank in range(layout.tensor_parallel)
+    ]
+
+
+def _shapes(tensors: NamedTensors) -> list[tuple[str, list[int]]]:
+    return [(name, [*tensor.shape]) for name, tensor in tensors]

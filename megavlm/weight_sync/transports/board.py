@@ -1,0 +1,104 @@
+"""Messages of a distributed update, between the ranks that send and with the ranks of servers, in a
+store that rank 0 serves.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+POLL = 0.02  # seconds between looks at what others say
+
+Message = list[dict[str, Any]]  # a stage's parts of a round
+
+
+class RoundFailure(Exception):
+    """Failure of a round. refused: reasons of servers that said so, by URL."""
+
+    def __init__(self, refused: Mapping[str, str], reason: str = "") -> None:
+        super().__init__(reason or "; ".join(refused.values()))
+        self.refused = refused
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Address of rank 0's store in an attempt, and its names.
+
+    token: the beginning of the names of process groups. attempt: number of the attempt.
+    """
+
+    host: str
+    port: int
+    token: str
+    attempt: int
+
+    @property
+    def fault(self) -> str:
+        """Key of what failed, which ends the attempt for all."""
+        return f"{self.attempt}/fault"
+
+    def message(self, number: int, stage: int) -> str:
+        """Return the key of what a stage sends in round `number`."""
+        return f"{self.attempt}/{number}/{stage}"
+
+    def answer(self, number: int, server: int, rank: int) -> str:
+        """Return the key under which a rank of a server says "" or why it did not load a round."""
+        return f"{self.attempt}/{number}/answers/{server}/{rank}"
+
+
+class Board:
+    """Messages of a rank that sends, in one attempt. timeout: seconds to wait for another's."""
+
+    def __init__(self, store: dist.Store, meeting: Meeting, timeout: float) -> None:
+        self.meeting = meeting
+        self._store, self._timeout = store, timeout
+        self._answers: dict[str, tuple[str, int]] = {}
+
+    def say(self, number: int, stage: int, message: Message | None) -> None:
+        """Tell rank 0 what a stage broadcasts in a round; None: it has sent everything."""
+        self.check()
+        self._store.set(self.meeting.message(number, stage), json.dumps(message))
+
+    def hear(self, number: int, stage: int) -> Message | None:
+        """Return what a stage says. Raises RoundFailure if it says nothing in time."""
+        key, deadline = self.meeting.message(number, stage), time.monotonic() + self._timeout
+        while not self._store.check([key]):
+            self.check()
+            if time.monotonic() > deadline:
+                raise RoundFailure({}, f"stage {stage} sent nothing for {self._timeout:g} s")
+            time.sleep(POLL / 10)
+        message: Message | None = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        return message
+
+    def check(self) -> None:
+        """Raise RoundFailure if anything has failed anywhere."""
+        if self._store.check([self.meeting.fault]):
+            raise RoundFailure({}, self._store.get(self.meeting.fault).decode())
+
+    def fail(self, reason: str) -> None:
+        """End the attempt for all."""
+        self._store.set(self.meeting.fault, reason)
+
+    def expect(self, answers: Mapping[str, tuple[str, int]]) -> None:
+        """Note the keys of the ranks, (URL, rank), that answer in a round."""
+        self._answers = dict(answers)
+
+    def refusals(self) -> dict[str, str]:
+        """Return by URL why ranks did not load what they were sent in the last round."""
+        refused: dict[str, str] = {}
+        for key, (url, rank) in self._answers.items():
+            if self._store.check([key]):
+                if answer := self._store.get(key).decode():
+                    refused[url] = f"{url} did not load weights on its rank {rank}: {answer}"
+                self._store.delete_key(key)
+        return refused
+
+
+def connect(host: str, port: int, timeout: timedelta, *, master: bool = False) -> dist.TCPStore:
+    """Return rank 0's store, which rank 0 itself serves at a free port."""
+    return dist.TCPStore(host, port, is_master=master, timeout=timeout, wait_for_workers=False)
