@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -52,16 +53,20 @@ def receive_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]
         store = _connect(task)
         # In a thread, because a rank that waits for another that has died would wait on.
         results: list[str] = []
-        work = Thread(target=_receive, args=(model, task, results), daemon=True)
+        arguments = (_receive, model, task, results)
+        work = Thread(target=copy_context().run, args=arguments, daemon=True)
         work.start()
-        while work.is_alive() and not store.check([task["fault"]]):
+        gave_up = False
+        while work.is_alive() and not gave_up:
             work.join(POLL)
+            gave_up = store.check([task["fault"]])
         if not results:
             _leave("")
             work.join(GRACE)
-        store.set(task["answer"], results[0] if results else "")
-        if results and results[0]:
-            store.set(task["fault"], results[0])
+        answer = results[0] if results else "" if gave_up else "its thread ended"
+        store.set(task["answer"], answer)
+        if answer:
+            store.set(task["fault"], answer)
     except RuntimeError as error:  # the trainer is gone
         logger.warning("weights were not received: %r", error)
         _leave("")
@@ -109,7 +114,8 @@ def _receive(model: Any, task: dict[str, Any], results: list[str]) -> None:
             received.append((described, flat, work))
         for described, flat, work in received:
             work.wait()
-            _load(model, described, flat)
+            with torch.no_grad():
+                _load(model, described, flat)
         if device.type == "cuda":
             torch.cuda.synchronize()
         results.append("")

@@ -88,14 +88,21 @@ class Board:
         """Note the keys of the ranks, (URL, rank), that answer in a round."""
         self._answers = dict(answers)
 
-    def refusals(self) -> dict[str, str]:
-        """Return by URL why ranks did not load what they were sent in the last round."""
+    def refusals(self, *, all_answered: bool) -> dict[str, str]:
+        """Return by URL why ranks did not load what they were sent in the last round.
+
+        all_answered: every rank must have answered; one that has not could not reach rank 0.
+        """
         refused: dict[str, str] = {}
+        address = f"{self.meeting.host}:{self.meeting.port}"
         for key, (url, rank) in self._answers.items():
+            answer = f"it did not reach {address}" if all_answered else ""
             if self._store.check([key]):
-                if answer := self._store.get(key).decode():
-                    refused[url] = f"{url} did not load weights on its rank {rank}: {answer}"
+                answer = self._store.get(key).decode()
                 self._store.delete_key(key)
+            if answer:
+                refused[url] = f"{url} did not load weights on its rank {rank}: {answer}"
+        self._answers = {}
         return refused
 
 

@@ -236,7 +236,7 @@ class DistributedTransport:
         self._board.expect(answers)
         if bodies:
             yield UPDATE, bodies
-        if refused := self._board.refusals():
+        if refused := self._board.refusals(all_answered=True):
             raise RoundFailure(refused, "")
 
     def _whole(self, part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -341,7 +341,7 @@ class DistributedTransport:
         if self._stage:
             return
         dead: dict[str, str] = {}
-        refused = {**failure.refused, **self._board.refusals()}
+        refused = {**failure.refused, **self._board.refusals(all_answered=False)}
         deadline = time.monotonic() + (0.0 if refused else PROBE_WINDOW)
         while True:
             for url in self._attempt.urls:
@@ -357,7 +357,7 @@ class DistributedTransport:
 
     def _leave(self) -> None:
         """Leave all groups. What servers still wait for ends, as their connections are closed."""
-        for group in self._groups.values():
+        for group in [*self._groups.values()]:  # a thread may still join one
             group.abort()
             dist.destroy_process_group(group)
         for name, urls in self._joined.items():
