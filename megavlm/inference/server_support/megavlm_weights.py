@@ -53,7 +53,7 @@ def receive_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]
         store = _connect(task)
         # In a thread, because a rank that waits for another that has died would wait on.
         results: list[str] = []
-        arguments = (_receive, model, task, results)
+        arguments = (_receive, model, task, torch.is_inference_mode_enabled(), results)
         work = Thread(target=copy_context().run, args=arguments, daemon=True)
         work.start()
         gave_up = False
@@ -94,8 +94,8 @@ def _connect(task: dict[str, Any]) -> dist.TCPStore:
     return dist.TCPStore(task["host"], task["port"], is_master=False, timeout=limit)
 
 
-def _receive(model: Any, task: dict[str, Any], results: list[str]) -> None:
-    """Put "" or what failed in `results`."""
+def _receive(model: Any, task: dict[str, Any], inference: bool, results: list[str]) -> None:
+    """Put "" or what failed in `results`. inference: SGLang's thread is in inference mode."""
     limit = timedelta(seconds=task["timeout"])
     device = next(model.parameters()).device
     try:
@@ -114,7 +114,7 @@ def _receive(model: Any, task: dict[str, Any], results: list[str]) -> None:
             received.append((described, flat, work))
         for described, flat, work in received:
             work.wait()
-            with torch.no_grad():
+            with torch.no_grad(), torch.inference_mode(inference):
                 _load(model, described, flat)
         if device.type == "cuda":
             torch.cuda.synchronize()
