@@ -8,6 +8,7 @@ stragglers among experts, and a separate critic.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from megavlm.run.plan import (
     server_layout,
     sync_table,
 )
-from megavlm.run.plan_memory import image_tokens, server_memory, stage_memory
+from megavlm.run.plan_memory import ServerRankMemory, image_tokens, server_memory, stage_memory
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.trainable import trained_entries
 
@@ -154,25 +155,43 @@ class StepModel:
         return Segment(ids, ids, parent, is_target)
 
     def _rollout(self) -> float:
-        """Return the seconds of prefill and decoding. A decoding step reads the weights and the
-        running requests' cache, or computes, whichever takes longer.
-        """
-        step, rates, server = self.step, self.rates, server_memory(self._config, self._hf_config)
-        ranks, memory = self._config.rollout.tensor_parallel, self.rates.memory
-        cache_token = self._cache_bytes(ranks)
-        context = step.prompt + step.response
+        """Return the seconds of prefill and decoding."""
+        step = self.step
         requests = -(-step.prompts * step.responses // self._num_servers)
-        running = max(1, min(requests, int(server.cache / (cache_token * context))))
-        read = (server.weights + running * cache_token * context) / memory
-        computed = running * self._cost.per_token / ranks / rates.flops
+        running = max(1, min(requests, self.max_running))
         waves = requests / running
         # The last wave goes on until its longest response ends, the others at the mean.
         steps = step.longest + max(0.0, waves - 1) * step.response
-        prefill = (
-            self._cost.per_token * step.prompt + self._image_flops * rates.flops / rates.encoder
-        )
-        prefill *= step.prompts / self._num_servers / ranks / rates.flops
-        return prefill + steps * (max(read, computed) + rates.token)
+        prefill = step.prompts / self._num_servers * self.prefill_seconds()
+        return prefill + steps * self.decode_seconds(running)
+
+    @cached_property
+    def _server(self) -> ServerRankMemory:
+        return server_memory(self._config, self._hf_config)
+
+    @property
+    def max_running(self) -> int:
+        """Number of responses whose cache a server can hold, at their mean length."""
+        context = self.step.prompt + self.step.response
+        ranks = self._config.rollout.tensor_parallel
+        return int(self._server.cache / (self._cache_bytes(ranks) * context))
+
+    def decode_seconds(self, running: int) -> float:
+        """Return the seconds of a server's decoding step, which reads the weights and the running
+        responses' cache, or computes, whichever takes longer.
+        """
+        rates, ranks = self.rates, self._config.rollout.tensor_parallel
+        cache = running * self._cache_bytes(ranks) * (self.step.prompt + self.step.response)
+        read = (self._server.weights + cache) / rates.memory
+        computed = running * self._cost.per_token / ranks / rates.flops
+        return max(read, computed) + rates.token
+
+    def prefill_seconds(self) -> float:
+        """Return the seconds that a server takes for a prompt and its image."""
+        rates, ranks = self.rates, self._config.rollout.tensor_parallel
+        flops = self._cost.per_token * self.step.prompt
+        flops += self._image_flops * rates.flops / rates.encoder
+        return flops / ranks / rates.flops
 
     def _cache_bytes(self, ranks: int) -> float:
         """Return the bytes of a token in a server rank's cache."""

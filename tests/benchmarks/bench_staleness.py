@@ -1,0 +1,164 @@
+"""`make bench`: prints a simulation of rollouts while training, `rollout.max_staleness` 0, 1 and 2,
+of a 7B model on 4 + 4 GPUs. Nothing in it is measured on a GPU.
+
+Modelled are the times of run/plan_time.py: a server's decoding step by what it reads or computes at
+its number of running responses, prefill, the trainer's phases, and the sync, under which servers
+stand still. Not covered: rewards, the transfer of groups, and responses that are computed again.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megavlm.parallel import platform
+
+platform.install()  # before the first import of megatron-core
+
+from megavlm.run.plan_time import StepModel  # noqa: E402
+from tests.unit.run.estimates import SET_UPS, resolved  # noqa: E402
+
+STEPS = 12  # the first third is not counted
+CHUNK = 8  # tokens after which a server looks for responses that have ended
+# Lengths of the texts of 330 problems of MATH-Vision over their mean, at every twentieth of them.
+LENGTHS = (
+    0.15, 0.42, 0.55, 0.62, 0.73, 0.77, 0.82, 0.86, 0.92, 0.95, 0.98,
+    1.02, 1.05, 1.10, 1.17, 1.23, 1.29, 1.35, 1.42, 1.61, 2.42,
+)  # fmt: skip
+
+
+def as_texts(chance: random.Random) -> float:
+    place = chance.random() * (len(LENGTHS) - 1)
+    low = int(place)
+    return LENGTHS[low] + (place - low) * (LENGTHS[low + 1] - LENGTHS[low])
+
+
+def long_tailed(chance: random.Random) -> float:
+    """Return a length of a log-normal distribution, of which one in a thousand is 9 x the mean."""
+    return chance.lognormvariate(0.0, 0.8)
+
+
+# Shape of lengths, and the longest over the mean: the recipe's limit, and a distant one.
+CASES: tuple[tuple[Callable[[random.Random], float], int], ...] = ((as_texts, 2), (long_tailed, 8))
+
+
+def drawn(shape: Callable[[random.Random], float], mean: int, longest: int) -> list[int]:
+    """Return lengths of a shape, cut at `longest`, whose mean is `mean`."""
+    chance = random.Random(0)
+    relative, scale = [shape(chance) for _ in range(STEPS * 4096)], float(mean)
+    for _ in range(10):
+        scale *= mean * len(relative) / sum(min(r * scale, longest) for r in relative)
+    return [max(1, min(round(r * scale), longest)) for r in relative]
+
+
+@dataclass
+class Server:
+    """One server, whose running responses get a token each in a step of decoding. `left`: tokens of
+    responses that run, and their groups; `waiting`: of those that do not yet.
+    """
+
+    model: StepModel
+    most: int
+    time: float = 0.0
+    busy: float = 0.0
+    prefill: float = 0.0  # seconds of prompts that came
+    left: list[tuple[int, int]] = field(default_factory=list)
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    open: dict[int, int] = field(default_factory=dict)  # responses that a group still lacks
+    complete: int = 0  # groups before the first that still lacks responses
+
+    def add(self, group: int, lengths: list[int]) -> None:
+        self.open[group] = len(lengths)
+        self.waiting += [(length, group) for length in lengths]
+        self.prefill += self.model.prefill_seconds()
+
+    def run(self, end: float, stop: int | None = None) -> None:
+        """Generate up to a time, or until all groups below `stop` are complete."""
+        while self.time < end and (stop is None or self.complete < stop):
+            room = self.most - len(self.left)
+            self.left, self.waiting = self.left + self.waiting[:room], self.waiting[room:]
+            if not self.left:
+                assert stop is None, "a group is waited for that was not started"
+                self.time = end
+                return
+            seconds = self.model.decode_seconds(len(self.left))
+            tokens = max(CHUNK, min(left for left, _ in self.left))
+            if stop is None:
+                tokens = min(tokens, int((end - self.time) / seconds) + 1)
+            self.busy += tokens * seconds + self.prefill
+            self.time += tokens * seconds + self.prefill
+            self.prefill = 0.0
+            running = [(left - tokens, group) for left, group in self.left]
+            for left, group in running:
+                if left <= 0:
+                    self.open[group] -= 1
+            self.left = [item for item in running if item[0] > 0]
+            while self.open.get(self.complete) == 0:
+                self.complete += 1
+
+
+@dataclass(frozen=True)
+class Result:
+    steps_per_hour: float
+    trainer_idle: float  # shares of the time
+    server_idle: float
+    staleness: float  # mean age of a group's weights in steps
+
+
+def simulate(model: StepModel, lengths: list[int], k: int) -> Result:
+    """Train STEPS steps with a single server. A step's worth of prompts is started when a step has
+    ended, k more at the beginning; steps train them in their order.
+    """
+    step, seconds = model.step, model.seconds()
+    train = sum(v for name, v in seconds.items() if name not in ("rollout", "sync", "total"))
+    server = Server(model, model.max_running)
+    versions: list[int] = []
+    waited, counted_from = 0.0, STEPS // 3
+    start = now = busy = 0.0
+
+    def begin(count: int, version: int) -> None:
+        for _ in range(count * step.prompts):
+            place = len(versions) * step.responses
+            server.add(len(versions), lengths[place : place + step.responses])
+            versions.append(version)
+
+    begin(k + 1, 0)
+    for number in range(STEPS):
+        if number == counted_from:
+            start, waited, busy = now, 0.0, server.busy
+        needed = (number + 1) * step.prompts
+        server.run(now)
+        server.run(float("inf"), needed)
+        waited += max(0.0, server.time - now)
+        now = max(now, server.time) + train
+        server.run(now)
+        server.time = now = max(now, server.time) + seconds["sync"]  # it stands still
+        begin(1, number + 1)
+    total, count = now - start, STEPS - counted_from
+    used = range(counted_from * step.prompts, STEPS * step.prompts)
+    ages = [group // step.prompts - versions[group] for group in used]
+    return Result(
+        count / total * 3600,
+        waited / total,
+        1 - (server.busy - busy) / total,
+        sum(ages) / len(ages),
+    )
+
+
+def bench_staleness(tmp_path: Path) -> None:
+    for shape, limit in CASES:
+        for set_up in SET_UPS[:2]:
+            config, hf_config = resolved(set_up, tmp_path)
+            model = StepModel(config, hf_config, set_up.trainers, set_up.servers)
+            mean = model.step.response
+            results = [simulate(model, drawn(shape, mean, limit * mean), k) for k in range(3)]
+            print(
+                f"\n{set_up.name}, {set_up.gpus} GPUs, {shape.__name__}, up to {limit} x the mean"
+            )
+            for k, found in enumerate(results):
+                faster = found.steps_per_hour / results[0].steps_per_hour
+                print(
+                    f"  max_staleness {k}: {found.steps_per_hour:5.1f} steps/h, {faster:4.2f} x; "
+                    f"idle: trainer {found.trainer_idle:4.0%}, servers {found.server_idle:4.0%}; "
+                    f"age {found.staleness:.1f}"
+                )
