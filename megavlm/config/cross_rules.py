@@ -39,6 +39,7 @@ def check(config: Config) -> None:
     _check_pack(config)
     _check_curriculum(config)
     _check_oversample(config)
+    _check_staleness(config)
     _check_adapters(config)
     _check_warmup(config)
     _check_gradients(config)
@@ -147,6 +148,40 @@ def _check_oversample(config: Config) -> None:
             f"rollout.oversample={rollout.oversample} trains on tokens that older weights sampled, "
             "for which algorithm.importance=none does not correct: set algorithm.importance=token "
             "or rollout.oversample=1.0"
+        )
+
+
+def _check_staleness(config: Config) -> None:
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.max_staleness == 0 or not isinstance(algorithm, PolicyOptimization):
+        return
+    key = f"rollout.max_staleness={rollout.max_staleness}"
+    if rollout.colocate:
+        raise ValueError(
+            f"{key} generates while the trainer trains, and rollout.colocate=true has them take "
+            "turns on the same GPUs: set rollout.max_staleness=0 or rollout.colocate=false"
+        )
+    if algorithm.importance == "none":
+        raise ValueError(
+            f"{key} trains on tokens that older weights sampled, for which "
+            "algorithm.importance=none does not correct: set algorithm.importance=token with "
+            "algorithm.old_logprobs=trainer, or rollout.max_staleness=0"
+        )
+    if rollout.oversample != 1:
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} aborts slow responses, and {key} waits for "
+            "none of them while it trains: set rollout.oversample=1.0 or rollout.max_staleness=0"
+        )
+    if rollout.router is not None:
+        raise ValueError(
+            f"{key} sends requests to servers that have taken the last push, and "
+            f"rollout.router={rollout.router} hides them: set rollout.router=null or "
+            "rollout.max_staleness=0"
+        )
+    if rollout.lora == "adapter":
+        raise ValueError(
+            f"{key} goes on with responses after a push, and rollout.lora=adapter unloads the "
+            "adapter that they began with: set rollout.lora=merged or rollout.max_staleness=0"
         )
 
 

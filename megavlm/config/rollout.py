@@ -90,6 +90,13 @@ class Rollout(Section):
     are aborted and finished in later steps (partial rollouts), so that a step does not wait for its
     slowest responses. 1 turns it off."""
 
+    max_staleness: int = bounded(0, least=0, most=16)
+    """Steps that rollouts may be ahead of training. 0: trainer and servers take turns, and a step
+    trains on its own weights' rollouts. With k a process generates while the trainer trains: up to
+    k + 1 steps' worth of prompts are started and not trained on, and no token is from weights older
+    than k steps, for which `algorithm.importance` corrects. Trainer and servers need GPUs of their
+    own. More than 1 helps only where the time of a rollout varies from step to step."""
+
     start_timeout: float = bounded(300, above=0)
     """Seconds until a started server must be healthy, and after which an unreachable external
     server is given up. Loading a large model and capturing CUDA graphs take minutes."""

@@ -1,9 +1,10 @@
 """Rollout client: responses to prompts, from all servers at once."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -35,7 +36,9 @@ class RolloutClient:
         show: Callable[[str], object] = lambda line: None,
     ) -> None:
         """Prepare the connections. show: called with a line about how far a generation is."""
-        self._routing, self._limits, self._show = routing, limits, show
+        self._routing, self.limits, self._show = routing, limits, show
+        self._loads: Counter[str] = Counter()
+        self._peers: list[GenerationBatch] = []
         self.runner = asyncio.Runner()
         # trust_env: no proxy between a trainer and its servers. The number of connections has no
         # limit of its own, because concurrency bounds the requests in flight.
@@ -74,19 +77,7 @@ class RolloutClient:
         `follow` raises.
         """
         version = None if weight_version is None else str(weight_version)
-        batch = GenerationBatch(
-            prompts=list(prompts),
-            groups=[[] for _ in prompts] if begun is None else [list(group) for group in begun],
-            n=n,
-            sampling=sampling,
-            version=version,
-            wanted=len(prompts) if enough is None else min(enough, len(prompts)),
-            routing=self._routing,
-            http=self._http,
-            limits=self._limits,
-            show=self._show,
-            follow=follow,
-        )
+        batch = self._batch(prompts, n, sampling, begun, enough, follow, version=version)
         try:
             while not self.runner.run(batch.run()):
                 if refit is None:
@@ -98,6 +89,67 @@ class RolloutClient:
         finally:
             self.runner.run(batch.close())
         return batch.groups[: len(prompts)]
+
+    async def generate_ahead(
+        self,
+        prompts: Sequence["Prompt"],
+        *,
+        n: int,
+        sampling: Sampling,
+        accepts: Callable[[str], bool],
+        refit: Callable[[], Awaitable[None]],
+        groups: list[list[Response]],
+        follow: Follow,
+    ) -> None:
+        """Generate n responses to each prompt while weights are pushed, in `runner`; several of
+        these may run at once.
+
+        Args:
+            accepts: returns True for weight versions that may answer.
+            refit: waits until a server can answer, when none can without a push.
+            groups: what there is of each prompt's group, filled in place.
+            follow: as of `generate`, for all groups.
+
+        Raises as `generate`.
+        """
+        batch = self._batch(prompts, n, sampling, None, None, follow, accepts=accepts)
+        batch.groups = groups
+        try:
+            while not await batch.run():
+                await refit()
+        finally:
+            await batch.close()
+
+    def _batch(
+        self,
+        prompts: Sequence["Prompt"],
+        n: int,
+        sampling: Sampling,
+        begun: Sequence[Sequence[Response]] | None,
+        enough: int | None,
+        follow: Follow | None,
+        **versions: Any,
+    ) -> GenerationBatch:
+        return GenerationBatch(
+            prompts=list(prompts),
+            groups=[[] for _ in prompts] if begun is None else [list(group) for group in begun],
+            n=n,
+            sampling=sampling,
+            wanted=len(prompts) if enough is None else min(enough, len(prompts)),
+            routing=self._routing,
+            http=self._http,
+            limits=self.limits,
+            show=self._show,
+            follow=follow,
+            loads=self._loads,
+            peers=self._peers,
+            **{"version": None, **versions},
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request is in flight."""
+        return not any(self._loads.values())
 
     def close(self) -> None:
         self.runner.run(self._http.aclose())

@@ -38,10 +38,12 @@ class GenerationBatch:
     """Generation of n responses to each of `prompts`.
 
     groups: the responses of each prompt, filled in place; a group is complete, partly aborted, or
-    empty. version: of the weights that must answer; None: any. wanted: complete groups after which
-    the rest is aborted. follow: runs for each of the first `wanted` groups that are complete, while
+    empty. version: of the weights that must answer; None: any that `accepts`, and then responses
+    that a push of weights aborts are continued without end. wanted: complete groups after which the
+    rest is aborted. follow: runs for each of the first `wanted` groups that are complete, while
     others are generated; what it asks is appended to prompts and groups. show: called with a line
-    about how far it is.
+    about how far it is. loads: slots taken by server, and peers: what runs now; both are shared by
+    batches that run at the same time.
     """
 
     prompts: list["Prompt"]
@@ -55,6 +57,9 @@ class GenerationBatch:
     limits: RequestLimits
     show: Callable[[str], object]
     follow: Follow | None = None
+    accepts: Callable[[str], bool] | None = None
+    loads: Counter[str] = field(default_factory=Counter)
+    peers: "list[GenerationBatch]" = field(default_factory=list)
     _num_first: int = field(init=False)  # prompts that were given; those after them were asked
     _followed: set[int] = field(init=False, default_factory=set)  # places
     _followers: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
@@ -62,7 +67,6 @@ class GenerationBatch:
     _changed: asyncio.Event = field(init=False)
     _waiting: deque[Request] = field(init=False)
     _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False)
-    _loads: Counter[str] = field(init=False)  # slots taken by server
     _attempts: Counter[int] = field(init=False, default_factory=Counter)  # failed ones, by place
     _num_tokens: int = field(init=False, default=0)
     _aborting: bool = field(init=False, default=False)
@@ -75,9 +79,10 @@ class GenerationBatch:
 
         After a refit it may run again, and keeps the responses that it has.
         """
-        self._running, self._loads, self._num_tokens = {}, Counter(), 0
+        self._running, self._num_tokens = {}, 0
         loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
         started = time.monotonic()
+        self.peers.append(self)
         with self.routing.in_use(partial(loop.call_soon_threadsafe, self._wake)):
             try:
                 self._waiting = deque(self._make_requests())
@@ -95,9 +100,12 @@ class GenerationBatch:
                         await self._abort()
                 return True
             finally:
-                for task in self._running:
+                self.peers.remove(self)
+                ended = list(self._running)
+                for task in ended:
                     task.cancel()
-                await asyncio.gather(*self._running, return_exceptions=True)
+                    self._take(task)
+                await asyncio.gather(*ended, return_exceptions=True)
 
     async def close(self) -> None:
         """Cancel what still follows, after an error."""
@@ -163,7 +171,7 @@ class GenerationBatch:
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
             others = addresses.keys() - {request.last_url} or addresses.keys()
-            loads = {url: self._loads[url] for url in addresses if url in others - full}
+            loads = {url: self.loads[url] for url in addresses if url in others - full}
             url = None
             if now >= request.not_before:
                 url = choose_server(request.key, loads, request.slots, self.limits.concurrency)
@@ -174,7 +182,7 @@ class GenerationBatch:
                 continue
             response = request.send(self.http, addresses[url], self.sampling, self.limits)
             self._running[asyncio.create_task(response)] = request, addresses[url]
-            self._loads[url] += request.slots
+            self.loads[url] += request.slots
 
     def _needs_refit(self) -> bool:
         """Return True if waiting cannot help; no request is in flight."""
@@ -217,7 +225,8 @@ class GenerationBatch:
             if others := self._other_versions(answers, request):
                 reason = (
                     f"{address.url} answers with weight versions {others} instead of "
-                    f"{self.version}; it restarted, or another process changed its weights"
+                    f"{self.version or 'recent ones'}; it restarted, or another process changed "
+                    "its weights"
                 )
                 self.routing.wrong_version(address.url, reason)
                 self._retry(request, address, reason)
@@ -239,11 +248,16 @@ class GenerationBatch:
             if not is_complete(self.groups[place]):
                 begun = tuple(self.groups[place])
                 rest = Request([place], [prompt], request.n, begun, self.limits.slots(prompt))
-                self._retry(rest, address, "it was aborted")
+                if self.accepts is None:
+                    self._retry(rest, address, "it was aborted")
+                else:
+                    self._waiting.append(rest)
 
     def _take(self, task: ResponseTask) -> Request:
         request, address = self._running.pop(task)
-        self._loads[address.url] -= request.slots
+        self.loads[address.url] -= request.slots
+        for peer in self.peers:
+            peer._wake()
         return request
 
     def _retry(self, request: Request, address: Address, problem: str) -> None:
@@ -265,8 +279,9 @@ class GenerationBatch:
 
     def _other_versions(self, answers: list[list[Response]], request: Request) -> list[str]:
         """Return the weight versions of new tokens that are not the required one."""
-        if self.version is None:
+        if self.version is None and self.accepts is None:
             return []
+        accepts = self.accepts or (lambda version: version == self.version)
         starts = [len(response.token_ids) for response in request.begun] or [0] * request.n
         found = {
             span.version
@@ -275,7 +290,7 @@ class GenerationBatch:
             for span in response.spans
             if span.end > start
         }
-        return sorted(found - {self.version})
+        return sorted(version for version in found if not accepts(version))
 
     async def _abort(self) -> None:
         """Abort all requests in flight, and take the tokens that they have. Only episodes of one

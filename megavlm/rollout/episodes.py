@@ -85,10 +85,24 @@ class EpisodeRunner:
         """Start n episodes in each group, with a prompt from `draw` in place of each that cannot
         start. Raises as `start`, and ValueError after MAX_REPLACED prompts in a row.
         """
-        started, replaced = self.start(groups, n, stage=stage, step=step), 0
+        return self._runner.run(self.started_or_replaced(groups, n, draw, stage=stage, step=step))
+
+    async def started_or_replaced(
+        self,
+        groups: Sequence[Group],
+        n: int,
+        draw: Callable[[int], list[Prompt]],
+        *,
+        stage: CurriculumStage | None,
+        step: int,
+    ) -> list[Group]:
+        """Do what `start_or_replace` does, in the runner."""
+        await self._start_all(groups, n, stage, step)
+        started, replaced = [group for group in groups if group.episodes], 0
         while len(started) < len(groups):
             drawn = [Group(prompt) for prompt in draw(len(groups) - len(started))]
-            found = self.start(drawn, n, stage=stage, step=step)
+            await self._start_all(drawn, n, stage, step)
+            found = [group for group in drawn if group.episodes]
             replaced = 0 if found else replaced + len(drawn)
             if replaced >= MAX_REPLACED:
                 raise ValueError(
@@ -125,13 +139,12 @@ class EpisodeRunner:
             return
 
         async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
-            pairs = zip(groups[place].episodes, responses, strict=True)
-            await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
+            await self.play_group(groups[place], responses, ask)
 
         # The first turn of a group is one prompt with n responses; later ones are each their own.
         with phases("rollout") if phases else nullcontext():
             answers = generate(
-                [group.episodes[0].next_prompt for group in groups],
+                [group.first_prompt for group in groups],
                 n=len(groups[0].episodes),
                 begun=[group.responses for group in groups],
                 enough=enough,
@@ -139,6 +152,11 @@ class EpisodeRunner:
             )
         for group, found in zip(groups, answers, strict=True):
             group.responses = tuple(found)
+
+    async def play_group(self, group: Group, responses: Sequence[Response], ask: Ask) -> None:
+        """Play the started episodes of a group to their end, from their first responses."""
+        pairs = zip(group.episodes, responses, strict=True)
+        await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
 
     def close(self) -> None:
         self._environments.close()

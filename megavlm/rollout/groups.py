@@ -78,8 +78,10 @@ def policy_trees(
     return [group_tree(*item) for item in zip(groups, columns, strict=True)]
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of the rollout, under their names in observability/metrics.py."""
+def rollout_metrics(groups: Sequence[Group], version: int | None = None) -> dict[str, float]:
+    """Return the metrics of the rollout, under their names in observability/metrics.py. version: of
+    the weights that it was trained with; None: the newest that sampled.
+    """
     episodes = [episode for group in groups for episode in group.episodes]
     responses = [episode.response for episode in episodes]
     scores = [episode.score for episode in episodes if not episode.score.skipped]
@@ -94,7 +96,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     turns = [len(episode.responses) for episode in episodes]
     if max(turns) > 1:
         metrics["turns"] = sum(turns) / len(turns)
-    return metrics | staleness_metrics(responses) | _reward_metrics(groups)
+    sampled = [response for episode in episodes for response in episode.responses]
+    return metrics | staleness_metrics(sampled, version) | _reward_metrics(groups)
 
 
 def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:

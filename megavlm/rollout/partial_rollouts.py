@@ -2,6 +2,7 @@
 finished by later steps, under newer weights.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -48,7 +49,7 @@ class PartialRolloutBuffer:
     ) -> None:
         """Restore a state. `prompt` makes the prompt of a row, by its index."""
         self._waiting = [
-            Group(prompt(item["row"]), tuple(map(_response, item["responses"]))) for item in state
+            Group(prompt(item["row"]), tuple(map(response_of, item["responses"]))) for item in state
         ]
 
 
@@ -61,21 +62,34 @@ def stale_tokens(response: Response, version: int) -> Tensor:
     return flags
 
 
-def staleness_metrics(responses: Sequence[Response]) -> dict[str, float]:
-    """Return metrics of tokens from older weights, empty where one version sampled everything."""
-    spans = [span for response in responses for span in response.spans]
-    versions = {span.version for span in spans}
-    if len(versions) < 2:
+def oldest_version(group: Group) -> int:
+    """Return the version of the oldest weights that sampled a token of a played group."""
+    responses = [response for episode in group.episodes for response in episode.responses]
+    return min(int(span.version) for response in responses for span in response.spans)
+
+
+def staleness_metrics(
+    responses: Sequence[Response], version: int | None = None
+) -> dict[str, float]:
+    """Return metrics of tokens from older weights than `version`, by default the newest ones: their
+    share, the age of the oldest in steps, and the share of responses by the age of their oldest
+    token. Empty where one version sampled everything.
+    """
+    ages = [[(int(span.version), span.end - span.start) for span in r.spans] for r in responses]
+    newest = max((v for spans in ages for v, _ in spans), default=0) if version is None else version
+    lags = [(newest - v, size) for spans in ages for v, size in spans]
+    if not any(lag for lag, _ in lags):
         return {}
-    newest = max(map(int, versions))
-    lags = [(newest - int(span.version), span.end - span.start) for span in spans]
+    oldest = Counter(newest - min(v for v, _ in spans) for spans in ages if spans)
     return {
         "stale_share": sum(size for lag, size in lags if lag) / sum(size for _, size in lags),
         "stale_steps": float(max(lag for lag, _ in lags)),
+        **{f"staleness/{age}": oldest[age] / oldest.total() for age in range(max(oldest) + 1)},
     }
 
 
-def _response(values: Mapping[str, Any]) -> Response:
+def response_of(values: Mapping[str, Any]) -> Response:
+    """Return the response of which a state has the `values`."""
     return Response(
         token_ids=tuple(values["token_ids"]),
         logprobs=tuple(values["logprobs"]),

@@ -78,6 +78,13 @@ class Group:
         return bool(self.episodes) and all(episode.has_ended for episode in self.episodes)
 
     @property
+    def first_prompt(self) -> Prompt:
+        """The prompt of the started episodes' first turns, before they are played."""
+        prompt = self.episodes[0].next_prompt
+        assert prompt is not None, "it was played"
+        return prompt
+
+    @property
     def start(self) -> Prompt:
         """The prompt of the first turns, as the environment made it of `prompt`."""
         return self.episodes[0].prompts[0]

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from megavlm.config.algorithm import SFT
+from megavlm.config.algorithm import SFT, PolicyOptimization
 from megavlm.config.schema import Config
 from megavlm.data.loader import PromptStream
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.environments.curriculum import Curriculum
+from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import Connection
 from megavlm.models.cost import ModelCost
@@ -23,11 +24,13 @@ from megavlm.observability.samples import SampleWriter
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.partial_rollouts import PartialRolloutBuffer
+from megavlm.rollout.producer import ProducerSetup
+from megavlm.rollout.producer_handle import RolloutProducer
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
 from megavlm.training.batch import PackShape, StepPlan, plan_step, shown_images
 from megavlm.training.best_metric import BestMetricTracker
-from megavlm.training.evaluation import EvaluationSet, evaluate
+from megavlm.training.evaluation import EvaluationSet, evaluate, sampling
 from megavlm.training.step.image_plan import plan_images
 from megavlm.training.step.rank_images import image_places
 
@@ -36,6 +39,7 @@ LINE_EVERY = 1.0  # seconds between printed steps; the records have all
 
 class Driver:
     episode_runner: EpisodeRunner  # in a run with rollout servers
+    producer: RolloutProducer | None = None  # with rollout.max_staleness
 
     def __init__(
         self,
@@ -69,27 +73,40 @@ class Driver:
 
     def start(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Open the records at `step`, and restore `state`, the `state_dict` of a checkpoint."""
+        config, algorithm = self.config, self.config.algorithm
+        if config.rollout.max_staleness and isinstance(algorithm, PolicyOptimization):
+            assert self.connection is not None
+            how, limits = sampling(config, self.processor), self.connection.client.limits
+            setup = ProducerSetup(config, how, limits, state, step)
+            self.producer = RolloutProducer(setup, self.connection.server_pool)
         if state is not None:
             self.stream.load_state_dict(state)
             self.curriculum.load_state_dict(state["curriculum"])
+        if state is not None and self.producer is None:
+            backlog = state["backlog"]
+            environment = BUILT_IN_ENVIRONMENTS.get(self.config.environment.name)
+            if environment is None or not environment.starts_from_row:
+                # Those of a producer: their prompts depend on the step at which they started.
+                backlog = [{**item, "responses": []} for item in backlog]
             self.partial_rollouts.load_state_dict(
-                state["backlog"], lambda index: self.processor.prompt(self.rows[index])
+                backlog, lambda index: self.processor.prompt(self.rows[index])
             )
         run_dir, num_steps = self.config.run.dir, self.config.algorithm.steps
         self.metrics = MetricsWriter(run_dir, step)
         self.samples = SampleWriter(run_dir, step, num_steps=num_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **self.stream.state_dict(),
-            "curriculum": self.curriculum.state_dict(),
-            "backlog": self.partial_rollouts.state_dict(),
-        }
+        if self.producer is not None:
+            state = self.producer.state_dict()
+        else:
+            backlog = self.partial_rollouts.state_dict()
+            state = {**self.stream.state_dict(), "backlog": backlog}
+        return {**state, "curriculum": self.curriculum.state_dict()}
 
     def record(
         self, step: int, metrics: dict[str, float], samples: Sequence[Mapping[str, Any]]
     ) -> None:
-        metrics |= self.stream.measures()
+        metrics |= self.stream.measures() if self.producer is None else self.producer.measures
         if self.config.curriculum.stages:
             metrics["curriculum_stage"] = float(self.curriculum.number + 1)
             self.curriculum.record(metrics["reward"])
@@ -128,6 +145,8 @@ class Driver:
         )
 
     def close(self) -> None:
+        if self.producer is not None:
+            self.producer.close()
         self.stream.close()
         if self.connection is not None:
             self.episode_runner.close()
@@ -146,6 +165,11 @@ class Driver:
         self.stream.skipped.update(self.episode_runner.skipped)
         self.episode_runner.skipped.clear()
         return started
+
+    def take_groups(self, count: int, version: int, refit: Callable[[], None]) -> list[Group]:
+        """Return the producer's next groups for the present weights, `version`."""
+        assert self.producer is not None
+        return self.producer.take(count, version, self.curriculum.stage(version), refit)
 
     def plan(
         self,

@@ -74,7 +74,7 @@ class PolicyTrainer(BaseTrainer):
         with phases("sync"):
             self.weights.push()
         if sampled is not None:
-            metrics = rollout_metrics(sampled) | metrics
+            metrics = rollout_metrics(sampled, state.step - 1) | metrics
             samples = sample_records(self.select(sampled))
             self.record(metrics, num_tokens=batch.num_tokens, samples=samples)
 
@@ -96,6 +96,10 @@ class PolicyTrainer(BaseTrainer):
             missing = settings.prompts_per_step - sum(map(has_signal, sampled))
             if missing <= 0:
                 break
+            if driver.producer is not None:
+                with phases("rollout"):  # the wait for it
+                    sampled += driver.take_groups(missing, version, self.weights.refit)
+                continue
             with phases("data"):
                 count = math.ceil(missing * config.rollout.oversample)
                 groups = driver.partial_rollouts.take(count, driver.stream.take)

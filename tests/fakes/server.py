@@ -115,13 +115,14 @@ class FakeServer:
         a continuation its number of earlier tokens: [first prompt id, number].
         """
         inputs, parameters = body["input_ids"], body["sampling_params"]
+        version = self.weight_version  # by which held ones are sampled, too
         is_held = any(ids[0] in self.held for ids in inputs)
         if is_held:
             while not self.aborted.wait(0.02) and not self.closed.is_set():
                 pass
         each = parameters if isinstance(parameters, list) else [parameters] * len(inputs)
         items = [
-            self._item(ids, sample, aborted=is_held and ids[0] in self.held)
+            self._item(ids, sample, version, aborted=is_held and ids[0] in self.held)
             for ids, own in zip(inputs, each, strict=True)
             for sample in range(own["n"])
         ]
@@ -129,7 +130,7 @@ class FakeServer:
             self.held -= {ids[0] for ids in inputs}
         return items if len(items) > 1 else items[0]
 
-    def _item(self, ids: list[int], sample: int, *, aborted: bool) -> Any:
+    def _item(self, ids: list[int], sample: int, version: str, *, aborted: bool) -> Any:
         begun = len(ids) - PROMPT_IDS
         tokens = [ids[0], begun or sample]
         finish: Any = {"type": "stop", "matched": 2}
@@ -145,10 +146,8 @@ class FakeServer:
                 "finish_reason": finish,
                 "prompt_tokens": self.prompt_tokens + begun,
                 "completion_tokens": len(tokens),
-                "weight_version": self.weight_version,
-                "weight_versions": [
-                    {"version": self.weight_version, "start": 0, "end": len(tokens)}
-                ],
+                "weight_version": version,
+                "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
                 "output_token_logprobs": [
                     [logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)
                 ],

@@ -62,6 +62,30 @@ BROKEN = {
         "algorithm.importance=none",
         "algorithm.importance_mode=mask",
     ): "algorithm.importance_mode=mask has nothing to mask",
+    (
+        "rollout.max_staleness=1",
+        "rollout.colocate=true",
+    ): "rollout.max_staleness=1 generates while the trainer trains, and rollout.colocate=true",
+    (
+        "rollout.max_staleness=1",
+        "algorithm.importance=none",
+    ): "for which algorithm.importance=none does not correct",
+    (
+        "rollout.max_staleness=1",
+        "rollout.oversample=1.5",
+    ): "rollout.oversample=1.5 aborts slow responses, and rollout.max_staleness=1",
+    (
+        "rollout.max_staleness=1",
+        "lora.rank=4",
+        "rollout.lora=adapter",
+    ): "rollout.lora=adapter unloads the adapter",
+    (
+        "rollout.max_staleness=1",
+        "rollout.mode=external",
+        "rollout.urls=[http://a:1]",
+        "rollout.router=http://b:1",
+        "rollout.suppress_special_tokens=false",
+    ): "rollout.router=http://b:1 hides them",
     ("algorithm.importance_floor=0.5",): "algorithm.importance_floor=0.5 is a bound of masks",
     ("algorithm.reject_above=0.9",): "algorithm.reject_above=0.9 is out of range",
     (
@@ -255,6 +279,8 @@ KEPT = [
         "rollout.suppress_special_tokens=false",
     ),
     ("rollout.colocate=true", "rollout.sync=disk", "rollout.oversample=1.5"),
+    ("rollout.max_staleness=2", "rollout.pause=retract"),
+    (SFT, "rollout.max_staleness=1", "rollout.colocate=true"),
     ("evaluation.every=1", "evaluation.before=true", FILES),
     ("optimizer.warmup_steps=40", "optimizer.min_lr=1e-6"),
     ("optimizer.clip_grad=0",),

@@ -17,6 +17,7 @@ class Rollouts:
         self.rewards, self.counts = iter(rewards), list[int]()
         self.client = SimpleNamespace(generate=print)
         self.stream = SimpleNamespace(take=None)
+        self.producer = None
         self.partial_rollouts: Any = self
         self.episode_runner: Any = self
 

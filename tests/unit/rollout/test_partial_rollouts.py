@@ -106,7 +106,11 @@ def test_tokens_of_older_weights() -> None:
     assert staleness_metrics([one, other]) == {
         "stale_share": pytest.approx(1 / 6),
         "stale_steps": 2.0,
+        "staleness/0": 0.5,
+        "staleness/1": 0.0,
+        "staleness/2": 0.5,
     }
+    assert staleness_metrics([other], 6)["staleness/1"] == 1.0
     assert staleness_metrics([other]) == {}
 
 

@@ -51,6 +51,7 @@ def test_the_curriculum_is_part_of_the_state(write_recipe: Callable[..., Path]) 
         other = SimpleNamespace(state_dict=lambda: {"drawn": 3}, load_state_dict=lambda *_: None)
         return SimpleNamespace(
             config=config,
+            producer=None,
             stream=other,
             partial_rollouts=other,
             curriculum=Curriculum(config.curriculum),

@@ -75,6 +75,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     runner: Any = EpisodeRunner.__new__(EpisodeRunner)
     trainer.driver = SimpleNamespace(
         client=Client(),
+        producer=None,
         episode_runner=runner,
         start_groups=start_groups,
         stream=SimpleNamespace(take=None),

@@ -1,0 +1,79 @@
+"""Played groups between two processes of a run: one pickle for what is small, and every token,
+log-prob and pixel in one piece of shared memory that has no name, so that none is left behind.
+"""
+
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from io import BytesIO
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megavlm.data.rows import Row
+from megavlm.inference.protocol import Response
+from megavlm.rollout.trajectory import Group
+
+PackedGroups = tuple[bytes, list[int], int]  # pickle, bytes of each array, descriptor
+
+
+def send_groups(connection: Connection, groups: Sequence[Group], pid: int) -> None:
+    """Send groups to the process `pid` at the other end. Their rows go without encoded images."""
+    buffers: list[pickle.PickleBuffer] = []
+    skeleton = BytesIO()
+    _Pickler(skeleton, protocol=5, buffer_callback=buffers.append).dump(list(groups))
+    parts = [buffer.raw() for buffer in buffers]
+    sizes = [part.nbytes for part in parts]
+    descriptor = os.memfd_create("megavlm_groups")
+    try:
+        os.ftruncate(descriptor, max(sum(sizes), 1))
+        with mmap.mmap(descriptor, 0) as memory:
+            for part in parts:
+                memory.write(part)
+        connection.send((skeleton.getvalue(), sizes))
+        reduction.send_handle(connection, descriptor, pid)
+    finally:
+        os.close(descriptor)
+
+
+def receive_groups(connection: Connection) -> PackedGroups:
+    """Receive what `send_groups` sent, for `unpack_groups`."""
+    skeleton, sizes = connection.recv()
+    return skeleton, sizes, reduction.recv_handle(connection)
+
+
+def unpack_groups(packed: PackedGroups) -> list[Group]:
+    """Return the groups. Tensors lie in the shared memory, which is freed with the last of them."""
+    skeleton, sizes, descriptor = packed
+    memory = memoryview(mmap.mmap(descriptor, 0))
+    os.close(descriptor)
+    start, buffers = 0, []
+    for size in sizes:
+        buffers.append(memory[start : start + size])
+        start += size
+    # Trusted: from a process that this one started, through a pipe that no other process has.
+    groups: list[Group] = pickle.loads(skeleton, buffers=buffers)  # noqa: S301
+    return groups
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.from_numpy, (value.contiguous().numpy(),)
+        if isinstance(value, Response):
+            tokens, logprobs = np.array(value.token_ids, np.int64), np.array(value.logprobs)
+            small = value.finish, value.weight_version, value.spans
+            return _response, (tokens, logprobs, *small)
+        if isinstance(value, Row) and (value.images or value.extra):
+            return replace(value, images=(), extra={}).__reduce_ex__(5)
+        return NotImplemented
+
+
+def _response(tokens: Any, logprobs: Any, *small: Any) -> Response:
+    return Response(tuple(tokens.tolist()), tuple(logprobs.tolist()), *small)

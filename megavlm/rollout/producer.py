@@ -1,0 +1,314 @@
+"""Producer of rollouts: the process that owns the prompts, the episodes and the client while the
+trainer trains, `python -m megavlm.rollout.producer DESCRIPTOR` (rollout.max_staleness above 0).
+
+A process rather than a thread, which would stall the trainer's kernel launches. It computes on no
+GPU. It starts a prompt only when the trainer allows one, so that never more than
+(max_staleness + 1) steps' worth are started and not trained on, and hands groups over in the order
+in which their prompts were drawn: a slow response is waited for, not left out, and no group is
+older than max_staleness steps. One that is all the same, as after a resume with a lower bound, is
+dropped and counted.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.curriculum import CurriculumStage
+from megavlm.config.schema import Config
+from megavlm.data.loader import PromptStream
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Rows
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.errors import RolloutRequestError, RolloutServerError
+from megavlm.inference.generation import Ask
+from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.requests import RequestLimits
+from megavlm.inference.server_main import die_with
+from megavlm.inference.server_pool.mirror import Report, ServerMirror
+from megavlm.parallel import platform
+from megavlm.rewards.base import RewardStop
+from megavlm.rollout.episodes import EpisodeRunner
+from megavlm.rollout.group_arrays import send_groups
+from megavlm.rollout.partial_rollouts import oldest_version, response_of
+from megavlm.rollout.rewards import make_reward_manager
+from megavlm.rollout.trajectory import Group
+
+TICK = 0.05  # seconds
+
+
+@dataclass(frozen=True)
+class ProducerSetup:
+    """Arguments of a producer. state: of the driver in a checkpoint; None: from the start.
+    version: of the weights that the servers get first. parent: the trainer's process, filled in.
+    """
+
+    config: Config
+    sampling: Sampling
+    limits: RequestLimits
+    state: Mapping[str, Any] | None
+    version: int
+    parent: int = 0
+
+
+@dataclass(eq=False)
+class StartedPrompt:
+    """A prompt that was started at training step `step` and that the trainer has not taken."""
+
+    group: Group
+    step: int
+    begun: list[Response] = field(default_factory=list)  # by an earlier run
+    generated: list[list[Response]] | None = None  # of the prompts that were started with it
+    place: int = 0  # its own in `generated`
+
+    @property
+    def responses(self) -> list[Response]:
+        """The responses to its first turn, as far as they are there."""
+        return self.begun if self.generated is None else self.generated[self.place]
+
+
+class Producer:
+    def __init__(self, setup: ProducerSetup, connection: Connection) -> None:
+        """Load the data, the environment and the rewards. Raises ValueError if that fails."""
+        self._setup, self._connection = setup, connection
+        config = self._config = setup.config
+        algorithm = config.algorithm
+        assert isinstance(algorithm, PolicyOptimization)
+        self._n = algorithm.responses_per_prompt
+        self._staleness = config.rollout.max_staleness
+        self._servers = ServerMirror(self._report)
+        self._client = RolloutClient(self._servers, setup.limits)
+        self._processor = Processor(config.model.folder, config.data)
+        self._rows = Rows(config.data.train_files, config.data)
+        self._stream = PromptStream(
+            self._rows,
+            self._processor.prompt,
+            config.data,
+            seed=config.run.seed,
+            batch_size=algorithm.prompts_per_step,
+        )
+        self._runner = EpisodeRunner(
+            config, self._processor, make_reward_manager(config), self._client.runner
+        )
+        self._started: deque[StartedPrompt] = deque()
+        self._restored: list[StartedPrompt] = []
+        self._version = setup.version
+        self._stage: CurriculumStage | None = None
+        self._wanted: int | None = None  # groups that the trainer waits for
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dropped = 0
+        self._idle = 0.0  # seconds since the trainer last got groups
+        if setup.state is not None:
+            self._load(setup.state)
+
+    def run(self) -> None:
+        """Serve the trainer until it is gone. Raises what ends the rollouts."""
+        self._client.runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        loop, self._servers_changed = asyncio.get_running_loop(), asyncio.Event()
+        self._ended = loop.create_future()
+        # Whatever fails ends the process, and with it the run.
+        loop.set_exception_handler(lambda _, context: self._fail(context.get("exception")))
+        loop.add_reader(self._connection.fileno(), self._receive)
+        watch = loop.create_task(self._watch())
+        try:
+            await self._ended
+        finally:
+            loop.remove_reader(self._connection.fileno())
+            for task in (watch, *self._tasks):
+                task.cancel()
+            await asyncio.gather(watch, *self._tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Count the seconds in which the servers have no request."""
+        while True:
+            await asyncio.sleep(TICK)
+            self._idle += TICK * self._client.is_idle
+
+    def close(self) -> None:
+        """End the processes of data, environments and rewards."""
+        self._stream.close()
+        self._runner.close()
+        self._client.close()
+
+    def _receive(self) -> None:
+        """Handle one message of the trainer: the name of a method, and its arguments."""
+        try:
+            name, *arguments = self._connection.recv()
+        except (EOFError, OSError):
+            if not self._ended.done():
+                self._ended.set_result(None)
+            return
+        handlers: dict[str, Callable[..., None]] = {
+            "servers": self._update_servers,
+            "advance": self._advance,
+            "allow": self._allow,
+            "take": self._take,
+            "state": self._send_state,
+        }
+        handlers[name](*arguments)
+
+    def _fail(self, error: BaseException | None) -> None:
+        if error is not None and not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _report(self, report: Report) -> None:
+        self._connection.send(("report", report))
+
+    def _update_servers(self, servers: Any) -> None:
+        self._servers.update(servers)
+        self._servers_changed.set()
+
+    def _advance(self, version: int, stage: CurriculumStage | None) -> None:
+        """Take note of a push: servers have the weights `version`. stage: of prompts from now."""
+        self._version, self._stage = version, stage
+
+    def _allow(self, count: int) -> None:
+        """Start so many further prompts; those of a checkpoint come first."""
+        restored, self._restored = self._restored[:count], self._restored[count:]
+        fresh = self._stream.take(count - len(restored))
+        started = [*restored, *(StartedPrompt(Group(p), self._version) for p in fresh)]
+        self._started += started
+        task = asyncio.get_running_loop().create_task(self._play(started))
+        self._tasks.add(task)
+        task.add_done_callback(self._played)
+
+    def _played(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._fail(error)
+
+    async def _play(self, started: Sequence[StartedPrompt]) -> None:
+        """Play the episodes of all prompts, each of which is handed over when it is its turn."""
+        await asyncio.gather(*map(self._start, started))
+
+        async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
+            item = started[place]
+            await self._runner.play_group(item.group, responses, ask)
+            item.group.responses = tuple(responses)
+            self._hand_over()
+
+        generated = [item.begun for item in started]
+        for place, item in enumerate(started):
+            item.generated, item.place = generated, place
+        await self._client.generate_ahead(
+            [item.group.first_prompt for item in started],
+            n=self._n,
+            sampling=self._setup.sampling,
+            accepts=self._accepts,
+            refit=self._wait_for_push,
+            groups=generated,
+            follow=follow,
+        )
+
+    async def _start(self, item: StartedPrompt) -> None:
+        """Start a prompt's episodes, or another prompt's if it cannot start."""
+        (group,) = await self._runner.started_or_replaced(
+            [item.group], self._n, self._stream.take, stage=self._stage, step=item.step
+        )
+        if group is not item.group:
+            item.group, item.begun = group, []
+        self._stream.skipped.update(self._runner.skipped)
+        self._runner.skipped.clear()
+
+    def _accepts(self, version: str) -> bool:
+        """Return True for versions in [v - k, v], and for one that is being pushed."""
+        number = int(version) if version.isdecimal() else -1
+        return self._version - self._staleness <= number <= self._version + 1
+
+    async def _wait_for_push(self) -> None:
+        """Tell the trainer that no server has weights, and wait for a change."""
+        self._servers_changed.clear()
+        self._connection.send(("refit",))
+        await self._servers_changed.wait()
+
+    def _take(self, count: int) -> None:
+        self._wanted = count
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Send the groups that the trainer waits for, once the oldest ones are played."""
+        if self._wanted is None:
+            return
+        oldest = self._version - self._staleness
+        for item in [item for item in self._started if item.group.is_played]:
+            if oldest_version(item.group) < oldest:
+                self._started.remove(item)
+                self._dropped += 1
+                self._allow(1)
+        first = list(self._started)[: self._wanted]
+        if len(first) < self._wanted or not all(item.group.is_played for item in first):
+            return
+        for _ in first:
+            self._started.popleft()
+        self._wanted = None
+        measures = {
+            "dropped_groups": float(self._dropped),
+            "seconds/servers_idle": self._idle,
+            **self._stream.measures(),
+        }
+        self._dropped, self._idle = 0, 0.0
+        self._connection.send(("groups", measures))
+        send_groups(self._connection, [item.group for item in first], self._setup.parent)
+
+    def _send_state(self) -> None:
+        waiting = [*self._started, *self._restored]
+        self._connection.send(("state", self._stream.state_dict() | {"backlog": state_of(waiting)}))
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._stream.load_state_dict(state)
+        self._restored = [
+            StartedPrompt(
+                Group(self._processor.prompt(self._rows[item["row"]])),
+                item.get("step", self._version),
+                [response_of(values) for values in item["responses"]],
+            )
+            for item in state["backlog"]
+        ]
+
+
+def state_of(started: Sequence[StartedPrompt]) -> list[dict[str, Any]]:
+    """Return rows, steps and responses of started prompts as plain values."""
+    return [
+        {
+            "row": item.group.prompt.row.index,
+            "step": item.step,
+            "responses": [asdict(response) for response in item.responses],
+        }
+        for item in started
+    ]
+
+
+def serve(connection: Connection, setup: ProducerSetup) -> bool:
+    """Produce until the trainer is gone. Returns False after an error, which it has sent."""
+    try:
+        producer = Producer(setup, connection)
+        producer.run()
+    except (ValueError, RolloutServerError, RolloutRequestError, RewardStop) as error:
+        connection.send(("error", error))
+        return False
+    producer.close()
+    return True
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    # Trusted: from the trainer, through a pipe that no other process has.
+    setup: ProducerSetup = connection.recv()
+    die_with(setup.parent, by=signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer handles them
+        signal.signal(number, signal.SIG_IGN)
+    platform.install()
+    if not serve(connection, setup):
+        os._exit(2)  # tasks and threads may still run
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Rollouts while training, with the real server: a run, a kill between checkpoints, its ledger."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import WAIT, World
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+GRPO = {
+    "name": "grpo",
+    "steps": 6,
+    "prompts_per_step": 4,
+    "responses_per_prompt": 4,
+    "entropy_coefficient": 0.01,
+}
+
+
+def rows_of_steps(folder: Path) -> dict[int, list[str]]:
+    """Return the rows that each step of the run's records trained on."""
+    lines = (folder / "samples/rollouts.jsonl").read_text().splitlines()
+    found: dict[int, list[str]] = {}
+    for record in map(json.loads, lines):
+        found.setdefault(record["step"], []).append(record["source"])
+    return found
+
+
+def producer_of(run: "subprocess.Popen[str]") -> psutil.Process | None:
+    for process in psutil.Process(run.pid).children(recursive=True):
+        try:
+            if "megavlm.rollout.producer" in process.cmdline():
+                return process
+        except psutil.Error:
+            pass
+    return None
+
+
+def test_a_run_that_is_killed_and_resumed(world: World) -> None:
+    """The producer is killed in mid-run; the run ends, resumes, and no step repeats a prompt."""
+    recipe = world.recipe(
+        "ahead",
+        parallel={"tensor": 2},
+        algorithm=GRPO,
+        optimizer={"lr": 1e-3},
+        rollout={"max_new_tokens": 60, "max_staleness": 1},
+        data={"pack_tokens": 1024},
+        checkpoint={"every": 2},
+    )
+    metrics = world.root / "ahead/metrics.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-m", "megavlm", "train", str(recipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as run:
+        output: list[str] = []
+        reader = threading.Thread(target=lambda: output.append(run.communicate(timeout=WAIT)[0]))
+        reader.start()
+        while run.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            time.sleep(0.02)
+        producer = producer_of(run)
+        assert producer is not None, "three steps were made"
+        producer.send_signal(signal.SIGKILL)
+        reader.join()
+    assert run.returncode == 2 and "producer of rollouts ended with exit code -9" in output[0]
+
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from step" in done.stdout + done.stderr
+    steps = world.metrics("ahead")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    for step in steps:
+        assert step["episodes"] == 16 and step["dropped_groups"] == 0
+        assert step.get("stale_steps", 0) <= 1
+        # At tokens of the present weights, of which there may be none.
+        assert step["rollout_max_difference"] < 1e-4
+    assert steps[-1]["staleness/1"] == 1.0
+    assert "seconds/servers_idle" in steps[-1]
+    trained = [row for rows in rows_of_steps(world.root / "ahead").values() for row in rows]
+    assert len(set(trained)) == len(trained) == 24, "each prompt of the first epoch once"

@@ -1,0 +1,307 @@
+"""The producer of rollouts over fake servers: what it starts and when, the order of its groups,
+versions, checkpoints, and what happens when something dies.
+
+The producer runs in a thread, except where a process is killed.
+"""
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megavlm.config.load import load
+from megavlm.config.schema import Config
+from megavlm.data.loader import PromptStream
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Rows
+from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.inference.errors import RolloutRequestError, RolloutServerError
+from megavlm.inference.protocol import Sampling
+from megavlm.inference.requests import RequestLimits
+from megavlm.rollout import producer_handle
+from megavlm.rollout.producer import ProducerSetup, serve
+from megavlm.rollout.producer_handle import RolloutProducer
+from megavlm.rollout.trajectory import Group
+from tests.conftest import row, write_rows
+from tests.fakes.server import PROMPT_IDS, FakeServer
+from tests.unit.inference.server_pools import external, push, wait_for
+
+SIZE, N = 2, 2  # prompts of a step, responses to each
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=256)
+
+
+def no_refit() -> None:
+    raise AssertionError("the servers have weights")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    make_tiny_model(folder / "model", ["What colour? 1 2 3 4 5 6 7 8 9"] * 20, seed=0)
+    rows = [row(problem=f"<image>What colour? {i}", answer=str(i)) for i in range(16)]
+    write_rows(folder / "rows.parquet", rows)
+    return folder
+
+
+@pytest.fixture
+def config(files: Path, tmp_path: Path) -> Config:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"""
+run: {{dir: {tmp_path / "run"}}}
+model: {{folder: {files / "model"}}}
+data: {{train_files: [{files / "rows.parquet"}], max_prompt_tokens: 64}}
+algorithm: {{name: grpo, prompts_per_step: {SIZE}, responses_per_prompt: {N}, steps: 9}}
+rollout: {{mode: external, urls: ["http://127.0.0.1:1"], max_staleness: 1}}
+reward: {{workers: 1}}
+"""
+    )
+    return load(path, [])
+
+
+@pytest.fixture
+def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thread(threading.Thread):
+        def wait(self, timeout: float | None = None) -> int:
+            self.join(timeout)
+            return 0
+
+    def start(descriptor: int) -> Thread:
+        connection = Connection(os.dup(descriptor))
+        thread = Thread(target=lambda: serve(connection, connection.recv()))
+        thread.start()
+        return thread
+
+    monkeypatch.setattr(producer_handle, "start_process", start)
+
+
+@pytest.fixture
+def fake(files: Path, config: Config) -> Iterator[Any]:
+    with FakeServer() as fake:
+        server: Any = fake
+        prompt = Processor(files / "model", config.data).prompt(
+            Rows(config.data.train_files, config.data)[0]
+        )
+        server.first_id = prompt.short_ids[0]  # of all prompts
+        server.prompt_tokens = PROMPT_IDS + len(prompt.token_ids) - len(prompt.short_ids)
+        yield server
+
+
+def order(config: Config, count: int) -> list[int]:
+    """Return the rows of the first prompts of the stream."""
+    processor = Processor(config.model.folder, config.data)
+    rows = Rows(config.data.train_files, config.data)
+    stream = PromptStream(rows, processor.prompt, config.data, seed=0, batch_size=SIZE)
+    return [prompt.row.index for prompt in stream.take(count)]
+
+
+def started(config: Config, pool: Any, state: Any = None, version: int = 0) -> RolloutProducer:
+    limits = RequestLimits(retry_delay=0.0)
+    return RolloutProducer(ProducerSetup(config, SAMPLING, limits, state, version), pool)
+
+
+def rows_of(groups: list[Group]) -> list[int]:
+    return [group.prompt.row.index for group in groups]
+
+
+def num_asked(fake: Any) -> int:
+    return len(fake.bodies("/generate"))
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_step_ahead_and_no_further(config: Config, fake: Any) -> None:
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer, seen = started(config, pool), []
+        try:
+            for version in range(3):
+                groups = producer.take(SIZE, version, None, no_refit)
+                seen += rows_of(groups)
+                wait_for(lambda most=SIZE * (version + 2): num_asked(fake) == most)
+                assert producer.measures["dropped_groups"] == 0
+                sampled = {int(e.response.weight_version) for g in groups for e in g.episodes}
+                assert sampled == {max(version - 1, 0)}, "a step's weights are a step old"
+                push(pool, version + 1, (fake,))
+            assert num_asked(fake) == SIZE * 4, "no prompt starts until the next step takes groups"
+        finally:
+            producer.close()
+    assert seen == order(config, 3 * SIZE)
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_groups_arrive_as_they_were(config: Config, fake: Any) -> None:
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool)
+        (group, _) = producer.take(SIZE, 0, None, no_refit)
+        producer.close()
+    prompt = Processor(config.model.folder, config.data).prompt(
+        Rows(config.data.train_files, config.data)[group.prompt.row.index]
+    )
+    assert group.is_played and len(group.episodes) == N and not group.start.row.images
+    assert group.start.token_ids.equal(prompt.token_ids)
+    assert group.start.positions.equal(prompt.positions)
+    (image,), (own,) = group.start.images, prompt.images
+    assert image.key == own.key and image.pixels.equal(own.pixels)
+    assert image.patches().equal(own.patches())
+    ids = prompt.short_ids  # of which the fake's answers tell
+    assert [e.response.token_ids for e in group.episodes] == [(ids[0], len(ids) - PROMPT_IDS)] * N
+    assert group.episodes[0].response.logprobs == (-0.5, -1.5)
+    assert torch.tensor([s.reward for s in group.scores]).isfinite().all()
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_response_that_a_push_aborts_is_continued_and_waited_for(
+    config: Config, fake: Any
+) -> None:
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool)
+        fake.held, fake.held_once = {fake.first_id}, True
+        try:
+            first = order(config, 1)[0]
+            taken: list[list[Group]] = []
+            thread = threading.Thread(
+                target=lambda: taken.append(producer.take(SIZE, 0, None, no_refit))
+            )
+            thread.start()
+            wait_for(lambda: num_asked(fake) == 2 * SIZE)
+            assert not taken
+            push(pool, 1, (fake,))
+            fake.aborted.set()  # as a push does with rollout.pause=abort
+            thread.join()
+        finally:
+            producer.close()
+    ((group, _),) = taken
+    assert group.prompt.row.index == first
+    versions = [[span.version for span in e.response.spans] for e in group.episodes]
+    assert versions == [["0", "1"]] * N
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_run_that_is_killed_trains_on_every_prompt_once(config: Config, fake: Any) -> None:
+    """Groups that are ready or under way at a checkpoint come first after it, without being
+    generated again where they were complete.
+    """
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool)
+        trained = rows_of(producer.take(SIZE, 0, None, no_refit))
+        push(pool, 1, (fake,))
+        wait_for(lambda: all(item["responses"] for item in producer.state_dict()["backlog"]))
+        state = producer.state_dict()
+        lost = rows_of(producer.take(SIZE, 1, None, no_refit))  # after the checkpoint
+        producer.close()  # killed
+        assert [item["row"] for item in state["backlog"]] == lost
+        assert [item["step"] for item in state["backlog"]] == [0] * SIZE
+
+        before = num_asked(fake)
+        producer = started(config, pool, state, version=1)
+        trained += rows_of(producer.take(SIZE, 1, None, no_refit))
+        wait_for(lambda: num_asked(fake) == before + SIZE)
+        push(pool, 2, (fake,))
+        trained += rows_of(producer.take(SIZE, 2, None, no_refit))
+        producer.close()
+    assert trained == order(config, 3 * SIZE)
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_groups_that_are_too_old_are_dropped_and_counted(config: Config, fake: Any) -> None:
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool)
+        producer.take(SIZE, 0, None, no_refit)
+        wait_for(lambda: all(item["responses"] for item in producer.state_dict()["backlog"]))
+        state = producer.state_dict()
+        producer.close()
+        push(pool, 5, (fake,))
+        producer = started(config, pool, state, version=5)
+        groups = producer.take(SIZE, 5, None, no_refit)
+        producer.close()
+    assert producer.measures["dropped_groups"] == SIZE
+    assert rows_of(groups) == order(config, 3 * SIZE)[2 * SIZE :]
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_further_groups_of_a_step_may_start_at_once(config: Config, fake: Any) -> None:
+    """Dynamic sampling asks for more than a step's worth."""
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool)
+        seen = [
+            row
+            for count in (SIZE, 1, 2)
+            for row in rows_of(producer.take(count, 0, None, no_refit))
+        ]
+        producer.close()
+    assert seen == order(config, SIZE + 3)
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_servers_without_weights_are_refitted(config: Config, fake: Any) -> None:
+    with external(fake) as pool:
+        producer, refits = started(config, pool), []
+
+        def refit() -> None:
+            refits.append(push(pool, 0, (fake,)))
+
+        assert len(producer.take(SIZE, 0, None, refit)) == SIZE
+        producer.close()
+    assert refits == [[fake.url]]
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_server_with_other_weights_gets_no_requests_until_a_push(
+    config: Config, fake: Any
+) -> None:
+    with external(fake) as pool:
+        push(pool, 7, (fake,))
+        fake.weight_version = "3"  # it restarted with another run's weights
+        producer = started(config, pool, version=7)
+        groups = producer.take(SIZE, 7, None, lambda: [push(pool, 7, (fake,))].clear())
+        producer.close()
+    versions = {e.response.weight_version for g in groups for e in g.episodes}
+    assert versions == {"7"}
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_errors_of_the_producer_are_raised_by_the_trainer(config: Config, fake: Any) -> None:
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        fake.refused["/generate"] = {1}
+        producer = started(config, pool)
+        with pytest.raises(RolloutRequestError, match="refused as scripted"):
+            producer.take(SIZE, 0, None, no_refit)
+        producer.close()
+
+
+@pytest.mark.slow
+def test_the_process_ends_with_the_trainer_and_its_death_is_one_sentence(
+    config: Config, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool)
+        assert len(producer.take(SIZE, 0, None, no_refit)) == SIZE
+        process = psutil.Process(producer._process.pid)
+        children = process.children(recursive=True)
+        assert children, "its rewards"
+        process.kill()
+        with pytest.raises(RolloutServerError, match=r"ended with exit code -9: .*checkpoint"):
+            producer.take(SIZE, 1, None, no_refit)
+        psutil.wait_procs(children, 30)
+        assert not any(child.is_running() for child in children)
+
+        producer = started(config, pool)
+        producer.take(SIZE, 0, None, no_refit)
+        producer.close()
+        assert isinstance(producer._process, subprocess.Popen)
+        assert producer._process.returncode == 0
