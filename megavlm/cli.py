@@ -4,13 +4,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megavlm.demo import FAMILY
 from megavlm.models.registry import FAMILIES
 from megavlm.version_option import add_version
+
+if TYPE_CHECKING:
+    from megavlm.run.launcher import Nodes
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,6 +41,25 @@ def train(
     recipe: Recipe,
     overrides: Overrides = None,
     dry_run: DryRun = False,
+    nodes: Annotated[
+        int, typer.Option(min=1, envvar="MEGAVLM_NODES", help="Number of machines of the run.")
+    ] = 1,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            envvar=["MEGAVLM_NODE_RANK", "SLURM_NODEID"],
+            help="Number of this machine among them, from 0.",
+        ),
+    ] = None,
+    master: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="MEGAVLM_MASTER",
+            help="Address of machine 0, and a free port there.",
+        ),
+    ] = None,
     data_report: Annotated[
         bool,
         typer.Option(
@@ -48,7 +70,8 @@ def train(
 ) -> None:
     """Train a model as described by RECIPE.
 
-    Starts all ranks on this machine. Under torchrun it is one of the ranks.
+    Starts all ranks on this machine, or with --nodes its share of them. Under torchrun it is one
+    of the ranks.
     """
     if data_report:
         from megavlm.config.load import load
@@ -60,7 +83,9 @@ def train(
             page = write_data_report(config, progress)
         typer.echo(page)
         return
-    _run("train", recipe, overrides or [], dry_run)
+    from megavlm.run.launcher import Nodes
+
+    _run("train", recipe, overrides or [], dry_run, Nodes.given(nodes, node_rank, master))
 
 
 @app.command()
@@ -261,7 +286,11 @@ def demo(
 
 
 def _run(
-    phase: Literal["train", "evaluate"], recipe: Path, overrides: list[str], dry_run: bool
+    phase: Literal["train", "evaluate"],
+    recipe: Path,
+    overrides: list[str],
+    dry_run: bool,
+    nodes: "Nodes | None" = None,
 ) -> None:
     from megavlm.config.load import load
 
@@ -286,9 +315,11 @@ def _run(
     if dry_run:
         typer.echo(resolved, nl=False)
         return None
-    from megavlm.run.launcher import run_workers
+    from megavlm.run.launcher import ONE_NODE, run_workers
 
-    raise typer.Exit(run_workers([phase, str(recipe), *overrides], config.parallel.num_ranks))
+    nodes = nodes or ONE_NODE
+    num_ranks = nodes.ranks_of_each(config.parallel.num_ranks)
+    raise typer.Exit(run_workers([phase, str(recipe), *overrides], num_ranks, nodes))
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ OPEN = ("reward/", "accuracy/", "policy_loss/", "seconds/", "staleness/", "criti
 class Checkpoint(Section):
     """Checkpoints of a run, in `run.dir`/checkpoints."""
 
-    every: int = bounded(0, least=0)
-    """Steps between checkpoints. 0 saves after the last step only."""
+    every: int = bounded(20, least=0)
+    """Steps between checkpoints. 0 saves when the run ends or stops only."""
 
     async_save: bool = True
     """Write files in the background while training goes on. Each rank then holds a second copy of
@@ -39,7 +39,7 @@ class Checkpoint(Section):
     step: int | None = bounded(None, least=0)
     """Step to resume from. Null resumes from the latest."""
 
-    keep_last: int | None = bounded(None, least=1)
+    keep_last: int | None = bounded(2, least=1)
     """Number of latest steps to keep; older ones are deleted. Null keeps all."""
 
     keep_every: int | None = bounded(None, least=1)

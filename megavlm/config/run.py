@@ -26,5 +26,10 @@ class RunConfig(Section):
     """Hours that a rank waits for another before the run ends with an error. Other ranks wait while
     rank 0 generates rollouts and evaluates; 24 lets the longest of these finish."""
 
+    time_limit: float | None = bounded(None, above=0.0)
+    """Hours after which the run stops with a checkpoint, before the step, evaluation or save that
+    could end later: twice the longest step so far and a minute are left. Null is the end of the
+    Slurm job (SLURM_JOB_END_TIME), or none outside of Slurm."""
+
     summary: bool = True
     """Print the closing tables when the run ends."""

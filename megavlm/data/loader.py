@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import signal
 import warnings
 import weakref
 from collections import Counter, deque
@@ -19,6 +18,7 @@ from megavlm.config.data import Data
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
 from megavlm.data.sampler import BatchSampler, DataSetOrder, RowSampler
+from megavlm.parallel.signals import leave_to_parent
 
 Kind = Literal["bad", "long"]
 
@@ -283,7 +283,5 @@ def _sampler_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _start_worker(_: int) -> None:
-    # The trainer handles the signals that end a run, and then stops its workers.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    leave_to_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork

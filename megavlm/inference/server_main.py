@@ -17,6 +17,7 @@ import runpy
 import shutil
 import signal
 import sys
+import threading
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -36,10 +37,26 @@ def fork_reaper() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if os.fork() == 0:
         die_with(main, by=signal.SIGTERM)
-        signal.sigwait({signal.SIGTERM})
+        while os.getppid() == main:  # else it was sent by somebody else
+            signal.sigwait({signal.SIGTERM})
         shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def obey_only(parent: int) -> None:
+    """Take SIGTERM from `parent` alone: Slurm signals every process of a job, and the trainer needs
+    its servers to finish the step. It is blocked already, here and so in all threads to come.
+    """
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.kill(os.getpid(), signal.SIGTERM)  # this thread takes it; SGLang's handler runs
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def redact(secrets: list[str]) -> None:
@@ -59,8 +76,10 @@ def redact(secrets: list[str]) -> None:
 
 
 def main() -> None:
-    die_with(int(sys.argv[1]), by=signal.SIGKILL)
+    parent = int(sys.argv[1])
+    die_with(parent, by=signal.SIGKILL)
     fork_reaper()
+    obey_only(parent)
     keys = json.loads(sys.stdin.readline())
     redact(list(keys.values()))
     # SGLang's ranks, which are spawned with this path, import our weight loaders from there.

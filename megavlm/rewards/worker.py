@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from megavlm.parallel.signals import leave_to_parent
 from megavlm.rewards import registry
 from megavlm.rewards.wire import frame, receive
 
@@ -76,6 +77,7 @@ def limit(memory_bytes: int, parent: int) -> None:
     # where the trainer finds it.
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    leave_to_parent()  # Slurm signals every process of a job, and the step goes on to its end
     if os.getppid() != parent:
         sys.exit()
 

@@ -6,7 +6,7 @@
           ...                       processes of a worker: rollout servers, reward processes
 
 Each process asks the kernel to kill it when its parent dies, so nothing survives SIGKILL of the
-first one. Not covered: several nodes (launch/slurm.sbatch starts torchrun on each).
+first one. A run on several nodes has these processes on each of them.
 """
 
 import ctypes
@@ -18,31 +18,91 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Self
 
 import psutil
 
+from megavlm.parallel.signals import STOP_SIGNALS
+from megavlm.run.exit_codes import ExitCode
+
 AGENT_PID = "MEGAVLM_AGENT_PID"  # the process that must be a worker's parent
 REASON_FILE = "MEGAVLM_REASON_FILE"  # exists once the reason for the end was printed
-GRACE = 20.0  # seconds from the first signal to SIGKILL; a second signal kills at once
+GRACE = 20.0  # seconds from Ctrl-C to SIGKILL; a second Ctrl-C kills at once
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
-def run_workers(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run `python -m megavlm ARGUMENTS` on `num_ranks` ranks. Returns the run's exit code.
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, and which of them this one is."""
 
-    The exit code is 0, the code of the rank that failed first, or 128 + the number of the signal
-    that ended it. SIGINT and SIGTERM are forwarded. Call it in the main thread: it sets handlers.
+    count: int = 1
+    rank: int = 0
+    master: str = ""  # HOST:PORT of the first machine; not needed for one
+
+    @classmethod
+    def given(cls, count: int, rank: int | None, master: str | None) -> Self:
+        """Return checked options. Raises ValueError with what is missing or wrong."""
+        if count == 1:
+            return cls()
+        host, _, port = (master or "").rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(
+                f"--nodes {count} needs --master HOST:PORT, an address of the first node that all "
+                f"others reach, and it is {master!r}"
+            )
+        if rank is None or rank >= count:
+            raise ValueError(
+                f"--nodes {count} needs --node-rank, 0 to {count - 1}, and it is {rank}; "
+                "0 is the node of --master"
+            )
+        return cls(count, rank, master or "")
+
+    def ranks_of_each(self, num_ranks: int) -> int:
+        """Return the number of ranks on each machine. Raises ValueError if they differ."""
+        if num_ranks % self.count:
+            raise ValueError(
+                f"the layout has {num_ranks} ranks, which --nodes {self.count} does not divide: "
+                "change parallel.data, or the number of nodes"
+            )
+        return num_ranks // self.count
+
+    @property
+    def torchrun_options(self) -> list[str]:
+        if self.count == 1:
+            return ["--standalone", "--local-addr=127.0.0.1"]
+        host, _, port = self.master.rpartition(":")
+        return [
+            f"--nnodes={self.count}",
+            f"--node-rank={self.rank}",
+            f"--master-addr={host}",
+            f"--master-port={port}",
+        ]
+
+
+ONE_NODE = Nodes()
+
+
+def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NODE) -> int:
+    """Run `python -m megavlm ARGUMENTS` on `num_ranks` ranks of this machine. Returns the run's
+    exit code: that of the rank that ended first with one (run/exit_codes.py), or 128 + the number
+    of the signal that ended it.
+
+    SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks, which stop after their step, and so is
+    SIGINT, which ends them within GRACE seconds. Call it in the main thread: it sets handlers.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the run become children of this process
     print(f"starting {num_ranks} rank{'s' * (num_ranks > 1)}", flush=True)
     before = {child.pid for child in psutil.Process().children()}
-    command = [sys.executable, "-m", "megavlm.run.launcher", str(os.getpid()), str(num_ranks)]
+    options = [*nodes.torchrun_options, f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", "megavlm.run.launcher", str(os.getpid()), *options]
     signals: list[int] = []
     handlers = {
         number: signal.signal(number, lambda caught, _: signals.append(caught))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in (signal.SIGINT, *STOP_SIGNALS)
     }
     try:
         with tempfile.TemporaryDirectory(prefix="megavlm-") as folder:
@@ -51,7 +111,9 @@ def run_workers(arguments: Sequence[str], num_ranks: int) -> int:
             # More threads than cores are slower, and torchrun warns if it is unset.
             environment.setdefault("OMP_NUM_THREADS", "1")
             process = subprocess.Popen(
-                [*command, *arguments], env=environment, start_new_session=True
+                [*command, "--module", "megavlm", *arguments],
+                env=environment,
+                start_new_session=True,
             )
             return _wait(process, signals, reason)
     finally:
@@ -68,26 +130,27 @@ def die_with(parent: int) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) -> int:
-    """Wait for the process and return its exit code.
-
-    Forwards the first of `signals`, which the handlers append to, and kills the process GRACE
-    seconds later, or at the second signal.
+    """Wait for the process and return its exit code, forwarding `signals`, which the handlers
+    append to.
     """
-    deadline = float("inf")
+    deadline, forwarded, interrupts = float("inf"), 0, 0
     while True:
         try:
             code = process.wait(timeout=0.1)
             break
         except subprocess.TimeoutExpired:
             pass
-        if signals and deadline == float("inf"):
-            reason.touch()  # the user sent the signal: errors of the ranks explain nothing
-            deadline = time.monotonic() + GRACE
-            process.send_signal(signals[0])
-        if len(signals) > 1 or time.monotonic() > deadline:
+        for number in signals[forwarded:]:
+            forwarded += 1
+            process.send_signal(number)
+            if number == signal.SIGINT:
+                reason.touch()  # errors of ranks that the user interrupts explain nothing
+                interrupts += 1
+                deadline = min(deadline, time.monotonic() + GRACE)
+        if interrupts > 1 or time.monotonic() > deadline:
             process.kill()
-    if signals:
-        return 128 + signals[0]
+    if interrupts:
+        return 128 + signal.SIGINT
     return code if code >= 0 else 128 - code
 
 
@@ -115,28 +178,46 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
-def _agent(parent: str, num_ranks: str, *arguments: str) -> int:
+def _agent(parent: str, *arguments: str) -> int:
     """Run torchrun without its banner. Returns the exit code of the first worker that failed."""
     die_with(int(parent))
     os.environ[AGENT_PID] = str(os.getpid())
+    for number in STOP_SIGNALS:
+        signal.signal(number, _forward)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable(logging.ERROR)  # of torchrun, which alone logs in this process
-    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
+    options = run.parse_args(list(arguments))
+    # torchrun would kill the ranks 30 s after one of the others, in the middle of a step.
+    options.signals_to_handle = "SIGINT,SIGQUIT"
     try:
-        run.run(run.parse_args([*options, "--module", "megavlm", *arguments]))
+        run.run(options)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         code = int(failure.exitcode)
+        if -code in STOP_SIGNALS:  # before the rank could handle it
+            return ExitCode.STOPPED
         if not os.path.exists(os.environ[REASON_FILE]):
             how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             print(f"megavlm: rank {rank} ended with {how}", file=sys.stderr)
         return code if code >= 0 else 128 - code
     return 0
+
+
+def _forward(number: int, _: FrameType | None) -> None:
+    """Send a signal on to the ranks, which are the children of this process."""
+    ranks = psutil.Process().children()
+    if not ranks:
+        os._exit(ExitCode.STOPPED)
+    for rank in ranks:
+        try:
+            rank.send_signal(number)
+        except psutil.NoSuchProcess:
+            pass
 
 
 if __name__ == "__main__":

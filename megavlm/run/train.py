@@ -1,5 +1,6 @@
 """A whole run: ranks and servers up, the trainer that the recipe names, and what is left behind."""
 
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from megavlm.run.finish import finish
 from megavlm.run.run_lock import run_lock
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
+from megavlm.training.guards import TimeLimit
 from megavlm.training.policy_trainer import PolicyTrainer
 from megavlm.training.ppo_trainer import PPOTrainer
 from megavlm.training.sft_trainer import SupervisedTrainer
@@ -23,8 +25,11 @@ from megavlm.training.train_state import TrainState
 from megavlm.weight_sync.sync import WeightSync
 
 
-def train(config: Config, progress: Progress) -> None:
-    """Train a recipe. Called on every rank; rank 0 is the driver too, and starts the servers."""
+def train(config: Config, progress: Progress) -> bool:
+    """Train a recipe. Returns False if the run stopped before its last step. Called on every rank;
+    rank 0 is the driver too, and starts the servers.
+    """
+    limit = TimeLimit(config.run.time_limit, time.time() - progress.elapsed)
     init_distributed()
     mesh = build_mesh(
         Layout.from_config(config.parallel),
@@ -65,9 +70,10 @@ def train(config: Config, progress: Progress) -> None:
             stack.callback(sync.close)
         trainer = _trainer(train_state, driver, sync)
         trainer.setup()
-        complete = trainer.run()
+        complete = trainer.run(limit)
         finish(train_state, driver, complete)
     shutdown()
+    return complete
 
 
 def generates(config: Config) -> bool:

@@ -1,8 +1,8 @@
 """One rank of a run: what it prepares, the program, and its exit code.
 
-Bad input that is only found here (a server that does not start, a reply that cannot be used) is
-reported as one sentence on stderr with exit code 2, by the first rank that finds it. Ranks that
-fail because they lost that peer print nothing.
+What a user can mend or start again (bad input that is only found here, servers that are lost, a
+full disk) is reported as one sentence on stderr, by the first rank that finds it. Ranks that fail
+because they lost that peer print nothing, and end with its exit code.
 """
 
 import os
@@ -19,14 +19,16 @@ from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError, WeightSyncError
 from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
+from megavlm.parallel.signals import Stopped, stop_at_once
 from megavlm.rewards.base import RewardStop
+from megavlm.run.exit_codes import ExitCode
 from megavlm.run.launcher import AGENT_PID, REASON_FILE, die_with
 
 PATIENCE = 5.0  # seconds that a rank which lost a peer waits for that peer to report the reason
 
 
 def run(phase: Literal["train", "evaluate"], config: Config) -> None:
-    """Train on this rank, or evaluate, which rank 0 does alone. Returns if it succeeds.
+    """Train on this rank, or evaluate, which rank 0 does alone. Returns if it completes.
 
     Otherwise the process exits at once: interpreter shutdown with open process groups can abort,
     which would hide the exit code.
@@ -35,6 +37,7 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
         die_with(int(os.environ[AGENT_PID]))
     is_first = os.environ["RANK"] == "0"
     started = psutil.Process(int(os.environ.get(AGENT_PID, os.getpid()))).create_time()
+    stop_at_once()
     try:
         with Progress(started=started, is_quiet=not is_first) as progress:
             if AGENT_PID not in os.environ and is_first:
@@ -44,33 +47,38 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
                 preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]), phase=phase)
             progress.begin("loading packages")
             _prepare()
+            is_complete = True
             if phase == "train":
                 from megavlm.run.train import train
 
-                train(config, progress)
+                is_complete = train(config, progress)
             elif is_first:
                 from megavlm.run.evaluate import evaluate_models
 
                 evaluate_models(config, progress)
     except KeyboardInterrupt:
         _leave(130)
-    except (
-        ValueError,
-        RolloutServerError,
-        RolloutRequestError,
-        WeightSyncError,
-        RewardStop,
-    ) as error:
-        _explain(error, config)
+    except Stopped:
+        is_complete = False
+    except (ValueError, RewardStop) as error:
+        _explain(error, ExitCode.USER_ERROR, config)
+    except (RolloutServerError, RolloutRequestError, WeightSyncError, OSError) as error:
+        _explain(error, ExitCode.TRANSIENT, config)
     except RuntimeError as error:
         # Imports megatron-core, so not before the platform is installed.
         from megavlm.checkpointing.all_ranks import CheckpointError
+        from megavlm.training.guards import NotFiniteError
 
         if isinstance(error, CheckpointError):
-            _explain(error, config)
-        if _reason_given():
-            _leave(2)
+            _explain(error, ExitCode.TRANSIENT, config)
+        if isinstance(error, NotFiniteError):
+            _explain(error, ExitCode.NOT_FINITE, config)
+        if (code := _reason_given()) is not None:
+            _leave(code)
         raise
+    if not is_complete:
+        _claim_reason(ExitCode.STOPPED)
+        _leave(ExitCode.STOPPED)
 
 
 def _prepare() -> None:
@@ -81,31 +89,34 @@ def _prepare() -> None:
     platform.install()
 
 
-def _explain(error: Exception, config: Config) -> NoReturn:
-    if _claim_reason():
+def _explain(error: Exception, code: ExitCode, config: Config) -> NoReturn:
+    if _claim_reason(code):
         print(f"megavlm: {error}{_keep_traceback(config)}", file=sys.stderr)
-    _leave(2)
+    _leave(code)
 
 
-def _claim_reason() -> bool:
-    """Return True on the first rank that calls this."""
+def _claim_reason(code: ExitCode) -> bool:
+    """Return True on the first rank that calls this, whose code is that of the run."""
     if REASON_FILE not in os.environ:
         return os.environ["RANK"] == "0"
     try:
-        with open(os.environ[REASON_FILE], "x"):
+        with open(os.environ[REASON_FILE], "x") as file:
+            file.write(str(int(code)))
             return True
     except FileExistsError:
         return False
 
 
-def _reason_given() -> bool:
-    """Return True if a peer reports within PATIENCE why the run ends: this error is a result."""
+def _reason_given() -> int | None:
+    """Return the exit code of a peer that reports within PATIENCE why the run ends: this error is a
+    result. None if no peer does.
+    """
     deadline = time.monotonic() + PATIENCE
     while REASON_FILE in os.environ and time.monotonic() < deadline:
         if os.path.exists(os.environ[REASON_FILE]):
-            return True
+            return int(Path(os.environ[REASON_FILE]).read_text() or 130)  # empty: Ctrl-C
         time.sleep(0.05)
-    return False
+    return None
 
 
 def _keep_traceback(config: Config) -> str:

@@ -8,7 +8,7 @@ from megavlm.parallel import platform
 from megavlm.training.batch import RankBatch, StepPlan, share_batch
 from megavlm.training.colocate import Offloadable, SharedMemory, trainer_memory
 from megavlm.training.driver import Driver
-from megavlm.training.guards import StopRequest
+from megavlm.training.guards import StopRequest, TimeLimit
 from megavlm.training.step.rank_images import ImageReader
 from megavlm.training.step.vision_features import VisionFeatures, learns
 from megavlm.training.train_state import TrainState
@@ -81,43 +81,56 @@ class BaseTrainer:
         device_bytes = self.train_state.config.model.features_mb * 2**20
         return VisionFeatures(self.train_state.updater.chunks, batch.images, device_bytes)
 
-    def run(self) -> bool:
-        """Train up to the configured step. Returns False if the run was asked to stop before.
+    def run(self, limit: TimeLimit) -> bool:
+        """Train up to the configured step. Returns False if the run was asked to stop before, or
+        `limit` was near.
 
         Both leave a checkpoint. A checkpoint that is being written when training fails is finished.
         """
         state, config = self.train_state, self.train_state.config
-        last, evaluation = config.algorithm.steps, config.evaluation
-        with StopRequest() as stop, state.saver:
-            if evaluation.before and state.step == 0:
-                self.evaluate()
-            while state.step < last:
+        last, resumed = config.algorithm.steps, state.step or None
+        with StopRequest(limit) as stop, state.saver:
+            while True:
+                is_stopping = stop.agreed()
+                if not is_stopping and self.evaluation_is_due():
+                    self.evaluate(stop)
+                    is_stopping = stop.agreed()
+                is_last = state.step == last
+                is_due = is_stopping or is_last or state.is_due(config.checkpoint.every)
+                if is_due and state.step != resumed and (state.step or is_last):
+                    self.save()
+                if is_stopping or is_last:
+                    return not is_stopping
                 state.start_step_clock()
                 state.progress.count(state.step, last)
                 self.train_step()
                 state.saver.poll()
-                is_last = state.step == last
-                if state.is_due(evaluation.every) or (is_last and evaluation.after):
-                    self.evaluate()
-                is_stopping = stop.agreed()
-                if is_stopping or is_last or state.is_due(config.checkpoint.every):
-                    self.save()
-                if is_stopping and not is_last:
-                    return False
-            if state.step == 0:
-                self.save()
-            return True
 
-    def evaluate(self) -> None:
-        self.train_state.updater.finish()
-        self.train_state.progress.begin(f"evaluating after {self.train_state.step} steps")
+    def evaluation_is_due(self) -> bool:
+        """Return True unless the current weights were evaluated, before a restart perhaps."""
+        state, settings = self.train_state, self.train_state.config.evaluation
+        if state.evaluated_step == state.step:
+            return False
+        if state.step == 0:
+            return settings.before
+        is_last = state.step == state.config.algorithm.steps
+        return state.is_due(settings.every) or (is_last and settings.after)
+
+    def evaluate(self, stop: StopRequest) -> None:
+        """Evaluate the current weights. A request to stop breaks it off; a restart makes it."""
+        state = self.train_state
+        state.updater.finish()
+        state.progress.begin(f"evaluating after {state.step} steps")
         self.weights.push_if_changed()
-        with self.train_state.phases("evaluation"):
-            self.weights.run_on_driver(self.evaluate_on_driver)
 
-    def evaluate_on_driver(self) -> None:
-        assert self.driver is not None
-        self.driver.evaluate(self.train_state.step, self.weights.refit)
+        def evaluate_on_driver() -> None:
+            assert self.driver is not None
+            self.driver.evaluate(state.step, self.weights.refit)
+
+        with state.phases("evaluation"):
+            is_complete = self.weights.run_on_driver(lambda: stop.complete(evaluate_on_driver))
+        if is_complete:  # on the driver, whose value is saved
+            state.evaluated_step = state.step
 
     def save(self) -> None:
         self.train_state.updater.finish()

@@ -1,12 +1,24 @@
-"""Guards of a run: updates skipped for gradients that are not finite, and requests to stop."""
+"""Guards of a run: updates skipped for gradients that are not finite, requests to stop, and the
+time limit.
+"""
 
+import os
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from megavlm.parallel.collectives import any_rank
+from megavlm.parallel.signals import STOP_SIGNALS, Stopped
 
 MAX_SKIPPED = 5
+SLURM_END = "SLURM_JOB_END_TIME"  # Unix seconds, in the environment of a job
+MARGIN = 60.0  # seconds, besides twice the longest step with its evaluation and checkpoint
+
+
+class NotFiniteError(RuntimeError):
+    """Too many updates in a row had gradients that are not finite."""
 
 
 class SkipCounter:
@@ -16,26 +28,45 @@ class SkipCounter:
         self.in_a_row = 0
 
     def record(self, skipped: bool, step: int) -> None:
-        """Count an update. Raises RuntimeError after more than MAX_SKIPPED in a row."""
+        """Count an update. Raises NotFiniteError after more than MAX_SKIPPED in a row."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self.in_a_row > MAX_SKIPPED:
-            raise RuntimeError(
+            raise NotFiniteError(
                 f"step {step}: the gradient was not finite {self.in_a_row} updates in a row; "
                 "lower optimizer.lr, or look at the last samples of the run."
             )
 
 
-class StopRequest:
-    """Requests to stop by SIGUSR1 (Slurm's warning before the time limit) or SIGTERM (preemption),
-    within the context. Main thread only, as for any signal handler.
+class TimeLimit:
+    """Time at which a run has to have stopped: `hours` after its start or, if that is None, when
+    Slurm ends the job that it is in.
     """
 
-    def __init__(self) -> None:
-        self._requested = False
+    def __init__(self, hours: float | None, started: float) -> None:
+        """Set the limit. started: Unix seconds."""
+        slurm_end = float(os.environ.get(SLURM_END, "inf"))
+        self.end = slurm_end if hours is None else started + hours * 3600
+        self._last, self._longest = time.time(), 0.0
+
+    def is_near(self) -> bool:
+        """Return True if another step may end too late. Call it once a step."""
+        now = time.time()
+        self._longest, self._last = max(self._longest, now - self._last), now
+        return now + 2 * self._longest + MARGIN > self.end
+
+
+class StopRequest:
+    """Requests to stop by a signal or by the time limit, within the context. Main thread only, as
+    for any signal handler.
+    """
+
+    def __init__(self, limit: TimeLimit) -> None:
+        self._limit = limit
+        self._requested = self._interrupts = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -50,7 +81,24 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._requested = True
+        if self._interrupts:
+            raise Stopped
+
+    def complete(self, work: Callable[[], None]) -> bool:
+        """Do `work` that a signal breaks off. Returns False if one did."""
+        self._interrupts = True
+        try:
+            if not self._requested:
+                work()
+                return True
+        except Stopped:
+            pass
+        finally:
+            self._interrupts = False
+        return False
 
     def agreed(self) -> bool:
-        """Return True on every rank if any rank was asked to stop. Collective."""
-        return any_rank(self._requested)
+        """Return True on every rank if any rank was asked to stop or is near the time limit.
+        Collective.
+        """
+        return any_rank(self._requested or self._limit.is_near())

@@ -31,7 +31,7 @@ POLICY_CHECKPOINTS = "checkpoints"  # folder in the run directory
 class TrainState:
     """`step` counts finished training steps. `initial_step`: the checkpoint step that the weights
     start from, None for an HF folder. `algorithm_state`: the trainer's own values in a checkpoint,
-    equal on all ranks.
+    equal on all ranks. `evaluated_step`: the last step whose weights were evaluated, on the driver.
     """
 
     config: Config
@@ -45,6 +45,7 @@ class TrainState:
     progress: Progress
     phases: Phases
     step: int = 0
+    evaluated_step: int | None = None
     algorithm_state: dict[str, float] = field(default_factory=dict)
     seconds_between_steps: dict[str, float] = field(default_factory=dict)
 
@@ -118,6 +119,7 @@ class TrainState:
             model_type=self.hf_config.model_type,
         )
         self.step = extra["step"]
+        self.evaluated_step = extra.get("evaluated_step", self.step)  # older ones have none
         self.algorithm_state = extra["algorithm"]
         return extra["driver"]
 
@@ -140,6 +142,7 @@ class TrainState:
                     "step": self.step,
                     "driver": driver_state,
                     "algorithm": self.algorithm_state,
+                    "evaluated_step": self.evaluated_step,
                 },
                 scores=scores,
                 companion=companion,

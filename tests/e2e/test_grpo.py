@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from megavlm.run.exit_codes import ExitCode
 from tests.e2e.conftest import World
 
 pytestmark = pytest.mark.sglang
@@ -109,5 +110,5 @@ def test_a_server_that_does_not_start_is_one_sentence(world: World) -> None:
         "broken_server", parallel={"tensor": 1}, algorithm=GRPO, rollout={"start_timeout": 0.5}
     )
     done = world.megavlm("train", recipe)
-    assert done.returncode == 2
+    assert done.returncode == ExitCode.TRANSIENT
     assert "rollout.start_timeout" in done.stderr and "Traceback" not in done.stderr

@@ -14,6 +14,7 @@ import torch
 
 from megavlm.checkpointing.folder import complete_steps, latest_step, step_folder
 from megavlm.checkpointing.reader import StepReader
+from megavlm.run.exit_codes import ExitCode
 from megavlm.run.run_lock import run_lock
 from tests.e2e.conftest import WAIT, World
 
@@ -46,7 +47,7 @@ def test_sigterm_stops_after_the_step_and_the_run_goes_on(world: World) -> None:
             time.sleep(0.02)
         run.send_signal(signal.SIGTERM)
         output = run.stdout.read()
-    assert run.returncode == 128 + signal.SIGTERM, output
+    assert run.returncode == ExitCode.STOPPED, output
     step = latest_step(folder)
     assert step is not None and 2 <= step < STEPS, "it was stopped in time"
     assert f"Stopped after step {step}; the same command goes on from there." in output

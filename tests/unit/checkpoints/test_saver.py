@@ -19,7 +19,7 @@ from megavlm.checkpointing.save import SaveTarget
 from megavlm.checkpointing.saver import Saver
 from megavlm.checkpointing.snapshot import Snapshot, Written
 from megavlm.parallel.collectives import any_rank
-from megavlm.training.guards import StopRequest
+from megavlm.training.guards import StopRequest, TimeLimit
 from tests.distributed.fork import launch
 from tests.levels import slow
 from tests.parity.table import LAYOUTS, Ranks
@@ -269,7 +269,7 @@ def test_a_save_is_finished_where_training_fails(hf: Path, tmp_path: Path) -> No
 
 def stop_by(number: int) -> list[bool]:
     before = signal.getsignal(number)
-    with StopRequest() as stop:
+    with StopRequest(TimeLimit(None, 0.0)) as stop:
         answers = [stop.agreed()]
         dist.barrier()
         if dist.get_rank() == 1:

@@ -12,6 +12,7 @@ from megavlm import cli
 from megavlm.config.dump import to_yaml
 from megavlm.config.load import load
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.run.launcher import Nodes
 from tests.cache import cached_folder
 
 WriteRecipe = Callable[..., Path]
@@ -77,10 +78,13 @@ def test_train_starts_a_rank_for_each_place_of_the_layout(
     assert megavlm("train", recipe)[0] == 5
     assert megavlm("evaluate", recipe, "parallel.data=3")[0] == 5
     assert megavlm("train", recipe, *layout)[0] == 5
+    some = ("--nodes", 2, "--node-rank", 1, "--master", "node0:29500")
+    assert megavlm("train", recipe, *layout, *some)[0] == 5
     assert started == [
-        (["train", str(recipe)], 2),
-        (["evaluate", str(recipe), "parallel.data=3"], 6),
-        (["train", str(recipe), *layout], 8),
+        (["train", str(recipe)], 2, Nodes()),
+        (["evaluate", str(recipe), "parallel.data=3"], 6, Nodes()),
+        (["train", str(recipe), *layout], 8, Nodes()),
+        (["train", str(recipe), *layout], 4, Nodes(2, 1, "node0:29500")),
     ]
 
 
@@ -97,6 +101,12 @@ BAD = [
     (["train", "RECIPE", "--dry-run", "parallel.expert=2"], "and the model has none"),
     (["train", "RECIPE", "--dry-run", "lora.rank=4", "lora.targets=[mlp]"], "lora.targets holds"),
     (["train", "RECIPE", "--dry-run", "recompute.modules=[norm]"], "recompute.modules names norm"),
+    (["train", "RECIPE", "--nodes", "2"], "--nodes 2 needs --master HOST:PORT"),
+    (["train", "RECIPE", "--nodes", "2", "--master", "a:1"], "needs --node-rank, 0 to 1"),
+    (
+        ["train", "RECIPE", "--nodes", "2", "--master", "a:1", "--node-rank", "1"],
+        "the layout has 1 ranks, which --nodes 2 does not divide",
+    ),
     (["evaluate", "RECIPE", "data.test_files=[]"], "data.test_files=[] names no data"),
     (["report", "none"], "none is not a run directory: it has no metrics.jsonl"),
     (["demo", "--data", "none"], "--data none is not a folder"),

@@ -26,6 +26,7 @@ BROKEN = {
     (
         "checkpoint.every=10",
         "checkpoint.keep_every=20",
+        "checkpoint.keep_last=null",
     ): "checkpoint.keep_last=null deletes none: set checkpoint.keep_last, or remove it",
     (
         *KEEP,
@@ -34,7 +35,7 @@ BROKEN = {
     (
         "checkpoint.keep_last=1",
         "checkpoint.keep_every=5",
-    ): "checkpoint.keep_every=5 must be a multiple of checkpoint.every=0",
+    ): "checkpoint.keep_every=5 must be a multiple of checkpoint.every=20",
     (
         "checkpoint.best_metric=rewards",
     ): "checkpoint.best_metric=rewards is no metric of training steps: choose one of metrics.jso",

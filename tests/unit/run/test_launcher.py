@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megavlm.run.exit_codes import ExitCode
+
 FAKE_TRAINING = Path(__file__).parent / "fake_training"
 WAIT = 60  # seconds after which something hangs
 
@@ -23,7 +25,8 @@ def environment(**values: str) -> dict[str, str]:
     outside = {key: value for key, value in os.environ.items() if not key.startswith("MEGAVLM_")}
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         outside.pop(key, None)
-    return {**outside, "PYTHONPATH": str(FAKE_TRAINING), "OMP_NUM_THREADS": "1", **values}
+    path = os.pathsep.join([str(FAKE_TRAINING), os.environ.get("PYTHONPATH", "")])
+    return {**outside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **values}
 
 
 def command(recipe: Path, seed: int) -> list[str]:
@@ -38,10 +41,12 @@ def train(recipe: Path, seed: int) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def working(recipe: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+def working(
+    recipe: Path, seed: int = 4
+) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """The command and every process of a run whose ranks are at work; none is left afterwards."""
     process = subprocess.Popen(
-        command(recipe, 4),
+        command(recipe, seed),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -93,15 +98,15 @@ def test_bad_input_in_a_rank_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("rank", "world_size", "seed", "stderr"),
+    ("rank", "world_size", "seed", "code", "stderr"),
     [
-        ("0", "3", 0, "megavlm: parallel.tensor=1 x parallel.data=2 is 2 ranks, but the world"),
-        ("0", "2", 5, "megavlm: the server did not start\nits last words (traceback: "),
-        pytest.param("1", "2", 5, "", marks=pytest.mark.slow),
+        ("0", "3", 0, 2, "megavlm: parallel.tensor=1 x parallel.data=2 is 2 ranks, but the world"),
+        ("0", "2", 5, 69, "megavlm: the server did not start\nits last words (traceback: "),
+        pytest.param("1", "2", 5, 69, "", marks=pytest.mark.slow),
     ],
 )
 def test_under_a_torchrun_of_the_user_s_rank_0_checks_and_speaks(
-    write_recipe: WriteRecipe, rank: str, world_size: str, seed: int, stderr: str
+    write_recipe: WriteRecipe, rank: str, world_size: str, seed: int, code: int, stderr: str
 ) -> None:
     done = subprocess.run(
         command(write_recipe(), seed),
@@ -110,7 +115,7 @@ def test_under_a_torchrun_of_the_user_s_rank_0_checks_and_speaks(
         text=True,
         timeout=WAIT,
     )
-    assert done.returncode == 2
+    assert done.returncode == code
     assert done.stderr.startswith(stderr) and bool(done.stderr) == bool(stderr)
 
 
@@ -123,16 +128,47 @@ def test_a_fault_of_ours_shows_its_traceback_and_the_rank(write_recipe: WriteRec
     assert "ChildFailedError" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
-)
-def test_a_signal_ends_every_process(write_recipe: WriteRecipe, number: signal.Signals) -> None:
+def test_interrupt_ends_every_process(write_recipe: WriteRecipe) -> None:
     with working(write_recipe()) as (process, family):
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=WAIT)
         assert all_gone(family)
-        assert process.returncode == 128 + number
+        assert process.returncode == 128 + signal.SIGINT
         assert stderr == ""
+
+
+def test_a_request_to_stop_outside_of_a_step_ends_every_process(write_recipe: WriteRecipe) -> None:
+    with working(write_recipe()) as (process, family):
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=WAIT)
+        assert all_gone(family)
+        assert (process.returncode, stderr) == (ExitCode.STOPPED, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [
+        (signal.SIGUSR1, "0"),
+        pytest.param(signal.SIGHUP, "0", marks=pytest.mark.slow),
+        # torchrun kills its ranks after 30 seconds
+        pytest.param(signal.SIGTERM, "40", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_finished_and_saved_however_long_it_takes(
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    seconds: str,
+) -> None:
+    monkeypatch.setenv("STEP_SECONDS", seconds)
+    with working(write_recipe(), seed=6) as (process, family):
+        for handle in family:  # as Slurm does, which signals every process of a job
+            handle.send_signal(number)
+        _, stderr = process.communicate(timeout=WAIT)
+        assert all_gone(family)
+        assert (process.returncode, stderr) == (ExitCode.STOPPED, "")
+    assert {path.name for path in (tmp_path / "run").glob("saved-*")} == {"saved-0", "saved-1"}
 
 
 @pytest.mark.slow

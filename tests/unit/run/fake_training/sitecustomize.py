@@ -4,14 +4,18 @@ The run's seed chooses the end; see test_launcher.py.
 """
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
 
+from megavlm.parallel.signals import STOP_SIGNALS
 
-def train(config: Any, progress: Any) -> None:
+
+def train(config: Any, progress: Any) -> bool:
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
@@ -41,6 +45,20 @@ def train(config: Any, progress: Any) -> None:
             print("working", flush=True)
         while True:
             dist.barrier()
+    elif config.run.seed == 6:  # asked to stop in a step, which takes longer than torchrun waits
+        asked: list[int] = []
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda caught, _: asked.append(caught))
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 0:
+            print("working", flush=True)
+        while not asked:
+            time.sleep(0.01)
+        time.sleep(float(os.environ["STEP_SECONDS"]))
+        (folder / f"saved-{rank}").touch()
+        return False
+    return True
 
 
 module = types.ModuleType("megavlm.run.train")
