@@ -11,7 +11,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megavlm*", "checkpoint_tools*"]),
-    package_data={"megavlm": ["observability/templates/*"]},
+    package_data={"megavlm": ["observability/templates/*", "slurm/*.sh"]},
     install_requires=[
         "fsspec>=2024.6",
         "httpx>=0.28",

@@ -10,6 +10,7 @@ import typer
 
 from megavlm.demo import FAMILY
 from megavlm.models.registry import FAMILIES
+from megavlm.slurm.command import launch
 from megavlm.version_option import add_version
 
 if TYPE_CHECKING:
@@ -283,6 +284,9 @@ def demo(
             overrides=overrides or [],
         )
     )
+
+
+app.command()(launch)
 
 
 def _run(

@@ -135,8 +135,9 @@ class Rollout(Section):
     adapters alone, which is less to send and slower to serve."""
 
     server_args: dict[str, Any] = field(default_factory=dict)
-    """Further options of sglang.launch_server by their long names, for managed servers, for
-    example {mem_fraction_static: 0.8}."""
+    """Further options of sglang.launch_server by their long names, for example
+    {mem_fraction_static: 0.8}. With `rollout.mode=external` they are those of the servers that a
+    Slurm job or `megavlm plan --servers` starts; running servers keep their own."""
 
     def check(self) -> None:
         if self.mode == "external":
@@ -180,7 +181,7 @@ class Rollout(Section):
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(f"rollout.urls={list(self.urls)} names a server twice: remove one")
         defaults = Rollout()
-        for key in ("server_args", "port", "servers", "gpus", "colocate"):
+        for key in ("port", "servers", "gpus", "colocate"):
             value = getattr(self, key)
             if value != getattr(defaults, key):
                 shown = str(value).lower() if isinstance(value, bool) else value

@@ -18,7 +18,7 @@ from megavlm.config.data import Data
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
 from megavlm.data.sampler import BatchSampler, DataSetOrder, RowSampler
-from megavlm.parallel.signals import leave_to_parent
+from megavlm.signals import leave_to_parent
 
 Kind = Literal["bad", "long"]
 

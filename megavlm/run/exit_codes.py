@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a run ended. The same command goes on from the last checkpoint in every case."""
+    """Ends of a run. The same command goes on from the last checkpoint in every case."""
 
     DONE = 0
     FAULT = 1  # an error of the program: it shows a traceback

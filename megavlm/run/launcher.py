@@ -25,8 +25,8 @@ from typing import Self
 
 import psutil
 
-from megavlm.parallel.signals import STOP_SIGNALS
 from megavlm.run.exit_codes import ExitCode
+from megavlm.signals import STOP_SIGNALS
 
 AGENT_PID = "MEGAVLM_AGENT_PID"  # the process that must be a worker's parent
 REASON_FILE = "MEGAVLM_REASON_FILE"  # exists once the reason for the end was printed

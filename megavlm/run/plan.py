@@ -32,12 +32,13 @@ ASSUMED_RANK, ASSUMED_TARGETS = 16, ("language.attention",)
 
 
 def server_plan(config: Config) -> str:
-    """Return bash assignments: GPUs per server, its environment, and SGLang's arguments except for
-    the address and the GPUs.
+    """Return bash assignments: the run directory, GPUs per server, its environment, and SGLang's
+    arguments except for the address and the GPUs.
     """
     options = ServerOptions.from_config(config, config.model.folder, "cuda")
     variables = options.image_variables() | {EXPOSE_ENVIRONMENT: "1"}
     lines = [
+        f"run_dir={shlex.quote(config.run.dir)}",
         f"tensor_parallel={options.tensor_parallel}",
         _array("server_environment", (f"{name}={value}" for name, value in variables.items())),
         _array("server_arguments", command_line(options.arguments())),

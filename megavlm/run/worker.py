@@ -19,10 +19,10 @@ from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError, WeightSyncError
 from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
-from megavlm.parallel.signals import Stopped, stop_at_once
 from megavlm.rewards.base import RewardStop
 from megavlm.run.exit_codes import ExitCode
 from megavlm.run.launcher import AGENT_PID, REASON_FILE, die_with
+from megavlm.signals import Stopped, stop_at_once
 
 PATIENCE = 5.0  # seconds that a rank which lost a peer waits for that peer to report the reason
 

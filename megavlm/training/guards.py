@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from megavlm.parallel.collectives import any_rank
-from megavlm.parallel.signals import STOP_SIGNALS, Stopped
+from megavlm.signals import STOP_SIGNALS, Stopped
 
 MAX_SKIPPED = 5
 SLURM_END = "SLURM_JOB_END_TIME"  # Unix seconds, in the environment of a job

@@ -14,6 +14,7 @@ LEVELS = [
     {
         "models.registry",
         "version_option",
+        "signals",
     },  # the first imports a family's modules when they are used
     {"config", "observability"},
     {"algorithms", "parallel", "rewards"},
@@ -24,7 +25,7 @@ LEVELS = [
     {"rollout"},
     {"training", "checkpoint_tools"},  # neither imports the other; run imports both
     {"run"},
-    {"demo"},
+    {"demo", "slurm"},
     {"cli"},
     {"__main__"},
 ]

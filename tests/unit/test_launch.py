@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,13 +23,14 @@ PROGRAMS = {
     "scontrol": "printf 'node0\\nnode1\\nnode2\\n'\n",
     "megavlm": NOTE
     + 'if [ "$1" = plan ]; then echo "$PLAN"; exit; fi\n'
-    + 'echo "WORLD_SIZE=$WORLD_SIZE" >> "$NOTES"; exit ${MEGAVLM_CODE:-0}\n',
-    "curl": NOTE,
-    # Its own options are up to the first word that is a program.
-    "srun": NOTE + 'while [ "$1" != env ] && [ "$1" != torchrun ]; do shift; done; exec "$@"\n',
-    "torchrun": NOTE
+    + 'case "$*" in *--dry-run)\n'
+    + '    echo "WORLD_SIZE=$WORLD_SIZE" >> "$NOTES"; exit ${MEGAVLM_CODE:-0};; esac\n'
     + 'for port in ${PORTS:-}; do until [ -s "$NOTES.$port" ]; do sleep 0.05; done; done\n'
     + 'env > "$NOTES.env"\n',
+    # Its own options are up to the first word that is a program.
+    "srun": NOTE
+    + "while [ $# -gt 0 ]; do\n"
+    + 'case "$1" in env|bash|megavlm) exec "$@";; esac; shift; done; exit 9\n',
 }
 # Stands for the server: its parent's process id, its keys, and then it serves until it is ended.
 SERVER = """#!{python}
@@ -44,7 +46,8 @@ with open(os.environ["NOTES"] + "." + port, "w") as notes:
 while int(sys.argv[3]) == os.getppid():
     time.sleep(0.05)
 """
-PLAN = """tensor_parallel=4
+PLAN = """run_dir=RUN_DIR
+tensor_parallel=4
 server_environment=(SGLANG_X=' 0 ')
 server_arguments=(--model-path 'models/m m' --tp-size 4)"""
 
@@ -63,7 +66,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[0-2]")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "32")
-    monkeypatch.setenv("PLAN", PLAN)
+    monkeypatch.setenv("PLAN", PLAN.replace("RUN_DIR", f"{tmp_path}/run"))
     for key in ("WORLD_SIZE", *KEYS):
         monkeypatch.delenv(key, raising=False)
     return tmp_path / "notes"
@@ -77,24 +80,23 @@ def launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_failed_check_starts_nothing(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAVLM_CODE", "2")
     assert launch("slurm.sbatch", RECIPE).returncode == 2
-    assert "torchrun " not in notes.read_text() and "srun " not in notes.read_text()
+    steps = [line for line in notes.read_text().splitlines() if line.startswith("srun ")]
+    assert len(steps) == 2 and steps[1].endswith("--dry-run")
 
 
 def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
     notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PORTS", "30000 30001")
+    port = 10000 + 77 * 20
+    monkeypatch.setenv("PORTS", f"{port} {port + 1}")
     done = launch("slurm.sbatch", RECIPE, "run.seed=1")
     assert (done.returncode, done.stderr) == (0, "")
     text = notes.read_text()
-    urls = "rollout.urls=['http://node2:30000','http://node2:30001']"
+    urls = f"rollout.urls=['http://node2:{port}','http://node2:{port + 1}']"
     given = f"{RECIPE} run.seed=1 rollout.mode=external {urls}"
     assert f"megavlm train {given} --dry-run\nWORLD_SIZE=16" in text
-    assert "http://node2:30000/health" in text and "http://node2:30001/health" in text
-    asked = [line for line in text.splitlines() if line.startswith("curl ")]
-    assert len(asked) == 2 and all("--noproxy *" in line for line in asked), "and no proxy is"
-    assert "--nnodes 2 --nproc-per-node 8" in text and "--rdzv-endpoint node0:29500" in text
-    assert "--nodelist node0,node1" in text and "--nodelist node2" in text
+    assert f"--nodelist node0,node1 --kill-on-bad-exit=1 megavlm train {given}\n" in text
+    assert "--nodelist node2 --kill-on-bad-exit=1 env" in text
 
     environment = dict(
         line.split("=", 1)
@@ -102,14 +104,18 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
         if "=" in line
     )
     assert environment["SRUN_CPUS_PER_TASK"] == "32"
+    assert (environment["MEGAVLM_NODES"], environment["MEGAVLM_MASTER"]) == (
+        "2",
+        f"node0:{port + 19}",
+    )
     api_key, admin_key = (environment[key] for key in KEYS)
     assert len({api_key, admin_key}) == 2 and len(api_key) == 64
     folders = set()
     for index in range(2):
-        words, keys, names = notes.with_name(f"notes.3000{index}").read_text().splitlines()
+        words, keys, names = notes.with_name(f"notes.{port + index}").read_text().splitlines()
         assert words == (
             "True True --model-path models/m m --tp-size 4 --mem-fraction-static 0.85 "
-            f"--host node2 --port 3000{index} --base-gpu-id {4 * index}"
+            f"--host node2 --port {port + index} --base-gpu-id {4 * index}"
         )
         assert keys == f'{{"api_key": "{api_key}", "admin_api_key": "{admin_key}"}}'
         assert not set(KEYS) & set(names.split()) and "  0  " in names
@@ -127,10 +133,10 @@ def test_slurm_needs_nodes_and_gpus(notes: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ROLLOUT_NODES", "3")
     done = launch("slurm.sbatch", RECIPE)
     assert done.returncode == 2 and "3 nodes cannot hold 3 rollout nodes" in done.stderr
-    assert "srun" not in notes.read_text()
+    assert "srun" not in notes.read_text().replace("srun --nodes 1 --ntasks 1", "", 1)
 
 
-def test_servers_of_a_node_end_with_its_process_and_not_with_each_other(
+def test_servers_of_a_node_start_again_and_end_with_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real server_main.py, with a stub of SGLang under it."""
@@ -141,7 +147,7 @@ def test_servers_of_a_node_end_with_its_process_and_not_with_each_other(
     for key in KEYS:
         monkeypatch.setenv(key, key.lower())
     port = free_port()
-    command = [str(ROOT / "launch/servers.sh"), "127.0.0.1", str(port), "2", "4"]
+    command = [str(ROOT / "megavlm/slurm/servers.sh"), "127.0.0.1", str(port), "2", "4"]
     node = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     try:
         urls = [f"http://127.0.0.1:{port + index}/health" for index in range(2)]
@@ -150,9 +156,13 @@ def test_servers_of_a_node_end_with_its_process_and_not_with_each_other(
         servers[0].kill()
         servers[0].wait()
         assert httpx.get(urls[1], headers=KEY).is_success and node.poll() is None
-        assert tmp_path.exists() and len(list(tmp_path.glob("*/*"))) == 1
+        node.send_signal(signal.SIGTERM)  # Slurm's, to every process of the job
+        servers[1].send_signal(signal.SIGTERM)
+        assert wait_for_server(urls[0], node).pid != servers[0].pid
+        assert servers[1].is_running() and httpx.get(urls[1], headers=KEY).is_success
+        started += psutil.Process(node.pid).children(recursive=True)
     finally:
-        node.terminate()
+        node.send_signal(signal.SIGUSR2)
         node.wait()
     _, alive = psutil.wait_procs(started, timeout=60)
     assert not alive and not list(tmp_path.iterdir())
@@ -170,5 +180,6 @@ def wait_for_server(url: str, node: subprocess.Popen[bytes]) -> psutil.Process:
         except httpx.HTTPError:
             time.sleep(0.1)
     port = url.split(":")[2].partition("/")[0]
-    words = {process: process.cmdline() for process in psutil.Process(node.pid).children()}
+    processes = psutil.Process(node.pid).children(recursive=True)
+    words = {process: process.cmdline() for process in processes if "python" in process.name()}
     return next(process for process, line in words.items() if port in line)

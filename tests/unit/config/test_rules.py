@@ -342,7 +342,6 @@ def test_a_url_holds_no_password_and_the_message_does_not_either(recipe: Path) -
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("server_args", "{a: 1}"),
         ("port", "3"),
         ("servers", "2"),
         ("gpus", "[1]"),

@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from megavlm.parallel.signals import STOP_SIGNALS
+from megavlm.signals import STOP_SIGNALS
 
 
 def train(config: Any, progress: Any) -> bool:
@@ -45,7 +45,9 @@ def train(config: Any, progress: Any) -> bool:
             print("working", flush=True)
         while True:
             dist.barrier()
-    elif config.run.seed == 6:  # asked to stop in a step, which takes longer than torchrun waits
+    elif config.run.seed == 6:  # the first start is asked to stop in a step, another one completes
+        if (folder / f"saved-{rank}").exists():
+            return True
         asked: list[int] = []
         for number in STOP_SIGNALS:
             signal.signal(number, lambda caught, _: asked.append(caught))
@@ -58,7 +60,35 @@ def train(config: Any, progress: Any) -> bool:
         time.sleep(float(os.environ["STEP_SECONDS"]))
         (folder / f"saved-{rank}").touch()
         return False
+    elif config.run.seed == 7:  # a server is killed, and starts again on its node
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 0:
+            restart_servers(config.rollout.urls)
+            (folder / "restarted").write_text(" ".join(config.rollout.urls))
+        dist.barrier()
     return True
+
+
+def restart_servers(urls: list[str]) -> None:
+    import httpx
+    import psutil
+
+    key = {"Authorization": f"Bearer {os.environ['MEGAVLM_ROLLOUT_API_KEY']}"}
+    for wait in ("until they answer", "until they answer again"):
+        for url in urls:
+            while True:
+                try:
+                    httpx.get(f"{url}/server_info", headers=key).raise_for_status()
+                    break
+                except httpx.HTTPError:
+                    time.sleep(0.1)
+        if wait == "until they answer":
+            for process in psutil.process_iter(["cmdline"]):
+                words = process.info["cmdline"] or []
+                if "server_main.py" in " ".join(words) and urls[0].split(":")[-1] in words:
+                    process.kill()
+                    process.wait()
 
 
 module = types.ModuleType("megavlm.run.train")

@@ -1,0 +1,138 @@
+# The body of a Slurm job: sourced by a batch script (launch/slurm.sbatch, or that of `megavlm launch`)
+# with a recipe and overrides as arguments. Runs on the first node of the job.
+#
+# The last ROLLOUT_NODES nodes run SGLang servers, as many of rollout.tensor_parallel GPUs as fit on a
+# node; the others run a rank for each GPU. The batch script may set two arrays before: srun_options
+# (for a container by pyxis, say), and in_container, the words before each program (apptainer exec ...).
+set -euo pipefail
+
+: "${1:?usage: sbatch launch/slurm.sbatch RECIPE [key=value ...]}"
+recipe=$1
+shift
+# %a is the number of the task in an array of jobs, for sweeps.
+overrides=("${@//%a/${SLURM_ARRAY_TASK_ID:-0}}")
+recipe=${recipe//%a/${SLURM_ARRAY_TASK_ID:-0}}
+declare -a srun_options=(${srun_options[@]+"${srun_options[@]}"})
+declare -a in_container=(${in_container[@]+"${in_container[@]}"})
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+rollout_nodes=${ROLLOUT_NODES:-1}
+gpus=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
+# Jobs that share a node have ports of their own.
+port=${ROLLOUT_PORT:-$((10000 + SLURM_JOB_ID % 480 * 20))}
+max_requeues=${MAX_REQUEUES:-10}
+
+# srun takes neither the job's --cpus-per-task (since Slurm 22.05) nor, with --export=NONE, this
+# shell's environment by itself.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+export SLURM_EXPORT_ENV=ALL OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+fail() { echo "megavlm: $*" >&2; exit 2; }
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+trainer_nodes=$((${#nodes[@]} - rollout_nodes))
+if [ "$trainer_nodes" -lt 1 ]; then
+    fail "${#nodes[@]} nodes cannot hold $rollout_nodes rollout nodes (ROLLOUT_NODES) and a trainer"
+fi
+servers=("${nodes[@]:trainer_nodes}")
+join() { local IFS=,; echo "$*"; }
+# Set `step` to the words that start a process on each of the given nodes. Not a function that runs
+# it: in the background that would be a shell, and not srun, that a signal goes to.
+on() { # NODE...
+    step=(srun --nodes $# --ntasks $# --ntasks-per-node 1 --nodelist "$(join "$@")"
+        --kill-on-bad-exit=1 "${srun_options[@]}" "${in_container[@]}")
+}
+
+# How the recipe's servers start, and where its run directory is. Their addresses follow from the
+# number of GPUs of each; the one given here is a placeholder.
+given=("${overrides[@]}") placeholder=()
+if [ "$rollout_nodes" -gt 0 ]; then
+    placeholder=(rollout.mode=external rollout.min_servers=1 "rollout.urls=['http://later:1']")
+fi
+on "${nodes[0]}"
+plan=$("${step[@]}" megavlm plan --servers "$recipe" "${overrides[@]}" "${placeholder[@]}")
+eval "$plan"
+
+# Random keys of this job. They are passed in the environment, which only this user can read, and to
+# SGLang over standard input: arguments are visible to everyone on the node.
+random_key() { od -An -N32 -tx1 /dev/urandom | tr -d ' \n'; }
+MEGAVLM_ROLLOUT_API_KEY=$(random_key)
+MEGAVLM_ROLLOUT_ADMIN_KEY=$(random_key)
+export MEGAVLM_ROLLOUT_API_KEY MEGAVLM_ROLLOUT_ADMIN_KEY
+
+if [ "$rollout_nodes" -gt 0 ]; then
+    count=$((gpus / tensor_parallel))
+    if [ "$count" -lt 1 ]; then
+        fail "rollout.tensor_parallel=$tensor_parallel is more than the $gpus GPUs of a node"
+    fi
+    urls=()
+    for node in "${servers[@]}"; do
+        for ((index = 0; index < count; index++)); do
+            urls+=("'http://$node:$((port + index))'")
+        done
+    done
+    given+=(rollout.mode=external "rollout.urls=[$(join "${urls[@]}")]")
+fi
+
+# Check before anything starts: the recipe, the files, and the layout against the number of ranks;
+# then that all nodes see the run directory.
+WORLD_SIZE=$((trainer_nodes * gpus)) "${step[@]}" \
+    megavlm train "$recipe" "${given[@]}" --dry-run
+mkdir -p "$run_dir"
+token=$run_dir/.job-$SLURM_JOB_ID
+: > "$token"
+on "${nodes[@]}"
+"${step[@]}" bash -c 'for ((i = 0; i < 30; i++)); do
+    [ -e "$0" ] && exit 0; sleep 1; done
+    echo "megavlm: $(hostname) does not see run.dir=${0%/*}: put it on a file system of all nodes" >&2
+    exit 2' "$token"
+rm -f "$token"
+progress() { cat "$run_dir/checkpoints/latest" 2>/dev/null || true; }
+before=$(progress)
+
+server_steps=()
+for node in "${servers[@]}"; do
+    # A server listens on the address that the other nodes use, not on every interface.
+    on "$node"
+    "${step[@]}" env "${server_environment[@]}" bash "$here/servers.sh" "$node" "$port" "$count" \
+        "$tensor_parallel" "${server_arguments[@]}" --mem-fraction-static "${MEM_FRACTION:-0.85}" \
+        >> "$run_dir/servers_$node.log" 2>&1 &
+    server_steps+=($!)
+done
+# The servers end with the trainer, whatever ends it.
+stop_servers() {
+    for server in "${server_steps[@]}"; do kill -USR2 "$server" 2>/dev/null || true; done
+    wait
+}
+trap stop_servers EXIT
+
+on "${nodes[@]:0:trainer_nodes}"
+MEGAVLM_NODES=$trainer_nodes MEGAVLM_MASTER="${nodes[0]}:$((port + 19))" \
+    "${step[@]}" megavlm train "$recipe" "${given[@]}" &
+trainer=$!
+# Slurm's warning before the time limit (#SBATCH --signal=B:USR1@...) comes to this shell alone; srun
+# passes it to the trainer's ranks, which finish the step and save.
+# SIGTERM (scancel --batch --signal=TERM) does the same, and the job is not queued again.
+signal=
+trap 'signal=USR1; kill -USR1 "$trainer" 2>/dev/null' USR1
+trap 'signal=TERM; kill -USR1 "$trainer" 2>/dev/null' TERM
+code=0
+wait "$trainer" || code=$?
+while kill -0 "$trainer" 2>/dev/null; do # a signal ended the wait, not the trainer
+    code=0
+    wait "$trainer" || code=$?
+done
+
+# 75: stopped on request. 69, 71 and those of signals: transient, worth another start as long as a
+# checkpoint was saved since the last one. See docs/guides/troubleshooting.md.
+again=
+case $code in
+75) [ "$signal" = TERM ] || again=yes ;;
+69 | 71 | 1[3-5][0-9]) [ "$(progress)" = "$before" ] || again=yes ;;
+esac
+if [ -n "$again" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_requeues" ]; then
+    echo "megavlm: exit code $code; the job is queued again, restart $((${SLURM_RESTART_COUNT:-0} + 1)) of $max_requeues" >&2
+    stop_servers
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,131 @@
+"""Batch scripts of Slurm jobs, with the code and the recipe that they run frozen beside them."""
+
+import shlex
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import checkpoint_tools
+import megavlm
+from megavlm.config.dump import to_yaml
+from megavlm.config.schema import Config
+
+JOB = Path(__file__).with_name("job.sh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Options of a job; None and empty ones are left to Slurm. `setup`: a shell command that
+    prepares the environment, such as `source env.sh`. `variables`: NAME=VALUE. `arguments`: of
+    sbatch, as written in an #SBATCH line.
+    """
+
+    name: str
+    nodes: int = 2
+    rollout_nodes: int = 1
+    gpus_per_node: int = 8
+    cpus_per_task: int = 32
+    time: str = "24:00:00"
+    warning: int = 600  # seconds before the time limit
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    array: str | None = None
+    is_exclusive: bool = True
+    max_requeues: int = 10
+    container: str | None = None
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    mounts: tuple[str, ...] = ()
+    setup: str | None = None
+    variables: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        if self.rollout_nodes >= self.nodes:
+            raise ValueError(
+                f"--nodes {self.nodes} cannot hold --rollout-nodes {self.rollout_nodes} and a "
+                "trainer: raise the first, or lower the second (0 for colocated or local servers)"
+            )
+        for variable in self.variables:
+            if not variable.partition("=")[0].isidentifier() or "=" not in variable:
+                raise ValueError(f"--env {variable} is not NAME=VALUE: write NCCL_DEBUG=INFO, say")
+
+    @property
+    def directives(self) -> list[str]:
+        """Return the #SBATCH options."""
+        log = "%x-%A_%a.log" if self.array else "%x-%j.log"
+        given = {
+            "job-name": self.name,
+            "account": self.account,
+            "partition": self.partition,
+            "qos": self.qos,
+            "array": self.array,
+            "nodes": self.nodes,
+            "ntasks-per-node": 1,
+            "gpus-per-node": self.gpus_per_node,
+            "cpus-per-task": self.cpus_per_task,
+            "time": self.time,
+            "output": log,
+            "open-mode": "append",
+            "signal": f"B:USR1@{self.warning}",
+        }
+        options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        exclusive = ["--exclusive", "--mem=0"] if self.is_exclusive else []
+        return [*options, "--requeue", *exclusive, *self.arguments]
+
+    @property
+    def srun_options(self) -> list[str]:
+        if self.container is None or self.container_runtime == "apptainer":
+            return []
+        mounts = [f"--container-mounts={','.join(self.mounts)}"] if self.mounts else []
+        return [f"--container-image={self.container}", "--container-mount-home", *mounts]
+
+    @property
+    def in_container(self) -> list[str]:
+        if self.container is None or self.container_runtime == "pyxis":
+            return []
+        mounts = [word for mount in self.mounts for word in ("--bind", mount)]
+        return ["apptainer", "exec", "--nv", *mounts, self.container]
+
+
+def batch_script(job: Job, recipe: Path, overrides: tuple[str, ...], code: Path) -> str:
+    """Return the script that runs `recipe` with the packages in the folder `code`."""
+    variables = {
+        "ROLLOUT_NODES": job.rollout_nodes,
+        "GPUS_PER_NODE": job.gpus_per_node,
+        "MAX_REQUEUES": job.max_requeues,
+    }
+    body = code / JOB.relative_to(Path(megavlm.__file__).parents[1])
+    lines = [
+        "#!/usr/bin/env bash",
+        *(f"#SBATCH {option}" for option in job.directives),
+        "#",
+        "# Written by `megavlm launch`. The code and the recipe are copies: later changes of the",
+        "# originals do not reach this job, even if it is queued again.",
+        *([job.setup] if job.setup else []),
+        *(f"export {name}={value}" for name, value in variables.items()),
+        *(
+            f"export {name}={shlex.quote(value)}"
+            for name, _, value in (variable.partition("=") for variable in job.variables)
+        ),
+        f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(code))}:$PWD:${{PYTHONPATH:-}}",
+        f"srun_options=({shlex.join(job.srun_options)})",
+        f"in_container=({shlex.join(job.in_container)})",
+        f"source {shlex.quote(str(body))} {shlex.join([str(recipe), *overrides])}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def freeze(config: Config, folder: Path) -> tuple[Path, Path]:
+    """Copy the packages to `folder`/code and write the resolved recipe to `folder`/recipe.yaml.
+    Returns both paths.
+    """
+    code, recipe = folder / "code", folder / "recipe.yaml"
+    ignored = shutil.ignore_patterns("__pycache__")
+    for package in (megavlm, checkpoint_tools):
+        assert package.__file__ is not None
+        source = Path(package.__file__).parent
+        shutil.copytree(source, code / source.name, ignore=ignored, dirs_exist_ok=True)
+    recipe.write_text(to_yaml(config), encoding="utf-8")
+    return code, recipe

@@ -1,0 +1,135 @@
+"""Batch scripts that `megavlm launch` writes, and what it submits."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megavlm import cli
+from megavlm.config.load import load
+from megavlm.slurm.script import Job, batch_script
+
+WriteRecipe = Callable[..., Path]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["megavlm", "launch", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in sbatch's place. The file has its arguments."""
+    noted = tmp_path / "submitted"
+    program = tmp_path / "bin/sbatch"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/bash\necho "$@" > {noted}\necho "41;main"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return noted
+
+
+def script(**options: object) -> str:
+    job = Job(name="run", **options)  # type: ignore[arg-type]
+    return batch_script(job, Path("my recipe.yaml"), ("run.seed=%a",), Path("/runs/code"))
+
+
+def test_containers_of_pyxis_and_apptainer() -> None:
+    mounts = ("/data:/data", "/my models:/m")
+    assert "\nsrun_options=()\nin_container=()\n" in script()
+    assert (
+        "\nsrun_options=(--container-image=a.sqsh --container-mount-home "
+        "'--container-mounts=/data:/data,/my models:/m')\nin_container=()\n"
+    ) in script(container="a.sqsh", mounts=mounts)
+    assert (
+        "\nsrun_options=()\nin_container=(apptainer exec --nv --bind /data:/data "
+        "--bind '/my models:/m' a.sif)\n"
+    ) in script(container="a.sif", container_runtime="apptainer", mounts=mounts)
+
+
+def test_options_of_the_job() -> None:
+    text = script(
+        nodes=5,
+        account="vision",
+        time="1-0",
+        array="0-3",
+        is_exclusive=False,
+        setup="source env.sh",
+        variables=("NCCL_SOCKET_IFNAME=ib 0",),
+        arguments=("--comment=mine",),
+    )
+    lines = text.splitlines()
+    for option in (
+        *("--nodes=5", "--account=vision", "--time=1-0", "--array=0-3", "--output=%x-%A_%a.log"),
+        *("--signal=B:USR1@600", "--requeue", "--open-mode=append", "--comment=mine"),
+    ):
+        assert f"#SBATCH {option}" in lines, option
+    assert "partition" not in text and "--exclusive" not in text
+    assert "#SBATCH --exclusive" in script()
+    assert lines.index("source env.sh") < lines.index("export ROLLOUT_NODES=1")
+    assert "export NCCL_SOCKET_IFNAME='ib 0'" in lines
+    assert lines[-1] == "source /runs/code/megavlm/slurm/job.sh 'my recipe.yaml' run.seed=%a"
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)  # noqa: S607
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 2, "rollout_nodes": 2}, "--nodes 2 cannot hold --rollout-nodes 2 and a trainer"),
+        ({"variables": ("NCCL_DEBUG",)}, "--env NCCL_DEBUG is not NAME=VALUE"),
+    ],
+)
+def test_what_cannot_be(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        script(**options)
+
+
+def test_the_recipe_and_the_code_are_frozen(
+    launch: Callable[..., tuple[int, str, str]],
+    sbatch: Path,
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+) -> None:
+    """A change of the recipe after the submission does not reach the job; `%a` is Slurm's."""
+    recipe = write_recipe(rollout={"min_servers": 2, "server_args": {"page_size": 2}})
+    options = ("--nodes", 2, "--gpus-per-node", 2, "run.seed=%a", "optimizer.lr=0.5")
+    code, out, err = launch(recipe, *options)
+    assert (code, err) == (0, "")
+    (folder,) = (tmp_path / "run/launch").iterdir()
+    assert out == f"job 41: {folder}/job.sbatch\n"
+    assert sbatch.read_text() == f"--parsable {folder}/job.sbatch\n"
+    frozen = load(folder / "recipe.yaml", [])
+    assert frozen.optimizer.lr == 0.5 and len(frozen.rollout.urls) == 2
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["rollout"]["min_servers"] == 2
+    text = (folder / "job.sbatch").read_text()
+    assert text.splitlines()[-1] == (
+        f"source {folder}/code/megavlm/slurm/job.sh {folder}/recipe.yaml run.seed=%a"
+    )
+    for name in ("megavlm/slurm/servers.sh", "megavlm/cli.py", "checkpoint_tools/cli.py"):
+        assert (folder / "code" / name).exists(), name
+
+
+def test_without_slurm_the_script_is_left(
+    launch: Callable[..., tuple[int, str, str]],
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = launch(write_recipe(), "--rollout-nodes", 0)
+    assert code == 2 and err.startswith("megavlm: sbatch is not on this machine: submit ")
+    assert len(list(tmp_path.glob("run/launch/*/job.sbatch"))) == 1
+    code, out, _ = launch(write_recipe(), "--rollout-nodes", 0, "--dry-run")
+    assert code == 0 and out.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=run\n")
+    assert len(list(tmp_path.glob("run/launch/*"))) == 1
