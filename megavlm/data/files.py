@@ -1,10 +1,12 @@
 """Files of data sets, on this machine or at any URL that fsspec knows (s3://, gs://, ...)."""
 
+import errno
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import fsspec
 from fsspec.registry import known_implementations
@@ -14,6 +16,40 @@ SUFFIXES = (".parquet", ".jsonl", ".csv")
 WHOLE_BYTES = 2**28
 _PART = 2**20
 _NUM_PARTS = 64
+# Errors of a file system, not of a file: a server that restarts, a mount that is slow to come back.
+FILE_SYSTEM_ERRORS = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ENOTCONN,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EREMOTEIO,
+}
+PAUSES = (1.0, 5.0, 30.0)  # seconds before each further attempt
+
+T = TypeVar("T")
+
+
+def read_safely(what: str, read: Callable[[], T]) -> T:
+    """Return `read()`, tried again after an error of the file system.
+
+    Such an error says nothing about the data: if it stays, it is raised as an OSError, and no row
+    is skipped for it. Raises ValueError, with `what` first, for any other OSError.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in FILE_SYSTEM_ERRORS:
+                raise ValueError(f"{what} ({error})") from error
+            if pause is None:
+                message = f"{what}, tried {len(PAUSES) + 1} times ({error.strerror})"
+                raise OSError(error.errno, message) from error
+            time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
 
 
 @dataclass(frozen=True)
@@ -35,12 +71,9 @@ class DataFile:
         return head if slash else "."
 
     def open(self) -> IO[bytes]:
-        """Open the file for reading. Raises ValueError if that fails."""
+        """Open the file for reading. Raises as `read_safely`."""
         filesystem, path = find_filesystem(self.url)
-        try:
-            return filesystem.open(path, "rb")
-        except OSError as error:
-            raise ValueError(f"{self.url}: cannot be read ({error})") from error
+        return read_safely(f"{self.url}: cannot be read", lambda: filesystem.open(path, "rb"))
 
     def digest(self) -> str:
         """Return the SHA-256 of the content. Of files above WHOLE_BYTES it covers the size, evenly

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
 from megavlm.data.fetch import check_url, fetch
-from megavlm.data.files import find_filesystem, has_protocol
+from megavlm.data.files import find_filesystem, has_protocol, read_safely
 
 MAX_FILE_BYTES = 2**26  # of an encoded image
 
@@ -30,12 +30,10 @@ class DataFolder:
 
     def read(self, name: str) -> bytes:
         """Read an image file. Raises ValueError for a path that leaves the folder, or without a
-        file.
+        file, and as `read_safely`.
         """
-        try:
-            return self._read_remote(name) if has_protocol(self.folder) else self._read_local(name)
-        except OSError as error:
-            raise ValueError(f"no image at {name!r} beside the data ({error})") from error
+        read = self._read_remote if has_protocol(self.folder) else self._read_local
+        return read_safely(f"no image at {name!r} beside the data", lambda: read(name))
 
     def _read_local(self, name: str) -> bytes:
         folder = Path(self.folder).resolve()

@@ -10,7 +10,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from megavlm.data import git_lfs
-from megavlm.data.files import DataFile
+from megavlm.data.files import DataFile, read_safely
 
 # A block of JSONL ends at the first of these.
 BLOCK_LINES = 256
@@ -73,21 +73,29 @@ class ParquetTable:
 
     def read(self, block: int, columns: Sequence[str] | None) -> "ArrowBlock":
         wanted = None if columns is None else [c for c in columns if c in self.columns]
+        what = f"{self._file.url}: row group {block} is broken"
+
+        def read() -> pa.Table:
+            try:
+                # Arrow's threads would not survive a fork.
+                return self._open().read_row_group(block, columns=wanted, use_threads=False)
+            except OSError:
+                self._reader = None  # a stale handle stays stale
+                raise
+
         try:
-            # Arrow's threads would not survive a fork.
-            table = self._open().read_row_group(block, columns=wanted, use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{self._file.url}: row group {block} is broken ({error})") from error
-        return ArrowBlock(table)
+            return ArrowBlock(read_safely(what, read))
+        except pa.ArrowException as error:
+            raise ValueError(f"{what} ({error})") from error
 
     def _open(self) -> pq.ParquetFile:
         if self._reader is None or self._reader[0] != os.getpid():
+            what = f"{self._file.url}: not a readable Parquet file"
             try:
-                self._reader = os.getpid(), pq.ParquetFile(self._file.open())
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(
-                    f"{self._file.url}: not a readable Parquet file ({error})"
-                ) from error
+                reader = read_safely(what, lambda: pq.ParquetFile(self._file.open()))
+            except pa.ArrowException as error:
+                raise ValueError(f"{what} ({error})") from error
+            self._reader = os.getpid(), reader
         return self._reader[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,12 +151,12 @@ class LinesTable:
         self.block_bytes = [end - start for start, end in bounds]
 
     def read(self, block: int, columns: Sequence[str] | None) -> "LinesBlock":
-        try:
+        def read() -> bytes:
             with self._file.open() as stream:
                 stream.seek(self._starts[block])
-                content = _read_exactly(stream, self.block_bytes[block])
-        except OSError as error:
-            raise ValueError(f"{self._file.url}: cannot be read ({error})") from error
+                return _read_exactly(stream, self.block_bytes[block])
+
+        content = read_safely(f"{self._file.url}: cannot be read", read)
         return LinesBlock([line for line in content.split(b"\n") if line.strip()])
 
     def _end_block(self, rows: int, position: int) -> None:
