@@ -6,6 +6,7 @@ URL, so that a server fetches nothing.
 """
 
 import base64
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,8 @@ class Sampling:
 
     suppressed_ids: tokens that are never sampled; log-probs are of the distribution without them.
     end_id: the token that ends a response; None if no response is ever aborted. adapter: name of
-    the LoRA adapter that answers; None: the weights alone.
+    the LoRA adapter that answers; None: the weights alone. vocab_size: of the model; an id beyond
+    it is malformed.
     """
 
     temperature: float
@@ -37,6 +39,7 @@ class Sampling:
     suppressed_ids: tuple[int, ...] = ()
     end_id: int | None = None
     adapter: str | None = None
+    vocab_size: int = 2**31
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,14 @@ def _response(
     meta: Mapping[str, Any], prompt: "Prompt", before: Sequence[int], sampling: Sampling
 ) -> Response:
     tokens = tuple(int(token) for _, token, *_ in meta["output_token_logprobs"])
+    logprobs = tuple(float(logprob) for logprob, *_ in meta["output_token_logprobs"])
     finish = _finish(meta["finish_reason"], tokens, len(before), sampling)
+    if not tokens and finish != ABORT:
+        raise ValueError(f"a response without a token ended with {finish}")
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError("a response has log-probs that are not finite")
+    if not all(0 <= token < sampling.vocab_size for token in tokens):
+        raise ValueError(f"a response has a token beyond the {sampling.vocab_size} of the model")
     if tokens:  # a response that was aborted in the queue has no counts yet
         counted, expected = meta["prompt_tokens"], len(prompt.token_ids) + len(before)
         if counted != expected:
@@ -211,7 +221,7 @@ def _response(
     spans = meta.get("weight_versions") or [{"version": version, "start": 0, "end": len(tokens)}]
     return Response(
         token_ids=tokens,
-        logprobs=tuple(float(logprob) for logprob, *_ in meta["output_token_logprobs"]),
+        logprobs=logprobs,
         finish=finish,
         weight_version=version,
         spans=tuple(

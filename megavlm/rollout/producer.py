@@ -39,6 +39,7 @@ from megavlm.rollout.group_arrays import send_groups
 from megavlm.rollout.partial_rollouts import oldest_version, response_of
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
+from megavlm.signals import leave_to_parent
 
 TICK = 0.05  # seconds
 
@@ -303,8 +304,7 @@ def main() -> None:
     # Trusted: from the trainer, through a pipe that no other process has.
     setup: ProducerSetup = connection.recv()
     die_with(setup.parent, by=signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer handles them
-        signal.signal(number, signal.SIG_IGN)
+    leave_to_parent()
     platform.install()
     if not serve(connection, setup):
         os._exit(2)  # tasks and threads may still run

@@ -219,11 +219,14 @@ class PolicyTrainer(BaseTrainer):
 
     def adapt_kl(self, metrics: dict[str, float]) -> None:
         settings = self.settings
-        if settings.kl_target is not None and "kl_reference" in metrics:
-            metrics["kl_coefficient"] = self.state["kl_coefficient"]
+        if settings.kl_target is None or "kl_reference" not in metrics:
+            return
+        metrics["kl_coefficient"] = self.state["kl_coefficient"]
+        measured = metrics["kl_reference"]
+        if math.isfinite(measured):  # else of a skipped update
             self.state["kl_coefficient"] = adapted(
                 self.state["kl_coefficient"],
-                metrics["kl_reference"],
+                measured,
                 target=settings.kl_target,
                 horizon=settings.kl_horizon,
                 samples=settings.prompts_per_step * settings.responses_per_prompt,

@@ -1,6 +1,7 @@
 """The client's retry rules, order, and refusals, against a server that fails on demand."""
 
 import base64
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
-from megavlm.inference.protocol import Response, Sampling, VersionSpan
+from megavlm.inference.protocol import Response, Sampling, VersionSpan, parse_generate
 from megavlm.inference.requests import ATTEMPTS, PROMPTS_PER_REQUEST, RequestLimits
 from megavlm.inference.server import free_port
 from tests.fakes.fixed_servers import FixedServers
@@ -213,3 +214,28 @@ def test_body() -> None:
         },
         "return_logprob": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("pairs", "problem"),
+    [
+        ([(math.nan, 5)], "log-probs that are not finite"),
+        ([(-0.5, 5), (-math.inf, 6)], "log-probs that are not finite"),
+        ([(-0.5, 9)], "a token beyond the 9 of the model"),
+        ([(-0.5, -1)], "a token beyond the 9 of the model"),
+        ([], "a response without a token ended with stop"),
+    ],
+)
+def test_an_answer_of_the_right_form_can_be_malformed(
+    pairs: list[tuple[float, int]], problem: str
+) -> None:
+    """The client asks again, as after any ValueError."""
+    prompt = make_prompt()
+    meta = {
+        "output_token_logprobs": pairs,
+        "finish_reason": {"type": "stop"},
+        "prompt_tokens": len(prompt.token_ids),
+        "weight_version": "1",
+    }
+    with pytest.raises(ValueError, match=problem):
+        parse_generate({"meta_info": meta}, [prompt], 1, Sampling(1.0, 4, vocab_size=9))

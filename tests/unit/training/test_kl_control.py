@@ -1,5 +1,6 @@
 """The KL coefficient: it adapts from step to step where a recipe says so, and is a run's state."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,12 @@ def test_it_follows_the_target() -> None:
     assert steps(settings, [0.5, 0.5, 0.0]) == pytest.approx(
         [0.1, 0.1 * 1.02, 0.1 * 1.02**2, 0.1 * 1.02**2 * 0.98]
     )
+
+
+@pytest.mark.parametrize("measured", [math.nan, math.inf])
+def test_a_kl_that_is_not_finite_changes_nothing(measured: float) -> None:
+    settings = GRPO(kl_coefficient=0.1, kl_target=0.05, kl_horizon=1280)
+    assert steps(settings, [measured, 0.5]) == pytest.approx([0.1, 0.1, 0.1 * 1.02])
 
 
 def test_without_a_target_it_stays() -> None:
