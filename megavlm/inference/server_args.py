@@ -26,8 +26,6 @@ CPU_ARGS: ServerArgs = {
     # work too; probes tell a server that hangs from one that computes.
     "watchdog_timeout": 86400,
 }
-# Of server_support, which server_main puts on the path: by tensor, and by distributed.
-LOADERS = ["megavlm_weights.load_slices", "megavlm_weights.receive_slices"]
 # The copy of the weights in host memory saves sending again what training does not change.
 SHARED_GPU_ARGS: ServerArgs = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
 
@@ -67,7 +65,6 @@ class ServerOptions:
             "device": self.device,
             "dtype": self.dtype,
             "tp_size": self.tensor_parallel,
-            "custom_weight_loader": LOADERS,
             **(CPU_ARGS if self.device == "cpu" else {}),
             "log_level": "warning",
             **self.server_args,

@@ -21,6 +21,8 @@ import threading
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Of server_support: for slices that come by value or CUDA IPC, and by process groups.
+LOADERS = ("megavlm_weights.load_slices", "megavlm_weights.receive_slices")
 
 
 def die_with(parent: int, by: signal.Signals) -> None:
@@ -82,10 +84,11 @@ def main() -> None:
     obey_only(parent)
     keys = json.loads(sys.stdin.readline())
     redact(list(keys.values()))
-    # SGLang's ranks, which are spawned with this path, import our weight loaders from there.
-    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "server_support"))
     # This list is not the process's argument list: it is not visible from outside.
     sys.argv = ["sglang.launch_server", *sys.argv[2:]]
+    # SGLang's ranks, which are spawned with this path, import our weight loaders from there.
+    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "server_support"))
+    sys.argv += ["--custom-weight-loader", *LOADERS]
     sys.argv += ["--api-key", keys["api_key"], "--admin-api-key", keys["admin_api_key"]]
     runpy.run_module("sglang.launch_server", run_name="__main__")
 

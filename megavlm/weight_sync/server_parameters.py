@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.inference.server_args import LOADERS
+from megavlm.inference.server_main import LOADERS
 from megavlm.weight_sync import checksums as verify
 from megavlm.weight_sync.server_api import Answers, Servers
 from megavlm.weight_sync.sglang_layout import (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from megavlm.inference.server_args import LOADERS
+from megavlm.inference.server_main import LOADERS
 from megavlm.inference.server_support import megavlm_weights
 from megavlm.weight_sync.checksums import tensor_hash
 from megavlm.weight_sync.sglang_layout import ServerLayout, server_tensors

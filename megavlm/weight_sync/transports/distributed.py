@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.server_args import LOADERS
+from megavlm.inference.server_main import LOADERS
 from megavlm.inference.server_support.megavlm_weights import join
 from megavlm.parallel import platform
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket

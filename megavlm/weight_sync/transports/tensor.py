@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megavlm.inference.server_args import LOADERS
+from megavlm.inference.server_main import LOADERS
 from megavlm.parallel import platform
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers

@@ -127,11 +127,7 @@ def test_launch_script_arguments(write_recipe: Any) -> None:
     assert size == "4"
     assert words[:2] == ["SGLANG_VLM_CACHE_SIZE_MB=0", "SGLANG_EXPOSE_OWN_ENV_VARS=1"]
     assert words[2:4] == ["--model-path", "models/a b"]
-    assert " ".join(words[4:]) == (
-        "--device cuda --dtype bfloat16 --tp-size 4 "
-        "--custom-weight-loader megavlm_weights.load_slices megavlm_weights.receive_slices "
-        "--log-level warning"
-    )
+    assert " ".join(words[4:]) == "--device cuda --dtype bfloat16 --tp-size 4 --log-level warning"
 
 
 def test_a_launch_script_serves_adapters(write_recipe: Any) -> None:
