@@ -76,10 +76,12 @@ def _check_algorithm(config: Config) -> None:
             )
         return
     prompts, minibatches = algorithm.prompts_per_step, algorithm.minibatches
-    if prompts // minibatches < ranks:
+    responses = algorithm.responses_per_prompt
+    if prompts // minibatches * responses < ranks:
         raise ValueError(
-            f"algorithm.prompts_per_step={prompts} over algorithm.minibatches={minibatches} leaves "
-            f"fewer prompts than parallel.data={ranks} ranks: raise the first or lower another"
+            f"algorithm.prompts_per_step={prompts} x algorithm.responses_per_prompt={responses} "
+            f"over algorithm.minibatches={minibatches} leaves fewer responses than "
+            f"parallel.data={ranks} ranks: raise one of the first or lower another"
         )
     new = config.rollout.max_new_tokens
     if config.rollout.top_p != 1:
@@ -96,22 +98,21 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_pack(config: Config) -> None:
-    environment, algorithm, data = config.environment, config.algorithm, config.data
-    if not isinstance(algorithm, PolicyOptimization):
+    environment, data = config.environment, config.data
+    if not isinstance(config.algorithm, PolicyOptimization):
         return
-    longest, new = longest_tree(config), config.rollout.max_new_tokens
+    longest, new = longest_tree(config, episodes=1), config.rollout.max_new_tokens
     if longest <= data.pack_tokens:
         return
-    held = f"data.pack_tokens={data.pack_tokens} cannot hold a prompt and its"
+    held = f"data.pack_tokens={data.pack_tokens} cannot hold a prompt and"
     way_out = "set it to null, raise it, or lower one of the others"
     if environment.max_turns == 1:
         raise ValueError(
-            f"{held} responses: data.max_prompt_tokens={data.max_prompt_tokens} + "
-            f"{algorithm.responses_per_prompt} x rollout.max_new_tokens={new} is {longest}; "
-            f"{way_out}"
+            f"{held} one response: data.max_prompt_tokens={data.max_prompt_tokens} + "
+            f"rollout.max_new_tokens={new} is {longest}; {way_out}"
         )
     raise ValueError(
-        f"{held} episodes: environment.max_turns={environment.max_turns} responses of "
+        f"{held} one episode: environment.max_turns={environment.max_turns} responses of "
         f"rollout.max_new_tokens={new} with observations of environment.max_observation_tokens="
         f"{environment.max_observation_tokens} between them make up to {longest} tokens; {way_out}"
     )
@@ -288,19 +289,18 @@ def derive(config: Config, following: Collection[str]) -> Config:
     return config
 
 
-def longest_tree(config: Config) -> int:
-    """Return the most tokens of a prompt with all of its episodes, for policy optimisation."""
-    algorithm, environment = config.algorithm, config.environment
-    assert isinstance(algorithm, PolicyOptimization)
-    turns = environment.max_turns
+def longest_tree(config: Config, *, episodes: int) -> int:
+    """Return the most tokens of a prompt with `episodes` of its episodes."""
+    turns, environment = config.environment.max_turns, config.environment
     episode = turns * config.rollout.max_new_tokens
     episode += (turns - 1) * environment.max_observation_tokens
-    return config.data.max_prompt_tokens + algorithm.responses_per_prompt * episode
+    return config.data.max_prompt_tokens + episodes * episode
 
 
 def _pack_tokens(config: Config) -> int:
     if isinstance(config.algorithm, PolicyOptimization):
-        return max(longest_tree(config), LEAST_PACK_TOKENS)
+        episodes = config.algorithm.responses_per_prompt
+        return max(longest_tree(config, episodes=episodes), LEAST_PACK_TOKENS)
     return max(2 * config.data.max_prompt_tokens, LEAST_PACK_TOKENS)
 
 

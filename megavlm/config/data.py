@@ -64,9 +64,10 @@ class Data(Section):
     ones."""
 
     pack_tokens: int = follows(4096, least=1)
-    """Longest packed sequence of one forward pass in tokens. It must hold a prompt and all of its
-    responses; larger packs are faster and need more memory. Null takes what they need at their
-    longest (for SFT an answer as long as its prompt), and at least 4096."""
+    """Longest packed sequence of one forward pass in tokens. It must hold a prompt and one of its
+    responses. A prompt whose responses are in several packs is computed in each of them; larger
+    packs need more memory. Null takes what a prompt and all of its responses need at their longest
+    (for SFT an answer as long as its prompt), and at least 4096."""
 
     bad_samples: Literal["refuse", "skip"] = "refuse"
     """Handling of rows that cannot be used, such as images that cannot be decoded: `refuse` ends

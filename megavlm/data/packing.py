@@ -6,7 +6,6 @@ own segment continues (`Pack.ancestors`) and to the earlier tokens of its own se
 parallelism each rank holds a part of the tokens (`Pack.part`).
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -31,14 +30,14 @@ class Segment:
     parent: int
     is_target: bool  # trained on: a response
     columns: TargetColumns | None = None  # [S]; of responses that a policy sampled
+    images: tuple[str, ...] = ()  # keys of the images that its tokens stand for, in order
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Segments, parents before children, and the keys of their images, in order."""
+    """Segments, parents before children. The first is the root."""
 
     segments: tuple[Segment, ...]
-    images: tuple[str, ...]
 
     def __post_init__(self) -> None:
         for index, segment in enumerate(self.segments):
@@ -49,6 +48,32 @@ class Tree:
     @property
     def num_tokens(self) -> int:
         return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Return the keys of the segments' images, in order."""
+        return tuple(key for segment in self.segments for key in segment.images)
+
+    def branches(self) -> list[list[int]]:
+        """Return the segments below the root: of each child of the root, with its descendants."""
+        branches: list[list[int]] = []
+        owners = [0]
+        for index, segment in enumerate(self.segments[1:], 1):
+            owners.append(owners[segment.parent] if segment.parent > 0 else len(branches))
+            if segment.parent <= 0:
+                branches.append([])
+            branches[owners[-1]].append(index)
+        return branches
+
+    def part(self, branches: Collection[int]) -> "Tree":
+        """Return a tree of the root and the branches of these numbers, in their order."""
+        every = self.branches()
+        if len(branches) == len(every):
+            return self
+        kept = [0, *(index for number in sorted(branches) for index in every[number])]
+        places = {-1: -1} | {index: place for place, index in enumerate(kept)}
+        segments = (self.segments[index] for index in kept)
+        return Tree(tuple(replace(x, parent=places[x.parent]) for x in segments))
 
 
 @dataclass(eq=False)
@@ -78,6 +103,7 @@ class Pack:
     target_ids: Tensor  # [n] int64
     target_index: Tensor  # [n] int64: index of each held target among the pack's N
     columns: TargetColumns | None  # [n]; None if no policy sampled the targets, or without any
+    num_sequences: int  # above every sequence id of the columns, on all context ranks
 
     vision_index: Tensor  # [m] int64: held tokens that image features replace, ascending
     vision_runs: tuple[tuple[int, int], ...]  # the same as runs: first token and last + 1 of each
@@ -148,7 +174,8 @@ def prompt_tree(
     empty where no policy sampled them.
     """
     start = prompt.next_position
-    root = Segment(prompt.token_ids, prompt.positions, parent=-1, is_target=False)
+    images = tuple(image.key for image in prompt.images)
+    root = Segment(prompt.token_ids, prompt.positions, -1, is_target=False, images=images)
     children = (
         Segment(
             torch.tensor(response),
@@ -161,7 +188,7 @@ def prompt_tree(
             responses, columns or (None,) * len(responses), strict=True
         )
     )
-    return Tree((root, *children), tuple(image.key for image in prompt.images))
+    return Tree((root, *children))
 
 
 def make_pack(
@@ -203,6 +230,7 @@ def make_pack(
     vision = torch.isin(token_ids, torch.tensor(sorted(vision_token_ids))) & ~target
     vision_index = vision.nonzero().flatten()
     target_ids = token_ids[target]
+    columns = _columns([segment for segment in segments if segment.is_target])
     return Pack(
         token_ids=token_ids,
         positions=torch.cat([segment.positions for segment in segments], dim=1),
@@ -217,7 +245,8 @@ def make_pack(
         source_index=source[target],
         target_ids=target_ids,
         target_index=torch.arange(len(target_ids)),
-        columns=_columns([segment for segment in segments if segment.is_target]),
+        columns=columns,
+        num_sequences=1 if columns is None else int(columns.sequence_ids.max()) + 1,
         vision_index=vision_index,
         vision_runs=_runs(vision_index),
         feature_index=torch.arange(len(vision_index)),
@@ -248,38 +277,12 @@ def join_targets(parts: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
     return torch.cat([*values])[torch.cat([part.target_index for part in parts]).argsort()]
 
 
-def pack_trees(trees: Sequence[Tree], max_tokens: int) -> list[list[Tree]]:
-    """Distribute trees over few packs of at most max_tokens each (best fit, largest first).
-
-    Raises ValueError for a tree that is larger than a pack.
-    """
-    packs: list[list[Tree]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, pack), ascending
-    for tree in sorted(trees, key=lambda tree: -tree.num_tokens):
-        size = tree.num_tokens
-        if size > max_tokens:
-            raise ValueError(
-                f"data.pack_tokens: {max_tokens} is too small for a prompt with its responses, "
-                f"{size} tokens; raise it, or lower data.max_prompt_tokens, "
-                "rollout.max_new_tokens or algorithm.responses_per_prompt"
-            )
-        fit = bisect_left(room, (size, -1))
-        if fit == len(room):
-            left, pack = max_tokens, len(packs)
-            packs.append([])
-        else:
-            left, pack = room.pop(fit)
-        packs[pack].append(tree)
-        insort(room, (left - size, pack))
-    return packs
-
-
 def _padding(num_tokens: int, multiple: int) -> list[Tree]:
     size = -num_tokens % multiple if num_tokens else multiple
     if size == 0:
         return []
     tokens = torch.zeros(size, dtype=torch.long)
-    return [Tree((Segment(tokens, text_positions(size, 0), parent=-1, is_target=False),), ())]
+    return [Tree((Segment(tokens, text_positions(size, 0), parent=-1, is_target=False),))]
 
 
 def _ancestors(parents: list[int]) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 class TargetColumns:
     """Columns of a table with one row per target token: every field is a tensor [N].
 
-    The rollout (rollout/groups.py) writes the fields without a default. The others are added on
-    the last pipeline stage, by `dataclasses.replace`, and are None until then and where the
-    algorithm does not use them.
+    The rollout (rollout/groups.py) writes the fields without a default. The others are added by
+    `dataclasses.replace`, on the last pipeline stage unless they need no pass of a model, and are
+    None until then and where the algorithm does not use them.
     """
 
     rewards: Tensor
@@ -25,11 +25,11 @@ class TargetColumns:
     loss_weights: Tensor
     """float32. Weight of the token in the loss, its denominator included; 0: not trained on."""
     sequence_ids: Tensor
-    """int64. Number of the token's episode. The advantages renumber them from 0 in each pack, below
-    the pack's number of segments. Read by the losses per sequence.
-    """
+    """int64. Number of the token's episode in its minibatch. Read by the losses per sequence."""
     group_ids: Tensor
-    """int64. Number of the token's group: episodes of one prompt. Read by the advantages."""
+    """int64. Number of the token's group in its minibatch: episodes of one prompt, which may be in
+    several packs. Read by the advantages.
+    """
     turn_ids: Tensor
     """int64. Number of the token's turn in its episode, from 0. Read by GAE over turns."""
     has_reward: Tensor
@@ -37,6 +37,10 @@ class TargetColumns:
     is_stale: Tensor
     """bool. True where older weights than the present ones sampled the token. Read by the metrics
     that compare rollout engine and trainer.
+    """
+    rows: Tensor | None = None
+    """int64. Place of the token among all of its minibatch, episode by episode. Read by the
+    advantages with the KL in the reward, which are made of the whole minibatch.
     """
     old_logprobs: Tensor | None = None
     """float32, nats. Log-probs by the trainer before the step's updates: from a pass of their own,

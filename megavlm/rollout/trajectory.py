@@ -6,6 +6,7 @@ from itertools import zip_longest
 
 import torch
 
+from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
 from megavlm.data.processor import Prompt
@@ -104,8 +105,8 @@ def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
     observations. `columns`: of the sampled tokens of each episode.
     """
     prompt = group.start
-    segments = [Segment(prompt.token_ids, prompt.positions, parent=-1, is_target=False)]
-    images = [image.key for image in prompt.images]
+    root = Segment(prompt.token_ids, prompt.positions, -1, False, images=_keys(prompt.images))
+    segments = [root]
     for episode, its_columns in zip(group.episodes, columns, strict=True):
         parent, start = 0, 0
         turns = zip_longest(episode.prompts, episode.responses, episode.prompts[1:])
@@ -120,7 +121,11 @@ def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
                 known = len(before.token_ids) + len(ids)
                 observed = following.token_ids[known:]
                 positions = following.positions[:, known:]
-                segments.append(Segment(observed, positions, parent, is_target=False))
+                images = _keys(following.images[len(before.images) :])
+                segments.append(Segment(observed, positions, parent, False, images=images))
                 parent = len(segments) - 1
-                images += [image.key for image in following.images[len(before.images) :]]
-    return Tree(tuple(segments), tuple(images))
+    return Tree(tuple(segments))
+
+
+def _keys(images: Sequence[ProcessedImage]) -> tuple[str, ...]:
+    return tuple(image.key for image in images)

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
+from megavlm.data.balance import TreeSize, costs_of, plan_packs
 from megavlm.data.packing import Segment, Tree
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
@@ -30,6 +31,7 @@ from megavlm.run.plan import (
     sync_table,
 )
 from megavlm.run.plan_memory import ServerRankMemory, image_tokens, server_memory, stage_memory
+from megavlm.training.batch import schedule_of
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.trainable import trained_entries
 
@@ -134,11 +136,17 @@ class StepModel:
     def forward_flops(self) -> float:
         """FLOPs of the language model over the step's trees."""
         step = self.step
-        segments = [self._segment(step.prompt, -1, is_target=False)]
-        segments += [self._segment(step.response, 0, is_target=True)] * step.responses
-        tree = self._cost.tree(Tree(tuple(segments), ()), {})
+        tree = self._cost.tree(self._tree, {})
         output = 2.0 * self._text.vocab_size * self._text.hidden_size
         return step.prompts * tree + step.targets * output
+
+    @property
+    def _tree(self) -> Tree:
+        """A prompt with its responses."""
+        step = self.step
+        segments = [self._segment(step.prompt, -1, is_target=False)]
+        segments += [self._segment(step.response, 0, is_target=True)] * step.responses
+        return Tree(tuple(segments))
 
     @property
     def vision_flops(self) -> float:
@@ -202,7 +210,7 @@ class StepModel:
 
     def _forward(self, passes: float = 1.0, exchanges: float = 1.0) -> float:
         """Return the seconds of `passes` of the language model over all tokens, with `exchanges` of
-        the activations over the tensor and expert axes, pipeline bubbles included.
+        the activations over the tensor and expert axes, on the slowest rank.
         """
         parallel, rates, step = self._config.parallel, self.rates, self.step
         compute = passes * self.forward_flops / self._world_size / rates.flops
@@ -214,11 +222,21 @@ class StepModel:
         routed = self._architecture.get("moe_router_topk", 0) / parallel.tensor
         expert = 2 * moved * routed * (1 - 1 / parallel.expert)  # dispatched and combined
         seconds = compute + exchanges * (tensor + expert) / rates.nvlink
-        algorithm = self._config.algorithm
+        return seconds * self.over_ideal
+
+    @cached_property
+    def over_ideal(self) -> float:
+        """Time of a minibatch on the slowest data rank over the ideal: repeated prompts, waiting
+        ranks and bubbles, as the step is planned. All responses are taken as of average length.
+        """
+        step, parallel, algorithm = self.step, self._config.parallel, self._config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
-        per_pack = max(1, self._config.data.pack_tokens // (step.tokens // step.prompts))
-        packs = max(1.0, step.prompts / algorithm.minibatches / data / per_pack)
-        return seconds * (1 + (parallel.pipeline - 1) / (packs * parallel.virtual))
+        size = TreeSize.of(self._tree, self._cost.segments(self._tree, {}))
+        trees = [size] * (step.prompts // algorithm.minibatches)
+        data = self._world_size // parallel.model_size
+        how = schedule_of(Layout.from_config(parallel), self._cost)
+        plan = plan_packs(trees, data, self._config.data.pack_tokens, how)
+        return how.time(costs_of(plan)) * data / (len(trees) * size.cost)
 
     def _update(self) -> float:
         """Return the seconds of forward, backward, recomputation and the reduction of gradients."""

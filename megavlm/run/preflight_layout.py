@@ -43,8 +43,8 @@ def check_ranks(config: Config, world_size: int) -> None:
         )
     algorithm, ranks = config.algorithm, world_size // size
     if isinstance(algorithm, PolicyOptimization):
-        work = algorithm.prompts_per_step // algorithm.minibatches
-        keys = "algorithm.prompts_per_step / algorithm.minibatches"
+        work = algorithm.prompts_per_step // algorithm.minibatches * algorithm.responses_per_prompt
+        keys = "algorithm.prompts_per_step / algorithm.minibatches x algorithm.responses_per_prompt"
     else:
         work, keys = algorithm.batch_size, "algorithm.batch_size"
     if work < ranks:

@@ -1,62 +1,101 @@
-"""Advantages of a step's tokens, made where log-probs and values are: on the last pipeline stage.
+"""Advantages of a step's tokens.
 
-Under context parallelism a rank holds a part of a sequence; sums over sequences need all of it.
+GRPO's compare the responses of a group, which may be in several packs: the driver makes them before
+trees are cut. With the KL in the reward they need log-probs, and each rank makes those of whole
+minibatches. PPO's are made of one sequence, where its values are. Under context parallelism a rank
+holds a part of a sequence; sums over sequences need all of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megavlm.algorithms import kl
-from megavlm.algorithms.advantages import AdvantageInputs, Estimator
+from megavlm.algorithms.advantages import AdvantageInputs
 from megavlm.algorithms.gae import gae, turn_gae
 from megavlm.algorithms.registry import load_advantage_estimator
 from megavlm.algorithms.segments import Reduce
 from megavlm.algorithms.whitening import whiten
 from megavlm.config.algorithm import GRPO, PPO
-from megavlm.data.packing import Pack
-from megavlm.data.targets import TargetColumns
+from megavlm.data.packing import Pack, Tree
+from megavlm.data.targets import TargetColumns, concatenate
 
 
-def add_advantages(
+def with_advantages(minibatches: Sequence[Sequence[Tree]], settings: GRPO) -> list[list[Tree]]:
+    """Return the trees of a step's minibatches with `advantages` in their columns, without a KL in
+    the reward; where there will be one, with `rows` for `add_kl_advantages`. Driver only.
+    """
+    tables = [concatenate([c for tree in trees for c in _columns(tree)]) for trees in minibatches]
+    made = _estimate([_inputs(table) for table in tables], tables, settings)
+    result = []
+    for trees, table, advantages in zip(minibatches, tables, made, strict=True):
+        rows = torch.arange(len(advantages)) if settings.kl_in == "reward" else None
+        table = replace(table, advantages=advantages, rows=rows)
+        parts, start = [], 0
+        for tree in trees:
+            segments = []
+            for segment in tree.segments:
+                if segment.columns is not None:
+                    end = start + len(segment.token_ids)
+                    segment = replace(segment, columns=table.select(slice(start, end)))
+                    start = end
+                segments.append(segment)
+            parts.append(Tree(tuple(segments)))
+        result.append(parts)
+    return result
+
+
+def add_kl_advantages(
+    minibatches: Sequence[Sequence[Pack]],
+    num_targets: Sequence[int],
+    settings: GRPO,
+    *,
+    kl_coefficient: float,
+    over_all: Reduce,
+) -> None:
+    """Replace the packs' `advantages` by those with the KL in the reward. Collective.
+
+    num_targets: of each minibatch on all ranks. `over_all` sums over all ranks that hold packs.
+    """
+    inputs, tables = [], []
+    for packs, num in zip(minibatches, num_targets, strict=True):
+        held = concatenate([pack.columns for pack in packs if pack.columns is not None])
+        assert held.rows is not None
+        rewards = held.rewards - kl_coefficient * _kl(held, settings)
+        table = _scattered(replace(held, rewards=rewards), held.rows, num, over_all)
+        tables.append(table)
+        inputs.append(_inputs(table))
+    for packs, advantages in zip(minibatches, _estimate(inputs, tables, settings), strict=True):
+        for pack in packs:
+            assert pack.columns is not None and pack.columns.rows is not None
+            pack.columns = replace(pack.columns, advantages=advantages[pack.columns.rows])
+
+
+def add_value_advantages(
     packs: Sequence[Pack],
-    settings: GRPO | PPO,
+    settings: PPO,
     *,
     kl_coefficient: float,
     over_context: Reduce,
     over_all: Reduce,
 ) -> None:
-    """Add `advantages`, with a critic also `returns`, to the packs' columns, and renumber their
-    sequences: from 0 within a pack, fewer than it has segments. Collective.
+    """Add `advantages` and `returns` to the packs' columns. Collective.
 
     packs: of all minibatches of the step, in the same order on every context rank. kl_coefficient:
-    where the KL is in the reward; 0 elsewhere. `over_context` and `over_all` sum over the context
-    ranks of a pack, and over all ranks that hold packs.
+    where the KL is in the reward; 0 elsewhere. `over_context` sums over the context ranks of a
+    pack.
     """
-    estimator: Estimator | None = None
-    if isinstance(settings, GRPO):
-        estimator = load_advantage_estimator(settings.advantage_estimator)
-        is_whitened = estimator.whiten
-    else:
-        is_whitened = settings.normalize_advantages
     for pack in packs:
         columns = _whole(pack, over_context)
-        columns = replace(columns, sequence_ids=_numbered(columns.sequence_ids))
+        rewards = columns.rewards
         if kl_coefficient:
-            rewards = columns.rewards - kl_coefficient * _kl(columns, settings)
-        else:
-            rewards = columns.rewards
-        if isinstance(settings, PPO):
-            advantages, returns = _gae(rewards, columns, settings)
-            columns = replace(columns, advantages=advantages, returns=returns)
-        else:
-            assert estimator is not None
-            advantages = estimator(_inputs(rewards, columns), settings)
-            columns = replace(columns, advantages=advantages)
+            rewards = rewards - kl_coefficient * _kl(columns, settings)
+        advantages, returns = _gae(rewards, columns, settings)
+        columns = replace(columns, advantages=advantages, returns=returns)
         pack.columns = columns.select(pack.target_index)
-    if is_whitened:
+    if settings.normalize_advantages:
         # Only these columns: minibatches after the first have old log-probs besides.
         made = [pack.columns for pack in packs if pack.columns is not None]
         advantages = torch.cat([c.advantages for c in made if c.advantages is not None])
@@ -67,6 +106,34 @@ def add_advantages(
             pack.columns = replace(pack.columns, advantages=part)
 
 
+def _estimate(
+    inputs: Sequence[AdvantageInputs], tables: Sequence[TargetColumns], settings: GRPO
+) -> list[Tensor]:
+    """Return the advantages of each minibatch."""
+    estimator = load_advantage_estimator(settings.advantage_estimator)
+    made = [estimator(of_minibatch, settings) for of_minibatch in inputs]
+    if not estimator.whiten:
+        return made
+    counted = torch.cat([table.loss_weights for table in tables]) > 0
+    return list(whiten(torch.cat(made), counted).split([len(x) for x in made]))
+
+
+def _inputs(columns: TargetColumns) -> AdvantageInputs:
+    ids = columns.sequence_ids
+    num = int(ids.max()) + 1 if len(ids) else 0
+    groups = columns.group_ids
+    return AdvantageInputs(
+        rewards=columns.rewards,
+        sequence_ids=ids,
+        group_ids=groups.new_zeros(num).index_put((ids,), groups),
+        has_reward=columns.has_reward.new_zeros(num).index_put((ids,), columns.has_reward),
+    )
+
+
+def _columns(tree: Tree) -> Iterator[TargetColumns]:
+    return (segment.columns for segment in tree.segments if segment.columns is not None)
+
+
 def _gae(rewards: Tensor, columns: TargetColumns, settings: PPO) -> tuple[Tensor, Tensor]:
     """Return advantages and returns, each [N]."""
     ids, values = columns.sequence_ids, columns.values
@@ -75,18 +142,6 @@ def _gae(rewards: Tensor, columns: TargetColumns, settings: PPO) -> tuple[Tensor
         return gae(rewards, values, ids, gamma=settings.gamma, lam=settings.lam)
     turns = columns.turn_ids
     return turn_gae(rewards, values, ids, turns, gamma=settings.gamma, lam=settings.lam)
-
-
-def _inputs(rewards: Tensor, columns: TargetColumns) -> AdvantageInputs:
-    ids = columns.sequence_ids
-    num = int(ids.max()) + 1 if len(ids) else 0
-    groups = _numbered(columns.group_ids)
-    return AdvantageInputs(
-        rewards=rewards,
-        sequence_ids=ids,
-        group_ids=groups.new_zeros(num).index_put((ids,), groups),
-        has_reward=columns.has_reward.new_zeros(num).index_put((ids,), columns.has_reward),
-    )
 
 
 def _kl(columns: TargetColumns, settings: GRPO | PPO) -> Tensor:
@@ -102,15 +157,17 @@ def _whole(pack: Pack, over_context: Reduce) -> TargetColumns:
     assert pack.columns is not None
     if pack.context_size == 1:
         return pack.columns
-    present = pack.columns.present()
+    num = int(over_context(pack.columns.rewards.new_tensor(float(pack.num_targets))))
+    return _scattered(pack.columns, pack.target_index, num, over_context)
+
+
+def _scattered(
+    columns: TargetColumns, index: Tensor, num: int, over_ranks: Reduce
+) -> TargetColumns:
+    """Return the `num` rows of a table of which this rank holds those of `index`. Collective."""
+    present = columns.present()
     held = torch.stack([column.double() for column in present.values()])  # exact for every dtype
-    num = int(over_context(held.new_tensor(float(pack.num_targets))))
     whole = held.new_zeros(len(held), num)
-    whole[:, pack.target_index] = held
-    rows = zip(present.items(), over_context(whole), strict=True)
+    whole[:, index] = held
+    rows = zip(present.items(), over_ranks(whole), strict=True)
     return TargetColumns(**{name: row.to(column.dtype) for (name, column), row in rows})
-
-
-def _numbered(ids: Tensor) -> Tensor:
-    """Return ids renumbered from 0 without gaps, in their order."""
-    return ids.unique(return_inverse=True)[1]

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.data.balance import assign
+from megavlm.config.parallel import Parallel
+from megavlm.data.balance import Schedule, SegmentCosts, assign
 from megavlm.data.packing import Pack, Tree, empty_pack, make_pack
 from megavlm.data.targets import TargetColumns
-from megavlm.models.cost import TreeCost
+from megavlm.models.cost import ModelCost
 from megavlm.parallel.collectives import Arrays, receive_from_driver, scatter, send_each
-from megavlm.parallel.mesh import Mesh
+from megavlm.parallel.mesh import Layout, Mesh
 from megavlm.training.step.image_plan import ImagePlan
 from megavlm.training.step.rank_images import (
     ImageReader,
@@ -47,16 +48,11 @@ class RankBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PackShape:
-    """Requirements of a layout on packs. Every context rank holds a multiple of `multiple` tokens;
-    each data rank has a multiple of `count` packs, all as many if `equal_counts`.
-    """
+    """Requirements on packs. A context rank holds a multiple of `multiple` tokens."""
 
-    max_tokens: int
     vision_token_ids: tuple[int, ...]
     multiple: int = 1
     context_size: int = 1
-    count: int = 1
-    equal_counts: bool = False
 
     def pack(self, trees: Sequence[Tree], columns: TargetColumns | None) -> Pack:
         """Return a pack of trees; of none, one of padding with the fields of `columns`."""
@@ -68,12 +64,13 @@ class PackShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The driver's plan of a step, by data rank. sources: of the images that packs show, by key.
-    tower_learns: images are encoded in each pack that shows them, not once.
+    """The driver's plan of a step, by data rank. num_tokens: of the step's trees before they were
+    cut. sources: of the images that packs show, by key. tower_learns: images are encoded in each pack that shows them, not once.
     """
 
     minibatches: list[Minibatches]
     images: list[ImagePlan]
+    num_tokens: int
     sources: Mapping[str, ImageSource]
     tower_learns: bool
     shape: PackShape
@@ -84,7 +81,7 @@ class StepPlan:
         header = {
             "packs": [[len(pack) for pack in packs] for packs in minibatches],
             "num_targets": self._num_targets,
-            "num_tokens": self._num_tokens,
+            "num_tokens": self.num_tokens,
             "tower_learns": self.tower_learns,
             "shape": asdict(self.shape),
             "images": plan.header(),
@@ -115,10 +112,6 @@ class StepPlan:
         return [sum(len(s.token_ids) for s in found if s.is_target) for found in targets]
 
     @cached_property
-    def _num_tokens(self) -> int:
-        return sum(tree.num_tokens for trees in self.minibatches for tree in _flat(trees))
-
-    @cached_property
     def _columns(self) -> TargetColumns | None:
         """The columns of any target; all have the same fields."""
         trees = chain.from_iterable(map(_flat, self.minibatches))
@@ -127,14 +120,31 @@ class StepPlan:
         return None if first is None else first.columns
 
 
+def schedule_of(layout: Layout | Parallel, cost: ModelCost) -> Schedule:
+    """Return how a layout runs packs of a model."""
+    return Schedule(
+        bubble=(layout.pipeline - 1) / layout.virtual,
+        # Ranks that share experts exchange tokens in every layer of every microbatch.
+        lockstep=layout.expert > 1 or layout.expert_tensor > 1,
+        # Virtual stages take turns in rounds of one microbatch per stage.
+        count=layout.pipeline if layout.virtual > 1 else 1,
+        least_cost=cost.least_pack,
+    )
+
+
 def plan_step(
-    minibatches: Sequence[Sequence[Tree]], *, num_ranks: int, shape: PackShape, cost: TreeCost
+    minibatches: Sequence[Sequence[Tree]],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    schedule: Schedule,
+    cost: SegmentCosts,
 ) -> list[Minibatches]:
-    """Return the trees of each data rank's packs, balanced by modelled cost."""
+    """Return the trees of each data rank's packs, cut and balanced by modelled time."""
     ranks: list[Minibatches] = [[] for _ in range(num_ranks)]
     for trees in minibatches:
-        assigned = assign(trees, num_ranks, shape.max_tokens, cost)
-        _fill_up(assigned, shape)
+        assigned = assign(trees, num_ranks, max_tokens, cost, schedule)
+        _fill_up(assigned, schedule)
         for rank, packs in zip(ranks, assigned, strict=True):
             rank.append(packs)
     return ranks
@@ -188,12 +198,12 @@ def unpack_part(
     return minibatches, images, header
 
 
-def _fill_up(ranks: Sequence[list[list[Tree]]], shape: PackShape) -> None:
+def _fill_up(ranks: Sequence[list[list[Tree]]], schedule: Schedule) -> None:
     """Add packs of padding where a layout needs more microbatches than there are packs."""
     longest = max(len(packs) for packs in ranks)
     for packs in ranks:
-        count = longest if shape.equal_counts else max(len(packs), 1)
-        packs += [[]] * (-(-count // shape.count) * shape.count - len(packs))
+        count = longest if schedule.lockstep else max(len(packs), 1)
+        packs += [[]] * (-(-count // schedule.count) * schedule.count - len(packs))
 
 
 def _flat(minibatches: Minibatches) -> list[Tree]:

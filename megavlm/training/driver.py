@@ -28,7 +28,7 @@ from megavlm.rollout.producer import ProducerSetup
 from megavlm.rollout.producer_handle import RolloutProducer
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
-from megavlm.training.batch import PackShape, StepPlan, plan_step, shown_images
+from megavlm.training.batch import PackShape, StepPlan, plan_step, schedule_of, shown_images
 from megavlm.training.best_metric import BestMetricTracker
 from megavlm.training.evaluation import EvaluationSet, evaluate, sampling
 from megavlm.training.step.image_plan import plan_images
@@ -187,8 +187,9 @@ class Driver:
         ranks = plan_step(
             minibatches,
             num_ranks=self.mesh.data_size,
-            shape=self.shape,
-            cost=lambda tree: self._cost.tree(tree, images),
+            max_tokens=self.config.data.pack_tokens,
+            schedule=schedule_of(self.mesh.layout, self._cost),
+            cost=lambda tree: self._cost.segments(tree, images),
         )
         layout, places = self.mesh.layout, image_places(drawn)
         return StepPlan(
@@ -201,6 +202,7 @@ class Driver:
                 # As many as a pack has, which a tower that learns encodes at once.
                 round_patches=self.config.data.pack_tokens * self.processor.merge_size**2,
             ),
+            num_tokens=sum(tree.num_tokens for trees in minibatches for tree in trees),
             sources={key: places.get(image.digest, image) for key, image in images.items()},
             tower_learns=tower_learns,
             shape=self.shape,
@@ -210,12 +212,7 @@ class Driver:
     def shape(self) -> PackShape:
         layout, sequence = self.mesh.layout, self.config.parallel.sequence
         return PackShape(
-            max_tokens=self.config.data.pack_tokens,
             vision_token_ids=self.processor.vision_token_ids,
             multiple=layout.tensor if sequence else 1,
             context_size=layout.context,
-            # Virtual stages take turns in rounds of one microbatch per stage.
-            count=layout.pipeline if layout.virtual > 1 else 1,
-            # Ranks that share experts exchange tokens in every layer of every microbatch.
-            equal_counts=layout.expert > 1 or layout.expert_tensor > 1,
         )

@@ -60,13 +60,12 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
             pack.columns = replace(columns, old_logprobs=old)
         else:
             old = columns.old_logprobs
-        num_sequences = len(pack.parents)  # a bound that needs no look at a tensor
         inputs = PolicyInputs(
             logprobs=logprobs,
             old_logprobs=old,
             advantages=columns.advantages,
             sequence_ids=columns.sequence_ids,
-            num_sequences=num_sequences,
+            num_sequences=pack.num_sequences,
             reduce=update.reduce,
         )
         term = loss_of_tokens(inputs, settings)
@@ -75,7 +74,9 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
                 f"algorithm.policy_loss={settings.policy_loss} returned losses of shape "
                 f"{list(term.loss.shape)} for {list(logprobs.shape)} tokens: return one for each"
             )
-        correction, measures = _correction(settings, old, columns, num_sequences, update.reduce)
+        correction, measures = _correction(
+            settings, old, columns, pack.num_sequences, update.reduce
+        )
         loss = correction * term.loss
         signal = (correction * columns.advantages != 0) & ~term.stopped
         has_gap = settings.old_logprobs == "trainer" or update.is_first

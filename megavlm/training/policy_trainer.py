@@ -19,7 +19,7 @@ from megavlm.rollout.groups import (
     select_groups,
 )
 from megavlm.rollout.trajectory import Group
-from megavlm.training.advantages import add_advantages
+from megavlm.training.advantages import add_kl_advantages, with_advantages
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.batch import RankBatch, StepPlan
 from megavlm.training.driver import Driver
@@ -128,6 +128,8 @@ class PolicyTrainer(BaseTrainer):
             )
             for start in range(0, len(groups), size)
         ]
+        if isinstance(self.settings, GRPO):
+            minibatches = with_advantages(minibatches, self.settings)
         return self.driver.plan(
             minibatches,
             [prompt for group in groups for prompt in group.prompts],
@@ -166,13 +168,17 @@ class PolicyTrainer(BaseTrainer):
                     pack.columns = replace(pack.columns, **{name: pack_scores.logprobs})
 
     def add_advantages(self, batch: RankBatch, features: VisionFeatures) -> None:
+        """Add the advantages that need log-probs or values; the driver made the others.
+        Collective.
+        """
         mesh = self.train_state.mesh
-        if mesh.is_last_stage:
-            add_advantages(
-                batch.packs,
+        if mesh.is_last_stage and self.kl_in_reward:
+            assert isinstance(self.settings, GRPO)
+            add_kl_advantages(
+                batch.minibatches,
+                batch.num_targets,
                 self.settings,
-                kl_coefficient=self.state["kl_coefficient"] if self.kl_in_reward else 0.0,
-                over_context=self.over_context,
+                kl_coefficient=self.state["kl_coefficient"],
                 over_all=summing(mesh.groups.dp_cp),
             )
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from megavlm.checkpointing.save import PendingSave
 from megavlm.config.algorithm import PPO
-from megavlm.parallel.collectives import reduce_measures
+from megavlm.parallel.collectives import reduce_measures, summing
+from megavlm.training.advantages import add_value_advantages
 from megavlm.training.batch import RankBatch
 from megavlm.training.colocate import Offloadable, trainer_memory
 from megavlm.training.critic import Critic
@@ -60,7 +61,15 @@ class PPOTrainer(PolicyTrainer):
             self.add_shared_values(batch, features)
         else:
             self.critic.add_values(batch.packs, self.critic.features(features, batch.images))
-        super().add_advantages(batch, features)
+        mesh = self.train_state.mesh
+        if mesh.is_last_stage:
+            add_value_advantages(
+                batch.packs,
+                self.ppo,
+                kl_coefficient=self.state["kl_coefficient"] if self.kl_in_reward else 0.0,
+                over_context=self.over_context,
+                over_all=summing(mesh.groups.dp_cp),
+            )
 
     def add_shared_values(self, batch: RankBatch, features: VisionFeatures) -> None:
         """Add values and old log-probs to every pack, from one pass. Collective."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from megavlm.data.balance import Schedule
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import prompt_tree
 from megavlm.data.processor import Processor, Prompt
@@ -77,8 +78,14 @@ def bench_step(tmp_path: Path) -> None:
     print(f"\nrank 0's share of a plan: {PROMPTS_PER_STEP} prompts of an image of 1 megapixel")
     print(f"{'ranks':32}{'before':>20}{'after':>20}{'seconds':>9}{'bytes':>7}")
     for data_size, slots in ((1, 1), (2, 2), (4, 4)):
-        shape = PackShape(max_tokens=2**14, vision_token_ids=processor.vision_token_ids)
-        ranks = plan_step([trees], num_ranks=data_size, shape=shape, cost=lambda t: t.num_tokens)
+        shape = PackShape(vision_token_ids=processor.vision_token_ids)
+        ranks = plan_step(
+            [trees],
+            num_ranks=data_size,
+            max_tokens=2**14,
+            schedule=Schedule(),
+            cost=lambda tree: [float(len(segment.token_ids)) for segment in tree.segments],
+        )
         before = measured(partial(before_plan, ranks, shape, prompts, slots))
         after = measured(partial(after_plan, ranks, shape, prompts, slots))
         name = f"{data_size * slots} (data {data_size} x tensor {slots})"
@@ -116,6 +123,7 @@ def after_plan(
             slots=slots,
         ),
         sources={key: places.get(image.digest, image) for key, image in images.items()},
+        num_tokens=0,
         tower_learns=False,
         shape=shape,
     )

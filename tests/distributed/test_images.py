@@ -73,9 +73,9 @@ def plan_of(processor: Processor, rows: Rows, mesh: Any, tower_learns: bool) -> 
             round_patches=ROUND_PATCHES if mesh.world_size > 1 else None,
         ),
         sources={key: places.get(image.digest, image) for key, image in images.items()},
+        num_tokens=sum(tree.num_tokens for tree in trees),
         tower_learns=tower_learns,
         shape=PackShape(
-            max_tokens=9999,
             vision_token_ids=processor.vision_token_ids,
             context_size=layout.context,
         ),

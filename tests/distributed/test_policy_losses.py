@@ -14,6 +14,7 @@ from torch import Tensor
 from megavlm.algorithms.aggregation import token_weights
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.config.optimizer import Optimizer
+from megavlm.data.balance import assign
 from megavlm.data.packing import Pack, Tree, make_pack, prompt_tree
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
@@ -23,7 +24,11 @@ from megavlm.models.common.logprobs import Scoring
 from megavlm.models.registry import family
 from megavlm.parallel.collectives import reduce_measures, summing
 from megavlm.parallel.mesh import Mesh, build_mesh
-from megavlm.training.advantages import add_advantages
+from megavlm.training.advantages import (
+    add_kl_advantages,
+    add_value_advantages,
+    with_advantages,
+)
 from megavlm.training.forward_backward import LossFunction, compute_logprobs, forward_backward
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.losses import Update, policy_loss, with_value_loss
@@ -40,6 +45,7 @@ from tests.parity.table import LAYOUTS, Ranks
 pytestmark = pytest.mark.distributed
 
 LONGEST = 7
+EVERYTHING = 9999  # tokens of a pack
 PLAIN = GRPO(kl_coefficient=0.1)
 SETTINGS: dict[str, GRPO | PPO] = {
     "token level": replace(
@@ -107,6 +113,10 @@ def trees_of(cases: list[Sequences], settings: GRPO | PPO) -> list[Tree]:
     return trees
 
 
+def lengths(tree: Tree) -> list[float]:
+    return [float(len(segment.token_ids)) for segment in tree.segments]
+
+
 class Model:
     """A policy with a shared critic, its tower frozen."""
 
@@ -126,18 +136,20 @@ class Model:
     def features(self) -> VisionFeatures:
         return VisionFeatures.everywhere(self.chunks, distinct_images(self.cases))
 
-    def packs(self, settings: GRPO | PPO, trees_per_pack: int) -> list[Pack]:
+    def packs(self, settings: GRPO | PPO, pack_tokens: int) -> list[Pack]:
         """This rank's, with all that a loss needs: log-probs that differ from the present ones."""
         trees = trees_of(self.cases, settings)
+        num_targets = sum(len(response) for case in self.cases for response in case.responses)
+        if isinstance(settings, GRPO):
+            (trees,) = with_advantages([trees], settings)
+        if pack_tokens != EVERYTHING:  # each response with a prompt of its own
+            trees = [tree.part([i]) for tree in trees for i in range(len(tree.branches()))]
         mesh, vision = self.mesh, (self.config.image_token_id, self.config.video_token_id)
-        mine = trees[mesh.data_rank :: mesh.data_size]
         packs = [
-            make_pack(
-                mine[start : start + trees_per_pack],
-                vision_token_ids=vision,
-                context_size=mesh.layout.context,
-            ).part(mesh.context_rank)
-            for start in range(0, len(mine), trees_per_pack)
+            make_pack(part, vision_token_ids=vision, context_size=mesh.layout.context).part(
+                mesh.context_rank
+            )
+            for part in assign(trees, mesh.data_size, pack_tokens, lengths)[mesh.data_rank]
         ]
         scores = compute_logprobs(self.chunks, packs, self.features(), Scoring())
         for pack, given in zip(packs, scores, strict=True):
@@ -151,14 +163,21 @@ class Model:
                 reference_logprobs=given.logprobs + 0.3 * (3 * drawn).sin(),
                 values=given.values + 0.6 * (2 * drawn).cos(),
             )
-        in_reward = settings.kl_in == "reward"
-        add_advantages(
-            packs,
-            settings,
-            kl_coefficient=settings.kl_coefficient if in_reward else 0.0,
-            over_context=summing(mesh.groups.cp),
-            over_all=summing(mesh.groups.dp_cp),
-        )
+        in_reward, over_all = settings.kl_in == "reward", summing(mesh.groups.dp_cp)
+        coefficient = settings.kl_coefficient if in_reward else 0.0
+        if isinstance(settings, PPO):
+            over_context = summing(mesh.groups.cp)
+            add_value_advantages(
+                packs,
+                settings,
+                kl_coefficient=coefficient,
+                over_context=over_context,
+                over_all=over_all,
+            )
+        elif in_reward:
+            add_kl_advantages(
+                [packs], [num_targets], settings, kl_coefficient=coefficient, over_all=over_all
+            )
         return packs
 
     def loss(self, settings: GRPO | PPO) -> LossFunction:
@@ -169,12 +188,12 @@ class Model:
         return policy
 
 
-def gradients(folder: Path, ranks: Ranks, trees_per_pack: int) -> dict[str, Any] | None:
+def gradients(folder: Path, ranks: Ranks, pack_tokens: int) -> dict[str, Any] | None:
     """Per setting: measures and every gradient, on the first rank."""
     run = Model(folder, ranks)
     made = {}
     for name, settings in SETTINGS.items():
-        packs = run.packs(settings, trees_per_pack)
+        packs = run.packs(settings, pack_tokens)
         for chunk in run.chunks:
             chunk.zero_grad_buffer()
         reports = forward_backward(run.chunks, packs, run.features(), Scoring(), run.loss(settings))
@@ -196,19 +215,20 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def one_pack(folder: Path) -> dict[str, Any]:
-    (made,) = launch(1, gradients, folder, LAYOUTS["one rank"], 99)
+    (made,) = launch(1, gradients, folder, LAYOUTS["one rank"], EVERYTHING)
     return dict(made)
 
 
 @pytest.mark.parametrize(
-    ("layout", "trees_per_pack"),
-    [("CP2xDP2", 4), *slow(("one rank", 3), ("CP2", 2), ("DP2", 2))],
+    ("layout", "pack_tokens"),
+    [("CP2xDP2", 99), *slow(("one rank", 99), ("CP2", 300), ("DP2", 99))],
 )
 def test_a_batch_may_be_cut_in_any_way(
-    folder: Path, one_pack: dict[str, Any], layout: str, trees_per_pack: int
+    folder: Path, one_pack: dict[str, Any], layout: str, pack_tokens: int
 ) -> None:
+    """With the groups cut: the responses to a prompt are on several ranks."""
     ranks = LAYOUTS[layout]
-    made, *_ = launch(ranks.world_size, gradients, folder, ranks, trees_per_pack)
+    made, *_ = launch(ranks.world_size, gradients, folder, ranks, pack_tokens)
     for name, (measures, found) in made.items():
         expected_measures, expected = one_pack[name]
         for measure, value in expected_measures.items():
@@ -242,7 +262,7 @@ def idle(folder: Path, ranks: Ranks, advantage_on: int | None) -> list[Any]:
     """
     run = Model(folder, ranks)
     updater = build_updater(run.model, Optimizer(lr=1e-2, weight_decay=0.1), run.mesh, num_steps=9)
-    packs = run.packs(PLAIN, 4)
+    packs = run.packs(PLAIN, EVERYTHING)
     for pack in packs:
         (now,) = compute_logprobs(run.chunks, [pack], run.features(), Scoring())
         assert pack.columns is not None
@@ -259,7 +279,7 @@ def idle(folder: Path, ranks: Ranks, advantage_on: int | None) -> list[Any]:
     return [measures["updates_without_signal"], moved, updater.has_moved]
 
 
-@pytest.mark.parametrize("advantage_on", [None, 0])
+@pytest.mark.parametrize("advantage_on", [None, 1])
 def test_an_update_without_signal_moves_nothing(folder: Path, advantage_on: int | None) -> None:
     """The KL's gradient is rounding there, of which Adam would make a step of the whole rate."""
     results = launch(2, idle, folder, LAYOUTS["DP2"], advantage_on)
@@ -273,7 +293,7 @@ def critic_alone(folder: Path, ranks: Ranks) -> list[list[str]]:
     options = {"num_steps": 9, "value_head_lr": 1e-2}
     updater = build_updater(run.model, Optimizer(lr=1e-3, weight_decay=0.1), run.mesh, **options)
     settings = PPO(critic="shared")
-    packs = run.packs(settings, 4)
+    packs = run.packs(settings, EVERYTHING)
     moved = []
     for alone in (True, False):
         before = {name: p.detach().clone() for name, p in run.model[0].named_parameters()}

@@ -86,10 +86,10 @@ class Conversation:
                     parent,
                     is_target=turn.is_response,
                     columns=columns(len(weight), loss_weights=weight) if turn.is_response else None,
+                    images=tuple(image.key for image in turn.images),
                 )
             )
-        images = [image.key for index in indices for image in self.turns[index].images]
-        return Tree(tuple(segments), tuple(images))
+        return Tree(tuple(segments))
 
     def _positions(self, index: int) -> Tensor:
         """Those at the end of the sequence from the root to this turn."""

@@ -54,16 +54,22 @@ def compare(
     trees = packs([[conversation.tree() for conversation in conversations]], config, ranks)
     sequences = packs([[t] for c in conversations for t in c.sequences()], config, ranks)
 
+    # Each branch below the root with the root, of all turns and images that are in it.
+    parts = [c.tree().part([i]) for c in conversations for i in range(len(c.tree().branches()))]
+    cut = packs([[part] for part in parts], config, ranks)
+
     (together,), apart = run.logits(trees), run.logits(sequences)
     results = {"logits": 0.0, "transformers' logits": 0.0}
+    results["logits of a cut tree"] = difference(torch.cat(run.logits(cut)), together)
     for index, sequence, hf in zip(targets(conversations), apart, expected["logits"], strict=True):
         for name, other in ("logits", sequence), ("transformers' logits", torch.from_numpy(hf)):
             results[name] = max(results[name], difference(together[index], other))
 
-    gradients, others = run.backward(trees), run.backward(sequences)
+    gradients, others, of_cut = (run.backward(x) for x in (trees, sequences, cut))
     hf = {name: torch.from_numpy(gradient) for name, gradient in expected["gradients"].items()}
     for name, (theirs, scale) in run.shards(hf, MEMORY).items():
         results[f"gradient of {name}"] = difference(gradients[name], others[name], scale)
+        results[f"gradient of {name}, cut"] = difference(of_cut[name], gradients[name], scale)
         results[f"transformers' gradient of {name}"] = difference(gradients[name], theirs, scale)
     return results
 

@@ -32,10 +32,8 @@ def trees_to_arrays(
         "parents": torch.tensor([s.parent for s in segments], dtype=torch.int32),
         "is_target": torch.tensor([s.is_target for s in segments], dtype=torch.bool),
         "num_segments": torch.tensor([len(tree.segments) for tree in trees], dtype=torch.int32),
-        "num_images": torch.tensor([len(tree.images) for tree in trees], dtype=torch.int32),
-        "images": torch.tensor(
-            [numbers[key] for tree in trees for key in tree.images], dtype=torch.int32
-        ),
+        "num_images": torch.tensor([len(s.images) for s in segments], dtype=torch.int32),
+        "images": torch.tensor([numbers[key] for s in segments for key in s.images]).int(),
     }
     if columns is not None:
         parts = [segment.columns for segment in targets if segment.columns is not None]
@@ -58,20 +56,24 @@ def trees_from_arrays(arrays: Mapping[str, Tensor], keys: Sequence[str]) -> list
     columns = _columns(arrays, of_targets)
     token_ids = arrays["token_ids"].long().split(sizes)
     positions = arrays["positions"].long().split(sizes, dim=1)
+    images = (keys[index] for index in arrays["images"].tolist())
+    parents, num_images = arrays["parents"].tolist(), arrays["num_images"].tolist()
     segments = (
-        Segment(ids, places, parent, target, next(columns) if target else None)
-        for ids, places, parent, target in zip(
-            token_ids, positions, arrays["parents"].tolist(), is_target, strict=True
+        Segment(
+            ids,
+            places,
+            parent,
+            target,
+            next(columns) if target else None,
+            tuple(next(images) for _ in range(count)),
+        )
+        for ids, places, parent, target, count in zip(
+            token_ids, positions, parents, is_target, num_images, strict=True
         )
     )
-    images = (keys[index] for index in arrays["images"].tolist())
-    counts = zip(arrays["num_segments"].tolist(), arrays["num_images"].tolist(), strict=True)
     return [
-        Tree(
-            tuple(next(segments) for _ in range(num_segments)),
-            tuple(next(images) for _ in range(num_images)),
-        )
-        for num_segments, num_images in counts
+        Tree(tuple(next(segments) for _ in range(count)))
+        for count in arrays["num_segments"].tolist()
     ]
 
 

@@ -20,9 +20,9 @@ PARTS = "reward.parts={a: {name: vqa}, b: {name: caption, weight: 2}}"
             [
                 "data.pack_tokens=4096",
                 "environment.max_turns=3",
-                "environment.max_observation_tokens=300",
+                "environment.max_observation_tokens=1600",
             ],
-            r"data.pack_tokens=4096 cannot hold a prompt and its episodes.* up to 5920 tokens",
+            r"data.pack_tokens=4096 cannot hold a prompt and one episode.* up to 4236 tokens",
         ),
         (["environment.max_turns=0"], "environment.max_turns=0 is out of range"),
         ([PARTS, "reward.name=vqa"], "reward.name=vqa would not be used with reward.parts"),

@@ -1,6 +1,5 @@
 """Packs equal a literal token-by-token reference, for random trees of any depth."""
 
-import math
 import random
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from megavlm.data.packing import (
     empty_pack,
     join_targets,
     make_pack,
-    pack_trees,
     prompt_tree,
 )
 from megavlm.data.targets import TargetColumns
@@ -49,9 +47,10 @@ def trees(draw: st.DrawFn) -> Tree:
                 parent=draw(st.integers(0, index - 1)) if index else -1,
                 is_target=is_target,
                 columns=drawn,
+                images=tuple(draw(st.lists(st.sampled_from("abc"), max_size=2))),
             )
         )
-    return Tree(tuple(segments), tuple(draw(st.lists(st.sampled_from("abc"), max_size=3))))
+    return Tree(tuple(segments))
 
 
 def numbers(size: int) -> st.SearchStrategy[list[float]]:
@@ -206,31 +205,28 @@ def test_prompt_tree_is_the_prompt_once_and_a_child_per_response() -> None:
 
 def leaf(size: int) -> Tree:
     tokens = torch.ones(size, dtype=torch.long)
-    return Tree((Segment(tokens, tokens.expand(3, -1), parent=-1, is_target=False),), ())
+    return Tree((Segment(tokens, tokens.expand(3, -1), parent=-1, is_target=False),))
 
 
-@given(st.lists(st.integers(1, 20), max_size=30), st.integers(20, 40))
-def test_pack_trees_keeps_every_tree_once_within_the_bound(sizes: list[int], bound: int) -> None:
-    forest = [leaf(size) for size in sizes]
-    packs = pack_trees(forest, bound)
-    assert sorted(map(id, forest)) == sorted(id(tree) for pack in packs for tree in pack)
-    totals = [sum(tree.num_tokens for tree in pack) for pack in packs]
-    assert all(0 < total <= bound for total in totals)
-    # Best fit leaves no two packs that would fit into one.
-    assert all(a + b > bound for i, a in enumerate(totals) for b in totals[:i])
-
-
-def test_pack_trees_fills_packs() -> None:
-    rng = random.Random(0)
-    sizes = [rng.randint(50, 600) for _ in range(200)]
-    packs = pack_trees([leaf(size) for size in sizes], 4096)
-    assert len(packs) == math.ceil(sum(sizes) / 4096)
-    assert all(sum(tree.num_tokens for tree in pack) > 0.97 * 4096 for pack in packs[:-1])
-
-
-def test_tree_larger_than_a_pack_names_the_key() -> None:
-    with pytest.raises(ValueError, match=r"data\.pack_tokens: 8 is too small.*9 tokens"):
-        pack_trees([leaf(9)], 8)
+@given(trees(), st.randoms())
+def test_parts_of_a_tree_repeat_its_root_alone(tree: Tree, rng: random.Random) -> None:
+    """Each segment below the root is in one part, behind what it continues."""
+    numbers = list(range(len(tree.branches())))
+    rng.shuffle(numbers)
+    cut = rng.randint(0, len(numbers))
+    parts = [tree.part(numbers[:cut]), tree.part(numbers[cut:])]
+    below = [segment for part in parts for segment in part.segments[1:]]
+    assert sorted(id(s.token_ids) for s in below) == sorted(
+        id(s.token_ids) for s in tree.segments[1:]
+    )
+    for part in parts:
+        assert part.segments[0].token_ids is tree.segments[0].token_ids
+        for index, segment in enumerate(part.segments):
+            whole = next(i for i, s in enumerate(tree.segments) if s.token_ids is segment.token_ids)
+            assert segment.images == tree.segments[whole].images
+            path = [part.segments[i].token_ids for i in chain(part, index)]
+            expected = [tree.segments[i].token_ids for i in chain(tree, whole)]
+            assert [id(x) for x in path] == [id(x) for x in expected]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +240,6 @@ def test_malformed_trees_are_bugs(parents: tuple[int, ...], targets: tuple[bool,
                 Segment(one, one.expand(3, -1), parent, is_target)
                 for parent, is_target in zip(parents, targets, strict=True)
             ),
-            (),
         )
 
 
@@ -255,7 +250,7 @@ def test_all_targets_have_the_same_columns(other: TargetColumns | None) -> None:
     first = Segment(one, one.expand(3, -1), 0, True, columns(1, advantages=torch.ones(1)))
     second = Segment(one, one.expand(3, -1), 0, True, other)
     with pytest.raises(AssertionError, match=r"all targets have|one row per token"):
-        make_pack([Tree((root, first, second), ())], vision_token_ids=VISION)
+        make_pack([Tree((root, first, second))], vision_token_ids=VISION)
 
 
 def test_columns_have_one_length() -> None:

@@ -28,7 +28,6 @@ def forest(shapes: list[Shape]) -> list[Tree]:
                 Segment(torch.ones(n, dtype=torch.long), text_positions(n, 0), parent, parent >= 0)
                 for n, parent in shape
             ),
-            (),
         )
         for shape in shapes
     ]

@@ -56,7 +56,7 @@ def test_the_prompt_is_counted_once_and_the_tower_too() -> None:
 def test_a_tree_of_turns_attends_its_ancestors() -> None:
     root, reply = segment(4, 0, -1), segment(3, 4, 0)
     turn = Segment(reply.token_ids, reply.positions, 1, is_target=True)
-    chain, fan = Tree((root, reply, turn), ()), Tree((root, reply, reply), ())
+    chain, fan = Tree((root, reply, turn)), Tree((root, reply, reply))
     extra_pairs = 3 * 3
     assert of(chain, {}) - of(fan, {}) == extra_pairs * 10
 
@@ -65,6 +65,6 @@ def test_a_video_attends_frame_by_frame() -> None:
     frame = image("video", 4)
     frames = replace(frame, pixels=frame.pixels.repeat(6, 1, 1, 1))  # two in a patch
     assert frames.grid == (3, 4, 4)
-    blind = of(Tree((segment(4, 0, -1),), ()), {})
-    seen = of(Tree((segment(4, 0, -1),), ("video",)), {"video": frames})
+    blind = of(Tree((segment(4, 0, -1),)), {})
+    seen = of(Tree((segment(4, 0, -1, images=("video",)),)), {"video": frames})
     assert seen - blind == 3 * 16 * (100 + 16)

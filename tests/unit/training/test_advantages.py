@@ -1,6 +1,7 @@
 """A step's advantages by each estimator, of whole packs and of parts of them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,27 +10,23 @@ from torch import Tensor
 
 from megavlm.algorithms.segments import alone
 from megavlm.config.algorithm import GRPO, PPO
-from megavlm.data.targets import TargetColumns
-from megavlm.training.advantages import add_advantages
-
-
-class Targets:
-    """What advantages read of a pack, or of one context rank's part of it."""
-
-    def __init__(self, values: dict[str, Tensor], index: Tensor, context_size: int) -> None:
-        self.columns: Any = TargetColumns(**values).select(index)
-        self.target_index, self.context_size = index, context_size
-        self.num_targets = len(index)
+from megavlm.data.packing import Pack, Segment, Tree, empty_pack, make_pack
+from megavlm.data.targets import TargetColumns, concatenate
+from megavlm.training.advantages import (
+    add_kl_advantages,
+    add_value_advantages,
+    with_advantages,
+)
 
 
 def columns() -> dict[str, Tensor]:
-    """Two groups, of two responses and of three; numbers of sequences go on from another pack."""
-    lengths, groups, rewards = [3, 2, 1, 2, 4], [5, 5, 6, 6, 6], [1.0, 0.0, 0.5, 0.5, 0.2]
+    """Two groups, of two responses and of three."""
+    lengths, groups, rewards = [3, 2, 1, 2, 4], [0, 0, 1, 1, 1], [1.0, 0.0, 0.5, 0.5, 0.2]
     names = ("rewards", "sequence_ids", "group_ids", "turn_ids")
     made: dict[str, list[float]] = {name: [] for name in names}
     for number, (length, group, reward) in enumerate(zip(lengths, groups, rewards, strict=True)):
         made["rewards"] += [0.0] * (length - 1) + [reward]
-        made["sequence_ids"] += [20 + number] * length
+        made["sequence_ids"] += [number] * length
         made["group_ids"] += [group] * length
         made["turn_ids"] += [int(place > 1) for place in range(length)]
     generator = torch.Generator().manual_seed(0)
@@ -45,17 +42,56 @@ def columns() -> dict[str, Tensor]:
     }
 
 
-def whole(settings: Any, kl_coefficient: float = 0.0, **changed: Tensor) -> dict[str, Tensor]:
-    pack: Any = Targets(columns() | changed, torch.arange(12), 1)
-    add_advantages(
-        [pack], settings, kl_coefficient=kl_coefficient, over_context=alone, over_all=alone
+def trees(values: dict[str, Tensor], *, cut: bool = False) -> list[Tree]:
+    """The groups as trees; cut: each response as a tree of its own."""
+    table = TargetColumns(**values)
+    prompt = Segment(torch.ones(1, dtype=torch.long), torch.zeros(3, 1), -1, False)
+    groups: dict[int, list[Segment]] = {}
+    for number in values["sequence_ids"].unique().tolist():
+        rows = (values["sequence_ids"] == number).nonzero().flatten()
+        own, positions = torch.ones_like(rows), torch.zeros(3, len(rows))
+        response = Segment(own, positions, 0, True, table.select(rows))
+        groups.setdefault(int(values["group_ids"][rows[0]]), []).append(response)
+    made = [Tree((prompt, *responses)) for responses in groups.values()]
+    return [tree.part([i]) for tree in made for i in range(len(tree.branches()))] if cut else made
+
+
+def packs(made: list[Tree], per_pack: int = 99) -> list[Pack]:
+    starts = range(0, len(made), per_pack)
+    return [make_pack(made[start : start + per_pack], vision_token_ids=()) for start in starts]
+
+
+def joined(made: list[Pack]) -> dict[str, Tensor]:
+    """All columns, in the order of sequences."""
+    table = concatenate([pack.columns for pack in made if pack.columns is not None]).present()
+    order = table["sequence_ids"].argsort(stable=True)
+    return {name: column[order] for name, column in table.items()}
+
+
+def whole(
+    settings: Any, kl_coefficient: float = 0.0, *, cut: bool = False, **changed: Tensor
+) -> dict[str, Tensor]:
+    """Columns of one pack, or of a pack for each response."""
+    made = trees(columns() | changed)
+    if isinstance(settings, PPO):
+        of_rank = packs(made)
+        add_value_advantages(
+            of_rank, settings, kl_coefficient=kl_coefficient, over_context=alone, over_all=alone
+        )
+        return joined(of_rank)
+    (made,) = with_advantages([made], settings)
+    of_rank = (
+        packs([tree.part([i]) for tree in made for i in range(len(tree.branches()))], 1)
+        if cut
+        else packs(made)
     )
-    return dict(pack.columns.present())
+    if kl_coefficient and settings.kl_in == "reward":
+        add_kl_advantages([of_rank], [12], settings, kl_coefficient=kl_coefficient, over_all=alone)
+    return joined(of_rank)
 
 
-def test_groups_and_sequences_are_numbered_anew() -> None:
+def test_advantages_are_those_of_groups() -> None:
     values = whole(GRPO(normalize_by_std=False))
-    assert values["sequence_ids"].tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 4, 4, 4, 4]
     expected = [0.5] * 3 + [-0.5] * 2 + [0.1] * 3 + [-0.2] * 4
     torch.testing.assert_close(values["advantages"], torch.tensor(expected))
 
@@ -85,13 +121,21 @@ def test_whitened_over_what_is_trained_on() -> None:
 
 def test_whitening_spans_minibatches_of_which_the_first_has_no_old_logprobs() -> None:
     """The first update is on its own rollout: its packs get old log-probs in it."""
-    settings = GRPO(advantage_estimator="reinforce_plus_plus")
     first = {name: column for name, column in columns().items() if name != "old_logprobs"}
-    packs: Any = [Targets(values, torch.arange(12), 1) for values in (first, columns())]
-    add_advantages(packs, settings, kl_coefficient=0.0, over_context=alone, over_all=alone)
-    made = torch.cat([pack.columns.advantages for pack in packs])
-    assert made.mean().item() == pytest.approx(0.0, abs=1e-6)
-    assert packs[0].columns.old_logprobs is None and packs[1].columns.old_logprobs is not None
+    other = columns() | {"rewards": columns()["rewards"] + 1}
+    made = [pack for values in (first, other) for pack in packs(trees(values))]
+    add_value_advantages(made, PPO(), kl_coefficient=0.0, over_context=alone, over_all=alone)
+    (one, two), names = [pack.columns for pack in made], "old_logprobs"
+    assert one is not None and one.advantages is not None and getattr(one, names) is None
+    assert two is not None and two.advantages is not None and getattr(two, names) is not None
+    advantages = torch.cat([one.advantages, two.advantages])
+    assert advantages.mean().item() == pytest.approx(0.0, abs=1e-6)
+    settings = GRPO(advantage_estimator="reinforce_plus_plus")
+    both = with_advantages([trees(first), trees(first | {"rewards": other["rewards"]})], settings)
+    rows = [s.columns.advantages for made in both for t in made for s in t.segments if s.columns]
+    whitened = torch.cat([row for row in rows if row is not None])
+    assert whitened.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert whitened[:12].mean() < -0.5
 
 
 SETTINGS = [
@@ -105,12 +149,50 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
+def test_groups_in_several_packs(settings: GRPO | PPO) -> None:
+    """Each response in a pack of its own: the group's advantages, with the KL in the reward too."""
+    if isinstance(settings, PPO):
+        return
+    for given in (settings, replace(settings, kl_in="reward", kl_estimator="k1")):
+        expected, made = whole(given, 0.1), whole(given, 0.1, cut=True)
+        assert torch.equal(made["advantages"], expected["advantages"])
+
+
+HELD = torch.tensor([0, 3, 4, 7, 10]), torch.tensor([1, 2, 5, 6, 8, 9, 11])
+
+
+def part(values: dict[str, Tensor], index: Tensor) -> Any:
+    """What advantages read of one context rank's part of a pack."""
+    held = TargetColumns(**values).select(index)
+    return SimpleNamespace(columns=held, target_index=index, context_size=2, num_targets=len(index))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_parts_of_a_pack_are_cut_from_the_whole(settings: GRPO | PPO) -> None:
     """Two context ranks, one after the other: each is given what the all-reduce would give."""
-    expected = whole(settings, kl_coefficient=0.1)
-    held = torch.tensor([0, 3, 4, 7, 10]), torch.tensor([1, 2, 5, 6, 8, 9, 11])
+    if isinstance(settings, PPO):
+        # Whitening over all ranks has tests of its own; here one rank's part is all there is.
+        settings = replace(settings, normalize_advantages=False)
+    else:
+        settings = replace(settings, kl_in="reward")
+    expected = whole(settings, 0.1)
+    values = {k: v for k, v in expected.items() if k not in ("returns", "advantages")}
+    if isinstance(settings, GRPO):
+        values["advantages"] = torch.zeros(12)
+
+    def run(index: Tensor, reduce: Any) -> TargetColumns:
+        made = part(values, index)
+        if isinstance(settings, PPO):
+            add_value_advantages(
+                [made], settings, kl_coefficient=0.1, over_context=reduce, over_all=alone
+            )
+        else:
+            add_kl_advantages([[made]], [12], settings, kl_coefficient=0.1, over_all=reduce)
+        columns: TargetColumns = made.columns
+        return columns
+
     given: list[list[Tensor]] = []
-    for index in held:  # what each rank hands over
+    for index in HELD:  # what each rank hands over
         handed: list[Tensor] = []
 
         def note(tensor: Tensor, handed: list[Tensor] = handed) -> Tensor:
@@ -118,36 +200,30 @@ def test_parts_of_a_pack_are_cut_from_the_whole(settings: GRPO | PPO) -> None:
             # the number of targets, which is then the size of the second
             return torch.tensor(12.0) if tensor.dim() == 0 else tensor
 
-        pack: Any = Targets(columns(), index, 2)
-        add_advantages([pack], GRPO(), kl_coefficient=0.1, over_context=note, over_all=alone)
+        run(index, note)
         given.append(handed)
     sums = [first + second for first, second in zip(*given, strict=True)]
-    for index in held:
+    for index in HELD:
         answers = iter([total.clone() for total in sums])
-        part: Any = Targets(columns(), index, 2)
-        # Whitening over all ranks has tests of its own; here one rank's part is all there is.
-        plain = (
-            replace(settings, normalize_advantages=False) if isinstance(settings, PPO) else settings
-        )
-        add_advantages(
-            [part],
-            plain,
-            kl_coefficient=0.1,
-            over_context=lambda _, answers=answers: next(answers),
-            over_all=alone,
-        )
-        names = ["sequence_ids"] + (["returns"] if isinstance(settings, PPO) else [])
-        if not isinstance(settings, PPO) and not settings.advantage_estimator.startswith("rein"):
-            names.append("advantages")
-        for name in names:
-            torch.testing.assert_close(getattr(part.columns, name), expected[name][index])
+        made = run(index, lambda _, answers=answers: next(answers)).present()
+        for name in ("advantages", *(["returns"] if isinstance(settings, PPO) else [])):
+            torch.testing.assert_close(made[name], expected[name][index])
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_pack_without_targets(settings: GRPO | PPO) -> None:
-    pack: Any = Targets(columns(), torch.arange(0), 1)
-    add_advantages([pack], settings, kl_coefficient=0.1, over_context=alone, over_all=alone)
-    assert pack.columns.advantages.shape == (0,)
+    (pack,) = packs(trees(columns()))
+    assert pack.columns is not None
+    if isinstance(settings, PPO):
+        empty = empty_pack(pack.columns)
+        add_value_advantages(
+            [empty], settings, kl_coefficient=0.1, over_context=alone, over_all=alone
+        )
+    else:
+        empty = empty_pack(replace(pack.columns, rows=torch.zeros(12, dtype=torch.long)))
+        add_kl_advantages([[empty]], [0], settings, kl_coefficient=0.1, over_all=alone)
+    assert empty.columns is not None and empty.columns.advantages is not None
+    assert empty.columns.advantages.shape == (0,)
 
 
 OWN = "tests.unit.algorithms.own"

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from megavlm.config.load import load
+from megavlm.data.balance import Schedule
 from megavlm.environments.curriculum import Curriculum
+from megavlm.models.cost import ModelCost
 from megavlm.parallel.mesh import Layout
-from megavlm.training.batch import PackShape
+from megavlm.training.batch import PackShape, schedule_of
 from megavlm.training.driver import Driver
 
 VISION = (7, 8)
-PLAIN = {"multiple": 1, "context_size": 1, "count": 1, "equal_counts": False}
 
 
 @pytest.mark.parametrize(
@@ -23,10 +24,6 @@ PLAIN = {"multiple": 1, "context_size": 1, "count": 1, "equal_counts": False}
         ({"tensor": 2}, {}),
         ({"tensor": 2, "sequence": True}, {"multiple": 2}),
         ({"context": 4}, {"context_size": 4}),
-        ({"pipeline": 2}, {}),
-        ({"pipeline": 2, "virtual": 3}, {"count": 2}),
-        ({"expert": 2}, {"equal_counts": True}),
-        ({"expert_tensor": 2, "tensor": 2}, {"equal_counts": True}),
     ],
 )
 def test_pack_shape(
@@ -39,8 +36,22 @@ def test_pack_shape(
         processor=SimpleNamespace(vision_token_ids=VISION),
     )
     assert Driver.shape.fget is not None
-    shape = PackShape(max_tokens=9000, vision_token_ids=VISION, **{**PLAIN, **expected})
-    assert Driver.shape.fget(driver) == shape
+    assert Driver.shape.fget(driver) == PackShape(vision_token_ids=VISION, **expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout(tensor=2, context=2), {}),
+        (Layout(pipeline=2), {"bubble": 1.0}),
+        (Layout(pipeline=4, virtual=3), {"bubble": 1.0, "count": 4}),
+        (Layout(expert=2), {"lockstep": True}),
+        (Layout(expert_tensor=2, tensor=2), {"lockstep": True}),
+    ],
+)
+def test_schedule_of_packs(layout: Layout, expected: dict[str, Any]) -> None:
+    cost = ModelCost(10.0, 0.0, 0.0, 0.0)
+    assert schedule_of(layout, cost) == Schedule(least_cost=2950.0, **expected)
 
 
 def test_the_curriculum_is_part_of_the_state(write_recipe: Callable[..., Path]) -> None:

@@ -22,7 +22,7 @@ from megavlm.rollout.groups import (
     select_groups,
 )
 from megavlm.rollout.trajectory import Episode, Group
-from megavlm.training.advantages import add_advantages
+from megavlm.training.advantages import add_value_advantages, with_advantages
 
 ESTIMATORS = [
     GRPO(),
@@ -64,10 +64,15 @@ def episode(
 def columns(groups: Sequence[Group], settings: Any, max_new_tokens: int = 8) -> dict[str, Tensor]:
     """A token of each response: [S] of every value, with the advantages."""
     trees = policy_trees(groups, settings, max_new_tokens=max_new_tokens)
+    if isinstance(settings, GRPO):
+        (trees,) = with_advantages([trees], settings)
     pack = make_pack(trees, vision_token_ids=(-1, -2))
     assert pack.columns is not None
-    pack.columns = replace(pack.columns, values=torch.zeros(pack.num_targets))
-    add_advantages([pack], settings, kl_coefficient=0.0, over_context=alone, over_all=alone)
+    if isinstance(settings, PPO):
+        pack.columns = replace(pack.columns, values=torch.zeros(pack.num_targets))
+        add_value_advantages(
+            [pack], settings, kl_coefficient=0.0, over_context=alone, over_all=alone
+        )
     return {name: values[1::2] for name, values in pack.columns.present().items()}
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megavlm.data.balance import Schedule
 from megavlm.data.packing import Pack, Tree
 from megavlm.training.batch import PackShape, StepPlan, plan_step, shown_images, unpack_part
 from megavlm.training.step.image_plan import ImagePlan, assign_encoders, plan_images
@@ -32,22 +33,25 @@ def plan(
     *,
     slots: int = 1,
     tower_learns: bool = False,
+    schedule: Schedule | None = None,
+    max_tokens: int = 16,
     **shape: Any,
 ) -> StepPlan:
-    needs = PackShape(**{"max_tokens": 16, "vision_token_ids": (IMAGE,), **shape})
     ranks = plan_step(
         minibatches,
         num_ranks=num_ranks,
-        shape=needs,
-        cost=lambda tree: float(tree.num_tokens),
+        max_tokens=max_tokens,
+        schedule=schedule or Schedule(),
+        cost=lambda tree: [float(len(segment.token_ids)) for segment in tree.segments],
     )
     shown = [shown_images(minibatches) for minibatches in ranks]
     return StepPlan(
         minibatches=ranks,
         images=plan_images(shown, GRIDS, COSTS, slots=slots),
         sources=IMAGES,
+        num_tokens=sum(tree.num_tokens for trees in minibatches for tree in trees),
         tower_learns=tower_learns,
-        shape=needs,
+        shape=PackShape(vision_token_ids=(IMAGE,), **shape),
     )
 
 
@@ -112,24 +116,24 @@ def counts(planned: StepPlan) -> list[list[int]]:
     return [[len(packs) for packs in minibatches] for minibatches in packs_of(planned)]
 
 
-# One rank gets the long tree, another three short ones in two packs.
-UNEVEN = [[tree(4, [12], "a"), tree(4, [4], "b"), tree(4, [4], "c"), tree(4, [3], "d")]]
+# Packs of 16 hold one tree each.
+THREE = [[tree(4, [12], "a"), tree(4, [12], "b"), tree(4, [12], "c")]]
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"),
+    ("schedule", "expected"),
     [
-        ({}, [[1], [2]]),
-        ({"count": 2}, [[2], [2]]),
-        ({"count": 3}, [[3], [3]]),
-        ({"equal_counts": True}, [[2], [2]]),
-        ({"equal_counts": True, "count": 3}, [[3], [3]]),
-        ({"count": 4, "equal_counts": True}, [[4], [4]]),
+        (Schedule(), [[1], [2]]),
+        (Schedule(count=2, bubble=0.5), [[2], [2]]),
+        (Schedule(count=3, bubble=0.5), [[3], [3]]),
+        (Schedule(lockstep=True), [[2], [2]]),
+        (Schedule(lockstep=True, count=3, bubble=0.5), [[3], [3]]),
+        (Schedule(count=4, lockstep=True, bubble=0.5), [[4], [4]]),
     ],
 )
-def test_packs_of_padding_fill_up(shape: dict[str, Any], expected: list[list[int]]) -> None:
+def test_packs_of_padding_fill_up(schedule: Schedule, expected: list[list[int]]) -> None:
     """Virtual stages take turns in rounds of `count`; ranks that share experts need as many."""
-    planned = plan(2, UNEVEN, **shape)
+    planned = plan(2, THREE, schedule=schedule)
     assert sorted(counts(planned)) == expected
     for (packs,) in packs_of(planned):
         real = [pack for pack in packs if pack.num_targets]
@@ -142,7 +146,19 @@ def test_packs_of_padding_fill_up(shape: dict[str, Any], expected: list[list[int
             assert not pack.images and len(pack.token_ids) > 0
 
 
-def test_a_minibatch_with_less_trees_than_ranks_has_packs_on_all() -> None:
+def test_a_group_in_several_packs_has_its_prompt_and_image_in_each() -> None:
+    whole = [[tree(4, [6, 6, 6, 6], "a")]]
+    planned = plan(2, whole)
+    for data_rank, ((pack,),) in enumerate(packs_of(planned)):
+        header = json.loads(planned.part(data_rank)["header"].numpy().tobytes())
+        assert header["num_tokens"] == 28, "without repeated prompts"
+        assert header["num_targets"] == [24]
+        assert pack.images == ("a",) and pack.num_targets == 12 and pack.num_tokens == 16
+    encoders = [encoder for images in planned.images for encoder in images.encoders]
+    assert len(set(encoders)) == 1, "its image is encoded once"
+
+
+def test_a_minibatch_with_less_branches_than_ranks_has_packs_on_all() -> None:
     planned = plan(3, [[tree(4, [3], "a")]], multiple=2, context_size=2)
     assert counts(planned) == [[1], [1], [1]]
     for first, second in zip(packs_of(planned, 0), packs_of(planned, 1), strict=True):

@@ -23,7 +23,7 @@ class Targets:
     def __init__(self, values: dict[str, Tensor]) -> None:
         self.num_targets = len(next(iter(values.values())))
         self.columns = target_columns(self.num_targets, **values)
-        self.parents = (-1, 0, 0, 0)  # three responses
+        self.num_sequences = 3
 
 
 def columns(seed: int = 0) -> dict[str, Tensor]:

@@ -14,11 +14,17 @@ from tests.unit.inference.prompts import make_image
 IMAGE = 9
 
 
-def segment(length: int, start: int, parent: int, columns: TargetColumns | None = None) -> Segment:
+def segment(
+    length: int,
+    start: int,
+    parent: int,
+    columns: TargetColumns | None = None,
+    images: tuple[str, ...] = (),
+) -> Segment:
     """A prompt of image tokens, or a response of token 1."""
     ids = torch.full((length,), 1 if parent >= 0 else IMAGE)
     positions = text_positions(length, start)
-    return Segment(ids, positions, parent, is_target=parent >= 0, columns=columns)
+    return Segment(ids, positions, parent, is_target=parent >= 0, columns=columns, images=images)
 
 
 def tree(prompt: int, responses: Sequence[int], image: str) -> Tree:
@@ -27,7 +33,7 @@ def tree(prompt: int, responses: Sequence[int], image: str) -> Tree:
         segment(length, prompt, 0, columns(length, rewards=torch.arange(float(length))))
         for length in responses
     ]
-    return Tree((segment(prompt, 0, -1), *children), (image,))
+    return Tree((segment(prompt, 0, -1, images=(image,)), *children))
 
 
 def image(key: str, side: int = 4) -> ProcessedImage:
