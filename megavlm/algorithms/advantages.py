@@ -25,8 +25,8 @@ from megavlm.config.algorithm import GRPO
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """Rewards of a pack: N tokens of S sequences, grouped by prompt. Sequences are whole, whatever
-    context-parallel ranks hold them.
+    """Rewards of a minibatch: N tokens of S sequences, grouped by prompt. Sequences and groups are
+    whole, whatever packs and ranks hold them.
     """
 
     rewards: Tensor

@@ -65,7 +65,8 @@ class PackShape:
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """The driver's plan of a step, by data rank. num_tokens: of the step's trees before they were
-    cut. sources: of the images that packs show, by key. tower_learns: images are encoded in each pack that shows them, not once.
+    cut. sources: of the images that packs show, by key. tower_learns: images are encoded in each
+    pack that shows them, not once.
     """
 
     minibatches: list[Minibatches]
