@@ -65,7 +65,11 @@ def test_a_policy_loss_and_an_estimator_are_found_before_anything_starts(
             2,
             "parallel.pipeline=2 does not divide the world size 2: start a multiple of 4 ranks",
         ),
-        (["algorithm.minibatches=16"], 2, "is 1, too few for 2 data-parallel ranks"),
+        (
+            ["algorithm.minibatches=16", "algorithm.responses_per_prompt=2"],
+            3,
+            "is 2, too few for 3 data-parallel ranks",
+        ),
         (["algorithm.name=sft", "algorithm.batch_size=3"], 4, "algorithm.batch_size is 3, too few"),
     ],
 )
