@@ -3,6 +3,7 @@ forward with backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,10 @@ Chunks = Sequence[DistributedDataParallel]  # of this rank's pipeline stage, in 
 def compute_logprobs(
     chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures, scoring: Scoring
 ) -> list[TokenScores]:
-    """Return the scores of each pack's targets, without a graph. They are on the last pipeline
-    stage; other stages return an empty list. Collective.
+    """Return the scores of each pack's targets, without a graph and without entropies. They are on
+    the last pipeline stage; other stages return an empty list. Collective.
     """
-    return _without_graph(chunks, packs, features, scoring)
+    return _without_graph(chunks, packs, features, replace(scoring, entropy=False))
 
 
 def logits(chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures) -> list[Tensor]:

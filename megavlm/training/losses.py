@@ -29,12 +29,15 @@ class Update:
     that sampled. For tokens that older weights sampled (`is_stale`) they are the policy's before
     this step's updates, and the importance weights correct the rest.
     has_moved: the policy is no longer the reference, so that their KL is more than rounding.
+    is_reference: the policy was the reference before this step's updates, so that their log-probs
+    were the same.
     reduce: sums over the context ranks that hold parts of the same pack.
     """
 
     kl_coefficient: float
     is_first: bool = True
     has_moved: bool = True
+    is_reference: bool = False
     reduce: Reduce = alone
 
 
@@ -43,7 +46,8 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
     denominators.
 
     The packs have columns with advantages, and with reference_logprobs where the KL is in the loss.
-    The first update on a rollout adds old_logprobs where there are none. Measures are sums over
+    The first update on a rollout adds old_logprobs where there are none, and while the policy is
+    the reference reference_logprobs. Measures are sums over
     tokens; `signal` counts tokens with a gradient that is not rounding alone.
     """
     loss_of_tokens = load_policy_loss(settings.policy_loss)
@@ -53,17 +57,23 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
     def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
         logprobs, columns = scores.logprobs, pack.columns
         assert columns is not None and columns.advantages is not None
+        advantages = columns.advantages
         if settings.old_logprobs == "rollout":
             old = columns.rollout_logprobs
         elif columns.old_logprobs is None:
             old = logprobs.detach()
-            pack.columns = replace(columns, old_logprobs=old)
+            columns = replace(columns, old_logprobs=old)
         else:
             old = columns.old_logprobs
+        if update.is_reference and columns.reference_logprobs is None:
+            known = columns.old_logprobs
+            start = logprobs.detach() if known is None else known
+            columns = replace(columns, reference_logprobs=start)
+        pack.columns = columns
         inputs = PolicyInputs(
             logprobs=logprobs,
             old_logprobs=old,
-            advantages=columns.advantages,
+            advantages=advantages,
             sequence_ids=columns.sequence_ids,
             num_sequences=pack.num_sequences,
             reduce=update.reduce,
@@ -78,7 +88,7 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
             settings, old, columns, pack.num_sequences, update.reduce
         )
         loss = correction * term.loss
-        signal = (correction * columns.advantages != 0) & ~term.stopped
+        signal = (correction * advantages != 0) & ~term.stopped
         has_gap = settings.old_logprobs == "trainer" or update.is_first
         sampled = old if settings.old_logprobs == "trainer" else logprobs.detach()
         measures |= engine_gap(sampled, columns, is_known=has_gap)

@@ -34,6 +34,8 @@ from megavlm.weight_sync.sync import WeightSync
 
 
 class PolicyTrainer(BaseTrainer):
+    is_reference: bool  # the policy was the reference before this step's updates
+
     def __init__(self, train_state: TrainState, driver: Driver | None, sync: WeightSync) -> None:
         super().__init__(train_state, driver, sync)
         assert isinstance(train_state.config.algorithm, GRPO | PPO)
@@ -138,12 +140,13 @@ class PolicyTrainer(BaseTrainer):
         )
 
     def add_reference_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
-        """Add the reference's log-probs. With the KL in the reward they are left out before the
-        first update, while the policy is the reference. Collective.
+        """Add the reference's log-probs, but not while the policy is the reference: then they are
+        the old ones, and the KL in the reward is zero. Collective.
         """
-        in_reward = self.settings.kl_in == "reward"
-        if self.reference is not None and (self.train_state.updater.has_moved or not in_reward):
-            with self.reference.in_place():
+        reference, has_moved = self.reference, self.train_state.updater.has_moved
+        self.is_reference = reference is not None and reference.is_policy and not has_moved
+        if reference is not None and not self.is_reference:
+            with reference.in_place():
                 self.add_logprobs("reference_logprobs", batch, features, first=0)
 
     def add_old_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
@@ -153,6 +156,8 @@ class PolicyTrainer(BaseTrainer):
         if self.settings.old_logprobs == "trainer":
             first = 0 if self.kl_in_reward else 1
             self.add_logprobs("old_logprobs", batch, features, first=first)
+        elif self.is_reference and self.settings.kl_in == "loss":
+            self.add_logprobs("reference_logprobs", batch, features, first=1)
 
     def add_logprobs(
         self, name: str, batch: RankBatch, features: VisionFeatures, *, first: int
@@ -184,7 +189,8 @@ class PolicyTrainer(BaseTrainer):
 
     @property
     def kl_in_reward(self) -> bool:
-        return self.settings.kl_in == "reward" and self.train_state.updater.has_moved
+        in_reward = self.settings.kl_in == "reward"
+        return in_reward and self.reference is not None and not self.is_reference
 
     def update(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
         """Make all updates of the step. Returns metrics. Collective."""
@@ -219,6 +225,7 @@ class PolicyTrainer(BaseTrainer):
             kl_coefficient=self.state["kl_coefficient"],
             is_first=is_first,
             has_moved=self.train_state.updater.has_moved,
+            is_reference=self.is_reference and self.settings.kl_in == "loss",
             reduce=self.over_context,
         )
         return policy_loss(self.settings, update)

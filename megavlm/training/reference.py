@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megavlm.models.common.lora import adapters, adapters_disabled
 from megavlm.parallel import platform
+from megavlm.parallel.collectives import any_rank
 
 # Bytes of a block of host memory. torch's allocator of pinned memory rounds each request up to a
 # power of two, which would waste up to half of a large one.
@@ -60,6 +61,8 @@ class ReferenceWeights:
     in its place; frozen parameters are shared with the policy.
     """
 
+    is_policy = True  # before the first update
+
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
         self._reference, self._policy = HostCopy(trained), HostCopy(trained)
@@ -79,10 +82,17 @@ class ReferenceWeights:
 
 
 class WithoutAdapters:
-    """The model with its adapters disabled: no second copy of the weights."""
+    """The model with its adapters disabled: no second copy of the weights.
+
+    is_policy: the adapters are fresh, so that they change nothing before the first update.
+    """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        """Look at the adapters. Collective."""
         self._chunks = chunks
+        found = [adapter for chunk in chunks for _, adapter in adapters(chunk)]
+        learnt = any(bool(b.any()) for adapter in found for b in adapter.lora_B.values())
+        self.is_policy = not any_rank(learnt)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -93,6 +103,6 @@ class WithoutAdapters:
 
 
 def reference(chunks: Sequence[nn.Module]) -> ReferenceWeights | WithoutAdapters:
-    """Return the reference of a model, before its first update."""
-    has_adapters = any(True for chunk in chunks for _ in adapters(chunk))
+    """Return the reference of a model, before its first update. Collective."""
+    has_adapters = any_rank(any(True for chunk in chunks for _ in adapters(chunk)))
     return WithoutAdapters(chunks) if has_adapters else ReferenceWeights(chunks)

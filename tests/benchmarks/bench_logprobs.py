@@ -5,11 +5,15 @@ Both start from the hidden states of T tokens, N of which predict a token that t
 both run forward and backward, gradients of the hidden states and of the output weight included.
 Memory: how far the resident set of a process of its own rises above what it held before, which is
 what the machine must have; torch's profiler sees allocations, not when they come back.
+
+And the share of a step of a 0.3B model that it is: of forward and backward of one tree, in one run.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +21,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavlm.data.packing import prompt_tree
+from megavlm.demo.tiny_configs import TinySizes, tiny_config
+from megavlm.models.build import build_model
+from megavlm.models.common import logprobs
 from megavlm.models.common.logprobs import Scoring, token_scores
 from megavlm.parallel import platform
+from megavlm.parallel.mesh import build_mesh
+from megavlm.training.gradient_buffers import wrap
+from tests.benchmarks.bench_model import GRID, SIZES, TOKEN_IDS, Shape, inputs, our_step
 from tests.distributed.fork import launch
 
 VOCABULARY, HIDDEN = 151_936, 256
@@ -45,8 +56,8 @@ def scored(hidden: Tensor, weight: Tensor, index: Tensor, targets: Tensor) -> Te
 
 
 def plain(hidden: Tensor, weight: Tensor, index: Tensor, targets: Tensor) -> Tensor:
-    logprobs = F.log_softmax(hidden @ weight.t(), dim=-1)
-    return logprobs[index].gather(1, targets[:, None])[:, 0]
+    scores = F.log_softmax(hidden @ weight.t(), dim=-1)
+    return scores[index].gather(1, targets[:, None])[:, 0]
 
 
 FORMS = {"megavlm": scored, "plain": plain}
@@ -92,3 +103,39 @@ def bench_logprobs() -> None:
 
 def shown(cost: Cost) -> str:
     return f"{cost.added / 1e9:.2f} GB {cost.seconds:6.2f} s"
+
+
+def share(prompt_tokens: int, answers: tuple[int, int]) -> tuple[float, float]:
+    """Seconds of log-probs and of the whole, forward and backward, the second time."""
+    torch.set_num_threads(2)
+    config = tiny_config("qwen2_5_vl", TinySizes(**SIZES["0.3B"]), VOCABULARY, TOKEN_IDS)
+    chunks = wrap(build_model(config, build_mesh()), shard_optimizer=False)
+    text = prompt_tokens - GRID[1] * GRID[2] // 4
+    prompt, made = inputs(config, Shape("", text, answers))
+    step = our_step(chunks, config, prompt, [prompt_tree(prompt, made)])
+    spent = [0.0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            spent[0] += time.perf_counter() - start
+            return result
+
+        return run
+
+    scores: Any = logprobs._ChunkedScores
+    scores.forward, scores.backward = timed(scores.forward), timed(scores.backward)
+    step()
+    spent[0], start = 0.0, time.perf_counter()
+    step()
+    return spent[0], time.perf_counter() - start
+
+
+@pytest.mark.timeout(0)
+def bench_share() -> None:
+    print("\nlog-probs in forward and backward of a 0.3B model, vocabulary 151936, two threads")
+    for prompt_tokens, answers in ((400, (8, 60)), (1400, (8, 60))):
+        ((own, whole),) = launch(1, share, prompt_tokens, answers, timeout=900)
+        scored = f"prompt {prompt_tokens}, {answers[0] * answers[1]} scored"
+        print(f"{scored}: {own:.1f} of {whole:.1f} s, {own / whole:.0%}")

@@ -38,10 +38,12 @@ class Scoring:
     whole vocabulary) with probability 0.
 
     Both equal the rollout server's, which returns log-probs of the distribution it samples from.
+    entropy: compute entropies, too, which passes without a loss do not need.
     """
 
     temperature: float = 1.0
     suppressed_ids: tuple[int, ...] = ()
+    entropy: bool = True
 
 
 def token_scores(
@@ -53,7 +55,8 @@ def token_scores(
     group: dist.ProcessGroup,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs [N] and entropies [N] of targets. Collective over `group`, the tensor axis.
+    """Compute log-probs [N] and entropies [N] of targets; without `scoring.entropy` these are empty
+    and there is no gradient. Collective over `group`, the tensor axis.
 
     The gradient with respect to `hidden_NH` is this rank's part of a sum over the tensor axis.
     Besides inputs and gradients, two fp32 tensors [chunk_size, V/tp] are held. chunk_size: None:
@@ -67,7 +70,7 @@ def token_scores(
         local = (i - group.rank() * weight_VH.size(0) for i in scoring.suppressed_ids)
         held = [i for i in local if 0 <= i < weight_VH.size(0)]
         suppressed = torch.tensor(held, dtype=torch.long, device=weight_VH.device)
-    logits = _Logits(weight_VH.detach(), scoring.temperature, suppressed)
+    logits = _Logits(weight_VH.detach(), scoring.temperature, suppressed, scoring.entropy)
     logprobs, entropy = _ChunkedScores.apply(
         hidden_NH,
         weight_VH,
@@ -97,6 +100,7 @@ class _Logits:
     weight_VH: Tensor
     temperature: float
     suppressed: Tensor | None
+    entropy: bool
 
     def write(self, hidden_CH: Tensor, out: Tensor) -> Tensor:
         """Write the logits into the first C rows of `out`, fp32, and return these: new memory for
@@ -143,12 +147,17 @@ class _ChunkedScores(torch.autograd.Function):
             exp_CV = torch.sub(logits_CV, max_C[:, None], out=second[: len(ids_C)]).exp_()
             here_C = (ids_C >= 0) & (ids_C < weight_VH.size(0))
             target_C = logits_CV.gather(1, ids_C.where(here_C, 0)[:, None])[:, 0] * here_C
-            sums_3C = torch.stack([exp_CV.sum(1), logits_CV.mul_(exp_CV).sum(1), target_C])
-            dist.all_reduce(sums_3C, group=group)
-            log_sum_C = sums_3C[0].log() + max_C
+            sums = [exp_CV.sum(1), target_C]
+            if logits.entropy:
+                sums.append(logits_CV.mul_(exp_CV).sum(1))
+            reduced = torch.stack(sums)
+            dist.all_reduce(reduced, group=group)
+            total_C, target_C, *weighted_C = reduced
+            log_sum_C = total_C.log() + max_C
             log_sums.append(log_sum_C)
-            logprobs.append(sums_3C[2] - log_sum_C)
-            entropies.append(log_sum_C - sums_3C[1] / sums_3C[0])
+            logprobs.append(target_C - log_sum_C)
+            if logits.entropy:
+                entropies.append(log_sum_C - weighted_C[0] / total_C)
         empty = hidden_NH.new_zeros(0, dtype=torch.float32)
         logprobs_N, entropy_N, log_sum_N = (
             torch.cat([empty, *x]) for x in (logprobs, entropies, log_sums)

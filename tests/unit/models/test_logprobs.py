@@ -77,6 +77,22 @@ def test_scores_and_gradients(scoring: Scoring, world_size: int, chunk_size: int
     torch.testing.assert_close(torch.cat([torch.from_numpy(r[3]) for r in results]), weight_grad)
 
 
+def without_entropy() -> list[Tensor]:
+    hidden, weight, targets, *_ = inputs()
+    group = dist.group.WORLD
+    assert group is not None
+    whole, part = (
+        token_scores(hidden, weight, targets, scoring=scoring, group=group, chunk_size=4)
+        for scoring in (Scoring(), Scoring(entropy=False))
+    )
+    return [whole[0], part[0], part[1]]
+
+
+def test_log_probs_without_entropies_are_the_same_bit_for_bit() -> None:
+    ((whole, part, entropy),) = launch(1, without_entropy)
+    assert (whole == part).all() and entropy.shape == (0,)
+
+
 def no_targets() -> list[Any]:
     hidden, weight, *_ = inputs()
     hidden.requires_grad_()

@@ -163,6 +163,39 @@ def test_the_first_update_leaves_its_log_probs_for_later_ones() -> None:
     assert torch.equal(pack.columns.old_logprobs, c["logprobs"])
 
 
+@pytest.mark.parametrize("old", ["trainer", "rollout"])
+def test_while_the_policy_is_the_reference_no_pass_of_it_is_needed(old: Any) -> None:
+    """Bit for bit as with the log-probs of such a pass, also in the pack's later updates."""
+    c = columns()
+    settings = GRPO(kl_coefficient=0.1, old_logprobs=old, importance="none")
+    update = Update(kl_coefficient=0.1, has_moved=False)
+    with_pass, without = (
+        Targets(
+            {
+                "loss_weights": torch.ones(N),
+                "sequence_ids": c["sequence_ids"],
+                "advantages": c["advantages"],
+                "rollout_logprobs": c["old"] + c["rollout"],
+                **reference,
+            }
+        )
+        for reference in ({"reference_logprobs": c["logprobs"].clone()}, {})
+    )
+    for shift in (0.0, 0.1):
+        results = []
+        for pack, is_reference in ((with_pass, False), (without, True)):
+            logprobs = (c["logprobs"] + shift).requires_grad_()
+            given: Any = pack
+            scores = TokenScores(logprobs, c["entropy"], torch.empty(0))
+            loss = policy_loss(settings, replace(update, is_reference=is_reference))
+            total, measures = loss(given, scores)
+            total.backward()
+            results.append((total, logprobs.grad, measures["kl_reference"]))
+        for expected, found in zip(*results, strict=True):
+            assert expected is not None and torch.equal(expected, found)
+        assert (results[0][2] == 0) == (shift == 0)
+
+
 @pytest.mark.parametrize("first_update", [False, True])
 def test_the_gap_between_the_engines_is_measured_where_it_can_be(first_update: bool) -> None:
     c = columns()
