@@ -229,7 +229,8 @@ def test_a_frozen_tower_encodes_each_image_once_a_step_and_keeps_no_graph(
 
 def swap(folder: Path, ranks: Ranks, lora: LoRA | None) -> list[Any]:
     """Whether log-probs under the reference are those of the start, bit for bit; whether an update
-    changed them; whether the policy came back, bit for bit.
+    changed them; whether the policy came back, bit for bit; whether the policy was the reference
+    before, bit for bit, and is known to be.
     """
     run = start(folder, ranks, frozen=True, lora=lora)
     modules = [chunk.module for chunk in run.updater.chunks]
@@ -237,6 +238,8 @@ def swap(folder: Path, ranks: Ranks, lora: LoRA | None) -> list[Any]:
     features = run.features()
     start_is = reference(modules)
     before = run.logprobs(features)
+    with start_is.in_place():
+        first = run.logprobs(features)
     run.forward_backward(features)
     run.updater.step()
     trained, after = run.parameters(), run.logprobs(features)
@@ -248,6 +251,9 @@ def swap(folder: Path, ranks: Ranks, lora: LoRA | None) -> list[Any]:
         all(torch.equal(x, y) for x, y in zip(before, inside, strict=True)),
         any(not torch.equal(x, y) for x, y in zip(before, after, strict=True)),
         all(same),
+        all(torch.equal(x, y) for x, y in zip(before, first, strict=True))
+        and start_is.is_policy
+        and reference(modules).is_policy == (lora is None),
     ]
 
 
@@ -258,6 +264,6 @@ def test_reference_is_the_start_and_the_policy_comes_back(
 ) -> None:
     ranks = LAYOUTS[layout]
     *others, last = launch(ranks.world_size, swap, folder, ranks, lora)
-    assert last == [True, True, True]
-    for start_is, _, policy_is in others:  # an earlier stage has no log-probs
-        assert start_is and policy_is
+    assert last == [True] * 4
+    for start_is, _, policy_is, was in others:  # an earlier stage has no log-probs
+        assert start_is and policy_is and was
