@@ -24,7 +24,7 @@ SIZES = 16  # sizes of packs that are tried, and then of those near the best
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a layout runs the packs of its data ranks.
+    """Order in which a layout runs the packs of its data ranks.
 
     bubble: a rank takes the sum of its packs' times and `bubble` times the longest: stages less one
     over virtual stages (arXiv 2104.04473). lockstep: ranks share experts, so that all run as many
