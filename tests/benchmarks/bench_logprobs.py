@@ -135,7 +135,7 @@ def share(prompt_tokens: int, answers: tuple[int, int]) -> tuple[float, float]:
 @pytest.mark.timeout(0)
 def bench_share() -> None:
     print("\nlog-probs in forward and backward of a 0.3B model, vocabulary 151936, two threads")
-    for prompt_tokens, answers in ((400, (8, 60)), (1400, (8, 60))):
+    for prompt_tokens, answers in ((400, (2, 60)), (400, (8, 60))):
         ((own, whole),) = launch(1, share, prompt_tokens, answers, timeout=900)
         scored = f"prompt {prompt_tokens}, {answers[0] * answers[1]} scored"
         print(f"{scored}: {own:.1f} of {whole:.1f} s, {own / whole:.0%}")
