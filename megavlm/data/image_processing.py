@@ -1,13 +1,17 @@
 """Resized images as RGB pixels: a file for the rollout server, patches for the vision tower."""
 
+import base64
+import dataclasses
 import hashlib
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import BytesIO
 from threading import Lock
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -15,6 +19,7 @@ from torch import Tensor
 from megavlm.data.image_decoding import decode, image_size
 
 CPU = torch.device("cpu")
+_URL = b'"data:image/bmp;base64,'  # as JSON text
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,9 @@ class ProcessedImage:
     is_video: ClassVar[bool] = False
 
     key: str  # SHA-256 of size and RGB pixels: identifies the content
-    pixels: Tensor  # [F, H, W, 3] uint8, of one frame; the server's own resize does not change it
+    # [F, H, W, 3] uint8, of one frame; the server's own resize does not change it. On the meta
+    # device where only `request_text` has them, or nothing.
+    pixels: Tensor
     format: PatchFormat
     digest: bytes = field(default=b"", kw_only=True)  # of its file, as stored
 
@@ -94,14 +101,45 @@ class ProcessedImage:
         """Return the tower's input [P, patch_dim] float32 on a device, equal to AutoProcessor's
         pixel_values. Pixels are moved as they are, an eighth of its bytes.
         """
-        return self.format.cut(self.pixels.to(device, non_blocking=True))
+        return self.format.cut(self.content.to(device, non_blocking=True))
 
     def file(self, kind: str) -> bytes:
         """Return the first frame as a lossless file: "BMP", made in no time, or "PNG", smaller."""
-        content = BytesIO()
+        file = BytesIO()
         # Both are lossless at any setting; the lowest compression of PNG is the fastest.
-        Image.fromarray(self.pixels[0].numpy()).save(content, kind, compress_level=1)
-        return content.getvalue()
+        Image.fromarray(self.content[0].numpy()).save(file, kind, compress_level=1)
+        return file.getvalue()
+
+    @cached_property
+    def request_text(self) -> Tensor:
+        """The first frame as rollout servers take it: a JSON string [n] uint8, a data: URL of a BMP
+        file. BMP is made and read an order of magnitude faster than PNG
+        (tests/benchmarks/bench_images.py), for about twice the bytes.
+        """
+        text = b"".join((_URL, base64.b64encode(self.file("BMP")), b'"'))
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    @cached_property
+    def for_request(self) -> "ProcessedImage":
+        """The image with its pixels in `request_text` alone."""
+        image = dataclasses.replace(self.for_plan)
+        vars(image)["request_text"] = self.request_text
+        return image
+
+    @cached_property
+    def for_plan(self) -> "ProcessedImage":
+        """The image without its pixels, which ranks read by themselves."""
+        meta = torch.empty(self.pixels.shape, dtype=torch.uint8, device="meta")
+        return dataclasses.replace(self, pixels=meta)
+
+    @property
+    def content(self) -> Tensor:
+        """The pixels, of `request_text` if nothing else has them."""
+        if not self.pixels.is_meta:
+            return self.pixels
+        assert "request_text" in vars(self), "no pixels are left"
+        file = base64.b64decode(self.request_text.numpy().data[len(_URL) : -1])
+        return torch.from_numpy(np.array(Image.open(BytesIO(file)))[None])
 
 
 class ImageProcessor:
@@ -145,7 +183,7 @@ class ImageProcessor:
         digest = hashlib.sha256(data).digest()
         image = self._cache.get(digest)
         if image is None:
-            image = self._process(decode(data), digest)
+            image = dataclasses.replace(self._process(decode(data)), digest=digest)
             self._cache.put(digest, image)
         return image
 
@@ -158,7 +196,7 @@ class ImageProcessor:
         patches = self._processor.get_number_of_image_patches(height, width, bounds)
         return patches // self.merge_size**2
 
-    def _process(self, image: Image.Image, digest: bytes) -> ProcessedImage:
+    def _process(self, image: Image.Image) -> ProcessedImage:
         # Not the processor's own resize, whose arguments differ between releases of transformers.
         from transformers.image_processing_backends import TorchvisionBackend
         from transformers.image_utils import SizeDict
@@ -173,7 +211,7 @@ class ImageProcessor:
         resized = TorchvisionBackend.resize(processor, values, size, processor.resample)
         pixels = resized.permute(0, 2, 3, 1).contiguous()
         key = hashlib.sha256(f"{width}x{height}:".encode() + pixels.numpy().tobytes()).hexdigest()
-        processed = ProcessedImage(key, pixels, self._format, digest=digest)
+        processed = ProcessedImage(key, pixels, self._format)
         # Rounding to whole patches can move a narrow image out of the bounds again.
         if processor.get_number_of_image_patches(height, width, {}) != processed.num_patches:
             raise ValueError(

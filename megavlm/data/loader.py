@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any, Literal
 
@@ -34,15 +34,15 @@ class SkippedRow:
 class Prompts:
     """Map-style data set for torchdata's loader: rows as prompts."""
 
-    def __init__(self, rows: Rows, make: Callable[[Row], Prompt]) -> None:
-        self.rows, self._make = rows, make
+    def __init__(self, rows: Rows, make: Callable[[Row], Prompt], *, for_requests: bool) -> None:
+        self.rows, self._make, self._for_requests = rows, make, for_requests
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Prompt | SkippedRow:
         try:
-            return self._make(self.rows[index])
+            return without_pixels(self._make(self.rows[index]), for_requests=self._for_requests)
         except PromptTooLong as error:
             return SkippedRow("long", str(error))
         except ValueError as error:
@@ -64,18 +64,20 @@ class PromptStream:
         *,
         seed: int,
         batch_size: int = 1,
+        for_requests: bool = False,
     ) -> None:
         """Stream `rows` as prompts, which `make` prepares.
 
         data: weights of the data sets (see files.expand), number of workers, and handling of rows
         that cannot be used or are too long. batch_size: number of rows that a worker prepares
-        together; the order does not depend on it.
+        together; the order does not depend on it. for_requests: the workers make the texts by which
+        rollout servers get the images.
 
         Raises ValueError if there are no rows.
         """
         self._weights = tuple(data.train_weights)
         self._parts = data_sets(rows, self._weights, seed)
-        self._prompts = Prompts(rows, make)
+        self._prompts = Prompts(rows, make, for_requests=for_requests)
         self._seed, self._batch_size, self._workers = seed, batch_size, data.workers
         self._policies: dict[Kind, str] = {"bad": data.bad_samples, "long": data.long_prompts}
         self._fingerprint: str | None = None
@@ -249,9 +251,28 @@ class PackedBatch:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_meta:
+            return _empty, (tuple(value.shape), value.dtype)
         if isinstance(value, Tensor):
             return torch.from_numpy, (value.numpy(),)
         return NotImplemented
+
+
+def without_pixels(prompt: Prompt, *, for_requests: bool) -> Prompt:
+    """Return a prompt whose images hold what rank 0 needs of them: the text of a request, or, as
+    ranks read them from the files, nothing. Those from the network are not read again.
+    """
+    if for_requests:
+        images = [image if image.is_video else image.for_request for image in prompt.images]
+    elif prompt.row.is_fetched:
+        return prompt
+    else:
+        images = [image.for_plan for image in prompt.images]
+    return replace(prompt, images=tuple(images))
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def data_sets(rows: Rows, weights: Sequence[float], seed: int) -> list[DataSetOrder]:

@@ -5,7 +5,7 @@ expands itself, and as images that need no further resizing. Images are sent as 
 URL, so that a server fetches nothing.
 """
 
-import base64
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Added to a suppressed token's logit: its probability is exactly 0 in every float type.
 SUPPRESSED_BIAS = -1e9
 ABORT = "abort"
+Body = bytes | memoryview  # a part of a request's body
 
 
 @dataclass(frozen=True)
@@ -94,24 +95,25 @@ def is_complete(responses: Sequence[Response]) -> bool:
     return bool(responses) and all(response.is_complete for response in responses)
 
 
-def generate_body(prompts: Sequence["Prompt"], n: int, sampling: Sampling) -> dict[str, Any]:
-    """Return the body of a /generate request for n responses to each prompt."""
+def generate_body(prompts: Sequence["Prompt"], n: int, sampling: Sampling) -> list[Body]:
+    """Return the body of a /generate request for n responses to each prompt, as parts of JSON."""
     body: dict[str, Any] = {
         "input_ids": [list(prompt.request_ids) for prompt in prompts],
         "sampling_params": {"n": n, **_parameters(sampling, sampling.max_new_tokens)},
         "return_logprob": True,
     }
-    if any(prompt.images for prompt in prompts):
-        body["image_data"] = [_image_data(prompt) for prompt in prompts]
     if sampling.adapter is not None:
         body["lora_path"] = sampling.adapter
-    return body
+    if not any(prompt.images for prompt in prompts):
+        return [json.dumps(body).encode()]
+    return _with_images(body, _listed([_listed(_texts(prompt)) for prompt in prompts]))
 
 
-def continue_body(
-    prompt: "Prompt", begun: Sequence[Response], sampling: Sampling
-) -> dict[str, Any]:
-    """Return the body of a /generate request that continues a prompt's aborted responses."""
+def continue_body(prompt: "Prompt", begun: Sequence[Response], sampling: Sampling) -> list[Body]:
+    """Return the body of a /generate request that continues a prompt's aborted responses, as parts
+    of JSON. An image alone is in it once, for all responses; SGLang takes several only as a list
+    for each.
+    """
     body: dict[str, Any] = {
         "input_ids": [[*prompt.request_ids, *response.token_ids] for response in begun],
         "sampling_params": [
@@ -120,11 +122,14 @@ def continue_body(
         ],
         "return_logprob": True,
     }
-    if prompt.images:
-        body["image_data"] = [_image_data(prompt)] * len(begun)
     if sampling.adapter is not None:
         body["lora_path"] = sampling.adapter
-    return body
+    if not prompt.images:
+        return [json.dumps(body).encode()]
+    texts = _texts(prompt)
+    return _with_images(
+        body, texts[0] if len(texts) == 1 else _listed([_listed(texts)] * len(begun))
+    )
 
 
 def _parameters(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
@@ -153,12 +158,21 @@ def json_object(reply: httpx.Response) -> dict[str, Any]:
     return answer
 
 
-def _image_data(prompt: "Prompt") -> list[str]:
-    """Return a prompt's images as the server takes them. BMP is made and read an order of magnitude
-    faster than PNG (tests/benchmarks/bench_images.py), for about twice the bytes.
-    """
-    files = (image.file("BMP") for image in prompt.images)
-    return ["data:image/bmp;base64," + base64.b64encode(file).decode("ascii") for file in files]
+def _with_images(body: Mapping[str, Any], images: Sequence[Body]) -> list[Body]:
+    """Return a body's JSON with `image_data`, whose long texts are not copied."""
+    return [json.dumps(body).encode()[:-1], b', "image_data": ', *images, b"}"]
+
+
+def _listed(items: Sequence[Sequence[Body]]) -> list[Body]:
+    """Return a JSON list of items, as parts."""
+    parts: list[Body] = []
+    for item in items:
+        parts += [b", " if parts else b"[", *item]
+    return [*parts, b"]"] if parts else [b"[]"]
+
+
+def _texts(prompt: "Prompt") -> list[list[Body]]:
+    return [[image.request_text.numpy().data] for image in prompt.images]
 
 
 def parse_generate(

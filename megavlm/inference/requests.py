@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import httpx
 
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import (
+    Body,
     Response,
     Sampling,
     bearer,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 4  # of a request, at any servers
 PROMPTS_PER_REQUEST = 16  # one request costs a server as much as a prompt of 25 tokens
+CHUNK_BYTES = 2**20  # of a body that are written at once
 TOKENS_PER_REQUEST = 256  # a prompt; for longer responses a request's own cost is nothing
 
 
@@ -98,11 +100,15 @@ class Request:
         Raises RequestFailed if another attempt may succeed, RolloutRequestError for a 4xx status
         and as `parse_generate` does.
         """
-        url, headers = address.url + "/generate", bearer(address.api_key)
+        url, body = address.url + "/generate", self.body(sampling)
+        headers = bearer(address.api_key) | {
+            "Content-Type": "application/json",
+            "Content-Length": str(sum(map(len, body))),
+        }
         try:
             async with (
                 asyncio.timeout(limits.total),
-                http.stream("POST", url, json=self.body(sampling), headers=headers) as reply,
+                http.stream("POST", url, content=_chunks(body), headers=headers) as reply,
                 asyncio.timeout(limits.body),
             ):
                 await reply.aread()
@@ -118,7 +124,7 @@ class Request:
         except (KeyError, TypeError, ValueError) as error:
             raise RequestFailed(f"malformed response: {error!r}") from error
 
-    def body(self, sampling: Sampling) -> dict[str, Any]:
+    def body(self, sampling: Sampling) -> list[Body]:
         if self.begun:
             return continue_body(self.prompts[0], self._aborted, sampling)
         return generate_body(self.prompts, self.n, sampling)
@@ -136,6 +142,15 @@ class Request:
     @property
     def _aborted(self) -> list[Response]:
         return [response for response in self.begun if not response.is_complete]
+
+
+async def _chunks(body: Sequence[Body]) -> AsyncIterator[Any]:
+    """Yield a body in pieces, which are no copies: asyncio moves what is left of a piece after each
+    write.
+    """
+    for part in map(memoryview, body):
+        for start in range(0, len(part), CHUNK_BYTES):
+            yield part[start : start + CHUNK_BYTES]
 
 
 def make_requests(

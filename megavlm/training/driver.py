@@ -61,7 +61,12 @@ class Driver:
         # The prompts of a step, so that an image is processed once in it.
         size = algorithm.batch_size if isinstance(algorithm, SFT) else algorithm.prompts_per_step
         self.stream = PromptStream(
-            self.rows, self.processor.prompt, data, seed=config.run.seed, batch_size=size
+            self.rows,
+            self.processor.prompt,
+            data,
+            seed=config.run.seed,
+            batch_size=size,
+            for_requests=not isinstance(algorithm, SFT),
         )
         self.partial_rollouts = PartialRolloutBuffer()
         self.best_metric = BestMetricTracker(config.checkpoint.best_metric)

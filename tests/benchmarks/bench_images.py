@@ -2,6 +2,7 @@
 pixels or patches; and the plan of a step of 512 prompts, for several numbers of ranks.
 """
 
+import asyncio
 import base64
 import json
 import pickle
@@ -15,11 +16,13 @@ from pathlib import Path
 from PIL import Image
 
 from megavlm.data.balance import Schedule
-from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.loader import PackedBatch, without_pixels
 from megavlm.data.packing import prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.inference.protocol import Sampling, generate_body
+from megavlm.inference.requests import _chunks
 from megavlm.parallel.collectives import _pack
 from megavlm.training.batch import Minibatches, PackShape, StepPlan, plan_step, shown_images
 from megavlm.training.step.image_plan import plan_images
@@ -42,6 +45,7 @@ def bench_images(tmp_path: Path) -> None:
     for name, make in {
         "PNG": lambda: image.file("PNG"),
         "BMP": lambda: image.file("BMP"),
+        "JPEG as stored": lambda: row.images[0],
     }.items():
         encode, text = milliseconds(make), base64.b64encode(make()).decode()
         send = milliseconds(lambda make=make: request(make()))
@@ -56,9 +60,6 @@ def bench_images(tmp_path: Path) -> None:
     }.items():
         took = milliseconds(travels)
         print(f"{name + ' for a rank':32}{took:8.1f} ms, {len(travels()) / 1e6:6.1f} MB")
-    before = milliseconds(lambda: before_step(image))
-    after = milliseconds(lambda: (request(image.file("BMP")), pickle.dumps(image)))
-    print(f"{'PNG and patches / BMP and pixels':32}{before / after:8.1f}")
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,14 @@ def bench_step(tmp_path: Path) -> None:
     rows = [Row(i, "<image>?", "", (photo(),), "", "") for i in range(NUM_PROMPTS)]
     prompts = [processor.prompt(row) for row in rows]
     trees = [prompt_tree(p, [[7] * 256] * 8, [columns(256)] * 8) for p in prompts]
-    print(f"\nrank 0's share of a plan: {PROMPTS_PER_STEP} prompts of an image of 1 megapixel")
+    packed = [PackedBatch.pack(prompt) for prompt in prompts]
+    asked = measured(partial(before_requests, packed)), measured(requests_of(prompts))
+    print(f"\nrank 0's share of a step: {PROMPTS_PER_STEP} prompts of an image of 1 megapixel")
     print(f"{'ranks':32}{'before':>20}{'after':>20}{'seconds':>9}{'bytes':>7}")
+    print(
+        f"{'requests':32}{_text(asked[0]):>20}{_text(asked[1]):>20}"
+        f"{asked[0].seconds / asked[1].seconds:9.1f}{asked[0].bytes / asked[1].bytes:7.1f}"
+    )
     for data_size, slots in ((1, 1), (2, 2), (4, 4)):
         shape = PackShape(vision_token_ids=processor.vision_token_ids)
         ranks = plan_step(
@@ -88,11 +95,32 @@ def bench_step(tmp_path: Path) -> None:
         )
         before = measured(partial(before_plan, ranks, shape, prompts, slots))
         after = measured(partial(after_plan, ranks, shape, prompts, slots))
+        before = Cost(before.seconds + asked[0].seconds, before.bytes + asked[0].bytes)
+        after = Cost(after.seconds + asked[1].seconds, after.bytes + asked[1].bytes)
         name = f"{data_size * slots} (data {data_size} x tensor {slots})"
         print(
             f"{name:32}{_text(before):>20}{_text(after):>20}"
             f"{before.seconds / after.seconds:9.1f}{before.bytes / max(after.bytes, 1):7.1f}"
         )
+
+
+def before_requests(packed: Sequence[PackedBatch]) -> int:
+    """Take the pixels of the workers, and make the requests' texts. Returns the bytes sent."""
+    return sum(len(request(received.unpack().images[0].file("BMP"))) for received in packed)
+
+
+def requests_of(prompts: Sequence[Prompt]) -> Callable[[], int]:
+    """Return a function that takes the workers' texts, and cuts them into the pieces that are sent;
+    it returns their bytes.
+    """
+    packed = [PackedBatch.pack(without_pixels(p, for_requests=True)) for p in prompts]
+    sampling = Sampling(temperature=1.0, max_new_tokens=256)
+
+    async def send() -> int:
+        bodies = [generate_body([received.unpack()], 8, sampling) for received in packed]
+        return sum([len(piece) for body in bodies async for piece in _chunks(body)])
+
+    return lambda: asyncio.run(send())
 
 
 def before_plan(
@@ -142,10 +170,6 @@ def measured(work: Callable[[], int]) -> Cost:
 
 def _text(cost: Cost) -> str:
     return f"{cost.seconds:.2f} s, {cost.bytes / 1e6:,.0f} MB"
-
-
-def before_step(image: ProcessedImage) -> object:
-    return request(image.file("PNG")), pickle.dumps(image.patches())
 
 
 def request(file: bytes) -> bytes:

@@ -147,7 +147,7 @@ def sources_to_arrays(sources: Mapping[str, ImageSource]) -> dict[str, Tensor]:
     return {
         "header": torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8),
         "places": torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3),
-        **{f"pixels.{number}": image.pixels for number, image in enumerate(images.values())},
+        **{f"pixels.{number}": image.content for number, image in enumerate(images.values())},
     }
 
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from megavlm.config.data import Data
-from megavlm.data.loader import PromptStream
+from megavlm.data.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.loader import PromptStream, without_pixels
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
 
@@ -192,3 +193,36 @@ def test_no_rows_is_a_users_mistake(tmp_path: Path) -> None:
     full = numbered(tmp_path / "y.parquet", 2)
     with pytest.raises(ValueError, match=r"no rows to train on in entry 1"):
         stream(full, str(tmp_path / "x.parquet"), train_weights=(1.0, 1.0))
+
+
+def show(row: Row) -> Prompt:
+    """A prompt with one image twice."""
+    pixels = torch.arange(2 * 4 * 3, dtype=torch.uint8).view(1, 2, 4, 3) + row.index
+    shown = ProcessedImage(str(row.index), pixels, PatchFormat((0.0,), (1.0,), 1, 2, 2))
+    return replace(make(row), images=(shown, shown))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("for_requests", [False, True])
+def test_images_arrive_as_texts_of_requests_or_without_pixels(
+    tmp_path: Path, workers: int, for_requests: bool
+) -> None:
+    data = replace(DATA, workers=workers)
+    rows = Rows([numbered(tmp_path / "x.parquet", 5)], data)
+    source = PromptStream(rows, show, data, seed=3, batch_size=5, for_requests=for_requests)
+    for prompt in source.take(5):
+        (image, same), (expected, _) = prompt.images, show(prompt.row).images
+        assert same is image and image.grid == expected.grid and image.pixels.is_meta
+        assert ("request_text" in vars(image)) is for_requests
+        if for_requests:
+            assert torch.equal(image.request_text, expected.request_text)
+            assert torch.equal(image.content, expected.pixels)
+            assert torch.equal(image.patches(), expected.patches())
+            assert image.file("PNG") == expected.file("PNG")
+    source.close()
+
+
+def test_images_of_the_network_keep_their_pixels() -> None:
+    """Without requests, their pixels are what ranks are sent."""
+    prompt = show(Row(0, "q", "a", (), "", "x:0", is_fetched=True))
+    assert without_pixels(prompt, for_requests=False) is prompt

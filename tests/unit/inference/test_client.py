@@ -1,6 +1,7 @@
 """The client's retry rules, order, and refusals, against a server that fails on demand."""
 
 import base64
+import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,7 +11,13 @@ import pytest
 
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
-from megavlm.inference.protocol import Response, Sampling, VersionSpan, parse_generate
+from megavlm.inference.protocol import (
+    Response,
+    Sampling,
+    VersionSpan,
+    continue_body,
+    parse_generate,
+)
 from megavlm.inference.requests import ATTEMPTS, PROMPTS_PER_REQUEST, RequestLimits
 from megavlm.inference.server import free_port
 from tests.fakes.fixed_servers import FixedServers
@@ -239,3 +246,20 @@ def test_an_answer_of_the_right_form_can_be_malformed(
     }
     with pytest.raises(ValueError, match=problem):
         parse_generate({"meta_info": meta}, [prompt], 1, Sampling(1.0, 4, vocab_size=9))
+
+
+@pytest.mark.parametrize("images", [0, 1, 2])
+def test_a_continuation_holds_an_image_once(images: int) -> None:
+    """SGLang gives a text to all inputs of a request, and takes lists only for each of them."""
+    prompt, begun = make_prompt(images=images), [aborted(5), aborted(6), aborted(7)]
+    sampling = Sampling(temperature=1.0, max_new_tokens=9)
+    body = json.loads(b"".join(continue_body(prompt, begun, sampling)))
+    url = "data:image/bmp;base64,"
+    url += base64.b64encode(make_prompt(images=1).images[0].file("BMP")).decode()
+    expected = {0: None, 1: url, 2: [[url, url]] * 3}
+    assert body.get("image_data") == expected[images]
+    assert [ids[-1] for ids in body["input_ids"]] == [5, 6, 7]
+
+
+def aborted(token: int) -> Response:
+    return Response((token,), (-0.5,), "abort", "1")
