@@ -259,3 +259,22 @@ def test_rounds_bound_what_a_rank_encodes_at_once(most: int | None) -> None:
         at_once = Counter((encoder, number) for _, encoder, number in found)
         assert max(at_once.values()) <= max(1, (most or 64) // 16)
         assert max(number for *_, number in found) == count.pop() - 1
+
+
+def test_data_ranks_without_common_images_encode_by_themselves() -> None:
+    """Ranks are then numbered within a data rank, and each has rounds of its own."""
+    shown = [["a"], ["b", "c", "d"], []]
+    plans = plan_images(shown, GRIDS, COSTS, slots=2, round_patches=1)
+    assert [plan.keys for plan in plans] == [("a",), ("b", "c", "d"), ()]
+    assert [plan.encoders for plan in plans] == [(0,), (0, 1, 1), ()]
+    assert [plan.num_rounds for plan in plans] == [1, 2, 0]
+    for data_rank, plan in enumerate(plans):
+        assert not plan.across
+        assert all(plan.receivers(index) == {0, 1} for index in range(len(plan.keys)))
+        held = [plan.held_by(data_rank, slot, None) for slot in range(2)]
+        assert sorted(held[0] + held[1]) == list(range(len(plan.keys)))
+
+
+def test_a_shared_image_is_encoded_where_there_is_least_to_do() -> None:
+    plans = plan_images([["a", "b"], ["b"]], GRIDS, COSTS, slots=1)
+    assert plans[1].encoders == (1,) and plans[0].encoders == (0, 1)
