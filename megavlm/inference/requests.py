@@ -148,9 +148,10 @@ async def _chunks(body: Sequence[Body]) -> AsyncIterator[Any]:
     """Yield a body in pieces, which are no copies: asyncio moves what is left of a piece after each
     write.
     """
-    for part in map(memoryview, body):
-        for start in range(0, len(part), CHUNK_BYTES):
-            yield part[start : start + CHUNK_BYTES]
+    for part in body:
+        view = memoryview(part)
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
 
 
 def make_requests(
