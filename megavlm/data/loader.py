@@ -21,6 +21,7 @@ from megavlm.data.sampler import BatchSampler, DataSetOrder, RowSampler
 from megavlm.signals import leave_to_parent
 
 Kind = Literal["bad", "long"]
+Held = Literal["pixels", "requests", "nothing"]  # of an image: what rollouts or a plan need
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,15 @@ class SkippedRow:
 class Prompts:
     """Map-style data set for torchdata's loader: rows as prompts."""
 
-    def __init__(self, rows: Rows, make: Callable[[Row], Prompt], *, for_requests: bool) -> None:
-        self.rows, self._make, self._for_requests = rows, make, for_requests
+    def __init__(self, rows: Rows, make: Callable[[Row], Prompt], held: Held) -> None:
+        self.rows, self._make, self._held = rows, make, held
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Prompt | SkippedRow:
         try:
-            return without_pixels(self._make(self.rows[index]), for_requests=self._for_requests)
+            return holding(self._make(self.rows[index]), self._held)
         except PromptTooLong as error:
             return SkippedRow("long", str(error))
         except ValueError as error:
@@ -64,20 +65,19 @@ class PromptStream:
         *,
         seed: int,
         batch_size: int = 1,
-        for_requests: bool = False,
+        held: Held = "pixels",
     ) -> None:
         """Stream `rows` as prompts, which `make` prepares.
 
         data: weights of the data sets (see files.expand), number of workers, and handling of rows
         that cannot be used or are too long. batch_size: number of rows that a worker prepares
-        together; the order does not depend on it. for_requests: the workers make the texts by which
-        rollout servers get the images.
+        together; the order does not depend on it. held: what images hold of their pixels.
 
         Raises ValueError if there are no rows.
         """
         self._weights = tuple(data.train_weights)
         self._parts = data_sets(rows, self._weights, seed)
-        self._prompts = Prompts(rows, make, for_requests=for_requests)
+        self._prompts = Prompts(rows, make, held)
         self._seed, self._batch_size, self._workers = seed, batch_size, data.workers
         self._policies: dict[Kind, str] = {"bad": data.bad_samples, "long": data.long_prompts}
         self._fingerprint: str | None = None
@@ -251,23 +251,25 @@ class PackedBatch:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_meta:
-            return _empty, (tuple(value.shape), value.dtype)
-        if isinstance(value, Tensor):
-            return torch.from_numpy, (value.numpy(),)
-        return NotImplemented
+        return reduce_tensor(value) if isinstance(value, Tensor) else NotImplemented
 
 
-def without_pixels(prompt: Prompt, *, for_requests: bool) -> Prompt:
-    """Return a prompt whose images hold what rank 0 needs of them: the text of a request, or, as
-    ranks read them from the files, nothing. Those from the network are not read again.
+def reduce_tensor(value: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """Return how a tensor is made again, as picklers take it, with its content as an array."""
+    if value.is_meta:
+        return _empty, (tuple(value.shape), value.dtype)
+    return torch.from_numpy, (value.contiguous().numpy(),)
+
+
+def holding(prompt: Prompt, held: Held) -> Prompt:
+    """Return a prompt whose images hold the text of a request in place of their pixels, or nothing:
+    ranks read them from the files, but not those from the network again.
     """
-    if for_requests:
-        images = [image if image.is_video else image.for_request for image in prompt.images]
-    elif prompt.row.is_fetched:
+    if held == "pixels" or (held == "nothing" and prompt.row.is_fetched):
         return prompt
-    else:
-        images = [image.for_plan for image in prompt.images]
+    if held == "nothing":
+        return replace(prompt, images=tuple(image.for_plan for image in prompt.images))
+    images = (image if image.is_video else image.for_request for image in prompt.images)
     return replace(prompt, images=tuple(images))
 
 

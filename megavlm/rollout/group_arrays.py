@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from megavlm.data.loader import reduce_tensor
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response
 from megavlm.rollout.trajectory import Group
@@ -65,7 +65,7 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return torch.from_numpy, (value.contiguous().numpy(),)
+            return reduce_tensor(value)
         if isinstance(value, Response):
             tokens, logprobs = np.array(value.token_ids, np.int64), np.array(value.logprobs)
             small = value.finish, value.weight_version, value.spans

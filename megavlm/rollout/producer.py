@@ -93,6 +93,7 @@ class Producer:
             config.data,
             seed=config.run.seed,
             batch_size=algorithm.prompts_per_step,
+            held="requests",
         )
         self._runner = EpisodeRunner(
             config, self._processor, make_reward_manager(config), self._client.runner

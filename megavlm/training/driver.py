@@ -66,7 +66,7 @@ class Driver:
             data,
             seed=config.run.seed,
             batch_size=size,
-            for_requests=not isinstance(algorithm, SFT),
+            held="nothing" if isinstance(algorithm, SFT) else "requests",
         )
         self.partial_rollouts = PartialRolloutBuffer()
         self.best_metric = BestMetricTracker(config.checkpoint.best_metric)

@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 
 from megavlm.data.balance import Schedule
-from megavlm.data.loader import PackedBatch, without_pixels
+from megavlm.data.loader import PackedBatch, holding
 from megavlm.data.packing import prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
@@ -113,7 +113,7 @@ def requests_of(prompts: Sequence[Prompt]) -> Callable[[], int]:
     """Return a function that takes the workers' texts, and cuts them into the pieces that are sent;
     it returns their bytes.
     """
-    packed = [PackedBatch.pack(without_pixels(p, for_requests=True)) for p in prompts]
+    packed = [PackedBatch.pack(holding(p, "requests")) for p in prompts]
     sampling = Sampling(temperature=1.0, max_new_tokens=256)
 
     async def send() -> int:

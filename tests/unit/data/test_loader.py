@@ -17,7 +17,7 @@ import torch
 
 from megavlm.config.data import Data
 from megavlm.data.image_processing import PatchFormat, ProcessedImage
-from megavlm.data.loader import PromptStream, without_pixels
+from megavlm.data.loader import Held, PromptStream, holding
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
 
@@ -203,18 +203,18 @@ def show(row: Row) -> Prompt:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("for_requests", [False, True])
+@pytest.mark.parametrize("held", ["requests", "nothing"])
 def test_images_arrive_as_texts_of_requests_or_without_pixels(
-    tmp_path: Path, workers: int, for_requests: bool
+    tmp_path: Path, workers: int, held: Held
 ) -> None:
     data = replace(DATA, workers=workers)
     rows = Rows([numbered(tmp_path / "x.parquet", 5)], data)
-    source = PromptStream(rows, show, data, seed=3, batch_size=5, for_requests=for_requests)
+    source = PromptStream(rows, show, data, seed=3, batch_size=5, held=held)
     for prompt in source.take(5):
         (image, same), (expected, _) = prompt.images, show(prompt.row).images
         assert same is image and image.grid == expected.grid and image.pixels.is_meta
-        assert ("request_text" in vars(image)) is for_requests
-        if for_requests:
+        assert ("request_text" in vars(image)) is (held == "requests")
+        if held == "requests":
             assert torch.equal(image.request_text, expected.request_text)
             assert torch.equal(image.content, expected.pixels)
             assert torch.equal(image.patches(), expected.patches())
@@ -225,4 +225,4 @@ def test_images_arrive_as_texts_of_requests_or_without_pixels(
 def test_images_of_the_network_keep_their_pixels() -> None:
     """Without requests, their pixels are what ranks are sent."""
     prompt = show(Row(0, "q", "a", (), "", "x:0", is_fetched=True))
-    assert without_pixels(prompt, for_requests=False) is prompt
+    assert holding(prompt, "nothing") is prompt
