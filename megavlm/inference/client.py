@@ -146,6 +146,11 @@ class RolloutClient:
             **{"version": None, **versions},
         )
 
+    def sample_by(self, sampling: Sampling) -> None:
+        """Sample by `sampling` in all requests that are sent from now on."""
+        for batch in self._peers:
+            batch.sampling = sampling
+
     @property
     def is_idle(self) -> bool:
         """True if no request is in flight."""

@@ -96,10 +96,7 @@ def server_handles(
     if rollout.mode == "managed":
         return [ServerHandle.managed(server) for server in managed_servers(config, model_folder)]
     keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
-    required = Requirements(
-        fresh_images=needs_refit and config.trains_tower,
-        fresh_prefixes=needs_refit and rollout.pause == "in_place",
-    )
+    required = Requirements(fresh_images=needs_refit and config.trains_tower)
     return [ServerHandle(url.rstrip("/"), *keys, required=required) for url in rollout.urls]
 
 

@@ -31,7 +31,8 @@ class Sampling:
     suppressed_ids: tokens that are never sampled; log-probs are of the distribution without them.
     end_id: the token that ends a response; None if no response is ever aborted. adapter: name of
     the LoRA adapter that answers; None: the weights alone. vocab_size: of the model; an id beyond
-    it is malformed.
+    it is malformed. cache_key: servers reuse the prefixes of requests with the same one alone; None:
+    of all.
     """
 
     temperature: float
@@ -41,6 +42,7 @@ class Sampling:
     end_id: int | None = None
     adapter: str | None = None
     vocab_size: int = 2**31
+    cache_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,7 @@ def generate_body(prompts: Sequence["Prompt"], n: int, sampling: Sampling) -> li
         "sampling_params": {"n": n, **_parameters(sampling, sampling.max_new_tokens)},
         "return_logprob": True,
     }
-    if sampling.adapter is not None:
-        body["lora_path"] = sampling.adapter
+    body |= _names(sampling)
     if not any(prompt.images for prompt in prompts):
         return [json.dumps(body).encode()]
     return _with_images(body, _listed([_listed(_texts(prompt)) for prompt in prompts]))
@@ -122,14 +123,18 @@ def continue_body(prompt: "Prompt", begun: Sequence[Response], sampling: Samplin
         ],
         "return_logprob": True,
     }
-    if sampling.adapter is not None:
-        body["lora_path"] = sampling.adapter
+    body |= _names(sampling)
     if not prompt.images:
         return [json.dumps(body).encode()]
     texts = _texts(prompt)
     return _with_images(
         body, texts[0] if len(texts) == 1 else _listed([_listed(texts)] * len(begun))
     )
+
+
+def _names(sampling: Sampling) -> dict[str, str]:
+    names = {"lora_path": sampling.adapter, "extra_key": sampling.cache_key}
+    return {key: name for key, name in names.items() if name is not None}
 
 
 def _parameters(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:

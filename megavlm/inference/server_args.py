@@ -120,8 +120,7 @@ def _server_args(config: Config, device: str) -> dict[str, Any]:
         }
         if device == "cpu":
             needed["lora_backend"] = "torch_native"
-    required = {"disable_radix_cache": True} if rollout.pause == "in_place" else {}
-    return {**needed, **rollout.server_args, **required}
+    return {**needed, **rollout.server_args}
 
 
 def command_line(arguments: ServerArgs) -> list[str]:

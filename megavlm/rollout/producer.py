@@ -15,7 +15,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -100,7 +100,7 @@ class Producer:
         )
         self._started: deque[StartedPrompt] = deque()
         self._restored: list[StartedPrompt] = []
-        self._version = setup.version
+        self._version, self._sampling = setup.version, setup.sampling
         self._stage: CurriculumStage | None = None
         self._wanted: int | None = None  # groups that the trainer waits for
         self._tasks: set[asyncio.Task[None]] = set()
@@ -171,6 +171,9 @@ class Producer:
     def _advance(self, version: int, stage: CurriculumStage | None) -> None:
         """Take note of a push: servers have the weights `version`. stage: of prompts from now."""
         self._version, self._stage = version, stage
+        if self._config.rollout.pause == "in_place":  # a push leaves old prefixes in the caches
+            self._sampling = replace(self._setup.sampling, cache_key=str(version))
+            self._client.sample_by(self._sampling)
 
     def _allow(self, count: int) -> None:
         """Start so many further prompts; those of a checkpoint come first."""
@@ -203,7 +206,7 @@ class Producer:
         await self._client.generate_ahead(
             [item.group.first_prompt for item in started],
             n=self._n,
-            sampling=self._setup.sampling,
+            sampling=self._sampling,
             accepts=self._accepts,
             refit=self._wait_for_push,
             groups=generated,

@@ -66,7 +66,7 @@ def evaluate(
     def play(questions: Sequence[Row], how: Sampling) -> list[Answer]:
         generate = partial(
             client.generate,
-            sampling=with_adapter(config, how, version),
+            sampling=at_version(config, how, version),
             weight_version=version,
             refit=refit,
         )
@@ -93,11 +93,15 @@ def _answer(episode: Episode) -> Answer:
     return Answer(episode.text, episode.score.correct, episode.score.failure)
 
 
-def with_adapter(config: Config, sampling: Sampling, version: int | None) -> Sampling:
-    """Return `sampling` with the adapter of a weight version, where servers hold adapters."""
-    if config.rollout.lora == "merged" or version is None:
+def at_version(config: Config, sampling: Sampling, version: int | None) -> Sampling:
+    """Return `sampling` for a weight version: with its adapter, where servers hold adapters, and
+    with a prefix cache of its own, where a push does not empty it.
+    """
+    if version is None:
         return sampling
-    return replace(sampling, adapter=adapter_name(version))
+    adapter = None if config.rollout.lora == "merged" else adapter_name(version)
+    key = str(version) if config.rollout.pause == "in_place" else None
+    return replace(sampling, adapter=adapter, cache_key=key)
 
 
 def sampling(config: Config, processor: Processor) -> Sampling:

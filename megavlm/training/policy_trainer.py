@@ -23,7 +23,7 @@ from megavlm.training.advantages import add_kl_advantages, with_advantages
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.batch import RankBatch, StepPlan
 from megavlm.training.driver import Driver
-from megavlm.training.evaluation import sampling, with_adapter
+from megavlm.training.evaluation import at_version, sampling
 from megavlm.training.forward_backward import LossFunction, compute_logprobs
 from megavlm.training.losses import Update, policy_loss
 from megavlm.training.metrics import policy_metrics
@@ -89,7 +89,7 @@ class PolicyTrainer(BaseTrainer):
         version, phases = self.train_state.step, self.train_state.phases
         generate = partial(
             driver.client.generate,
-            sampling=with_adapter(config, self.sampling, version),
+            sampling=at_version(config, self.sampling, version),
             weight_version=version,
             refit=self.weights.refit,
         )

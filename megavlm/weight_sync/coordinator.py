@@ -34,7 +34,7 @@ class SyncCoordinator:
 
     A server that fails at any point is reported to `targets`, and the others go on. WeightSyncError
     is raised when none is left. With settings.pause=in_place requests continue with their prefixes,
-    so that servers must run without a prefix cache.
+    which stay in the servers' caches: requests keep those of versions apart by their cache_key.
 
     senders: the ranks that send. http: client of all requests. adapter_config: PEFT's, if adapters
     are sent unmerged; then only servers that need every tensor load weights, and no other server is

@@ -4,7 +4,7 @@ are answered by the new weights alone, though their prompts were computed before
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from megavlm.data.processor import Processor
-from megavlm.inference.server import ManagedServer
-from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.requirements import Requirements
-from tests.conftest import DATA
 from tests.distributed.fork import launch
 from tests.parity.reference import Reference
-from tests.sglang.conftest import PLAIN, Served
+from tests.sglang.conftest import Served
 from tests.sglang.pushes import Trainer, changed, push
 from tests.sglang.questions import prompts
 from tests.sglang.test_weights import differences
@@ -101,35 +97,16 @@ def test_retract_computes_it_anew(served: Served, tmp_path: Path) -> None:
     assert versions(request) == ["start", "5"], "it went on"
 
 
-@pytest.mark.slow
-def test_in_place_goes_on_without_a_cache_of_prefixes(
-    servers: Callable[[str], Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_in_place_goes_on_beside_prefixes_of_the_new_weights(
+    served: Served, tmp_path: Path
 ) -> None:
-    """A server that was started as an external one must be, and says so."""
-    monkeypatch.setenv("SGLANG_EXPOSE_OWN_ENV_VARS", "1")
-    folder = servers(PLAIN).folder
-    with ManagedServer(
-        ServerOptions(
-            folder,
-            dtype="float32",
-            device="cpu",
-            cache_images=False,
-            server_args={"disable_radix_cache": True, "weight_version": "start"},
-        ),
-        log_path=tmp_path / "server.log",
-        start_timeout=START,
-    ) as server:
-        processor = Processor(folder, DATA)
-        served = Served(folder, processor, server)
-        required = Requirements(fresh_images=True, fresh_prefixes=True)
-        assert required.read(served.get("/server_info")) == (1, "cpu")
-        request = push_under_a_request(served, "in_place", tmp_path)
-        assert versions(request) == ["start", "5"]
+    """Its cache is not flushed, and the same prompts were computed by the old weights."""
+    request = push_under_a_request(served, "in_place", tmp_path)
+    assert versions(request) == ["start", "5"]
 
 
 def test_a_server_that_does_not_tell_is_refused(started: Served) -> None:
     info = started.get("/server_info")
-    for required in (Requirements(fresh_images=True), Requirements(fresh_prefixes=True)):
-        with pytest.raises(ValueError, match="start it with"):
-            required.read(info)
+    with pytest.raises(ValueError, match="start it with"):
+        Requirements(fresh_images=True).read(info)
     assert Requirements().read(info) == (1, "cpu")

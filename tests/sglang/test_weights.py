@@ -39,7 +39,7 @@ def differences(
     suppressed = tuple(served.processor.suppressed_ids)
     largest = {}
     for temperature in (1.0, 0.7):
-        drawn = Sampling(temperature, 8, suppressed_ids=suppressed)
+        drawn = Sampling(temperature, 8, suppressed_ids=suppressed, cache_key=str(version))
         groups = served.client.generate(
             list(by_name.values()), n=2, sampling=drawn, weight_version=version
         )

@@ -21,12 +21,10 @@ class Requirements:
     """Requirements on a server that was started elsewhere.
 
     fresh_images: training changes the vision tower, so the server must cache no image features,
-    because SGLang never drops them when weights change. fresh_prefixes: its prefix cache must be
-    off, because pushes do not flush it.
+    because SGLang never drops them when weights change.
     """
 
     fresh_images: bool = False
-    fresh_prefixes: bool = False
 
     def read(self, info: Mapping[str, Any]) -> tuple[int, str]:
         """Return the server's number of ranks and its device.
@@ -38,11 +36,6 @@ class Requirements:
                 f"does not report that it caches no image features, and training changes the "
                 f"tower that makes them: start it with {IMAGE_CACHE}=0 and "
                 f"{EXPOSE_ENVIRONMENT}=1 in its environment"
-            )
-        if self.fresh_prefixes and not info.get("disable_radix_cache"):
-            raise ValueError(
-                "caches prefixes of prompts, which rollout.pause=in_place leaves there under new "
-                "weights: start it with --disable-radix-cache, or set rollout.pause=retract"
             )
         if not isinstance(info.get("tp_size"), int) or not isinstance(info.get("device"), str):
             raise ValueError("does not report its tp_size and device, as SGLang does")

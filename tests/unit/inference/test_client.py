@@ -202,7 +202,7 @@ def test_an_aborted_response_that_has_ended_is_complete() -> None:
 
 
 def test_body() -> None:
-    sampling = Sampling(temperature=0.7, max_new_tokens=9, top_p=0.9, suppressed_ids=(3, 5))
+    sampling = Sampling(0.7, 9, top_p=0.9, suppressed_ids=(3, 5), cache_key="4")
     prompts = [make_prompt(images=2), make_prompt(first_id=8)]
     with FakeServer() as fake:
         client(fake).generate(prompts, n=2, sampling=sampling)
@@ -220,6 +220,7 @@ def test_body() -> None:
             "logit_bias": {"3": -1e9, "5": -1e9},
         },
         "return_logprob": True,
+        "extra_key": "4",
     }
 
 

@@ -78,28 +78,18 @@ def test_gpus_that_are_not_there_or_taken(
         server_gpus(load(write_recipe(rollout=keys)).rollout, 8, trainers)
 
 
-def test_no_prefix_outlives_a_push_that_does_not_flush(write_recipe: Any) -> None:
-    given = {"pause": "in_place", "server_args": {"disable_radix_cache": False}}
-    assert server_args(write_recipe(rollout=given), "cpu") == {"disable_radix_cache": True}
-    assert server_args(write_recipe(rollout={"pause": "retract"}), "cpu") == {}
-
-
 def server_args(recipe: Path, device: str) -> Mapping[str, Any]:
     return ServerOptions.from_config(load(recipe), "model", device).server_args
 
 
 @pytest.mark.parametrize("needs_refit", [True, False])
-@pytest.mark.parametrize("pause", ["abort", "in_place"])
 @pytest.mark.parametrize("freeze", [True, False])
-def test_what_external_servers_must_be(
-    write_recipe: Any, freeze: bool, pause: str, needs_refit: bool
-) -> None:
-    rollout = {"mode": "external", "urls": ["http://a:1", "http://b:1/"], "pause": pause}
+def test_what_external_servers_must_be(write_recipe: Any, freeze: bool, needs_refit: bool) -> None:
+    rollout = {"mode": "external", "urls": ["http://a:1", "http://b:1/"]}
     config = load(write_recipe(rollout=rollout, model={"freeze_tower": freeze}))
     one, other = server_handles(config, "model", needs_refit=needs_refit)
     assert one.required == other.required and other.url == "http://b:1"
     assert one.required.fresh_images == (needs_refit and not freeze)
-    assert one.required.fresh_prefixes == (needs_refit and pause == "in_place")
 
 
 def test_sharing_keeps_a_copy_of_the_weights_on_the_host(write_recipe: Any) -> None:

@@ -42,9 +42,7 @@ ENVIRONMENT = "internal_states"
         ({"tp_size": "x"}, Requirements(), "does not report its tp_size"),
         ({}, FRESH, "start it with SGLANG_VLM_CACHE_SIZE_MB=0"),
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "100"}}]}, FRESH, "start it"),
-        ({}, Requirements(fresh_prefixes=True), "start it with --disable-radix-cache"),
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "0"}}]}, FRESH, None),
-        ({"disable_radix_cache": True}, Requirements(fresh_prefixes=True), None),
         ({"version": "0.6.0rc1"}, Requirements(), None),
     ],
 )

@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,20 @@ def test_a_run_that_is_killed_trains_on_every_prompt_once(config: Config, fake: 
         trained += rows_of(producer.take(SIZE, 2, None, no_refit))
         producer.close()
     assert trained == order(config, 3 * SIZE)
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_requests_name_their_version_where_a_push_keeps_prefixes(config: Config, fake: Any) -> None:
+    config = replace(config, rollout=replace(config.rollout, pause="in_place"))
+    with external(fake) as pool:
+        producer = started(config, pool)
+        for version in range(2):
+            push(pool, version, (fake,))
+            producer.take(SIZE, version, None, no_refit)
+        wait_for(lambda: num_asked(fake) == 3 * SIZE)
+        producer.close()
+    keys = [body["extra_key"] for body in fake.bodies("/generate")]
+    assert keys == ["0"] * 2 * SIZE + ["1"] * SIZE
 
 
 @pytest.mark.usefixtures("in_thread")

@@ -11,6 +11,7 @@ import pytest
 import megavlm
 from megavlm.config.algorithm import GRPO
 from megavlm.inference.client import RolloutClient
+from megavlm.inference.protocol import Sampling
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.training import policy_trainer, weight_push
@@ -64,7 +65,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(trainer, name, lambda *_: {}, raising=False)
     monkeypatch.setattr(trainer, "record", lambda *_, **options: None, raising=False)
     mesh = SimpleNamespace(is_driver=True, context_rank=0)
-    config = SimpleNamespace(rollout=SimpleNamespace(oversample=1.0, lora="merged"))
+    config = SimpleNamespace(rollout=SimpleNamespace(oversample=1.0, lora="merged", pause="abort"))
     trainer.train_state = SimpleNamespace(
         step=0,
         config=config,
@@ -84,7 +85,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
             split=lambda groups: groups,
         ),
     )
-    trainer.sampling, trainer.settings = None, GRPO(prompts_per_step=1)
+    trainer.sampling, trainer.settings = Sampling(1.0, 4), GRPO(prompts_per_step=1)
     pool: Any = SimpleNamespace(wait_for_targets=lambda: 0)
     sync: Any = Sync()
     trainer.weights = WeightPusher(trainer.train_state, sync, pool, None)
