@@ -256,7 +256,7 @@ class Producer:
         self._wanted = None
         measures = {
             "dropped_groups": float(self._dropped),
-            "seconds/servers_idle": self._idle,
+            "servers_idle": self._idle,
             **self._stream.measures(),
         }
         self._dropped, self._idle = 0, 0.0
