@@ -31,8 +31,8 @@ class Sampling:
     suppressed_ids: tokens that are never sampled; log-probs are of the distribution without them.
     end_id: the token that ends a response; None if no response is ever aborted. adapter: name of
     the LoRA adapter that answers; None: the weights alone. vocab_size: of the model; an id beyond
-    it is malformed. cache_key: servers reuse the prefixes of requests with the same one alone; None:
-    of all.
+    it is malformed. cache_key: servers reuse the prefixes of requests with the same one alone;
+    None: of all.
     """
 
     temperature: float
