@@ -39,6 +39,8 @@ setup(
     extras_require={
         # The range that megatron-core 0.16.1 names; its torch extension is compiled on install.
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],
+        # Gated DeltaNet's kernels (Qwen3.5), for a GPU.
+        "linear-attention": ["fla-core>=0.6,<0.7"],
         "sglang": ["sglang>=0.5.17,<=0.5.23"],
         "dev": [
             "hypothesis>=6.100",

@@ -1,6 +1,7 @@
 """Export of a checkpoint as a HuggingFace folder, with its adapters merged."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,14 +14,15 @@ from checkpoint_tools.lora.adapters import AdapterPairs, merged_weights
 from checkpoint_tools.lora.step_adapters import has_adapters, step_adapters
 from checkpoint_tools.model_card import model_card
 from checkpoint_tools.output_folder import output_folder
-from checkpoint_tools.safetensors_io import SafetensorsWriter, Spec
+from checkpoint_tools.safetensors_io import DTYPES, SafetensorsWriter, Spec
 from checkpoint_tools.streaming import ShowProgress, no_progress, prefetch
 from checkpoint_tools.weights import KeyEntries, Weights, step_weights
 from megavlm.checkpointing.folder import copy_hf_files
+from megavlm.checkpointing.untrained import UntrainedTensor, untrained_tensors
 from megavlm.models.common.hf_source import INDEX, SINGLE
-from megavlm.models.common.loading import HUB, MEMORY, Form
+from megavlm.models.common.loading import MEMORY, Form, stack_shape
 from megavlm.models.common.lora_linear import is_adapter
-from megavlm.models.common.mapping import Entry, Shape
+from megavlm.models.common.mapping import Entry
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,15 @@ def write_hf(
     dtype = options.dtype
     source = weights if adapters is None else merged_weights(weights, adapters)
     form = options.experts or weights.experts
-    plan = _plan(weights, dtype, options.max_shard_bytes, form)
+    untrained = untrained_tensors(weights.hf_files)
+    plan = _plan(weights, dtype, options.max_shard_bytes, form, untrained)
     total = sum(file.nbytes for file in plan)
 
     def read(entry: Entry) -> list[Tensor]:
         """Return tensors of the hub, or one expert's rows of them."""
-        full = _rounded(entry, source.read(entry), dtype or weights.dtypes[entry.megatron])
+        full = _rounded(entry, source.read(entry), _dtype(weights, entry, dtype))
         tensors = entry.to_hf(full)
-        if form == MEMORY and entry.expert is not None:
+        if form == MEMORY and entry.transposed:
             tensors = tuple(row.t() for row in tensors)
         return [tensor.contiguous() for tensor in tensors]
 
@@ -114,13 +117,17 @@ def write_hf(
     ):
         copy_hf_files(weights.hf_files, output)
         _set_dtype(output / "config.json", dtype or weights.dtypes[next(reversed(weights.groups))])
-        (output / "README.md").write_text(model_card(weights, adapters))
+        (output / "README.md").write_text(model_card(weights, adapters, untrained=untrained))
         for part in plan:
             with SafetensorsWriter(output / part.name, part.specs) as file:
                 for tensors in prefetch(read, chain.from_iterable(part.groups)):
                     for tensor in tensors:
                         file.write(tensor)
                         advance(tensor.nbytes)
+                for name in part.untrained:
+                    content = untrained[name].read()
+                    file.write_bytes(content)
+                    advance(len(content))
         places = {name: part.name for part in plan for name in part.specs}
         if len(plan) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
@@ -150,11 +157,14 @@ def _rounded(entry: Entry, exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class _File:
-    """Weight file to be written. specs: of its tensors by hub name, in order."""
+    """Weight file to be written. specs: of its tensors by hub name, in order. untrained: names of
+    tensors that are copied.
+    """
 
     name: str
     groups: list[KeyEntries]
     specs: dict[str, Spec]
+    untrained: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -162,15 +172,19 @@ class _File:
 
 
 def _plan(
-    weights: Weights, dtype: torch.dtype | None, max_shard_bytes: int, form: Form
+    weights: Weights,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    form: Form,
+    untrained: Mapping[str, UntrainedTensor],
 ) -> list[_File]:
-    """Distribute the keys over files, in the order of the mapping. A file exceeds
-    `max_shard_bytes` only if it holds a single key.
+    """Distribute the keys over files, in the order of the mapping, and what is not trained into one
+    more. A file exceeds `max_shard_bytes` only if it holds a single key.
     """
     files: list[_File] = []
-    for key, group in weights.groups.items():
+    for group in weights.groups.values():
         specs = {
-            name: Spec(dtype or weights.dtypes[key], _shape(group[0], shape, form))
+            name: Spec(_dtype(weights, group[0], dtype), stack_shape(group[0], shape, form))
             for name, shape in zip(group[0].hf, group[0].hf_shapes, strict=True)
         }
         nbytes = sum(spec.nbytes for spec in specs.values())
@@ -178,6 +192,12 @@ def _plan(
             files.append(_File(SINGLE, [], {}))
         files[-1].groups.append(group)
         files[-1].specs |= specs
+    if untrained:
+        kept = {
+            name: Spec(DTYPES[tensor.dtype], tensor.shape) for name, tensor in untrained.items()
+        }
+        names = sorted(kept, key=lambda name: -kept[name].dtype.itemsize)
+        files.append(_File(SINGLE, [], {name: kept[name] for name in names}, tuple(names)))
     for number, file in enumerate(files, start=1):
         if len(files) > 1:
             file.name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -185,12 +205,11 @@ def _plan(
     return files
 
 
-def _shape(entry: Entry, shape: Shape, form: Form) -> Shape:
-    """Return the shape of one of the entry's HF tensors, [E, a, b] for a stack, in a form."""
-    if form == HUB or entry.expert is None:
-        return shape
-    count, rows, columns = shape
-    return count, columns, rows
+def _dtype(weights: Weights, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of an entry's tensors in a folder of `dtype`, None for the weights' own."""
+    if entry.dtype is not None or dtype is None:
+        return weights.dtypes[entry.megatron]
+    return dtype
 
 
 def _large_items_first(file: _File) -> None:

@@ -1,6 +1,6 @@
 """README.md of an exported model: its origin, training and evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,21 @@ tags:
 _SECTIONS = ("algorithm", "optimizer", "reward", "lora")
 
 
-def model_card(weights: Weights, adapters: AdapterPairs | None = None) -> str:
+def model_card(
+    weights: Weights, adapters: AdapterPairs | None = None, *, untrained: Collection[str] = ()
+) -> str:
     """Return Markdown for a step, or for a folder into which `adapters` were merged. If the
-    checkpoints are in the directory of a run, its recipe and evaluation are included.
+    checkpoints are in the directory of a run, its recipe and evaluation are included. `untrained`:
+    names of tensors that were copied from the base model.
     """
     parts = [_HEAD, *_what(weights, adapters)]
+    if untrained:
+        prefixes = sorted({f"`{name.split('.')[0]}.*`" for name in untrained})
+        parts.append(
+            f"{' and '.join(prefixes)} ({len(untrained)} tensors, the head that predicts several "
+            "tokens) were not trained: they are the base model's, for which speculative decoding "
+            "remains exact but accepts fewer tokens.\n"
+        )
     run = _run(weights)
     if run is not None:
         parts += run

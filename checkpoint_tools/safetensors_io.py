@@ -35,7 +35,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,12 @@ class SafetensorsWriter:
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor, or its next rows."""
+        self.write_bytes(raw_bytes(tensor.contiguous()))
+
+    def write_bytes(self, content: bytes | memoryview) -> None:
+        """Append the next tensor's content."""
         try:
-            self._left -= self._file.write(raw_bytes(tensor.contiguous()))
+            self._left -= self._file.write(content)
         except OSError as error:
             error.filename = self._file.name
             raise
@@ -119,12 +123,12 @@ def read_spans(path: Path) -> dict[str, TensorSpan]:
     header.pop("__metadata__", None)
     spans = {}
     for name, value in header.items():
-        if value["dtype"] not in _DTYPES:
+        if value["dtype"] not in DTYPES:
             raise ValueError(
-                f"{path} holds {name} as {value['dtype']}; only {', '.join(_DTYPES)} are supported."
+                f"{path} holds {name} as {value['dtype']}; only {', '.join(DTYPES)} are supported."
             )
         start, end = value["data_offsets"]
-        spans[name] = TensorSpan(_DTYPES[value["dtype"]], 8 + length + start, end - start)
+        spans[name] = TensorSpan(DTYPES[value["dtype"]], 8 + length + start, end - start)
     return spans
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from checkpoint_tools.weights import Weights
 from megavlm.models.common.components import lora_component
+from megavlm.models.common.loading import MEMORY, stack_shape
 from megavlm.models.common.mapping import Entry
 
 Pair = tuple[Tensor, Tensor]
@@ -141,8 +142,9 @@ def merged_weights(weights: Weights, adapters: AdapterPairs) -> Weights:
 def _added(entry: Entry, pairs: list[Pair], scale: float) -> Tensor:
     """Return the sum of the adapters' products in the layout of the Megatron tensor, in fp32."""
     products = [(b.float() * scale) @ a.float() for a, b in pairs]
-    if entry.expert is not None:  # the hub's stacks hold gate and up as one, transposed
-        products = [torch.cat(products).t()]
+    if entry.expert is not None:  # the hub's stacks hold gate and up as one
+        together = torch.cat(products)
+        products = [together.t() if entry.transposed else together]
     return entry.to_megatron(products)
 
 
@@ -151,7 +153,8 @@ def _projections(linear: str, entry: Entry) -> Iterator[Projection]:
         for name, (rows, columns) in zip(entry.hf, entry.hf_shapes, strict=True):
             yield Projection(linear, module_name(name.removesuffix(".weight")), rows, columns)
         return
-    (stack,), ((count, columns, rows),) = entry.hf, entry.hf_shapes
+    (stack,), (shape,) = entry.hf, entry.hf_shapes
+    count, rows, columns = stack_shape(entry, shape, MEMORY)
     layer, _, kind = module_name(stack).rpartition(".")
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     for part in parts:

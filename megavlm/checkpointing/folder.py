@@ -3,8 +3,9 @@
     CHECKPOINT_DIR/
       latest               name of the newest step
       best                 name of the best step, if a metric is configured
-      hf/                  config, tokenizer and processor files of the model, their checksums, and
-                           how the folder that they are from stacks experts
+      hf/                  config, tokenizer and processor files of the model, their checksums,
+                           how the folder that they are from stacks experts, and its tensors that
+                           are not trained
       step_00000040/
         manifest.json      step, contents, scores, and size and checksum of every other file
         .metadata, metadata.json, common.pt, *.distcp    megatron-core dist_checkpointing
@@ -33,6 +34,8 @@ from safetensors import safe_open
 
 from megavlm.checkpointing import atomic
 from megavlm.checkpointing.checksums import file_checksums, first_difference
+from megavlm.checkpointing.untrained import copy_untrained
+from megavlm.models.registry import UNTRAINED
 
 FORMAT = 1
 LATEST = "latest"
@@ -193,8 +196,11 @@ def publish(folder: Path, step: int) -> None:
 
 
 def write_hf_files(source: Path, target: Path) -> None:
-    """Create `hf/`, with the form of the experts in `source` and the checksums of its files."""
+    """Create `hf/`, with the form of the experts in `source`, its tensors that are not trained and
+    the checksums of its files.
+    """
     copy_hf_files(source, target)
+    copy_untrained(source, target)
     form = experts_form(source)
     if form != "hub":
         (target / _EXPERTS).write_text(form)
@@ -216,7 +222,7 @@ def experts_form(folder: Path) -> Literal["hub", "memory"]:
         with safe_open(path, framework="np") as file:
             for name in file.keys():
                 kind = name.rpartition(".experts.")[2]
-                if kind in ("gate_up_proj", "down_proj"):
+                if kind in ("gate_up_proj", "down_proj") and not name.startswith(UNTRAINED):
                     shapes.setdefault(kind, file.get_slice(name).get_shape())
         if len(shapes) == 2:
             (_, _, columns), (_, rows, _) = shapes["gate_up_proj"], shapes["down_proj"]

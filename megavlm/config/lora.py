@@ -7,6 +7,7 @@ from megavlm.config.section import Section, bounded
 # Groups of linears that a target can name.
 COMPONENTS = (
     "language.attention",
+    "language.linear_attention",
     "language.mlp",
     "language.experts",
     "vision.attention",
@@ -37,9 +38,10 @@ class LoRA(Section):
     and rollout servers comparable."""
 
     targets: tuple[str, ...] = ("language.attention", "language.mlp")
-    """Linears with adapters. A target is a component (language.attention, language.mlp,
-    language.experts, vision.attention, vision.mlp, vision.merger) or the full path of a linear, in
-    which * matches anything. The default leaves the vision tower unchanged."""
+    """Linears with adapters. A target is a component (language.attention,
+    language.linear_attention, language.mlp, language.experts, vision.attention, vision.mlp,
+    vision.merger) or the full path of a linear, in which * matches anything. The default leaves the
+    vision tower unchanged."""
 
     @property
     def adapts_tower(self) -> bool:

@@ -105,7 +105,7 @@ def run_demo(options: DemoOptions) -> None:
 
         import_hf(model, imported)
     # Under tensor parallelism experts need sequence parallelism.
-    experts = ["parallel.sequence=true"] if family == "qwen3_vl_moe" else []
+    experts = ["parallel.sequence=true"] if family.endswith("_moe") else []
     common = [
         f"model.folder={model}",
         f"run.seed={options.seed}",

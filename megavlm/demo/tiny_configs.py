@@ -8,26 +8,31 @@ from transformers import (
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
+
+from megavlm.models.qwen3_5.config import FULL_ATTENTION_INTERVAL, PARTIAL_ROTARY_FACTOR
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
 
 _QWEN2_5 = ("qwen2_5_vl",)
-_QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
-_MOE = ("qwen3_vl_moe",)
+_QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe")
+_QWEN3 = (*_QWEN3_VL, "qwen3_5", "qwen3_5_moe")
+_MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 # Options that only some families have; None stands for the default.
 _ONLY = {
     "full_attention_blocks": _QWEN2_5,
     "head_dim": _QWEN3,
-    "deepstack_blocks": _QWEN3,
+    "deepstack_blocks": _QWEN3_VL,
     "position_table_side": _QWEN3,
     "num_experts": _MOE,
     "experts_per_token": _MOE,
     "moe_ffn_size": _MOE,
-    "dense_layers": _MOE,
+    "dense_layers": ("qwen3_vl_moe",),
 }
 
 
@@ -37,13 +42,15 @@ class TinySizes:
 
     full_attention_blocks (Qwen2.5-VL): tower blocks without windows, all by default; the others
         have windows of 112 pixels.
-    head_dim (Qwen3-VL): hidden_size / num_heads by default, but need not be.
+    head_dim (Qwen3-VL, Qwen3.5): hidden_size / num_heads by default, in Qwen3.5 64, of which it
+        turns a quarter.
     deepstack_blocks (Qwen3-VL): tower blocks whose output becomes a DeepStack level, by default the
         first three, or as many as there are tower blocks and language layers.
-    position_table_side (Qwen3-VL): the learned table has side x side positions; 8 by default.
+    position_table_side (Qwen3-VL, Qwen3.5): the learned table has side x side positions; 8 by
+        default.
     num_experts, experts_per_token, moe_ffn_size (MoE): 4, 2 and 3/8 of ffn_size by default, the
         last rounded up to a multiple of 16.
-    dense_layers (MoE): layers with a dense MLP of ffn_size; none by default.
+    dense_layers (Qwen3-VL MoE): layers with a dense MLP of ffn_size; none by default.
     """
 
     hidden_size: int = 128
@@ -221,6 +228,53 @@ def _qwen3_vl_moe(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
     return text, vision
 
 
+def _qwen3_5(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
+    head_dim = sizes.head_dim or 64
+    text = {
+        "head_dim": head_dim,
+        # As released: transformers reads the first of each pair, SGLang the second.
+        "layer_types": [
+            "linear_attention" if (index + 1) % FULL_ATTENTION_INTERVAL else "full_attention"
+            for index in range(sizes.num_layers)
+        ],
+        "full_attention_interval": FULL_ATTENTION_INTERVAL,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": PARTIAL_ROTARY_FACTOR,
+            "mrope_section": interleaved_mrope_section(int(head_dim * PARTIAL_ROTARY_FACTOR)),
+            "mrope_interleaved": True,
+        },
+        "partial_rotary_factor": PARTIAL_ROTARY_FACTOR,
+        "linear_num_key_heads": sizes.num_kv_heads,
+        "linear_num_value_heads": 2 * sizes.num_kv_heads,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_conv_kernel_dim": 4,
+    }
+    vision = {
+        "hidden_size": sizes.vision_hidden_size,
+        "intermediate_size": sizes.vision_ffn_size,
+        "out_hidden_size": sizes.hidden_size,
+        "num_position_embeddings": (sizes.position_table_side or 8) ** 2,
+        "patch_size": 16,
+        "deepstack_visual_indexes": [],  # SGLang assumes three levels where it is absent
+    }
+    return text, vision
+
+
+def _qwen3_5_moe(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
+    text, vision = _qwen3_5(sizes)
+    ffn = sizes.moe_ffn_size or -(-3 * sizes.ffn_size // 128) * 16
+    text |= {
+        "num_experts": sizes.num_experts or 4,
+        "num_experts_per_tok": sizes.experts_per_token or 2,
+        "moe_intermediate_size": ffn,
+        "shared_expert_intermediate_size": ffn,
+    }
+    return text, vision
+
+
 TINY_FAMILIES: dict[
     str, tuple[type[Any], Callable[[TinySizes], tuple[ConfigSection, ConfigSection]]]
 ] = {
@@ -228,4 +282,6 @@ TINY_FAMILIES: dict[
     "qwen2_5_vl": (Qwen2_5_VLConfig, _qwen2_5_vl),
     "qwen3_vl": (Qwen3VLConfig, _qwen3_vl),
     "qwen3_vl_moe": (Qwen3VLMoeConfig, _qwen3_vl_moe),
+    "qwen3_5": (Qwen3_5Config, _qwen3_5),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, _qwen3_5_moe),
 }

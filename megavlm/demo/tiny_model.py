@@ -120,14 +120,19 @@ def _save_model(folder: Path, config: PreTrainedConfig, *, seed: int, randomise:
         eos_token_id=text.eos_token_id,
         pad_token_id=text.pad_token_id,
     )
-    model.save_pretrained(folder)
-    _transpose_expert_stacks(folder / "model.safetensors")
+    # Qwen3.5's released files stack experts as transformers has them in memory, and its
+    # "original format" has a tensor for each.
+    model.save_pretrained(folder, save_original_format=config.model_type != "qwen3_5_moe")
+    if config.model_type == "qwen3_vl_moe":
+        _transpose_expert_stacks(folder / "model.safetensors")
 
 
 def _randomise(model: Any) -> None:
     routers = []
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:  # norms are 1 and biases 0: keep the centre, add noise
+        if name.endswith(".A_log"):  # transformers loses digits under strong decay
+            parameter.data = (0.02 + 0.3 * torch.rand_like(parameter)).log()
+        elif parameter.dim() == 1:  # norms are 1 and biases 0: keep the centre, add noise
             parameter.data += 0.1 * torch.randn_like(parameter)
         elif name.endswith(".mlp.gate.weight"):
             routers.append(parameter)
@@ -174,6 +179,8 @@ def _save_processor(
         "qwen2_5_vl": Qwen2_5_VLProcessor,
         "qwen3_vl": Qwen3VLProcessor,
         "qwen3_vl_moe": Qwen3VLProcessor,
+        "qwen3_5": Qwen3VLProcessor,
+        "qwen3_5_moe": Qwen3VLProcessor,
     }[config.model_type]
     if processor_class is Qwen3VLProcessor:
         half = [0.5] * 3

@@ -1,5 +1,6 @@
 """SGLang's launch options: its command-line arguments and its environment."""
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,11 @@ CPU_ARGS: ServerArgs = {
     # A forward of large images may take longer than SGLang's 300 s on a machine that does other
     # work too; probes tell a server that hangs from one that computes.
     "watchdog_timeout": 86400,
+}
+# Of a model with Gated DeltaNet, whose states are a pool of their own.
+LINEAR_CPU_ARGS: ServerArgs = {
+    "disable_overlap_schedule": True,  # SGLang refuses the overlap of such a model on a CPU
+    "max_mamba_cache_size": 200,  # the default takes gigabytes for a tiny model
 }
 # The copy of the weights in host memory saves sending again what training does not change.
 SHARED_GPU_ARGS: ServerArgs = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
@@ -66,9 +72,17 @@ class ServerOptions:
             "dtype": self.dtype,
             "tp_size": self.tensor_parallel,
             **(CPU_ARGS if self.device == "cpu" else {}),
+            **(LINEAR_CPU_ARGS if self.device == "cpu" and self._is_linear else {}),
             "log_level": "warning",
             **self.server_args,
         }
+
+    @property
+    def _is_linear(self) -> bool:
+        """True for a model with layers of linear attention."""
+        path = Path(self.model_folder) / "config.json"
+        text = json.loads(path.read_bytes()).get("text_config", {}) if path.is_file() else {}
+        return "linear_num_key_heads" in text
 
     def image_variables(self) -> dict[str, str]:
         """Return the environment variables that turn the cache of image features off."""
@@ -87,6 +101,9 @@ class ServerOptions:
         }
         variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         variables |= self.image_variables()
+        if self.dtype == "float32":
+            # SGLang's default, bfloat16 in a float32 model too, moves log-probs by 1e-1.
+            variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
         if self.device == "cpu":
             paths = [str(CPU_SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
             variables |= {

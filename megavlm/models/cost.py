@@ -15,6 +15,7 @@ from megavlm.models.common.mapping import Entry
 # Tokens whose matrices an H100 computes while it reads them: 989e12 FLOP/s over 3.35e12 B/s, at 2
 # FLOPs per token and 2 bytes of each weight.
 LEAST_TOKENS = 295
+CHUNK = 64  # tokens of a chunk of linear attention
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ class ModelCost:
                 if entry.megatron.endswith(".attn.proj.weight"):
                     per_patch_pair += 4.0 * entry.hf_shapes[0][0]
         width = architecture["num_attention_heads"] * architecture["kv_channels"]
-        per_pair = 4.0 * width * architecture["num_layers"]
+        linear_layers = sum(architecture.get("linear_attention_freq", ()))
+        per_pair = 4.0 * width * (architecture["num_layers"] - linear_layers)
+        if linear_layers:
+            per_token += linear_layers * _delta_rule(architecture)
         return cls(per_token, per_pair, per_patch, per_patch_pair)
 
     @property
@@ -73,3 +77,13 @@ class ModelCost:
         frames, height, width = grid
         size = height * width
         return frames * size * (self.per_patch + self.per_patch_pair * size)
+
+
+def _delta_rule(architecture: Mapping[str, Any]) -> float:
+    """Return the FLOPs of a token in a layer of Gated DeltaNet, beside its matrices: per head three
+    products with the state (what it holds for the key, what is written, the query), and in its
+    chunk the products with half of the chunk's keys, queries and values, and of the system solved.
+    """
+    key, value = architecture["linear_key_head_dim"], architecture["linear_value_head_dim"]
+    within = CHUNK * (3 * key + 2 * value)
+    return float(architecture["linear_num_value_heads"] * (6 * key * value + within))

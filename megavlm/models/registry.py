@@ -72,7 +72,14 @@ FAMILIES = {
     "qwen2_5_vl": Family("megavlm.models.qwen2_5_vl"),
     "qwen3_vl": Family("megavlm.models.qwen3_vl"),
     "qwen3_vl_moe": Family("megavlm.models.qwen3_vl"),
+    "qwen3_5": Family("megavlm.models.qwen3_5"),
+    "qwen3_5_moe": Family("megavlm.models.qwen3_5"),
 }
+
+
+# Prefixes of hub tensors that are no part of a model here, those of its head for predicting several
+# tokens: they are not trained, and an export copies them.
+UNTRAINED = ("mtp.",)
 
 
 def quantization(values: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout, check_world
 from megavlm.weight_sync.lora import adapter_bytes
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
-from megavlm.weight_sync.sglang_layout import ServerLayout, server_tensors
+from megavlm.weight_sync.sglang_layout import ServerLayout, linear_rows, server_tensors
 from megavlm.weight_sync.trainable import adapted_entries, trained_entries
 
 # Adapters of the table's column if the run has none.
@@ -84,6 +84,7 @@ def server_layout(config: Config, hf_config: Any) -> ServerLayout:
         int(rollout.server_args.get("ep_size", 1)),
         hf_config.text_config.num_key_value_heads,
         bool(hf_config.tie_word_embeddings),
+        linear_rows(hf_config.text_config),
     )
 
 

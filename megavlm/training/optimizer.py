@@ -14,6 +14,7 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megavlm.config.optimizer import Optimizer
@@ -178,6 +179,11 @@ def build_updater(
         overlap_param_gather=settings.overlap_param_gather,
     )
     overrides = get_standard_config_overrides(config)
+    if dtype != torch.float32:
+        # megatron-core's optimizer mistakes states for each other where a group has both dtypes; a
+        # setting, be it the default, makes a group.
+        kept = ParamPredicate("kept in fp32", lambda parameter: parameter.dtype == torch.float32)
+        overrides[ParamKey(predicate=kept)] = {"lr_mult": 1.0}
     if value_head_lr is not None:
         overrides[ParamKey(name="*value_head.*")] = {
             "max_lr": value_head_lr,

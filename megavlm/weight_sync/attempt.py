@@ -16,14 +16,15 @@ from megavlm.weight_sync.sglang_layout import ServerLayout
 class SyncSettings:
     """Settings of a run's weight updates.
 
-    dtype: the servers' type. num_kv_heads, tied_embeddings: of the language model. pause: SGLang's
-    mode of pausing. timeout: seconds for a request to a server. bucket_bytes: size of a bucket on a
-    rank that sends, which holds two.
+    dtype: the servers' type. num_kv_heads, tied_embeddings, linear_rows: of the language model
+    (ServerLayout). pause: SGLang's mode of pausing. timeout: seconds for a request to a server.
+    bucket_bytes: size of a bucket on a rank that sends, which holds two.
     """
 
     dtype: torch.dtype
     num_kv_heads: int = 1
     tied_embeddings: bool = False
+    linear_rows: tuple[int, int] | None = None
     pause: str = "abort"
     timeout: float = 300.0
     bucket_bytes: int = 2**28

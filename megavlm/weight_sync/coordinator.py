@@ -233,6 +233,7 @@ class SyncCoordinator:
             expert_parallel,
             self._settings.num_kv_heads,
             self._settings.tied_embeddings,
+            self._settings.linear_rows,
             on_cpu=target.device == "cpu",
         )
 

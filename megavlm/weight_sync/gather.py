@@ -27,16 +27,22 @@ def gather(
     *,
     to: int,
 ) -> NamedTensors:
-    """Gather HF names and tensors of some entries, in `dtype`, on rank `to`; [] on other ranks.
+    """Gather HF names and tensors of some entries, in `dtype` or the entry's own, on rank `to`; []
+    on other ranks.
 
     Point to point: `to` and the entries' source ranks must call it; on others it does nothing. A
-    source rank sends its shards as one flat tensor.
+    source rank sends the bytes of its shards as one flat tensor.
     """
     rank = dist.get_rank()
-    mine = {i: shards[i]().to(dtype) for i in indices if rank in plan.source_ranks[i]}
+    mine = {
+        i: shards[i]().to(plan.entries[i].dtype or dtype)
+        for i in indices
+        if rank in plan.source_ranks[i]
+    }
     if rank != to:
         if mine:
-            dist.send(torch.cat([shard.flatten() for shard in mine.values()]), to)
+            parts = [shard.flatten().view(torch.uint8) for shard in mine.values()]
+            dist.send(torch.cat(parts), to)
         return []
     pieces = {to: mine}
     for source_rank in sorted({r for i in indices for r in plan.source_ranks[i]} - {to}):
@@ -53,7 +59,7 @@ def to_hf(parts: Sequence[tuple[Entry, Tensor]]) -> NamedTensors:
     """Convert full Megatron tensors to HF names and tensors.
 
     parts: one entry and its tensor, or neighbouring experts of one stack, in order: they become a
-    piece of the stack (`piece_name`), which lies in memory as servers store it.
+    piece of the stack (`piece_name`), rows [in, out] that lie in memory as servers store them.
     """
     entry, full = parts[0]
     if entry.expert is None:
@@ -64,7 +70,7 @@ def to_hf(parts: Sequence[tuple[Entry, Tensor]]) -> NamedTensors:
     return [
         (
             piece_name(name, experts, entry.hf_shapes[0][0]),
-            torch.stack([tensor.t() for tensor in row]).transpose(1, 2),
+            torch.stack([x.t() if entry.transposed else x for x in row]).transpose(1, 2),
         )
         for name, row in zip(entry.hf, rows, strict=True)
     ]
@@ -107,17 +113,30 @@ def _whole(plan: SyncPlan, index: int, pieces: Mapping[int, Mapping[int, Tensor]
 def _receive(
     plan: SyncPlan, indices: Sequence[int], source_rank: int, dtype: torch.dtype
 ) -> dict[int, Tensor]:
-    shapes = []
+    shapes, dtypes = [], []
     for index in indices:
         entry, parts = plan.entries[index], len(plan.source_ranks[index])
         shape = list(entry.megatron_shape)
         if entry.shard.dim is not None:
             shape[entry.shard.dim] //= parts
         shapes.append(torch.Size(shape))
-    flat = torch.empty(sum(s.numel() for s in shapes), dtype=dtype, device=platform.device())
+        dtypes.append(entry.dtype or dtype)
+    sizes = [shape.numel() * kind.itemsize for shape, kind in zip(shapes, dtypes, strict=True)]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=platform.device())
     dist.recv(flat, source_rank)
-    pieces = flat.split([shape.numel() for shape in shapes])
-    return {i: piece.view(s) for i, piece, s in zip(indices, pieces, shapes, strict=True)}
+    return {
+        index: _as_dtype(piece, kind).view(shape)
+        for index, piece, kind, shape in zip(
+            indices, flat.split(sizes), dtypes, shapes, strict=True
+        )
+    }
+
+
+def _as_dtype(piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bytes of a larger tensor as numbers; copied where their place does not fit these."""
+    if piece.storage_offset() % dtype.itemsize:
+        piece = piece.clone()
+    return piece.view(dtype)
 
 
 def _check(plan: SyncPlan, held: set[int], changed: set[int]) -> None:

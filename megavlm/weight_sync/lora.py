@@ -15,8 +15,16 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megavlm.config.lora import LoRA
+from megavlm.models.common.loading import MEMORY, stack_shape
 from megavlm.models.common.lora import adapters
-from megavlm.models.common.mapping import COLUMNS, REPLICATED, ROWS, Entry, same
+from megavlm.models.common.mapping import (
+    COLUMNS,
+    REPLICATED,
+    ROWS,
+    Entry,
+    keeps_order,
+    same,
+)
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.gather import LocalShard, NamedTensors, gather
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
@@ -124,14 +132,14 @@ def adapter_entries(
     """Return a mapping table of A [rank, columns] and B [rows, rank] of each HF projection.
 
     If there are more tensor-parallel ranks than key-value heads, every rank holds the B's of
-    queries, keys and values whole.
+    queries, keys and values whole; and if a fused linear has another order of rows than HF's.
     """
     table = []
     for index in sorted(adapted_entries(entries, settings.targets)):
         entry = entries[index]
         assert entry.expert is None, "experts' adapters have no PEFT names"
         name = linear_name(entry)
-        whole = len(entry.hf) == 3 and layout.tensor > num_kv_heads
+        whole = not keeps_order(entry) or (len(entry.hf) == 3 and layout.tensor > num_kv_heads)
         rows_cut = entry.shard.dim == 0 and not whole
         for hf, (rows, columns) in zip(entry.hf, entry.hf_shapes, strict=True):
             part, peft = _leaf(hf), PEFT_PREFIX + hf.removesuffix(".weight")
@@ -158,8 +166,8 @@ def adapter_bytes(entries: Sequence[Entry], indices: Iterable[int], rank: int, s
         entry = entries[index]
         if entry.expert is None:
             total += sum(rank * (rows + columns) for rows, columns in entry.hf_shapes)
-        else:  # HF's stacks hold [columns, rows]; gate and up are separate projections
-            _, columns, rows = entry.hf_shapes[0]
+        else:  # gate and up are separate projections
+            _, rows, columns = stack_shape(entry, entry.hf_shapes[0], MEMORY)
             parts = entry.shard.parts
             total += rank * (rows + parts * columns)
     return total * size

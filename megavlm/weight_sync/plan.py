@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
 from megavlm.parallel.mesh import Layout
@@ -133,7 +135,8 @@ class SyncPlan:
         return {index for index, ranks in enumerate(self.source_ranks) if rank in ranks}
 
     def buckets(self, *, full: bool, itemsize: int, max_bytes: int) -> Iterator[Bucket]:
-        """Yield buckets stage by stage: what training can change first, the rest only with `full`.
+        """Yield buckets stage by stage: what training can change first, the rest only with `full`;
+        of each, tensors with a dtype of their own apart.
 
         The whole tensors of a bucket take at most `max_bytes`; a single tensor may take more.
         """
@@ -141,8 +144,11 @@ class SyncPlan:
             mine = [index for index in range(len(self.entries)) if self.stages[index] == stage]
             for changed in (True, False) if full else (True,):
                 wanted = [index for index in mine if (index in self.changed) is changed]
-                for run in self._runs(wanted, itemsize, max_bytes):
-                    yield Bucket(stage, tuple(run), changed)
+                for dtype in (None, torch.float32):
+                    typed = [index for index in wanted if self.entries[index].dtype == dtype]
+                    size = itemsize if dtype is None else dtype.itemsize
+                    for run in self._runs(typed, size, max_bytes):
+                        yield Bucket(stage, tuple(run), changed)
 
     def _runs(self, indices: Collection[int], itemsize: int, max_bytes: int) -> Iterator[list[int]]:
         """Split entries into runs. The parts of one server parameter stay in one run, but for the

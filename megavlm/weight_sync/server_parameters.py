@@ -112,7 +112,7 @@ def rank_slices(
     """Return what each rank of a server is sent of these HF tensors: its slices, and whole those
     that cannot be loaded so.
     """
-    sliced = {name: x for name, x in tensors if parameter_name(name) in parameters}
+    sliced = {name: x for name, x in tensors if parameter_name(name, layout) in parameters}
     whole = [*hub_tensors((name, x) for name, x in tensors if name not in sliced)]
     return [
         Flat.of([*server_tensors(sliced, layout, rank)], whole)

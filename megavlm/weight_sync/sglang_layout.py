@@ -2,7 +2,7 @@
 
 Pure functions; tensors on the meta device give the shapes without memory. The rules are those of
 the weight loaders in sglang 0.5.23 (models/qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py,
-qwen3_vl_moe.py, layers/linear.py, layers/vocab_parallel_embedding.py and
+qwen3_vl_moe.py, qwen3_5.py, layers/linear.py, layers/vocab_parallel_embedding.py and
 layers/moe/fused_moe_triton/layer.py). A weight update compares checksums with the running server,
 so that a release with other rules is detected. Not covered: quantised servers, and MoE kernels that
 store their weights shuffled.
@@ -13,6 +13,7 @@ Shapes: E experts, H hidden size, I an expert's intermediate size.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,12 @@ VOCAB_MULTIPLE = 64  # embedding, head and learned positions are padded to it wi
 CPU_FFN_MULTIPLE = 32  # of each rank (configs/update_config.py)
 VISION_MULTIPLE = 8  # the width of a gated vision MLP is, too
 # Fused parameters by the HF parts they are made of, in order.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
 # Stacks of experts by their HF name.
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PADDED = re.compile(r"(model\.embed_tokens|lm_head|visual\.pos_embed)\.weight")
@@ -32,9 +38,13 @@ PADDED = re.compile(r"(model\.embed_tokens|lm_head|visual\.pos_embed)\.weight")
 # "NAME[first:end]", rows of what it stores.
 PIECE = re.compile(r"(.+)\[(\d+):(\d+)/(\d+)\]")
 # Linears whose output the ranks cut, and whose input; the latter keep their bias whole.
-OUTPUT_CUT = re.compile(r"visual\..*(mlp\.fc1|linear_fc1|merger\.mlp\.0)\.(weight|bias)")
+OUTPUT_CUT = re.compile(
+    r"visual\..*(mlp\.fc1|linear_fc1|merger\.mlp\.0)\.(weight|bias)"
+    r"|model\.layers\.\d+\.linear_attn\.(A_log|dt_bias)"
+)
 INPUT_CUT = re.compile(
-    r"model\.layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)\.weight"
+    r"model\.layers\.\d+\.((self_attn\.)?o_proj|linear_attn\.out_proj)\.weight"
+    r"|model\.layers\.\d+\.mlp\.(shared_expert\.)?down_proj\.weight"
     r"|visual\..*(attn\.proj|mlp\.down_proj|mlp\.fc2|linear_fc2|merger\.mlp\.2)\.weight"
 )
 
@@ -45,14 +55,16 @@ class ServerLayout:
 
     expert_parallel: number of groups of ranks that hold different experts; the ranks of a group
     cut each expert. num_kv_heads: of the language model; ranks share one if there are fewer.
-    tied_embeddings: HF's files have no output head. on_cpu: SGLang pads the width of language MLPs
-    and experts there.
+    tied_embeddings: HF's files have no output head. linear_rows: of `linear_rows`; a model with
+    Gated DeltaNet has no module of its own for attention, and HF's stacks of experts are not
+    transposed. on_cpu: SGLang pads the width of language MLPs and experts there.
     """
 
     tensor_parallel: int = 1
     expert_parallel: int = 1
     num_kv_heads: int = 1
     tied_embeddings: bool = False
+    linear_rows: tuple[int, int] | None = None
     on_cpu: bool = False
 
     def __post_init__(self) -> None:
@@ -72,9 +84,23 @@ def piece_name(stack: str, experts: Sequence[int], count: int) -> str:
     return f"{stack}[{experts[0]}:{experts[-1] + 1}/{count}]"
 
 
-def parameter_name(hf_name: str) -> str:
-    """Return the name of the server's parameter that an HF tensor is, or is a part of."""
+def linear_rows(text: Any) -> tuple[int, int] | None:
+    """Return the rows of Gated DeltaNet's queries, which are as many as its keys', and of its
+    values; None for a model without it. `text`: transformers' text_config.
+    """
+    if getattr(text, "linear_num_key_heads", None) is None:
+        return None
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    return keys, text.linear_num_value_heads * text.linear_value_head_dim
+
+
+def parameter_name(hf_name: str, layout: ServerLayout | None = None) -> str:
+    """Return the name of the server's parameter that an HF tensor is, or is a part of; without a
+    layout a name that the parts of one parameter share.
+    """
     name = short_name(hf_name.partition("[")[0])
+    if layout is not None and layout.linear_rows:
+        name = name.replace(".self_attn.", ".")
     module, _, kind = name.rpartition(".")
     parent, _, leaf = module.rpartition(".")
     if leaf == "experts":
@@ -115,7 +141,8 @@ def server_tensors(
     """
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for hf_name, tensor in hf_tensors.items():
-        groups.setdefault(parameter_name(hf_name), []).append((short_name(hf_name), tensor))
+        name = parameter_name(hf_name, layout)
+        groups.setdefault(name, []).append((short_name(hf_name), tensor))
     size = layout.tensor_parallel
     for stored, parts in groups.items():
         name, tensor = parts[0]
@@ -130,14 +157,16 @@ def server_tensors(
             yield stored, _cut(tensor.chunk(3), rank, size)
         elif PADDED.fullmatch(name):
             yield name, _pad(tensor, _vocab_multiple(len(tensor), size)).chunk(size)[rank]
+        elif name.endswith(".linear_attn.conv1d.weight"):
+            yield name, _cut(_linear_parts(tensor, layout), rank, size)
         elif OUTPUT_CUT.fullmatch(name):
             yield name, tensor.chunk(size)[rank]
         elif INPUT_CUT.fullmatch(name):
             if ".down_proj." in name:
                 tensor = _pad(tensor, _ffn_multiple(name, layout), dim=1)
-            yield name, tensor.chunk(size, dim=1)[rank]
+            yield stored, tensor.chunk(size, dim=1)[rank]
         else:
-            yield name, tensor
+            yield stored, tensor
 
 
 def _fused(name: str, parts: list[Tensor], layout: ServerLayout, rank: int) -> Tensor:
@@ -145,6 +174,10 @@ def _fused(name: str, parts: list[Tensor], layout: ServerLayout, rank: int) -> T
     if ".gate_up_proj." in name:
         multiple = _ffn_multiple(name, layout)
         return _cut([_pad(part, multiple) for part in parts], rank, size)
+    if ".in_proj_qkvz." in name:
+        return _cut([*_linear_parts(parts[0], layout), *parts[1:]], rank, size)
+    if ".in_proj_ba." in name:
+        return _cut(parts, rank, size)
     query, *others = parts
     heads = min(layout.num_kv_heads, size)
     place = rank * heads // size
@@ -155,7 +188,8 @@ def _experts(
     stored: str, name: str, stack: Tensor, layout: ServerLayout, rank: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield gate_up_proj [E, H, 2I] as [E, 2I, H], gate above up, or down_proj [E, I, H] as
-    [E, H, I]; of a piece of the stack the rows that the rank stores, if there are any.
+    [E, H, I]; of a piece of the stack the rows that the rank stores, if there are any. Whole stacks
+    of a model with Gated DeltaNet are in that form already.
 
     Neighbouring ranks cut an expert, and their groups hold the experts in order.
     """
@@ -166,7 +200,9 @@ def _experts(
     low, high = max(first, start), min(end, start + mine)
     if low >= high:
         return
-    rows = stack[low - first : high - first].transpose(1, 2)
+    rows = stack[low - first : high - first]
+    if match or layout.linear_rows is None:
+        rows = rows.transpose(1, 2)
     stored = f"{stored}[{low - start}:{high - start}]" if match else stored
     place, size = rank % layout.expert_tensor, layout.expert_tensor
     if stored.partition("[")[0].endswith(EXPERTS["down_proj"]):
@@ -176,6 +212,13 @@ def _experts(
     else:
         halves = [_pad(half, layout.ffn_multiple, dim=1) for half in rows.chunk(2, dim=1)]
         yield stored, _cut(halves, place, size, dim=1)
+
+
+def _linear_parts(tensor: Tensor, layout: ServerLayout) -> list[Tensor]:
+    """Split rows of Gated DeltaNet's queries, keys and values."""
+    assert layout.linear_rows is not None, "the layout is of a model without Gated DeltaNet"
+    keys, values = layout.linear_rows
+    return list(tensor.split([keys, keys, values]))
 
 
 def _ffn_multiple(name: str, layout: ServerLayout) -> int:

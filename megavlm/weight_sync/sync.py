@@ -29,6 +29,7 @@ from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sender import Sender
 from megavlm.weight_sync.server_api import Servers, control_client
+from megavlm.weight_sync.sglang_layout import linear_rows
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports import TRANSPORTS
 from megavlm.weight_sync.transports.base import Transport
@@ -98,6 +99,7 @@ class WeightSync:
             dtype=options.dtype,
             num_kv_heads=text.num_key_value_heads,
             tied_embeddings=bool(hf_config.tie_word_embeddings),
+            linear_rows=linear_rows(text),
             pause=config.rollout.pause,
             timeout=config.rollout.request_timeout,
         )

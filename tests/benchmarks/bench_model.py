@@ -74,6 +74,8 @@ ROWS = [
     ("tiny", "qwen2_5_vl", EIGHT, 5),
     ("tiny", "qwen3_vl", ONE, 9),
     ("tiny", "qwen3_vl", EIGHT, 5),
+    ("tiny", "qwen3_5", ONE, 9),
+    ("tiny", "qwen3_5", EIGHT, 5),
     ("0.3B", "qwen2_5_vl", ONE, 3),
     ("0.3B", "qwen3_vl", ONE, 3),
 ]

@@ -22,7 +22,8 @@ SCALE = ALPHA / RANK
 
 COMPONENTS = {
     "language.attention": r"language_model\..*self_attention\.linear_(qkv|proj)",
-    "language.mlp": r"language_model\.decoder\.layers\.\d+\.mlp\.linear_fc[12]",
+    "language.linear_attention": r"language_model\..*self_attention\.(in|out)_proj",
+    "language.mlp": r"language_model\.decoder\.layers\.\d+\.mlp\.(shared_experts\.)?linear_fc[12]",
     "language.experts": r"language_model\..*\.mlp\.experts\.experts\.linear_fc[12]",
     "vision.attention": r"visual\.blocks\.\d+\.attn\..*",
     "vision.mlp": r"visual\.blocks\.\d+\.mlp\..*",

@@ -22,6 +22,7 @@ from tests.distributed.lora_reference import ALPHA, RANK, Name, expect, projecti
 from tests.distributed.lora_runs import (
     DENSE,
     EXPERTS,
+    LINEAR,
     TOWER,
     Run,
     cut,
@@ -41,7 +42,10 @@ CASES = [
     ("qwen2_5_vl", "PP2 virtual 2", DENSE + TOWER),
     ("qwen3_vl_moe", "EP2 over TP2+SP", EXPERTS),
     ("qwen3_vl_moe", "ETP2", EXPERTS),
+    ("qwen3_5", "TP2+SP", LINEAR),
     *slow(
+        ("qwen3_5", "TP2xCP2", LINEAR),
+        ("qwen3_5_moe", "EP2 over TP2+SP", (*LINEAR, "language.experts")),
         ("qwen2_5_vl", "one rank", DENSE),
         ("qwen2_5_vl", "TP2", DENSE),
         ("qwen2_5_vl", "TP4", DENSE),  # more ranks than key-value heads

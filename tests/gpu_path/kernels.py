@@ -23,9 +23,9 @@ def rmsnorm_fwd(
     zero_centered: bool,
 ) -> tuple[Tensor, None, Tensor]:
     """Return the normed rows, and for backward the reciprocal root mean square of each [rows]."""
-    assert quantizer is None and not zero_centered
+    assert quantizer is None
     scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-    normed = (x.float() * scale * weight.float()).to(TORCH_DTYPE[dtype])
+    normed = (x.float() * scale * (weight.float() + zero_centered)).to(TORCH_DTYPE[dtype])
     if out is not None:
         normed = out.copy_(normed)
     return normed, None, scale.flatten()
@@ -40,9 +40,8 @@ def rmsnorm_bwd(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the rows and of the weight."""
-    assert not zero_centered
     scale = scale.view(*x.shape[:-1], 1)
-    normed, weighted = x.float() * scale, gradient.float() * weight.float()
+    normed, weighted = x.float() * scale, gradient.float() * (weight.float() + zero_centered)
     along = (weighted * normed).mean(-1, keepdim=True)
     weight_gradient = (gradient.float() * normed).flatten(0, -2).sum(0)
     return (scale * (weighted - normed * along)).to(x.dtype), weight_gradient.to(weight.dtype)
@@ -58,12 +57,15 @@ def fused_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """Rotate x [t, 1, heads, D] by the angles [t, 1, 1, D] of its tokens."""
+    """Rotate x [t, 1, heads, D], or the first entries of its heads, by the angles [t, 1, 1, D] of
+    its tokens.
+    """
     assert start_positions is None and cu_seqlens is None and not interleaved
     assert layout.__name__.endswith("NVTE_SBHD") and (cp_size, len(x)) == (1, len(angles))
-    first, second = x.float().chunk(2, dim=-1)
+    turned, rest = x.float().tensor_split([angles.size(-1)], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
     half = torch.cat((-second, first), dim=-1)
-    return (x.float() * angles.cos() + half * angles.sin()).to(x.dtype)
+    return torch.cat([turned * angles.cos() + half * angles.sin(), rest], dim=-1).to(x.dtype)
 
 
 def fused_rope_backward(

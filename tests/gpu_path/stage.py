@@ -83,3 +83,7 @@ def _show_a_gpu() -> None:
     from torch.nn.attention import varlen
 
     varlen.varlen_attn = varlen_attn
+    # The other of flash-linear-attention, which transformers would use too if it were importable.
+    from megavlm.models.linear_attention import chunked_rule, gated_delta_net
+
+    gated_delta_net.choose_rule = lambda: chunked_rule.chunk_gated_delta_rule

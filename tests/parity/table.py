@@ -7,7 +7,7 @@ from typing import Any
 from megavlm.models.common.config import ModelOptions
 from megavlm.parallel.mesh import Layout
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Case:
 
 def layouts(family: str) -> list[str]:
     """Those that the family can have."""
-    if family != "qwen3_vl_moe":
+    if not family.endswith("_moe"):
         return list(LAYOUTS)
     dense = [n for n, ranks in LAYOUTS.items() if ranks.mesh.tensor == 1 or ranks.sequence]
     return [*dense, *EXPERT_LAYOUTS]

@@ -99,7 +99,7 @@ def model_folder(family: str) -> Path:
     sizes = {
         "seed": 3,
         "family": family,
-        "num_layers": 2,
+        "num_layers": 4 if family.startswith("qwen3_5") else 2,
         "init_std": 0.05,
         "randomise_norms_and_biases": True,
         "max_vocab": 300,

@@ -29,6 +29,7 @@ from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.weight_sync.attempt import SyncReport, SyncSettings
 from megavlm.weight_sync.lora import AdapterWeights, adapter_name
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
+from megavlm.weight_sync.sglang_layout import linear_rows
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.base import Transport
@@ -129,6 +130,7 @@ def make_sync(
             torch.float32,
             num_kv_heads=heads,
             tied_embeddings=config.tie_word_embeddings,
+            linear_rows=linear_rows(config.text_config),
             pause=pause,
             timeout=TIMEOUT,
             bucket_bytes=2**19,

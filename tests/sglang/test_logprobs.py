@@ -32,6 +32,8 @@ def sampling(served: Served, temperature: float = 1.0, max_new_tokens: int = 16)
         "qwen2_5_vl",
         pytest.param("qwen2_vl", marks=pytest.mark.slow),
         pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
         # Last: the pushes of test_weights ask for it again.
         pytest.param("qwen3_vl", marks=pytest.mark.slow),
     ],

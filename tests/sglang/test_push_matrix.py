@@ -69,19 +69,33 @@ SUBSET = [
     Case("qwen3_vl", 2, "one rank", "tensor", "adapter"),
     Case("qwen3_vl_moe", 2, "EP2", "tensor", "tower"),
     Case("qwen3_vl_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
+    Case("qwen3_5", 2, "TP2xPP2", "tensor", "tower"),
+    Case("qwen3_5", 2, "CP2", "distributed", "refit"),
+    Case("qwen3_5", 2, "PP2", "disk", "frozen tower"),
+    Case("qwen3_5", 2, "TP2", "tensor", "lora"),
+    Case("qwen3_5_moe", 2, "EP2", "tensor", "refit"),
+    Case("qwen3_5_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
 ]
 
 
 def everything() -> Iterator[Case]:
     dense = ("one rank", "TP2", "PP2", "TP2xPP2", "CP2")
-    layouts = {"qwen2_5_vl": dense, "qwen3_vl": dense, "qwen3_vl_moe": ("EP2", "EP2xPP2")}
+    moe = ("EP2", "EP2xPP2")
+    layouts = {
+        "qwen2_5_vl": dense,
+        "qwen3_vl": dense,
+        "qwen3_vl_moe": moe,
+        "qwen3_5": dense,
+        "qwen3_5_moe": moe,
+    }
     modes = ("tower", "frozen tower", "refit", "lora", "adapter")
     for family, ranks in itertools.product(layouts, (1, 2)):
         ways = ("tensor", "distributed", "disk")
         yield from (
             Case(family, ranks, *rest)
             for rest in itertools.product(layouts[family], ways, modes)
-            if not (family == "qwen3_vl_moe" and rest[-1] in ADAPTED)
+            if not (family.endswith("_moe") and rest[-1] in ADAPTED)
+            and (family, rest[-1]) != ("qwen3_5", "adapter")
         )
 
 

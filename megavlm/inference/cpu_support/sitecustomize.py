@@ -1,15 +1,16 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
 Python imports `sitecustomize` in every process whose PYTHONPATH holds this directory: in the server
-and in the workers that it starts. Stock SGLang needs exactly three things, and gets two more:
+and in the workers that it starts. Stock SGLang needs exactly four things, and gets two more:
 
 1. torchvision must be importable beside a CPU build of torch: its two missing operators are
    defined right before the first `import torchvision`, never earlier, so that a process that does
    not use torchvision does not import torch for it.
 2. `sgl_kernel` must be importable: the directory beside this file holds an import-only stand-in.
 3. Its adapters ask for pinned memory, which needs a GPU build of torch: they get pageable memory.
-4. Its vision towers attend image by image (segment_attention.py), not over all images of a batch.
-5. Its workers are forked: spawned ones import torch and SGLang again, 10 s each. Without a GPU and
+4. Two kernels of Qwen3.5 that exist for GPUs alone are PyTorch's operations.
+5. Its vision towers attend image by image (segment_attention.py), not over all images of a batch.
+6. Its workers are forked: spawned ones import torch and SGLang again, 10 s each. Without a GPU and
    with one thread (OMP_NUM_THREADS) nothing in the process forbids that.
 """
 
@@ -17,7 +18,7 @@ import importlib.abc
 import importlib.util
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -51,27 +52,54 @@ class PinnedMemoryHook(importlib.abc.MetaPathFinder):
         return None
 
 
-class VisionAttentionHook(importlib.abc.MetaPathFinder):
-    """Import hook: SGLang's vision attention is replaced as soon as its module has run."""
+class ReplacementHook(importlib.abc.MetaPathFinder):
+    """Import hook: parts of SGLang's modules are replaced as soon as these have run."""
+
+    def __init__(self, replacements: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._replacements = replacements
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "sglang.srt.layers.attention.vision":
+        replace = self._replacements.pop(fullname, None)
+        if replace is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         assert spec is not None and spec.loader is not None
         run = spec.loader.exec_module
 
         def run_and_replace(module: ModuleType) -> None:
             run(module)
-            import segment_attention  # type: ignore[import-not-found]
-
-            segment_attention.install()
+            replace(module)
 
         spec.loader.exec_module = run_and_replace  # type: ignore[method-assign]
         return spec
+
+
+def _attend_by_image(module: ModuleType) -> None:
+    import segment_attention  # type: ignore[import-not-found]
+
+    segment_attention.install()
+
+
+def _gate_shared_expert(module: ModuleType) -> None:
+    def launch(hidden: Any, weight: Any, shared: Any, output: Any, *, do_add: bool) -> None:
+        gated = (hidden.float() @ weight.float()).sigmoid()[:, None] * shared.float()
+        output.copy_(output.float() + gated if do_add else gated)
+
+    module._launch_fused_gate_sigmoid_mul = launch  # type: ignore[attr-defined]
+
+
+def _gate_norm(module: ModuleType) -> None:
+    """Have the gated norm take its branch for CPUs, as it does by itself on one with AMX."""
+    module._use_cpu = True  # type: ignore[attr-defined]
+
+
+REPLACEMENTS = {
+    "sglang.srt.layers.attention.vision": _attend_by_image,
+    "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,
+    "sglang.kernels.ops.elementwise.elementwise": _gate_shared_expert,
+}
 
 
 def _unpinned(factory: Any) -> Any:
@@ -89,4 +117,4 @@ def _fork_workers(method: str | None, force: bool = False) -> None:
 _set_start_method = multiprocessing.set_start_method
 multiprocessing.set_start_method = _fork_workers
 _load_torchvision_ops().install_hook()
-sys.meta_path[:0] = [PinnedMemoryHook(), VisionAttentionHook()]
+sys.meta_path[:0] = [PinnedMemoryHook(), ReplacementHook(dict(REPLACEMENTS))]

@@ -63,6 +63,29 @@ def dense(text: Any, sizes: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool)
     }
 
 
+def router(text: Any) -> dict[str, Any]:
+    """Return LanguageConfig's fields of a router: its softmax over all experts, the largest taken
+    and made to sum to 1, is the softmax over the largest. Raises ValueError for another.
+    """
+    if not getattr(text, "norm_topk_prob", True):
+        raise ValueError(
+            "text_config.norm_topk_prob: routers whose weights do not sum to 1 are not supported."
+        )
+    if text.num_experts_per_tok == 1:
+        raise ValueError(
+            "text_config.num_experts_per_tok: 1 is not supported, since a single expert has weight "
+            "1 and its router no gradient; use 2 or more."
+        )
+    return {
+        "moe_router_topk": text.num_experts_per_tok,
+        "moe_router_pre_softmax": False,
+        "moe_router_dtype": "fp32",
+        # Balance was the pretraining's concern; a loss of its own would be no policy gradient.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
 @dataclass(frozen=True)
 class Rotary:
     """A multimodal rotary embedding (M-RoPE). `axes`: the position axis (0 time, 1 height, 2 width)

@@ -1,5 +1,5 @@
-"""Core attention over packs of trees, in megatron-core's layers: a token attends to the past of its
-own segment and to the segments it descends from.
+"""Attention over packs of trees, in megatron-core's layers: a token attends to the past of its own
+segment and to the segments it descends from.
 
 Under context parallelism a rank computes the queries of its part of the pack, with the keys and
 values of all of it.
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -74,3 +75,17 @@ def gather_context(
     everything = gather_from_sequence_parallel_region(together, group=group)
     keys, values = everything.index_select(0, gather_index).unbind(1)
     return keys, values
+
+
+class GatedSelfAttention(SelfAttention):
+    """Self-attention whose output is gated head by head (`attention_output_gate`)."""
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
+        ranks_per_group = self.world_size // self.config.num_query_groups
+        if ranks_per_group > 1:
+            # megatron-core 0.16.1 takes this rank's queries of the shared group, not its gates.
+            gate = gate.chunk(ranks_per_group, dim=2)[
+                self.pg_collection.tp.rank() % ranks_per_group
+            ]
+        return query, key, value, gate

@@ -12,7 +12,8 @@ from typing import Literal
 # Experts are `experts.experts` in checkpoints, and share a name in `lora.targets`.
 LINEARS = {
     "language.attention": r"language_model\..*\.self_attention\.linear_(qkv|proj)",
-    "language.mlp": r"language_model\..*\.mlp\.linear_fc[12]",
+    "language.linear_attention": r"language_model\..*\.self_attention\.(in|out)_proj",
+    "language.mlp": r"language_model\..*\.mlp\.(shared_experts\.)?linear_fc[12]",
     "language.experts": r"language_model\..*\.mlp\.experts\.(experts\.)?linear_fc[12]",
     "vision.attention": r"visual\.blocks\.\d+\.attn\..+",
     "vision.mlp": r"visual\.blocks\.\d+\.mlp\..+",
@@ -39,6 +40,6 @@ def model_part(key: str) -> ModelPart:
         return "embedding"
     if "self_attention" in names:
         return "attention"
-    if {"experts", "router", "pre_mlp_layernorm"} & {*names}:
+    if {"experts", "shared_experts", "router", "pre_mlp_layernorm"} & {*names}:
         return "experts"
     return "mlp" if "mlp" in names else "output"

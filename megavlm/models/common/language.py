@@ -5,9 +5,10 @@ DeepStack and one checkpoint form in both.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -24,10 +25,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megavlm.models.common.architecture import Rotary
-from megavlm.models.common.attention import TreeAttention
+from megavlm.models.common.attention import GatedSelfAttention, TreeAttention
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import DeepStackLayer
 from megavlm.models.common.pack_layout import PackLayout
+from megavlm.models.linear_attention.gated_delta_net import (
+    GatedDeltaNet,
+    GatedDeltaNetSubmodules,
+)
 from megavlm.parallel import platform
 
 
@@ -150,7 +155,7 @@ class MultimodalRotary(nn.Module):
 
 class MegatronRMSNorm(nn.RMSNorm):
     """RMSNorm with megatron-core's constructor, and the mark by which its gradients are summed
-    under sequence parallelism.
+    under sequence parallelism. A zero-centred one multiplies with 1 + weight, in fp32.
     """
 
     def __init__(
@@ -158,6 +163,15 @@ class MegatronRMSNorm(nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centred = config.layernorm_zero_centered_gamma
+        if self.zero_centred:
+            nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.zero_centred:
+            return super().forward(x)
+        normed = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
+        return (normed * (1 + self.weight.float())).to(x.dtype)
 
 
 def layer_specs(
@@ -167,22 +181,32 @@ def layer_specs(
     stage = groups.pp.rank()
     first = get_transformer_layer_offset(config, chunk, stage)
     count = get_num_layers_to_build(config, chunk, stage)
-    is_moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    assert isinstance(is_moe, list), "a family names its expert layers one by one"
-    specs = {kind: _layer_spec(config, bool(kind)) for kind in set(is_moe)}
+    kinds = layer_kinds(config)
+    specs = {kind: _layer_spec(config, kind) for kind in set(kinds)}
     return TransformerBlockSubmodules(
-        layer_specs=[specs[kind] for kind in is_moe[first : first + count]],
+        layer_specs=[specs[kind] for kind in kinds[first : first + count]],
         layer_norm=_final_norm(),
     )
 
 
-# In checkpoint keys a norm belongs to the linear after it, as where the two are fused.
-NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-DENSE_NORM_KEYS = NORM_KEYS | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+class LayerKind(NamedTuple):
+    """Kind of a layer: with experts, or with Gated DeltaNet in the place of attention."""
+
+    has_experts: bool
+    is_linear: bool
 
 
-def _layer_spec(config: LanguageConfig, has_experts: bool) -> ModuleSpec:
-    experts = config.num_moe_experts if has_experts else None
+def layer_kinds(config: TransformerConfig) -> list[LayerKind]:
+    """Return the kind of each layer of the whole model."""
+    none = [0] * config.num_layers
+    experts = config.moe_layer_freq if config.num_moe_experts else none
+    linear = config.linear_attention_freq or none
+    assert isinstance(experts, list) and isinstance(linear, list), "a family names its layers"
+    return [LayerKind(bool(x), bool(y)) for x, y in zip(experts, linear, strict=True)]
+
+
+def _layer_spec(config: LanguageConfig, kind: LayerKind) -> ModuleSpec:
+    experts = config.num_moe_experts if kind.has_experts else None
     if platform.has_gpu():
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts,
@@ -198,10 +222,28 @@ def _layer_spec(config: LanguageConfig, has_experts: bool) -> ModuleSpec:
         if config.qk_layernorm:
             attention = parts.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = MegatronRMSNorm
-        parts.sharded_state_dict_keys_map = NORM_KEYS if has_experts else DENSE_NORM_KEYS
+        parts.sharded_state_dict_keys_map = _norm_keys(kind)
     layer.module = DeepStackLayer
-    layer.submodules.self_attention.submodules.core_attention = TreeAttention
+    attention = layer.submodules.self_attention
+    attention.submodules.core_attention = TreeAttention
+    if config.attention_output_gate:
+        attention.module = GatedSelfAttention
+    if kind.is_linear:
+        linears = attention.submodules
+        layer.submodules.self_attention = ModuleSpec(
+            module=GatedDeltaNet,
+            submodules=GatedDeltaNetSubmodules(linears.linear_qkv, linears.linear_proj),
+        )
     return layer
+
+
+def _norm_keys(kind: LayerKind) -> dict[str, str]:
+    """Return names of norms and their checkpoint keys, in which a norm belongs to the linear after
+    it, as where the two are fused.
+    """
+    linear = "in_proj" if kind.is_linear else "linear_qkv"
+    keys = {"input_layernorm.": f"self_attention.{linear}.layer_norm_"}
+    return keys if kind.has_experts else keys | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def _final_norm() -> type | ModuleSpec:

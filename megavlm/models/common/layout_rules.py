@@ -29,6 +29,7 @@ def check_model_layout(
     `recompute_layers`: layers between kept inputs under full recomputation.
     """
     _check_tensor(architecture, layout.tensor, vocab_size)
+    _check_linear_attention(architecture, layout)
     _check_stages(architecture["num_layers"], layout, options)
     _check_recompute(architecture["num_layers"], layout, options, recompute_layers)
     _check_experts(architecture, layout, options)
@@ -58,11 +59,26 @@ def _tensor_problems(architecture: Architecture, size: int, vocab_size: int) -> 
             "gives each of them equally many ranks"
         )
     # Ranks that share a key-value head cut the rows that they gather anywhere.
-    rows = (heads + 2 * groups) * architecture["kv_channels"]
+    queries = 2 * heads if architecture.get("attention_output_gate") else heads
+    rows = (queries + 2 * groups) * architecture["kv_channels"]
     if rows % size:
         yield (
             f"parallel.tensor={size} does not divide the {rows} rows of the model's queries, keys "
             "and values"
+        )
+
+
+def _check_linear_attention(architecture: Architecture, layout: "Layout") -> None:
+    """Check that the heads of Gated DeltaNet divide over the tensor axis and, there, the context
+    axis, whose ranks compute all tokens of some heads.
+    """
+    heads, size = architecture.get("linear_num_key_heads", 0), layout.tensor * layout.context
+    if heads % size:
+        fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"parallel.tensor={layout.tensor} times parallel.context={layout.context} does not "
+            f"divide the model's linear_num_key_heads={heads}: set them to numbers whose product "
+            f"is {_one_of(fitting)}"
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megavlm.models.common.hf_source import HFFolder, StateDict
 from megavlm.models.common.mapping import Entry, Shape, shard_tensor, short_name
+from megavlm.models.registry import UNTRAINED
 from megavlm.parallel.mesh import Mesh
 
 Form = Literal["hub", "memory"]
@@ -29,11 +30,12 @@ class HubTensors:
     Qwen3-VL, and transformers 5 in memory, `model.visual.*` and `model.language_model.layers.*`.
     Both are read.
 
-    Experts. They are stacked as in hub files (`gate_up_proj` [E, H, 2I], `down_proj` [E, I, H]), or
-    as transformers 5 holds them in memory ([E, 2I, H], [E, H, I]), or are a tensor each
-    (`experts.3.gate_proj.weight` [I, H]). The last is recognised by names; `form` tells the first
-    two apart. A folder saved by transformers 5 is in MEMORY form. One of the two stacks is never
-    square, so a wrong `form` is refused.
+    Experts. They are stacked as in hub files (of Qwen3-VL `gate_up_proj` [E, H, 2I], `down_proj`
+    [E, I, H]), or as transformers 5 holds them in memory ([E, 2I, H], [E, H, I], which Qwen3.5's
+    hub files have too), or are a tensor each (`experts.3.gate_proj.weight` [I, H]). The last is
+    recognised by names; `form` tells the first two apart. A folder of Qwen3-VL saved by
+    transformers 5 is in MEMORY form. One of the two stacks is never square, so a wrong `form` is
+    refused.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class HubTensors:
         self._form = form
         self._names: dict[str, str] = {}  # short name -> the source's
         for name in source:
+            if name.startswith(UNTRAINED):
+                continue
             other = self._names.setdefault(short_name(name), name)
             if other != name:
                 raise ValueError(
@@ -61,7 +65,7 @@ class HubTensors:
         """Read the full Megatron tensor of an entry. Of stacked experts only this one is read."""
         if entry.expert is None:
             return entry.to_megatron([self._source[self._names[short_name(x)]] for x in entry.hf])
-        return entry.to_megatron([self._expert(x, entry.expert) for x in entry.hf])
+        return entry.to_megatron([self._expert(entry, x, entry.expert) for x in entry.hf])
 
     def dtype(self, entries: Iterable[Entry]) -> torch.dtype:
         """Return the dtype of the tensors that make the entries of one key. Raises ValueError where
@@ -73,13 +77,15 @@ class HubTensors:
             raise ValueError(f"{', '.join(names)} make one tensor, but have different dtypes.")
         return dtypes.pop()
 
-    def _expert(self, stack: str, expert: int) -> Tensor:
+    def _expert(self, entry: Entry, stack: str, expert: int) -> Tensor:
         """Read an expert's row of a stack, in the hub's form."""
         if self._is_stacked(stack):
             row = self._source.row(self._names[short_name(stack)], expert)
-            return row if self._form == HUB else row.t()
-        ones = _one_expert(short_name(stack), expert)
-        return torch.cat([self._source[self._names[name]] for name in ones]).t()
+            is_hub = self._form == HUB
+        else:
+            ones = _one_expert(short_name(stack), expert)
+            row, is_hub = torch.cat([self._source[self._names[name]] for name in ones]), False
+        return row.t() if entry.transposed and not is_hub else row
 
     def _is_stacked(self, stack: str) -> bool:
         short = short_name(stack)
@@ -130,12 +136,12 @@ class HubTensors:
             if entry.expert is None:
                 self._check_shape(short_name(name), shape)
             elif not self._is_stacked(name):
-                _, columns, rows = shape
+                _, rows, columns = stack_shape(entry, shape, MEMORY)
                 ones = _one_expert(short_name(name), entry.expert)
                 for one in ones:
                     self._check_shape(one, (rows // len(ones), columns))
             elif entry.expert == 0:
-                forms = {HUB: shape, MEMORY: (shape[0], shape[2], shape[1])}
+                forms = {form: stack_shape(entry, shape, form) for form in (HUB, MEMORY)}
                 self._check_stack(self._names[short_name(name)], forms)
 
     def _check_shape(self, short: str, expected: Shape) -> None:
@@ -221,6 +227,14 @@ def _expert_number(value: ShardedTensor | ShardedTensorFactory) -> int | None:
     """
     tensor = value.build()[0] if isinstance(value, ShardedTensorFactory) else value
     return tensor.global_offset[0] if tensor.prepend_axis_num else None
+
+
+def stack_shape(entry: Entry, shape: Shape, form: Form) -> Shape:
+    """Return the shape in a form of one of the entry's stacks, of hub shape `shape`."""
+    if form == HUB or not entry.transposed:
+        return shape
+    count, rows, columns = shape
+    return count, columns, rows
 
 
 def _one_expert(stack: str, expert: int) -> list[str]:

@@ -75,6 +75,7 @@ def _adapted(site: Site, settings: LoRA, seed: int) -> LoRALinear:
         parts=[LoRAPart(name, rows, settings.rank, scale) for name, rows in site.parts],
         placement=site.placement,
         num_blocks=site.num_blocks,
+        order=site.order,
         dropout=settings.dropout,
         seed=seed,
     )

@@ -66,7 +66,8 @@ class Placement:
     """Placement of a layer on the ranks of `group`.
 
     `cut`: the dim of each part that they cut. "fused": they cut the fused rows without regard to
-    parts (more ranks than key-value heads), and every B is whole. None: the layer is replicated.
+    parts (more ranks than key-value heads, or rows of a part in another order than in HF), and
+    every B is whole. None: the layer is replicated.
     `sequence`: sequence parallelism. `is_expert`: `group` is the expert tensor axis.
     """
 
@@ -83,6 +84,7 @@ class LoRALinear(nn.Module):
     """
 
     base: Any  # a linear of megatron-core, of Transformer Engine, or nn.Linear
+    order: Tensor | None
 
     def __init__(
         self,
@@ -92,12 +94,14 @@ class LoRALinear(nn.Module):
         parts: Sequence[LoRAPart],
         placement: Placement,
         num_blocks: int = 1,
+        order: Tensor | None = None,
         dropout: float = 0.0,
         seed: int = 0,
     ) -> None:
         """Draw A from `seed` and `name`, the layer's in the whole model, so that it is the same
         under every layout; B is zero. `num_blocks`: blocks that each part is cut into in the fused
-        order, where the parts' blocks alternate.
+        order, where the parts' blocks alternate. `order`: instead, the place of each fused row
+        among the rows of all parts, of a layer whose placement is "fused".
         """
         super().__init__()
         self.base = base
@@ -105,6 +109,7 @@ class LoRALinear(nn.Module):
         self.parts = tuple(parts)
         self.placement = placement
         self.num_blocks = num_blocks
+        self.register_buffer("order", order, persistent=False)
         self.dropout = dropout
         self.enabled = True
         rows, columns = base.weight.shape
@@ -214,6 +219,8 @@ class LoRALinear(nn.Module):
             else:
                 padded.append(self.lora_A.new_zeros(part.rows, total, dtype=dtype))
             start += part.rank
+        if self.order is not None:
+            return torch.cat(padded).index_select(0, self.order)
         blocks = [b.view(self.num_blocks, -1, total) for b in padded]
         return torch.cat(blocks, dim=1).flatten(0, 1)
 

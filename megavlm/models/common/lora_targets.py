@@ -10,23 +10,27 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from megavlm.config.lora import COMPONENTS, LANGUAGE, VISION
 from megavlm.models.common.components import lora_component
+from megavlm.models.common.language import layer_kinds
 from megavlm.models.common.lora_linear import Placement
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.common.tower import Tower
+from megavlm.models.linear_attention.fused_rows import group_rows, join_gated
+from megavlm.models.linear_attention.gated_delta_net import GatedDeltaNet
 
 
 @dataclass(frozen=True)
 class Site:
     """Linear of this rank: `attribute` of `owner`. `parts`: HF projections in it and the rows of
-    each, in the order of the mapping table's entry; `num_blocks` as in LoRALinear.
+    each, in the order of the mapping table's entry; `num_blocks` and `order` as in LoRALinear.
     """
 
     name: str
@@ -35,6 +39,7 @@ class Site:
     parts: tuple[tuple[str, int], ...]
     placement: Placement
     num_blocks: int = 1
+    order: Tensor | None = None
 
 
 def choose(targets: Sequence[str], names: Mapping[str, str], *, has_tower: bool) -> set[str]:
@@ -73,33 +78,36 @@ def linear_names(config: TransformerConfig, tower: Tower | None) -> dict[str, st
     """Return the name and component of every linear that adapters can be put on, in the whole
     model; the tower's where this rank has it.
     """
-    has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    assert isinstance(has_experts, list), "a family names its expert layers one by one"
     names = []
-    for index in range(config.num_layers):
+    for index, kind in enumerate(layer_kinds(config)):
         layer = f"{LANGUAGE}decoder.layers.{index}"
-        names += [f"{layer}.self_attention.linear_{kind}" for kind in ("qkv", "proj")]
-        mlp = f"{layer}.mlp.experts" if has_experts[index] else f"{layer}.mlp"
-        names += [f"{mlp}.linear_{kind}" for kind in ("fc1", "fc2")]
+        linears = ("in_proj", "out_proj") if kind.is_linear else ("linear_qkv", "linear_proj")
+        names += [f"{layer}.self_attention.{linear}" for linear in linears]
+        mlps = [f"{layer}.mlp.experts"] if kind.has_experts else [f"{layer}.mlp"]
+        if kind.has_experts and config.moe_shared_expert_intermediate_size:
+            mlps.append(f"{layer}.mlp.shared_experts")
+        names += [f"{mlp}.linear_{fc}" for mlp in mlps for fc in ("fc1", "fc2")]
     if tower is not None:
         names += [f"{VISION}{name}" for name in _tower_linears(tower)]
-    return {name: kind for name in names if (kind := lora_component(name))}
+    return {name: part for name in names if (part := lora_component(name))}
 
 
 def sites(model: VisionLanguageModel, chosen: set[str]) -> Iterator[Site]:
     """Yield this rank's chosen linears. Raises ValueError where experts are one grouped matrix."""
     for layer in model.language_model.decoder.layers:
         name = f"{LANGUAGE}decoder.layers.{layer.layer_number - 1}"
-        for site in _attention_sites(layer.self_attention, f"{name}.self_attention"):
-            if site.name in chosen:
-                yield site
-        if not isinstance(layer.mlp, MoELayer):
-            placement = {"group": layer.mlp.tp_group, "sequence": layer.config.sequence_parallel}
-            for site in _mlp_sites(layer.mlp, f"{name}.mlp", **placement):
-                if site.name in chosen:
-                    yield site
-        elif linears := chosen & {f"{name}.mlp.experts.linear_fc{i}" for i in (1, 2)}:
-            yield from _expert_sites(layer.mlp.experts, f"{name}.mlp.experts", linears)
+        is_linear = isinstance(layer.self_attention, GatedDeltaNet)
+        find = _linear_attention_sites if is_linear else _attention_sites
+        found = [*find(layer.self_attention, f"{name}.self_attention")]
+        mlp, mlp_name = layer.mlp, f"{name}.mlp"
+        if isinstance(layer.mlp, MoELayer):
+            if linears := chosen & {f"{name}.mlp.experts.linear_fc{i}" for i in (1, 2)}:
+                yield from _expert_sites(layer.mlp.experts, f"{name}.mlp.experts", linears)
+            mlp, mlp_name = layer.mlp.shared_experts, f"{name}.mlp.shared_experts"
+        if mlp is not None:
+            placement = {"group": mlp.tp_group, "sequence": layer.config.sequence_parallel}
+            found += _mlp_sites(mlp, mlp_name, **placement)
+        yield from (site for site in found if site.name in chosen)
     if model.visual is not None:
         group = model.language_model.pg_collection.tp
         for site in _tower_sites(model.visual, group):
@@ -111,7 +119,13 @@ def _attention_sites(attention: Any, name: str) -> Iterator[Site]:
     config, group = attention.config, attention.pg_collection.tp
     head = attention.hidden_size_per_attention_head
     heads, groups = config.num_attention_heads, config.num_query_groups
-    fused = groups < group.size()
+    order = None
+    if config.attention_output_gate:
+        if heads > groups:  # else a group is a query, its gate, a key and a value, as in HF
+            rows = (2 * heads * head, groups * head, groups * head)
+            order = join_gated(groups, head, torch.arange(sum(rows)).split(rows))
+        heads *= 2  # each with its gate
+    fused = groups < group.size() or order is not None
     if not fused:
         heads, groups = heads // group.size(), groups // group.size()
     qkv = (("q_proj", heads * head), ("k_proj", groups * head), ("v_proj", groups * head))
@@ -122,6 +136,7 @@ def _attention_sites(attention: Any, name: str) -> Iterator[Site]:
         qkv,
         Placement("fused" if fused else "rows", group, config.sequence_parallel),
         num_blocks=groups,
+        order=order,
     )
     yield Site(
         f"{name}.linear_proj",
@@ -129,6 +144,29 @@ def _attention_sites(attention: Any, name: str) -> Iterator[Site]:
         "linear_proj",
         (("o_proj", config.hidden_size),),
         Placement("columns", group, config.sequence_parallel),
+    )
+
+
+def _linear_attention_sites(layer: GatedDeltaNet, name: str) -> Iterator[Site]:
+    group, groups = layer.pg_collection.tp, layer.num_key_heads
+    q, k, v, *others = (groups * rows for rows in layer.group_rows)
+    rows = (q + k + v, *others)
+    order = group_rows(groups, (q, k, v), torch.arange(sum(rows)).split(rows))
+    names = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+    yield Site(
+        f"{name}.in_proj",
+        layer,
+        "in_proj",
+        tuple(zip(names, rows, strict=True)),
+        Placement("fused", group, layer.config.sequence_parallel),
+        order=order,
+    )
+    yield Site(
+        f"{name}.out_proj",
+        layer,
+        "out_proj",
+        (("out_proj", layer.config.hidden_size),),
+        Placement("columns", group, layer.config.sequence_parallel),
     )
 
 

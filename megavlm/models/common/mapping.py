@@ -47,7 +47,9 @@ class Entry:
     `hf` are the names that hub files use, `hf_shapes` the shapes there. With `expert`, the HF
     tensors are stacks over experts and this tensor is made of that row of each: `to_megatron` takes
     rows and `to_hf` returns them. All experts of a layer share the key; their tensors differ by the
-    expert's place in the sharded tensor.
+    expert's place in the sharded tensor. `transposed`: those rows are [in, out] on the hub, where a
+    linear's weight is [out, in]. `dtype`: kept by the model, its checkpoints and servers whatever
+    the others' is, None for the others'.
     """
 
     megatron: str
@@ -57,6 +59,8 @@ class Entry:
     to_hf: Callable[[Tensor], tuple[Tensor, ...]]
     shard: ShardRule
     expert: int | None = None
+    transposed: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def megatron_shape(self) -> Shape:
@@ -69,6 +73,17 @@ class Entry:
         """Shape of the tensor under the key in a checkpoint, where experts are stacked."""
         stack = () if self.expert is None else self.hf_shapes[0][:1]
         return (*stack, *self.megatron_shape)
+
+
+def keeps_order(entry: Entry) -> bool:
+    """Return True if the rows of each HF tensor of a dense linear are in order in the Megatron
+    tensor; those of others may stand between them.
+    """
+    rows = [shape[0] for shape in entry.hf_shapes]
+    numbers = torch.arange(sum(rows))[:, None]
+    fused = entry.to_megatron(numbers.split(rows))[:, 0]
+    owner = torch.bucketize(fused, torch.tensor(rows).cumsum(0), right=True)
+    return all(bool((fused[owner == part].diff() > 0).all()) for part in range(len(rows)))
 
 
 def short_name(hf: str) -> str:
@@ -118,9 +133,15 @@ def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
     return torch.cat([piece[part] for part in range(parts) for piece in pieces], dim)
 
 
-def same(megatron: str, hf: str, shape: Shape, shard: ShardRule = REPLICATED) -> Entry:
+def same(
+    megatron: str,
+    hf: str,
+    shape: Shape,
+    shard: ShardRule = REPLICATED,
+    dtype: torch.dtype | None = None,
+) -> Entry:
     """Map a tensor with the same numbers and shape on both sides."""
-    return Entry(megatron, (hf,), (shape,), _only, _as_tuple, shard)
+    return Entry(megatron, (hf,), (shape,), _only, _as_tuple, shard, dtype=dtype)
 
 
 def flattened(megatron: str, hf: str, shape: Shape) -> Entry:
@@ -133,18 +154,27 @@ def gated(megatron: str, gate: str, up: str, shape: Shape) -> Entry:
     return Entry(megatron, (gate, up), (shape, shape), _concat, _halves, GATED)
 
 
-def expert_gated(megatron: str, stack: str, shape: Shape, expert: int) -> Entry:
-    """Map an expert's row [H, 2I] of the hub's gate_up_proj, transposed, to its first linear: gate
-    on top of up. `shape`: of the stack, [E, H, 2I].
+def expert_gated(
+    megatron: str, stack: str, shape: Shape, expert: int, *, transposed: bool
+) -> Entry:
+    """Map an expert's row of the hub's gate_up_proj to its first linear [2I, H]: gate on top of up.
+    `shape`: of the stack, [E, 2I, H], or [E, H, 2I] if it is `transposed`.
     """
-    return Entry(megatron, (stack,), (shape,), _transpose, _untranspose, EXPERT_GATED, expert)
+    return _expert(megatron, stack, shape, EXPERT_GATED, expert, transposed)
 
 
-def expert_down(megatron: str, stack: str, shape: Shape, expert: int) -> Entry:
-    """Map an expert's row [I, H] of the hub's down_proj [E, I, H], transposed, to its second
-    linear.
+def expert_down(megatron: str, stack: str, shape: Shape, expert: int, *, transposed: bool) -> Entry:
+    """Map an expert's row of the hub's down_proj to its second linear [H, I]. `shape`: of the
+    stack, [E, H, I], or [E, I, H] if it is `transposed`.
     """
-    return Entry(megatron, (stack,), (shape,), _transpose, _untranspose, EXPERT_COLUMNS, expert)
+    return _expert(megatron, stack, shape, EXPERT_COLUMNS, expert, transposed)
+
+
+def _expert(
+    megatron: str, stack: str, shape: Shape, shard: ShardRule, expert: int, transposed: bool
+) -> Entry:
+    there, back = (_transpose, _untranspose) if transposed else (_only, _as_tuple)
+    return Entry(megatron, (stack,), (shape,), there, back, shard, expert, transposed)
 
 
 def fused_qkv(

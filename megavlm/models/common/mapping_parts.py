@@ -84,8 +84,10 @@ def mlp(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
     )
 
 
-def experts(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
-    """Yield a layer's router and experts, with the norm before them."""
+def experts(text: Any, megatron: str, hf: str, *, transposed: bool) -> Iterator[Entry]:
+    """Yield a layer's router and experts, with the norm before them. `transposed`: the hub's stacks
+    hold experts as [in, out].
+    """
     hidden, ffn, count = text.hidden_size, text.moe_intermediate_size, text.num_experts
     yield same(
         f"{megatron}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (hidden,)
@@ -93,16 +95,24 @@ def experts(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
     yield same(f"{megatron}.mlp.router.weight", f"{hf}.mlp.gate.weight", (count, hidden))
     # megatron-core's key, of sequential and of grouped experts alike
     target, stacks = f"{megatron}.mlp.experts.experts", f"{hf}.mlp.experts"
+    gate_up, down = (count, 2 * ffn, hidden), (count, hidden, ffn)
+    if transposed:
+        gate_up, down = (count, hidden, 2 * ffn), (count, ffn, hidden)
     for expert in range(count):
         yield expert_gated(
             f"{target}.linear_fc1.weight",
             f"{stacks}.gate_up_proj",
-            (count, hidden, 2 * ffn),
+            gate_up,
             expert,
+            transposed=transposed,
         )
     for expert in range(count):
         yield expert_down(
-            f"{target}.linear_fc2.weight", f"{stacks}.down_proj", (count, ffn, hidden), expert
+            f"{target}.linear_fc2.weight",
+            f"{stacks}.down_proj",
+            down,
+            expert,
+            transposed=transposed,
         )
 
 

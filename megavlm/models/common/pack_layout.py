@@ -74,6 +74,7 @@ class PackLayout(PackedSeqParams):
     segment_bounds: tuple[int, ...]
     tree_bounds: tuple[int, ...]
     block_mask: Any = None  # flex's, made on first use
+    tree_scan: Any = None  # of linear attention, made on first use
 
     @classmethod
     def of(cls, pack: Pack, **more: Any) -> Self:

@@ -10,6 +10,7 @@ from megavlm.models.common.architecture import (
     dense_sizes,
     interleaved_axes,
     rotary_parameters,
+    router,
 )
 
 # Of the released models; transformers' default for a configuration without it.
@@ -39,7 +40,7 @@ def architecture(hf_config: Any) -> dict[str, Any]:
     sizes = language_sizes(text.to_dict())
     fields = dense(text, sizes, qkv_bias=False, qk_norm=True)
     fields["deepstack_levels"] = len(hf_config.vision_config.deepstack_visual_indexes)
-    return fields | _router(text) if "num_moe_experts" in sizes else fields
+    return fields | router(text) if "num_moe_experts" in sizes else fields
 
 
 def rotary(hf_config: Any) -> Rotary:
@@ -62,26 +63,3 @@ def expert_layers(text: Mapping[str, Any]) -> list[int]:
 def _num_experts(text: Mapping[str, Any]) -> str:
     """Return the name of the number of experts: transformers 5 writes another than hub files."""
     return "num_local_experts" if "num_local_experts" in text else "num_experts"
-
-
-def _router(text: Any) -> dict[str, Any]:
-    """Return the router's fields: its softmax over all experts, the largest taken and made to sum
-    to 1, is the softmax over the largest.
-    """
-    if not getattr(text, "norm_topk_prob", True):
-        raise ValueError(
-            "text_config.norm_topk_prob: routers whose weights do not sum to 1 are not supported."
-        )
-    if text.num_experts_per_tok == 1:
-        raise ValueError(
-            "text_config.num_experts_per_tok: 1 is not supported, since a single expert has weight "
-            "1 and its router no gradient; use 2 or more."
-        )
-    return {
-        "moe_router_topk": text.num_experts_per_tok,
-        "moe_router_pre_softmax": False,
-        "moe_router_dtype": "fp32",
-        # Balance was the pretraining's concern; a loss of its own would be no policy gradient.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-    }

@@ -21,8 +21,9 @@ def mapping(config: Any) -> list[Entry]:
     Qwen3VLMoeConfig.
     """
     vision = config.vision_config
+    shapes = vision_shapes(vision, num_levels=len(vision.deepstack_visual_indexes))
     return [
-        *tower("model.visual", vision, vision.hidden_size, _vision_shapes(vision)),
+        *tower("model.visual", vision, vision.hidden_size, shapes),
         *_text_entries(config),
     ]
 
@@ -35,12 +36,16 @@ def _text_entries(config: Any) -> Iterator[Entry]:
         yield from attention(
             text, megatron, hf, head_dim=text.head_dim, qkv_bias=False, qk_norm=True
         )
-        yield from (experts if has_experts[index] else mlp)(text, megatron, hf)
+        if has_experts[index]:
+            yield from experts(text, megatron, hf, transposed=True)
+        else:
+            yield from mlp(text, megatron, hf)
 
     return language_model(config, "model.language_model", layer)
 
 
-def _vision_shapes(vision: Any) -> dict[str, Shape]:
+def vision_shapes(vision: Any, *, num_levels: int) -> dict[str, Shape]:
+    """Return the shapes of the tower's tensors, for `tower`. `num_levels`: of DeepStack."""
     size, ffn = vision.hidden_size, vision.intermediate_size
     merged = size * vision.spatial_merge_size**2
     shapes: dict[str, Shape] = {
@@ -54,7 +59,7 @@ def _vision_shapes(vision: Any) -> dict[str, Shape]:
         shapes |= linear_shapes(f"{block}.attn.proj", size, size)
         shapes |= linear_shapes(f"{block}.mlp.linear_fc1", ffn, size)
         shapes |= linear_shapes(f"{block}.mlp.linear_fc2", size, ffn)
-    levels = [f"deepstack_merger_list.{i}" for i in range(len(vision.deepstack_visual_indexes))]
+    levels = [f"deepstack_merger_list.{i}" for i in range(num_levels)]
     for merger in ("merger", *levels):
         shapes |= norm_shapes(f"{merger}.norm", size if merger == "merger" else merged)
         shapes |= linear_shapes(f"{merger}.linear_fc1", merged, merged)

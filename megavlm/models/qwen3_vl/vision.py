@@ -92,12 +92,16 @@ class VisionTower(Tower):
     levels [P / merge^2, (1 + num_levels) * H].
     """
 
-    def __init__(self, config: Any) -> None:
-        """Build the tower. `config`: the `vision_config` of Qwen3-VL, dense or MoE."""
+    def __init__(self, config: Any, tapped_blocks: Sequence[int] | None = None) -> None:
+        """Build the tower. `config`: the `vision_config` of Qwen3-VL, dense or MoE.
+        `tapped_blocks`: blocks whose output becomes a DeepStack level, None for those in `config`.
+        """
         super().__init__()
         self.merge_size = config.spatial_merge_size
         self.feature_size = config.out_hidden_size
-        self.tapped_blocks = tuple(config.deepstack_visual_indexes)
+        if tapped_blocks is None:
+            tapped_blocks = config.deepstack_visual_indexes
+        self.tapped_blocks = tuple(tapped_blocks)
         self.num_levels = len(self.tapped_blocks)
         size = config.hidden_size
         self.head_dim = size // config.num_heads

@@ -146,7 +146,7 @@ BROKEN = {
     (
         "lora.rank=4",
         "lora.targets=[language.mlp, q_proj]",
-    ): "lora.targets holds 'q_proj': choose from language.attention, language.mlp",
+    ): "lora.targets holds 'q_proj': choose from language.attention, language.l",
     (
         "lora.rank=4",
         "lora.dropout=0.1",

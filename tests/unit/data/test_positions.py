@@ -72,7 +72,7 @@ def mixes(draw: st.DrawFn, family: str) -> Mix:
         videos.append((t, h, w))
         seconds = draw(st.floats(0.02, 4.0))
         seconds_per_grid.append(seconds)
-        if family in ("qwen3_vl", "qwen3_vl_moe"):
+        if family.startswith("qwen3"):
             vision(VIDEO, *[Span((1, h, w))] * t)
         elif family == "qwen2_5_vl":
             time_step = float(tokens_per_second * torch.tensor(seconds))

@@ -54,9 +54,9 @@ def test_torchvision_imports_and_keeps_its_operators() -> None:
 def test_sgl_kernel_imports_any_name_and_refuses_to_run() -> None:
     program = """
 from sgl_kernel import rmsnorm
-from sgl_kernel.mamba import causal_conv1d_fn_cpu
+from sgl_kernel.mamba import causal_conv1d_fwd
 import sgl_kernel, torch
-for function in (rmsnorm, causal_conv1d_fn_cpu):
+for function in (rmsnorm, causal_conv1d_fwd):
     try:
         function(1, 2)
     except NotImplementedError as error:
@@ -67,7 +67,7 @@ print(hasattr(torch.ops.sgl_kernel, "convert_weight_packed"))
 """
     assert run(program).splitlines() == [
         "sgl_kernel.rmsnorm needs a GPU; this is the CPU stand-in",
-        "sgl_kernel.mamba.causal_conv1d_fn_cpu needs a GPU; this is the CPU stand-in",
+        "sgl_kernel.mamba.causal_conv1d_fwd needs a GPU; this is the CPU stand-in",
         "False",
         "True",
         "False",

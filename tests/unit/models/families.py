@@ -36,6 +36,10 @@ def small_config(family: str, **sizes: Any) -> Any:
     }
     if family.startswith("qwen3"):
         plain["head_dim"] = 16  # 8 heads of it are more than 64
+    if family.startswith("qwen3_5"):
+        plain["num_layers"] = 4  # the fourth has attention
+    if family == "qwen3_5_moe":
+        plain["moe_ffn_size"] = 48
     if family == "qwen3_vl_moe":
         plain |= {"dense_layers": [1], "moe_ffn_size": 48}
     ids = {token: i for i, token in enumerate((*_TOKENS, "<|video_pad|>"))}

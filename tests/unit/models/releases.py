@@ -133,6 +133,78 @@ def _qwen3_vl(
     }
 
 
+def _qwen3_5(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    value_heads: int,
+    *,
+    moe: Json | None = None,
+) -> Json:
+    text = {
+        **_ENDS,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        **({} if moe else {"intermediate_size": ffn}),
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "vocab_size": 248320,
+        **(moe or {}),
+    }
+    vision = {
+        "deepstack_visual_indexes": [],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": hidden,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    return {
+        "model_type": "qwen3_5_moe" if moe else "qwen3_5",
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "vision_config": vision,
+    }
+
+
+def _shared_moe(ffn: int, experts: int, chosen: int) -> Json:
+    return {
+        "moe_intermediate_size": ffn,
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "shared_expert_intermediate_size": ffn,
+    }
+
+
 def _moe(ffn: int) -> Json:
     return {
         "decoder_sparse_step": 1,
@@ -158,6 +230,10 @@ RELEASES = {
     "Qwen3-VL-32B": _qwen3_vl(64, 5120, 64, 8, 25600),
     "Qwen3-VL-30B-A3B": _qwen3_vl(48, 2048, 32, 4, 6144, moe=_moe(768)),
     "Qwen3-VL-235B-A22B": _qwen3_vl(94, 4096, 64, 4, 12288, moe=_moe(1536)),
+    "Qwen3.5-4B": _qwen3_5(32, 2560, 16, 4, 9216, 32),
+    "Qwen3.5-9B": _qwen3_5(32, 4096, 16, 4, 12288, 32),
+    "Qwen3.5-27B": _qwen3_5(64, 5120, 24, 4, 17408, 48),
+    "Qwen3.5-35B-A3B": _qwen3_5(40, 2048, 16, 2, 512, 32, moe=_shared_moe(512, 256, 8)),
 }
 
 

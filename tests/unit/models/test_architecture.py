@@ -36,17 +36,23 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
     ours = LanguageConfig(**part(config.model_type, "config").architecture(config))
     text = RELEASES[release].get("text_config", RELEASES[release])
     assert ours.num_layers == text["num_hidden_layers"]
-    assert ours.ffn_hidden_size == text["intermediate_size"]
+    assert ours.ffn_hidden_size == text.get("intermediate_size", ours.moe_ffn_hidden_size)
     assert ours.num_query_groups == text["num_key_value_heads"]
-    assert ours.kv_channels == 128
+    assert ours.kv_channels == text.get("head_dim", 128)
     assert ours.qk_layernorm == release.startswith("Qwen3") != ours.add_qkv_bias
     assert ours.layernorm_epsilon == 1e-6 and not ours.add_bias_linear
     if "num_experts" in text:
-        assert (ours.num_moe_experts, ours.moe_router_topk) == (128, 8)
+        assert (ours.num_moe_experts, ours.moe_router_topk) == (text["num_experts"], 8)
         assert ours.moe_ffn_hidden_size == text["moe_intermediate_size"]
         assert ours.moe_layer_freq == [1] * ours.num_layers
     else:
         assert ours.num_moe_experts is None
+    if release.startswith("Qwen3.5"):
+        assert ours.linear_attention_freq == [1, 1, 1, 0] * (ours.num_layers // 4)
+        assert ours.attention_output_gate and ours.layernorm_zero_centered_gamma
+        assert bool(ours.moe_shared_expert_intermediate_size) == ("num_experts" in text)
+    else:
+        assert ours.linear_attention_freq is None and not ours.attention_output_gate
 
 
 def test_axes_of_the_released_qwen3_vl_take_turns_until_time_remains() -> None:

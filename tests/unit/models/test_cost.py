@@ -27,15 +27,22 @@ def test_every_family_counts_the_matrices_of_transformers(family: str) -> None:
     per_token = per_patch = 0.0
     for name, parameter in parameters.items():
         if "language_model.layers." in name and parameter.dim() > 1:
-            stacked = parameter.dim() == 3  # a token goes through some of the experts
+            stacked = ".experts." in name  # a token goes through some of the experts
             share = text.num_experts_per_tok / text.num_experts if stacked else 1
             per_token += 2 * share * parameter.numel()
         elif "visual.blocks." in name and parameter.dim() > 1:
             per_patch += 2 * parameter.numel()
     assert per_token > 0 < per_patch
+    layers = text.num_hidden_layers
+    linear = sum(kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ())
+    if linear:  # the rule itself, in chunks of 64 tokens
+        size = (text.linear_key_head_dim, text.linear_value_head_dim)
+        rule = 6 * size[0] * size[1] + 64 * (3 * size[0] + 2 * size[1])
+        per_token += linear * text.linear_num_value_heads * rule
     assert (cost.per_token, cost.per_patch) == (per_token, per_patch)
-    query_rows = parameters["model.language_model.layers.0.self_attn.q_proj.weight"].size(0)
-    assert cost.per_pair == 4 * query_rows * 2, "scores and sums over two layers"
+    last = f"model.language_model.layers.{layers - 1}.self_attn.o_proj.weight"
+    width = parameters[last].size(1)
+    assert cost.per_pair == 4 * width * (layers - linear), "scores and sums of attention"
     width = parameters["model.visual.blocks.0.attn.proj.weight"].size(0)
     assert cost.per_patch_pair == 4 * width * 2
 

@@ -35,7 +35,11 @@ class Tower(nn.Module):
 
 def names(tower: Any = None, moe: tuple[int, ...] = (0, 0)) -> dict[str, str]:
     config = SimpleNamespace(
-        num_layers=len(moe), num_moe_experts=4 if any(moe) else None, moe_layer_freq=list(moe)
+        num_layers=len(moe),
+        num_moe_experts=4 if any(moe) else None,
+        moe_layer_freq=list(moe),
+        linear_attention_freq=None,
+        moe_shared_expert_intermediate_size=None,
     )
     return linear_names(config, tower)
 
@@ -100,11 +104,16 @@ class GroupedExperts(MoELayer):
     def __init__(self) -> None:
         nn.Module.__init__(self)
         self.experts = nn.Linear(1, 1)
+        self.shared_experts = None
 
 
 def test_grouped_experts_are_refused_where_they_are_chosen() -> None:
     config = SimpleNamespace(
-        hidden_size=8, num_attention_heads=4, num_query_groups=2, sequence_parallel=False
+        hidden_size=8,
+        num_attention_heads=4,
+        num_query_groups=2,
+        sequence_parallel=False,
+        attention_output_gate=False,
     )
     attention = SimpleNamespace(
         config=config, pg_collection=SimpleNamespace(tp=Group()), hidden_size_per_attention_head=2

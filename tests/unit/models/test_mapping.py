@@ -15,9 +15,11 @@ from megavlm.models.common.mapping import (
     expert_gated,
     fused_qkv,
     gated,
+    keeps_order,
     shard_tensor,
     unshard,
 )
+from megavlm.models.linear_attention.fused_rows import group_rows, join_gated
 from tests.unit.models.families import FAMILIES, build_in_transformers, entries_of, small_config
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -73,24 +75,51 @@ def test_each_rank_holds_its_piece_of_gate_and_of_up() -> None:
 
 def test_an_experts_row_of_the_hub_is_transposed() -> None:
     """H = 2, I = 2: the hub's columns are gate's and up's, Megatron's rows."""
-    gate_up = expert_gated("fc1", "gate_up", (3, 2, 4), expert=1)
+    gate_up = expert_gated("fc1", "gate_up", (3, 2, 4), expert=1, transposed=True)
     full = gate_up.to_megatron([torch.tensor([[0, 1, 10, 11], [2, 3, 12, 13]])])
     assert full.tolist() == [[0, 2], [1, 3], [10, 12], [11, 13]]
     assert shard_tensor(gate_up, full, 1, 2).tolist() == [[1, 3], [11, 13]]
     assert gate_up.shard.axis == "expert_tensor" and gate_up.checkpoint_shape == (3, 4, 2)
 
-    down = expert_down("fc2", "down", (3, 2, 2), expert=1)
+    down = expert_down("fc2", "down", (3, 2, 2), expert=1, transposed=True)
     full = down.to_megatron([torch.tensor([[0, 1], [2, 3]])])
     assert full.tolist() == [[0, 2], [1, 3]]
     assert shard_tensor(down, full, 1, 2).tolist() == [[2], [3]]
     assert down.shard != COLUMNS and down.shard.dim == COLUMNS.dim
 
 
+def test_an_experts_row_that_is_not_transposed() -> None:
+    down = expert_down("fc2", "down", (3, 2, 2), expert=1, transposed=False)
+    row = torch.tensor([[0, 1], [2, 3]])
+    assert torch.equal(down.to_megatron([row]), row)
+
+
+def test_rows_of_gated_delta_net_and_of_gated_attention() -> None:
+    """By key head: q, k, v, z, b, a of the first, then of the second; of a key-value head all
+    queries, then all gates, its key and its value.
+    """
+    layers = by_key(entries_of(small_config("qwen3_5")))
+    (linear,) = layers["language_model.decoder.layers.0.self_attention.in_proj.weight"]
+    (full,) = layers["language_model.decoder.layers.3.self_attention.linear_qkv.weight"]
+    assert not keeps_order(linear) and not keeps_order(full)
+    (plain,) = by_key(entries_of(small_config("qwen3_vl")))[
+        "language_model.decoder.layers.0.self_attention.linear_qkv.weight"
+    ]
+    assert keeps_order(plain)
+    parts = [torch.tensor([0, 1, 10, 11, 20, 21, 22, 23]), torch.tensor([30, 31, 32, 33])]
+    assert group_rows(2, (2, 2, 4), [x[:, None] for x in parts])[:, 0].tolist() == [
+        0, 10, 20, 21, 30, 31, 1, 11, 22, 23, 32, 33
+    ]  # fmt: skip
+    query = torch.tensor([0, 100, 1, 101])[:, None]  # head by head, each with its gate
+    joined = join_gated(1, 1, [query, torch.tensor([[2]]), torch.tensor([[3]])])
+    assert joined[:, 0].tolist() == [0, 1, 100, 101, 2, 3]
+
+
 def test_a_size_that_does_not_divide_is_refused() -> None:
     entry = gated("fc1.weight", "gate", "up", (6, 1))
     with pytest.raises(ValueError, match=r"shape \(12, 1\).* 8 equal .* a parallel\.tensor that"):
         shard_tensor(entry, torch.zeros(12, 1), 0, 4)
-    entry = expert_gated("fc1", "gate_up", (1, 1, 6), expert=0)
+    entry = expert_gated("fc1", "gate_up", (1, 1, 6), expert=0, transposed=True)
     with pytest.raises(ValueError, match=r"6 equal pieces; choose a parallel\.expert_tensor that"):
         shard_tensor(entry, torch.zeros(6, 1)[:5], 0, 3)
 
@@ -123,6 +152,7 @@ def test_norms_are_not_swapped() -> None:
 @every_family
 def test_names_are_those_that_transformers_writes(family: str, tmp_path: Path) -> None:
     config = small_config(family)
-    build_in_transformers(config, "cpu").save_pretrained(tmp_path)
+    original = family != "qwen3_5_moe"  # whose hub files stack experts, as memory does
+    build_in_transformers(config, "cpu").save_pretrained(tmp_path, save_original_format=original)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert {name for entry in entries_of(config) for name in entry.hf} == set(file.keys())

@@ -56,6 +56,10 @@ CLUSTERS = {
     "Qwen3-VL-32B": Cluster(Layout(tensor=8, pipeline=2), 32),
     "Qwen3-VL-30B-A3B": Cluster(Layout(expert=8), 8),
     "Qwen3-VL-235B-A22B": Cluster(Layout(tensor=4, pipeline=8, context=2, expert=8), 512, UNEVEN),
+    "Qwen3.5-4B": Cluster(Layout(tensor=2), 4),
+    "Qwen3.5-9B": Cluster(Layout(tensor=8, context=2), 16),  # four key-value heads for eight ranks
+    "Qwen3.5-27B": Cluster(Layout(tensor=4, pipeline=2), 16),
+    "Qwen3.5-35B-A3B": Cluster(Layout(tensor=2, expert=8), 16),
 }
 
 
@@ -88,7 +92,9 @@ def test_the_ranks_hold_the_model_once(release: str, tmp_path: Path) -> None:
     assert whole(parts) == theirs + value_head
     held = [name for part in parts for name in {x.name for x in part}]
     assert len(held) - len(set(held)) == (1 if tied_across_stages(config, cluster) else 0)
-    assert {x.dtype for part in parts for x in part} == {cluster.options.dtype}
+    kept = {x.name for part in parts for x in part if x.dtype != cluster.options.dtype}
+    assert all(name.endswith(".A_log") for name in kept)
+    assert bool(kept) == release.startswith("Qwen3.5")
 
 
 def tied_across_stages(config: Any, cluster: Cluster) -> bool:

@@ -11,6 +11,7 @@ from megavlm.data.videos import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.qwen2_5_vl.vision import VisionTower as Qwen2_5_VLTower
 from megavlm.models.qwen2_vl.vision import VisionTower as Qwen2VLTower
+from megavlm.models.qwen3_5.vision import VisionTower as Qwen3_5Tower
 from megavlm.models.qwen3_vl.vision import VisionTower as Qwen3VLTower
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -39,6 +40,8 @@ _VISION_CONFIGS: dict[str, tuple[type[Tower], dict[str, Any]]] = {
     ),
     "qwen3_vl": (Qwen3VLTower, _QWEN3),
     "qwen3_vl_moe": (Qwen3VLTower, _QWEN3),
+    "qwen3_5": (Qwen3_5Tower, _QWEN3),
+    "qwen3_5_moe": (Qwen3_5Tower, _QWEN3),
 }
 FAMILIES = list(_VISION_CONFIGS)
 
@@ -66,6 +69,8 @@ def their_class(family: str) -> type[nn.Module]:
     define_torchvision_operators()
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
     from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
     from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
     from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_moe
 
@@ -74,6 +79,8 @@ def their_class(family: str) -> type[nn.Module]:
         "qwen2_5_vl": qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel,
         "qwen3_vl": qwen3_vl.Qwen3VLVisionModel,
         "qwen3_vl_moe": qwen3_vl_moe.Qwen3VLMoeVisionModel,
+        "qwen3_5": qwen3_5.Qwen3_5VisionModel,
+        "qwen3_5_moe": qwen3_5_moe.Qwen3_5MoeVisionModel,
     }[family]
 
 

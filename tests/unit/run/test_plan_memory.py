@@ -36,6 +36,8 @@ TRAINERS = {
     "grpo/qwen2_5_vl_72b_geo3k_nodes.yaml": 32,
     "grpo/qwen3_vl_30b_a3b_geo3k_nodes.yaml": 16,
     "grpo/qwen3_vl_235b_a22b_geo3k_nodes.yaml": 96,
+    "grpo/qwen3_5_27b_geo3k_nodes.yaml": 16,
+    "grpo/qwen3_5_35b_a3b_geo3k_nodes.yaml": 16,
 }
 GRPO = [name for name in WHOLE if name.startswith("grpo/")]
 

@@ -1,7 +1,8 @@
-"""Import-only stand-in for `sgl_kernel`, of which PyPI has no CPU build.
+"""Stand-in for `sgl_kernel`, of which PyPI has no CPU build; import-only but for Qwen3.5.
 
 SGLang imports names from it unconditionally. On a CPU without AMX every layer of the Qwen-VL models
-then takes its plain torch path, so any name may be imported here and calling one raises.
+then takes its plain torch path, so any name may be imported here and calling one raises. Qwen3.5's
+layers have no such path: what they call is in `gated_delta_net`.
 `torch.ops.sgl_kernel` gets exactly the names that SGLang's modules look up when they are imported,
 and none of those whose presence it reads as "the real kernels are there"
 (`convert_weight_packed`, `fused_qk_norm_cpu`, `fused_qk_norm_rope_cpu`).
@@ -43,3 +44,7 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
 for _name in LOOKED_UP_AT_IMPORT:
     if not hasattr(torch.ops.sgl_kernel, _name):
         torch.library.define(f"sgl_kernel::{_name}", "(Tensor x) -> Tensor")
+
+from .gated_delta_net import install  # noqa: E402  # after the names that it replaces
+
+install()

@@ -1,9 +1,14 @@
-"""`sgl_kernel.mamba`, import-only like its package."""
+"""`sgl_kernel.mamba`, import-only like its package, but for what Qwen3.5 calls."""
 
 from collections.abc import Callable
 from typing import NoReturn
 
 from . import missing
+from .gated_delta_net import (  # noqa: F401
+    causal_conv1d_fn_cpu,
+    causal_conv1d_update_cpu,
+    chunk_gated_delta_rule_cpu,
+)
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:

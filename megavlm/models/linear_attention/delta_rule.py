@@ -1,0 +1,82 @@
+"""Convolution and gated delta rule of Gated DeltaNet over packs of trees.
+
+Each segment is computed once, however many continue it: all segments of one depth are one call of
+a variable-length kernel, whose initial states are final states of the depth before.
+"""
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megavlm.models.linear_attention.chunked_rule import chunk_gated_delta_rule
+from megavlm.models.linear_attention.tree_scan import TreeScan
+from megavlm.parallel import platform
+
+# flash-linear-attention's chunk_gated_delta_rule, or one with its arguments (`chunked_rule`).
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def choose_rule() -> Rule:
+    """Return the delta rule for this machine: flash-linear-attention's on a GPU, PyTorch's
+    operations on a CPU. Raises ValueError where the former is not installed.
+    """
+    if not platform.has_gpu():
+        return chunk_gated_delta_rule
+    if not importlib.util.find_spec("fla"):
+        raise ValueError(
+            "this model has layers of linear attention, which need flash-linear-attention on a "
+            "GPU: install megavlm[linear-attention] (fla-core)."
+        )
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_rule
+
+    rule: Rule = fla_rule
+    return rule
+
+
+def tree_convolution(x: Tensor, weight: Tensor, scan: TreeScan) -> Tensor:
+    """Convolve each channel along each token's path, causally and without bias. x [T, C], weight
+    [C, W], whose last column meets the token itself; returns [T, C].
+    """
+    padded = torch.cat([x, x.new_zeros(1, x.size(1))])  # the last row stands for no token
+    output = x * weight[:, -1]
+    for tap, index in enumerate(scan.taps, start=2):
+        output = torch.addcmul(output, padded.index_select(0, index), weight[:, -tap])
+    return output
+
+
+def tree_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    scan: TreeScan,
+    rule: Rule,
+) -> Tensor:
+    """Run the gated delta rule along each token's path. Query and key [T, key heads, K], normalised
+    here; value [T, heads, V], log decay and beta [T, heads]; returns [T, heads, V].
+    """
+    inputs: tuple[Tensor, ...] = (query, key, value, decay, beta)
+    outputs: list[Tensor] = []
+    states: Tensor | None = None
+    for level in scan.levels:
+        mine = inputs
+        if level.token_index is not None:
+            mine = tuple(x.index_select(0, level.token_index) for x in inputs)
+        initial = None
+        if level.parents is not None and states is not None:
+            initial = states.index_select(0, level.parents)
+        output, states = rule(
+            *(x.unsqueeze(0) for x in mine),
+            initial_state=initial,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=level.bounds,
+            cu_seqlens_cpu=level.host_bounds,
+        )
+        outputs.append(output.squeeze(0))
+    if scan.order is None:
+        return outputs[0]
+    return torch.cat(outputs).index_select(0, scan.order)

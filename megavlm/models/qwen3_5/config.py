@@ -1,0 +1,84 @@
+"""Language model of Qwen3.5, dense and MoE, as plain values; Qwen3.6 and Qwen3.8 have the same."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megavlm.models.common.architecture import (
+    Rotary,
+    count,
+    dense,
+    dense_sizes,
+    interleaved_axes,
+    rotary_parameters,
+    router,
+)
+
+# Of the released models; transformers' defaults for a configuration without them.
+MROPE_SECTION = (11, 11, 10)
+PARTIAL_ROTARY_FACTOR = 0.25
+FULL_ATTENTION_INTERVAL = 4
+
+
+def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what layout rules need. Raises KeyError with the name of a missing value."""
+    experts = has_experts(text)
+    if experts:  # no layer has a dense MLP
+        text = {**text, "intermediate_size": count(text, "moe_intermediate_size")}
+    sizes = dense_sizes(text, head_dim=count(text, "head_dim"))
+    sizes |= {
+        "attention_output_gate": True,
+        "linear_attention_freq": linear_layers(text),
+        "linear_num_key_heads": count(text, "linear_num_key_heads"),
+        "linear_num_value_heads": count(text, "linear_num_value_heads"),
+        "linear_key_head_dim": count(text, "linear_key_head_dim"),
+        "linear_value_head_dim": count(text, "linear_value_head_dim"),
+        "linear_conv_kernel_dim": count(text, "linear_conv_kernel_dim"),
+    }
+    if experts:
+        sizes |= {
+            "num_moe_experts": count(text, "num_experts"),
+            "moe_ffn_hidden_size": count(text, "moe_intermediate_size"),
+            "moe_layer_freq": [1] * sizes["num_layers"],
+            "moe_shared_expert_intermediate_size": count(text, "shared_expert_intermediate_size"),
+        }
+    return sizes
+
+
+def architecture(hf_config: Any) -> dict[str, Any]:
+    """Return LanguageConfig's fields. `hf_config`: transformers' Qwen3_5Config or
+    Qwen3_5MoeConfig. Raises ValueError for what is not implemented.
+    """
+    text = hf_config.text_config
+    if text.attention_bias:
+        raise ValueError("text_config.attention_bias: a bias is not supported in Qwen3.5.")
+    sizes = language_sizes(text.to_dict())
+    fields = dense(text, sizes, qkv_bias=False, qk_norm=True)
+    fields["layernorm_zero_centered_gamma"] = True
+    if "num_moe_experts" not in sizes:
+        return fields
+    return fields | router(text) | {"moe_shared_expert_gate": True}
+
+
+def rotary(hf_config: Any) -> Rotary:
+    """Return the rotary embedding, of the first entries of a head. Raises ValueError for one that
+    is not implemented.
+    """
+    text = hf_config.text_config
+    factor = text.rope_parameters.get("partial_rotary_factor", PARTIAL_ROTARY_FACTOR)
+    rotated = int(text.head_dim * factor)
+    theta, section = rotary_parameters(text, rotated, MROPE_SECTION)
+    return Rotary(rotated, theta, interleaved_axes(section))
+
+
+def has_experts(text: Mapping[str, Any]) -> bool:
+    """Return True for a mixture of experts, in every layer."""
+    return bool(text.get("num_experts"))
+
+
+def linear_layers(text: Mapping[str, Any]) -> list[int]:
+    """Return 1 for each layer with Gated DeltaNet, 0 for each with attention."""
+    layers = count(text, "num_hidden_layers")
+    if kinds := text.get("layer_types"):
+        return [int(kind == "linear_attention") for kind in kinds]
+    interval = text.get("full_attention_interval") or FULL_ATTENTION_INTERVAL
+    return [int((index + 1) % interval != 0) for index in range(layers)]

@@ -1,0 +1,121 @@
+"""Mapping of Qwen3.5, dense and MoE: hub tensor names against this model's tensors."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavlm.models.common.mapping import COLUMNS, ROWS, Entry, gated, same
+from megavlm.models.common.mapping_parts import experts, language_model, mlp, tower
+from megavlm.models.linear_attention.fused_rows import (
+    group_rows,
+    join_gated,
+    split_gated,
+    ungroup_rows,
+)
+from megavlm.models.qwen3_5.config import has_experts, linear_layers
+from megavlm.models.qwen3_vl.mapping import vision_shapes
+
+
+def mapping(config: Any) -> list[Entry]:
+    """Return an entry for every tensor that is trained. `config`: transformers' Qwen3_5Config or
+    Qwen3_5MoeConfig.
+    """
+    vision = config.vision_config
+    return [
+        *tower("model.visual", vision, vision.hidden_size, vision_shapes(vision, num_levels=0)),
+        *_text_entries(config),
+    ]
+
+
+def _text_entries(config: Any) -> Iterator[Entry]:
+    text = config.text_config
+    values = text.to_dict()
+    is_linear, is_moe = linear_layers(values), has_experts(values)
+
+    def layer(index: int, megatron: str, hf: str) -> Iterator[Entry]:
+        yield from (linear_attention if is_linear[index] else gated_attention)(text, megatron, hf)
+        if is_moe:
+            yield from experts(text, megatron, hf, transposed=False)
+            yield from shared_expert(text, megatron, hf)
+        else:
+            yield from mlp(text, megatron, hf)
+
+    return language_model(config, "model.language_model", layer)
+
+
+def linear_attention(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
+    """Yield a layer's Gated DeltaNet, with the norm before it."""
+    hidden, groups = text.hidden_size, text.linear_num_key_heads
+    keys, heads = groups * text.linear_key_head_dim, text.linear_num_value_heads
+    values, width = heads * text.linear_value_head_dim, text.linear_conv_kernel_dim
+    channels = (keys, keys, values)
+    target, source = f"{megatron}.self_attention", f"{hf}.linear_attn"
+    yield same(f"{target}.in_proj.layer_norm_weight", f"{hf}.input_layernorm.weight", (hidden,))
+    yield Entry(
+        f"{target}.in_proj.weight",
+        tuple(f"{source}.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")),
+        tuple((rows, hidden) for rows in (sum(channels), values, heads, heads)),
+        partial(group_rows, groups, channels),
+        partial(ungroup_rows, groups, (*channels, values, heads, heads)),
+        ROWS,
+    )
+    yield Entry(
+        f"{target}.conv_weight",
+        (f"{source}.conv1d.weight",),
+        ((sum(channels), 1, width),),
+        partial(_group_channels, groups, channels),
+        partial(_ungroup_channels, groups, channels),
+        ROWS,
+    )
+    yield same(f"{target}.dt_bias", f"{source}.dt_bias", (heads,), ROWS)
+    yield same(f"{target}.A_log", f"{source}.A_log", (heads,), ROWS, dtype=torch.float32)
+    yield same(f"{target}.norm_weight", f"{source}.norm.weight", (text.linear_value_head_dim,))
+    yield same(f"{target}.out_proj.weight", f"{source}.out_proj.weight", (hidden, values), COLUMNS)
+
+
+def gated_attention(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
+    """Yield a layer's gated attention, with the norm before it. The hub's q_proj has each head's
+    query above its gate; a group of `linear_qkv` all its queries, then all its gates.
+    """
+    hidden, groups, size = text.hidden_size, text.num_key_value_heads, text.head_dim
+    q, kv = text.num_attention_heads * size, groups * size
+    target, source = f"{megatron}.self_attention", f"{hf}.self_attn"
+    yield same(f"{target}.linear_qkv.layer_norm_weight", f"{hf}.input_layernorm.weight", (hidden,))
+    yield Entry(
+        f"{target}.linear_qkv.weight",
+        tuple(f"{source}.{x}_proj.weight" for x in "qkv"),
+        ((2 * q, hidden), (kv, hidden), (kv, hidden)),
+        partial(join_gated, groups, size),
+        partial(split_gated, groups, size),
+        ROWS,
+    )
+    for x in "qk":
+        yield same(f"{target}.{x}_layernorm.weight", f"{source}.{x}_norm.weight", (size,))
+    yield same(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", (hidden, q), COLUMNS)
+
+
+def shared_expert(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
+    """Yield the expert that every token has, and its gate."""
+    hidden, ffn = text.hidden_size, text.shared_expert_intermediate_size
+    target, source = f"{megatron}.mlp.shared_experts", f"{hf}.mlp.shared_expert"
+    yield gated(
+        f"{target}.linear_fc1.weight",
+        f"{source}.gate_proj.weight",
+        f"{source}.up_proj.weight",
+        (ffn, hidden),
+    )
+    yield same(f"{target}.linear_fc2.weight", f"{source}.down_proj.weight", (hidden, ffn), COLUMNS)
+    yield same(f"{target}.gate_weight", f"{source}_gate.weight", (1, hidden))
+
+
+def _group_channels(groups: int, channels: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
+    (tensor,) = tensors
+    return group_rows(groups, channels, [tensor.flatten(1)])
+
+
+def _ungroup_channels(groups: int, channels: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
+    (grouped,) = ungroup_rows(groups, channels, tensor)
+    return (grouped.unsqueeze(1),)
