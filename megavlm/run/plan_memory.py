@@ -27,7 +27,7 @@ GPU = 80 * GB
 # an expert rank over the mean; the least cache of a server that is worth starting.
 OVERHEAD, SERVER_RESIDUE, EXPERT_IMBALANCE, LEAST_CACHE = 6 * GB, 4 * GB, 1.5, 5 * GB
 BUDGET = 0.9 * GPU  # of a trainer: the model may be off by a tenth
-MEM_FRACTION = 0.85  # launch/servers.sh; managed servers have it in their recipe
+MEM_FRACTION = 0.85  # of megavlm/slurm/job.sh; managed servers have it in their recipe
 
 
 @dataclass(frozen=True)

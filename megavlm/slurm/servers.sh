@@ -16,7 +16,7 @@ folder=$(mktemp -d)
 trap '' TERM USR1 HUP
 trap 'exit 0' USR2
 # SIGKILL to the loops: their servers are killed by the kernel then (see server_main.py).
-trap 'kill -KILL $(jobs -p) 2>/dev/null; wait 2>/dev/null; rm -rf "$folder"' EXIT
+trap 'kill -KILL $(jobs -p) 2>/dev/null || true; wait; rm -rf "$folder"' EXIT
 
 serve() { # INDEX: a server, and another one whenever it dies, after a pause that grows
     local pause=1

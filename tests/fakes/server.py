@@ -37,6 +37,7 @@ class FakeServer:
         *faults: Fault,
         prompt_tokens: int = PROMPT_IDS,
         weight_version: str = "1",
+        host: str = "127.0.0.1",
         port: int = 0,
         keys: tuple[str, str] | None = None,
         only_generate: bool = False,
@@ -64,10 +65,10 @@ class FakeServer:
         self.num_used_tokens = 0
         self.is_paused = False
         self.closed = threading.Event()
-        self._http = _Server(("127.0.0.1", port), type("Bound", (_Handler,), {"fake": self}))
+        self._http = _Server((host, port), type("Bound", (_Handler,), {"fake": self}))
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self.url = f"http://{host}:{self._http.server_address[1]}"
 
     def __enter__(self) -> "FakeServer":
         self._thread.start()

@@ -12,7 +12,7 @@ from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
-from megavlm.weight_sync.checksums import check_checksums, checksums
+from megavlm.weight_sync.checksums import Checksums, check_checksums
 from megavlm.weight_sync.server_api import Servers, control_client
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from tests.distributed.fork import launch
@@ -137,15 +137,24 @@ def served_names(served: Served) -> list[str]:
     ]
 
 
+def checksums(
+    tensors: list[tuple[str, torch.Tensor]], engine: ServerLayout
+) -> list[dict[str, str]]:
+    """What each rank of a server on a CPU must report of these tensors."""
+    sums = Checksums()
+    sums.add(tensors, {engine: "cpu"})
+    return sums.result()[engine]
+
+
 def test_checksums_name_the_tensor_that_differs(served: Served) -> None:
     tensors = list(load_file(served.folder / "model.safetensors").items())
     broken = [(name, t + 1 if name.endswith("0.mlp.up_proj.weight") else t) for name, t in tensors]
     engine, url = ServerLayout(num_kv_heads=2), served.server.url
     with control_client() as http:
         servers = Servers([served.target], http=http)
-        expected = checksums(tensors, {engine: "cpu"})[engine]
+        expected = checksums(tensors, engine)
         assert check_checksums(servers, {url: expected}) == len(expected[0]) > 40
-        expected = checksums(broken, {engine: "cpu"})[engine]
+        expected = checksums(broken, engine)
         with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.gate_up_proj\.weight"):
             check_checksums(servers, {url: expected})
 

@@ -12,6 +12,8 @@ from types import TracebackType
 
 import pytest
 
+from megavlm.inference.server import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 FINISHED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 START = 60.0  # seconds for the nodes to be idle
@@ -63,16 +65,16 @@ class Cluster:
     cluster's own processes only.
     """
 
-    def __init__(self, root: Path, count: int, first_port: int) -> None:
+    def __init__(self, root: Path, count: int) -> None:
         self.root, self.names = root, [f"node{index}" for index in range(count)]
         self.environment = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
         for folder in ("state", *(f"spool/{name}" for name in self.names)):
             (root / folder).mkdir(parents=True)
-        text = CONFIGURATION.format(root=root, port=first_port)
+        text = CONFIGURATION.format(root=root, port=free_port())
         hosts = f"{Path('/etc/hosts').read_text()}\n127.0.0.1 {socket.gethostname()}\n"
         for index, name in enumerate(self.names):
             address = f"127.0.0.{11 + index}"
-            text += NODE.format(name=name, address=address, port=first_port + 1 + index)
+            text += NODE.format(name=name, address=address, port=free_port())
             hosts += f"{address} {name}\n"
         (root / "slurm.conf").write_text(f"{text}PartitionName=main Nodes=ALL Default=YES\n")
         (root / "gres.conf").write_text("AutoDetect=off\nName=gpu File=/dev/null,/dev/zero\n")

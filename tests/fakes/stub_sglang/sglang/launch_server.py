@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # not the package, wh
 from server import FakeServer
 
 parser = argparse.ArgumentParser()
+parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int)
 parser.add_argument("--api-key")
 parser.add_argument("--admin-api-key")
@@ -43,7 +44,8 @@ if mode == "stubborn":
 if mode == "silent":
     signal.pause()
 keys = arguments.api_key, arguments.admin_api_key
-with FakeServer(port=arguments.port, keys=keys, weight_version="default", device="cpu") as fake:
+address = {"host": arguments.host, "port": arguments.port}
+with FakeServer(**address, keys=keys, weight_version="default", device="cpu") as fake:
     if mode == "busy":
         fake.faults = {("/health_generate", call): "hang" for call in range(1, 1000)}
     signal.pause()
