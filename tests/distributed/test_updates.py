@@ -199,7 +199,8 @@ def frozen_step(folder: Path, ranks: Ranks) -> list[Any]:
     for _ in range(2):
         run.logprobs(features)
     run.forward_backward(features)
-    graph = [key for key, feature in features.of(run.packs[0]).items() if feature.requires_grad]
+    kept = {} if visual is None else features.of(run.packs[0])  # only the first stage has any
+    graph = [key for key, feature in kept.items() if feature.requires_grad]
     tower = [] if visual is None else list(visual.named_parameters())
     buffers = [name for name, p in tower if hasattr(p, "main_grad")]
     count = None if visual is None else sum(encoded)
