@@ -150,7 +150,8 @@ class Flops:
 
     def language(self, trees: list[Tree]) -> float:
         targets = sum(len(s.token_ids) for tree in trees for s in tree.segments if s.is_target)
-        layers = sum(self._cost.tree(replace(tree, images=()), self._images) for tree in trees)
+        texts = [Tree(tuple(replace(part, images=()) for part in tree.segments)) for tree in trees]
+        layers = sum(self._cost.tree(text, self._images) for text in texts)
         return layers + targets * self._output
 
     def vision(self) -> float:
