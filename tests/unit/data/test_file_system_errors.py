@@ -59,7 +59,7 @@ def test_no_row_is_skipped_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (tmp_path / "a.png").write_bytes(b"image")
     folder = DataFolder(str(tmp_path))
     names = ["a.png", "b.png"]
-    prompts = Prompts(names, folder.read)  # type: ignore[arg-type]
+    prompts = Prompts(names, folder.read, "pixels")  # type: ignore[arg-type]
     assert prompts[0] == b"image" and isinstance(prompts[1], SkippedRow)
     monkeypatch.setattr(Path, "read_bytes", lambda path: failing(errno.EIO, 9)())
     with pytest.raises(OSError, match=r"no image at 'a\.png'"):
