@@ -117,13 +117,13 @@ class FakeServer:
         """
         inputs, parameters = body["input_ids"], body["sampling_params"]
         version = self.weight_version  # by which held ones are sampled, too
-        is_held = any(ids[0] in self.held for ids in inputs)
-        if is_held:
+        held = self.held & {ids[0] for ids in inputs}  # another's end may change self.held
+        if held:
             while not self.aborted.wait(0.02) and not self.closed.is_set():
                 pass
         each = parameters if isinstance(parameters, list) else [parameters] * len(inputs)
         items = [
-            self._item(ids, sample, version, aborted=is_held and ids[0] in self.held)
+            self._item(ids, sample, version, aborted=ids[0] in held)
             for ids, own in zip(inputs, each, strict=True)
             for sample in range(own["n"])
         ]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megavlm.config.algorithm import GRPO
+from megavlm.inference.protocol import Sampling
 from megavlm.training.policy_trainer import PolicyTrainer
 
 
@@ -44,9 +45,9 @@ def sample(rollouts: Rollouts, wanted: int, further_rounds: int) -> tuple[list[A
     """Return the rewards of all groups, and of those that are trained on."""
     trainer: Any = PolicyTrainer.__new__(PolicyTrainer)
     trainer.settings = GRPO(prompts_per_step=wanted, dynamic_sampling=further_rounds)
-    config = SimpleNamespace(rollout=SimpleNamespace(oversample=1.0, lora="merged"))
+    config = SimpleNamespace(rollout=SimpleNamespace(oversample=1.0, lora="merged", pause="abort"))
     trainer.train_state = SimpleNamespace(config=config, step=0, phases=lambda _: nullcontext())
-    trainer.driver, trainer.sampling = rollouts, None
+    trainer.driver, trainer.sampling = rollouts, Sampling(1.0, 4)
     trainer.weights = SimpleNamespace(refit=None)
     sampled = trainer.sample()
     return rewards(sampled), rewards(trainer.select(sampled))

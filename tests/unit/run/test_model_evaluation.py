@@ -1,5 +1,6 @@
 """`megavlm evaluate` of a model that is always right, and what stands between that and its page."""
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,10 +30,15 @@ class Right:
     """A client whose servers answer what the row says."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.runner = tokenizer, asyncio.Runner()
 
-    def generate(self, prompts: Sequence[Prompt], *, n: int, **_: Any) -> list[list[Response]]:
-        return [[self._respond(prompt)] * n for prompt in prompts]
+    def generate(
+        self, prompts: Sequence[Prompt], *, n: int, follow: Any, **_: Any
+    ) -> list[list[Response]]:
+        answers = [[self._respond(prompt)] * n for prompt in prompts]
+        for place, answer in enumerate(answers):
+            self.runner.run(follow(place, answer, None))
+        return answers
 
     def _respond(self, prompt: Prompt) -> Response:
         ids = tuple(self._tokenizer(prompt.row.answer)["input_ids"])
