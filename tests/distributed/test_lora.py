@@ -44,7 +44,7 @@ CASES = [
     ("qwen3_vl_moe", "ETP2", EXPERTS),
     ("qwen3_5", "TP2+SP", LINEAR),
     *slow(
-        ("qwen3_5", "TP2xCP2", LINEAR),
+        ("qwen3_5", "CP2", LINEAR),
         ("qwen3_5_moe", "EP2 over TP2+SP", (*LINEAR, "language.experts")),
         ("qwen2_5_vl", "one rank", DENSE),
         ("qwen2_5_vl", "TP2", DENSE),
