@@ -40,7 +40,7 @@ def test_two_steps_then_one_more(
         optimizer={"lr": 1e-3, "schedule": "linear"},
         parallel=parallel,
         rollout=running.rollout,
-        checkpoint={"every": 1, "export_hf": True, "verify_export": True},
+        checkpoint={"every": 1, "keep_last": None, "export_hf": True, "verify_export": True},
     )
     done = world.megavlm("train", recipe, **running.keys)
     assert done.returncode == 0, done.stderr

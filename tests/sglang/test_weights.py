@@ -131,10 +131,10 @@ def served_names(served: Served) -> list[str]:
     """The engine's language tensors that are weights."""
     answer = served.post("/weights_checker", {"action": "checksum"})
     names = answer["ranks"][0]["checksums"]
-    seen_twice = "linear_attn.attn."  # SGLang's second names of a convolution's and decays' weights
-    return [
-        name for name in names if not any(part in name for part in ("visual", "rotary", seen_twice))
-    ]
+    # SGLang's second names of a convolution's and decays' weights, and norms' weights plus one.
+    twice = ("linear_attn.attn.", "gemma_weight")
+    left_out = ("visual", "rotary", *twice)
+    return [name for name in names if not any(part in name for part in left_out)]
 
 
 def checksums(
