@@ -12,9 +12,9 @@ from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
-from megavlm.weight_sync.checksums import Checksums, check_checksums
+from megavlm.weight_sync.checksums import Checksums, check_checksums, tensor_hash
 from megavlm.weight_sync.server_api import Servers, control_client
-from megavlm.weight_sync.sglang_layout import ServerLayout
+from megavlm.weight_sync.sglang_layout import ServerLayout, parameter_name
 from tests.distributed.fork import launch
 from tests.distributed.merged import merged
 from tests.parity.reference import Reference
@@ -81,6 +81,7 @@ def test_push(
     assert report.tensors == len(names)
     assert report.bytes == sizes
     assert report.checked == len(served_names(served))
+    assert stale_norms(served, load_file(weights / "model.safetensors")) == []
     assert not scratch.exists() or not list(scratch.iterdir())
 
     assert served.get("/model_info")["weight_version"] == "7"
@@ -135,6 +136,23 @@ def served_names(served: Served) -> list[str]:
     twice = ("linear_attn.attn.", "gemma_weight")
     left_out = ("visual", "rotary", *twice)
     return [name for name in names if not any(part in name for part in left_out)]
+
+
+def stale_norms(served: Served, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """The engine's copies of norms' weights plus one that are not of these tensors. Only kernels of
+    a GPU read them.
+    """
+    sums = served.post("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
+    without_attention = ServerLayout(linear_rows=(1, 1))
+    expected = {
+        parameter_name(name, without_attention).replace(".weight", ".gemma_weight"): x + 1
+        for name, x in tensors.items()
+    }
+    return [
+        name
+        for name, found in sums.items()
+        if name.endswith(".gemma_weight") and found != tensor_hash(expected[name], "cpu")
+    ]
 
 
 def checksums(

@@ -134,6 +134,11 @@ def _load(model: Any, described: dict[str, Any], flat: torch.Tensor) -> None:
             parameter = parameter[int(match[2]) : int(match[3])]
         assert list(parameter.shape) == shape, f"{name} is {[*parameter.shape]} here, not {shape}"
         parameter.copy_(piece.view(shape))
+    for module in model.modules():
+        # A zero-centred norm keeps its weight plus one for fused kernels, and makes it anew in its
+        # own loader only.
+        if hasattr(module, "refresh_gemma_weight"):
+            module.refresh_gemma_weight()
     if whole:
         rest = zip(whole, pieces[len(slices) :], strict=True)
         model.load_weights([(name, piece.view(shape)) for (name, shape), piece in rest])
