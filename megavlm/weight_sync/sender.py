@@ -10,6 +10,7 @@ from megavlm.parallel import platform
 from megavlm.weight_sync import checksums as verify
 from megavlm.weight_sync.attempt import SendReport, SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
+from megavlm.weight_sync.sglang_layout import begins_tensor
 from megavlm.weight_sync.transports.base import Transport
 
 
@@ -61,7 +62,7 @@ class Sender:
         except WeightSyncError as error:
             self._fail(error)
             return
-        self._tensors += len(bucket.tensors)
+        self._tensors += sum(begins_tensor(name) for name, _ in bucket.tensors)
         attempt = self._attempt
         devices = {
             attempt.layouts[target.url]: target.device

@@ -84,6 +84,12 @@ def piece_name(stack: str, experts: Sequence[int], count: int) -> str:
     return f"{stack}[{experts[0]}:{experts[-1] + 1}/{count}]"
 
 
+def begins_tensor(name: str) -> bool:
+    """Return False for the second and later pieces of a stack of experts."""
+    match = PIECE.fullmatch(name)
+    return match is None or match[2] == "0"
+
+
 def linear_rows(text: Any) -> tuple[int, int] | None:
     """Return the rows of Gated DeltaNet's queries, which are as many as its keys', and of its
     values; None for a model without it. `text`: transformers' text_config.
