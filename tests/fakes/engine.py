@@ -214,6 +214,9 @@ class _Parameters:
     def named_parameters(self) -> Any:
         return self._held.items()
 
+    def modules(self) -> list[Any]:
+        return []
+
     def parameters(self) -> Any:
         return iter(self._held.values())
 
