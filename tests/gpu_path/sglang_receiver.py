@@ -40,9 +40,6 @@ class Model:
     def load_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         self.loaded |= {name: tensor.clone() for name, tensor in tensors}
 
-    def modules(self) -> list[torch.nn.Module]:
-        return []
-
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return list(self._parameters.items())
 
