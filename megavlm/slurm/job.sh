@@ -25,7 +25,7 @@ max_requeues=${MAX_REQUEUES:-10}
 # srun takes neither the job's --cpus-per-task (since Slurm 22.05) nor, with --export=NONE, this
 # shell's environment by itself.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-export SLURM_EXPORT_ENV=ALL OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export SLURM_EXPORT_ENV=ALL SLURM_KILL_BAD_EXIT=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 fail() { echo "megavlm: $*" >&2; exit 2; }
 
@@ -40,7 +40,7 @@ join() { local IFS=,; echo "$*"; }
 # it: in the background that would be a shell, and not srun, that a signal goes to.
 on() { # NODE...
     step=(srun --nodes $# --ntasks $# --ntasks-per-node 1 --nodelist "$(join "$@")"
-        --kill-on-bad-exit=1 "${srun_options[@]}" "${in_container[@]}")
+        "${srun_options[@]}" "${in_container[@]}")
 }
 
 # How the recipe's servers start, and where its run directory is. Their addresses follow from the
@@ -107,7 +107,8 @@ stop_servers() {
 trap stop_servers EXIT
 
 on "${nodes[@]:0:trainer_nodes}"
-MEGAVLM_NODES=$trainer_nodes MEGAVLM_MASTER="${nodes[0]}:$((port + 19))" \
+# Nodes that stop end a moment apart, each with its code; those that hang have two minutes.
+SLURM_KILL_BAD_EXIT=0 SLURM_WAIT=120 MEGAVLM_NODES=$trainer_nodes MEGAVLM_MASTER="${nodes[0]}:$((port + 19))" \
     "${step[@]}" megavlm train "$recipe" "${given[@]}" &
 trainer=$!
 # Slurm's warning before the time limit (#SBATCH --signal=B:USR1@...) comes to this shell alone; srun

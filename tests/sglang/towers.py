@@ -25,6 +25,8 @@ TOWERS = {
     "qwen2_5_vl": Qwen2_5_VisionTransformer,
     "qwen3_vl": Qwen3VLMoeVisionModel,
     "qwen3_vl_moe": Qwen3VLMoeVisionModel,
+    "qwen3_5": Qwen3VLMoeVisionModel,
+    "qwen3_5_moe": Qwen3VLMoeVisionModel,
 }
 GRIDS = [[1, 4, 4], [1, 20, 12], [1, 20, 12], [1, 2, 30], [2, 8, 6]]
 

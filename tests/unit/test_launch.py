@@ -95,8 +95,8 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
     urls = f"rollout.urls=['http://node2:{port}','http://node2:{port + 1}']"
     given = f"{RECIPE} run.seed=1 rollout.mode=external {urls}"
     assert f"megavlm train {given} --dry-run\nWORLD_SIZE=16" in text
-    assert f"--nodelist node0,node1 --kill-on-bad-exit=1 megavlm train {given}\n" in text
-    assert "--nodelist node2 --kill-on-bad-exit=1 env" in text
+    assert f"--nodelist node0,node1 megavlm train {given}\n" in text
+    assert "--nodelist node2 env" in text
 
     environment = dict(
         line.split("=", 1)

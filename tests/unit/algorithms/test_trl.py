@@ -66,7 +66,7 @@ class Targets:
 
     columns: TargetColumns
     num_targets: int
-    parents: tuple[int, ...]
+    num_sequences: int
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_equals_trl(columns: dict[str, torch.Tensor], theirs: dict[str, Any], na
         rollout_logprobs=c["rollout"],
         reference_logprobs=c["reference"],
     )
-    pack: Any = Targets(given, int(mask.sum()), (-1, 0, 0, 0, 0, 0))
+    pack: Any = Targets(given, int(mask.sum()), len(LENGTHS))
     logprobs = c["logprobs"].clone().requires_grad_()
     scores = TokenScores(logprobs, c["entropy"], torch.empty(0))
     update = Update(kl_coefficient=settings.kl_coefficient)
