@@ -90,11 +90,12 @@ def wait_for(text: str, log: Path, cluster: Cluster, job: str) -> None:
         time.sleep(0.2)
 
 
-def left_behind() -> list[str]:
-    lines = (
-        " ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])
-    )
-    return [line for line in lines if "server_main.py" in line or "megavlm.run.launcher" in line]
+def left_behind(run: Path) -> list[str]:
+    """Return the processes of a run that are still there."""
+    processes = psutil.process_iter(["cmdline"])
+    lines = [" ".join(process.info["cmdline"] or []) for process in processes]
+    servers = [line for line in lines if "server_main.py" in line and " node2 " in line]
+    return servers + [line for line in lines if str(run) in line and "slurm" not in line]
 
 
 def test_a_warning_saves_and_the_job_is_queued_again(
@@ -144,7 +145,7 @@ def test_servers_start_again_on_their_node_and_end_with_the_trainer(
     assert url.startswith("http://node2:")
     assert "it starts again in 1 s" in (tmp_path / "run/servers_node2.log").read_text()
     assert "error" not in text, "the servers' step ended as it should"
-    assert left_behind() == []
+    assert left_behind(tmp_path) == []
 
 
 def test_a_sweep_numbers_its_runs(
