@@ -18,7 +18,7 @@ from tests.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[2]
 STUBS = [ROOT / "tests/unit/run/fake_training", ROOT / "tests/fakes/stub_sglang"]
-WAIT = 300.0  # seconds after which a job hangs
+WAIT = 500.0  # seconds after which a job hangs; Slurm holds one that is queued again for 120
 
 pytestmark = [
     pytest.mark.slow,
