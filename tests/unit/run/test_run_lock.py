@@ -19,10 +19,8 @@ HOLDER = """
 import os, sys, time
 from megavlm.run.run_lock import run_lock
 with run_lock(sys.argv[1]):
-    child = os.fork()
-    if child == 0:
-        time.sleep(600)
-    print(child, flush=True)
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)  # it has closed the lock by now
     time.sleep(600)
 """
 
