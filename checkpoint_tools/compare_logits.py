@@ -158,6 +158,10 @@ def _logits(folder: Path, inputs: dict[str, Any]) -> dict[str, Tensor]:
     disable_progress_bar()
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model.eval()
+    # A weight may start anywhere in a mapped file, and kernels round by its alignment: equal
+    # weights give equal logits only from memory of their own.
+    for weight in (*model.parameters(), *model.buffers()):
+        weight.data = weight.data.clone()
     return {prompt: model(**values, use_cache=False).logits[0] for prompt, values in inputs.items()}
 
 
