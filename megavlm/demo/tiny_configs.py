@@ -230,14 +230,15 @@ def _qwen3_vl_moe(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
 
 def _qwen3_5(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
     head_dim = sizes.head_dim or 64
+    interval = min(FULL_ATTENTION_INTERVAL, sizes.num_layers)  # the last layer has attention
     text = {
         "head_dim": head_dim,
         # As released: transformers reads the first of each pair, SGLang the second.
         "layer_types": [
-            "linear_attention" if (index + 1) % FULL_ATTENTION_INTERVAL else "full_attention"
+            "linear_attention" if (index + 1) % interval else "full_attention"
             for index in range(sizes.num_layers)
         ],
-        "full_attention_interval": FULL_ATTENTION_INTERVAL,
+        "full_attention_interval": interval,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e7,

@@ -7,6 +7,7 @@ from pathlib import Path
 from launch.install import LARGE, commands, read
 from megavlm.demo.tiny_model import make_tiny_model
 
+ROOT = Path(__file__).parents[2]
 PINS = [*(f"package{i}==1" for i in range(30)), "torch==2", "triton==3", "sglang==1"]
 LOAD = """
 import sys
@@ -21,6 +22,21 @@ def test_a_plain_interpreter_loads_an_exported_model(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-c", LOAD, str(tmp_path / "hf")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.split() == ["qwen2_5_vl"], done.stderr
+
+
+def test_a_wheel_holds_every_module_and_every_other_file(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for package in ("megavlm", "checkpoint_tools"):
+        ours = files(ROOT / package)
+        assert len(ours) > 20 and files(tmp_path / package) == ours
+
+
+def files(folder: Path) -> set[str]:
+    """Paths of a package's files; bytecode is none of them."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)) for path in paths if "__pycache__" not in path.parts}
 
 
 def test_every_pin_is_installed_once_and_large_ones_start_first() -> None:

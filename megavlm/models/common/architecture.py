@@ -33,12 +33,30 @@ def count(values: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def dense(text: Any, sizes: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool) -> dict[str, Any]:
-    """Return LanguageConfig's fields for a model without experts.
+def expert_sizes(text: Mapping[str, Any], num_experts: str, layers: list[int]) -> dict[str, Any]:
+    """Return what layout rules need of experts, under LanguageConfig's names. `num_experts`: the
+    name of their number. `layers`: 1 for each layer with experts, 0 for each dense one. Raises
+    KeyError with the name of a missing value.
+    """
+    return {
+        "num_moe_experts": count(text, num_experts),
+        "moe_ffn_hidden_size": count(text, "moe_intermediate_size"),
+        "moe_layer_freq": layers,
+    }
+
+
+def language_fields(
+    text: Any, sizes: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool
+) -> dict[str, Any]:
+    """Return LanguageConfig's fields, those of a router where `sizes` name experts.
 
     `text`: transformers' text_config. `sizes`: the family's `language_sizes` of it. Raises
-    ValueError for an activation or a kind of attention that is not implemented.
+    ValueError for an activation, a kind of attention or a router that is not implemented.
     """
+    if not qkv_bias and text.attention_bias:
+        raise ValueError(
+            "text_config.attention_bias: a bias is not supported in this family; set it to false."
+        )
     if text.hidden_act != "silu":
         raise ValueError(
             f"text_config.hidden_act: {text.hidden_act!r} is not supported; use one of silu."
@@ -51,6 +69,7 @@ def dense(text: Any, sizes: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool)
         )
     return {
         **sizes,
+        **(_router(text) if "num_moe_experts" in sizes else {}),
         "hidden_size": text.hidden_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": text.rms_norm_eps,
@@ -63,7 +82,7 @@ def dense(text: Any, sizes: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool)
     }
 
 
-def router(text: Any) -> dict[str, Any]:
+def _router(text: Any) -> dict[str, Any]:
     """Return LanguageConfig's fields of a router: its softmax over all experts, the largest taken
     and made to sum to 1, is the softmax over the largest. Raises ValueError for another.
     """

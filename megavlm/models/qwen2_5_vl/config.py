@@ -6,8 +6,8 @@ from typing import Any
 from megavlm.models.common.architecture import (
     Rotary,
     chunked_axes,
-    dense,
     dense_sizes,
+    language_fields,
     rotary_parameters,
 )
 
@@ -25,7 +25,7 @@ def architecture(hf_config: Any) -> dict[str, Any]:
     Qwen2VLConfig. Raises ValueError for what is not implemented.
     """
     text = hf_config.text_config
-    return dense(text, language_sizes(text.to_dict()), qkv_bias=True, qk_norm=False)
+    return language_fields(text, language_sizes(text.to_dict()), qkv_bias=True, qk_norm=False)
 
 
 def rotary(hf_config: Any) -> Rotary:

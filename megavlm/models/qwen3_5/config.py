@@ -6,11 +6,11 @@ from typing import Any
 from megavlm.models.common.architecture import (
     Rotary,
     count,
-    dense,
     dense_sizes,
+    expert_sizes,
     interleaved_axes,
+    language_fields,
     rotary_parameters,
-    router,
 )
 
 # Of the released models; transformers' defaults for a configuration without them.
@@ -21,11 +21,7 @@ FULL_ATTENTION_INTERVAL = 4
 
 def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return what layout rules need. Raises KeyError with the name of a missing value."""
-    experts = has_experts(text)
-    if experts:  # no layer has a dense MLP
-        text = {**text, "intermediate_size": count(text, "moe_intermediate_size")}
-    sizes = dense_sizes(text, head_dim=count(text, "head_dim"))
-    sizes |= {
+    sizes = {
         "attention_output_gate": True,
         "linear_attention_freq": linear_layers(text),
         "linear_num_key_heads": count(text, "linear_num_key_heads"),
@@ -34,14 +30,13 @@ def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
         "linear_value_head_dim": count(text, "linear_value_head_dim"),
         "linear_conv_kernel_dim": count(text, "linear_conv_kernel_dim"),
     }
-    if experts:
-        sizes |= {
-            "num_moe_experts": count(text, "num_experts"),
-            "moe_ffn_hidden_size": count(text, "moe_intermediate_size"),
-            "moe_layer_freq": [1] * sizes["num_layers"],
-            "moe_shared_expert_intermediate_size": count(text, "shared_expert_intermediate_size"),
-        }
-    return sizes
+    if has_experts(text):  # no layer has a dense MLP
+        text = {**text, "intermediate_size": count(text, "moe_intermediate_size")}
+        sizes |= expert_sizes(text, "num_experts", [1] * count(text, "num_hidden_layers"))
+        sizes["moe_shared_expert_intermediate_size"] = count(
+            text, "shared_expert_intermediate_size"
+        )
+    return sizes | dense_sizes(text, head_dim=count(text, "head_dim"))
 
 
 def architecture(hf_config: Any) -> dict[str, Any]:
@@ -49,14 +44,12 @@ def architecture(hf_config: Any) -> dict[str, Any]:
     Qwen3_5MoeConfig. Raises ValueError for what is not implemented.
     """
     text = hf_config.text_config
-    if text.attention_bias:
-        raise ValueError("text_config.attention_bias: a bias is not supported in Qwen3.5.")
     sizes = language_sizes(text.to_dict())
-    fields = dense(text, sizes, qkv_bias=False, qk_norm=True)
-    fields["layernorm_zero_centered_gamma"] = True
-    if "num_moe_experts" not in sizes:
-        return fields
-    return fields | router(text) | {"moe_shared_expert_gate": True}
+    return {
+        **language_fields(text, sizes, qkv_bias=False, qk_norm=True),
+        "layernorm_zero_centered_gamma": True,
+        "moe_shared_expert_gate": "num_moe_experts" in sizes,
+    }
 
 
 def rotary(hf_config: Any) -> Rotary:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megavlm.models.common.mapping import COLUMNS, ROWS, Entry, gated, same
-from megavlm.models.common.mapping_parts import experts, language_model, mlp, tower
+from megavlm.models.common.mapping_parts import experts, language_model, mlp
 from megavlm.models.linear_attention.fused_rows import (
     group_rows,
     join_gated,
@@ -16,18 +16,14 @@ from megavlm.models.linear_attention.fused_rows import (
     ungroup_rows,
 )
 from megavlm.models.qwen3_5.config import has_experts, linear_layers
-from megavlm.models.qwen3_vl.mapping import vision_shapes
+from megavlm.models.qwen3_vl.mapping import tower_entries
 
 
 def mapping(config: Any) -> list[Entry]:
     """Return an entry for every tensor that is trained. `config`: transformers' Qwen3_5Config or
     Qwen3_5MoeConfig.
     """
-    vision = config.vision_config
-    return [
-        *tower("model.visual", vision, vision.hidden_size, vision_shapes(vision, num_levels=0)),
-        *_text_entries(config),
-    ]
+    return [*tower_entries(config.vision_config, num_levels=0), *_text_entries(config)]
 
 
 def _text_entries(config: Any) -> Iterator[Entry]:

@@ -6,11 +6,11 @@ from typing import Any
 from megavlm.models.common.architecture import (
     Rotary,
     count,
-    dense,
     dense_sizes,
+    expert_sizes,
     interleaved_axes,
+    language_fields,
     rotary_parameters,
-    router,
 )
 
 # Of the released models; transformers' default for a configuration without it.
@@ -22,11 +22,7 @@ def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
     sizes = dense_sizes(text, head_dim=text.get("head_dim"))
     layers = expert_layers(text)
     if any(layers):
-        sizes |= {
-            "num_moe_experts": count(text, _num_experts(text)),
-            "moe_ffn_hidden_size": count(text, "moe_intermediate_size"),
-            "moe_layer_freq": layers,
-        }
+        sizes |= expert_sizes(text, _num_experts(text), layers)
     return sizes
 
 
@@ -35,12 +31,8 @@ def architecture(hf_config: Any) -> dict[str, Any]:
     Qwen3VLMoeConfig. Raises ValueError for what is not implemented.
     """
     text = hf_config.text_config
-    if text.attention_bias:
-        raise ValueError("text_config.attention_bias: a bias is not supported in Qwen3-VL.")
-    sizes = language_sizes(text.to_dict())
-    fields = dense(text, sizes, qkv_bias=False, qk_norm=True)
-    fields["deepstack_levels"] = len(hf_config.vision_config.deepstack_visual_indexes)
-    return fields | router(text) if "num_moe_experts" in sizes else fields
+    fields = language_fields(text, language_sizes(text.to_dict()), qkv_bias=False, qk_norm=True)
+    return fields | {"deepstack_levels": len(hf_config.vision_config.deepstack_visual_indexes)}
 
 
 def rotary(hf_config: Any) -> Rotary:

@@ -20,12 +20,13 @@ def mapping(config: Any) -> list[Entry]:
     """Return an entry for every tensor. `config`: transformers' Qwen3VLConfig or
     Qwen3VLMoeConfig.
     """
-    vision = config.vision_config
-    shapes = vision_shapes(vision, num_levels=len(vision.deepstack_visual_indexes))
-    return [
-        *tower("model.visual", vision, vision.hidden_size, shapes),
-        *_text_entries(config),
-    ]
+    num_levels = len(config.vision_config.deepstack_visual_indexes)
+    return [*tower_entries(config.vision_config, num_levels=num_levels), *_text_entries(config)]
+
+
+def tower_entries(vision: Any, *, num_levels: int) -> Iterator[Entry]:
+    """Return the tower's entries. `num_levels`: of DeepStack."""
+    return tower("model.visual", vision, vision.hidden_size, _vision_shapes(vision, num_levels))
 
 
 def _text_entries(config: Any) -> Iterator[Entry]:
@@ -44,8 +45,7 @@ def _text_entries(config: Any) -> Iterator[Entry]:
     return language_model(config, "model.language_model", layer)
 
 
-def vision_shapes(vision: Any, *, num_levels: int) -> dict[str, Shape]:
-    """Return the shapes of the tower's tensors, for `tower`. `num_levels`: of DeepStack."""
+def _vision_shapes(vision: Any, num_levels: int) -> dict[str, Shape]:
     size, ffn = vision.hidden_size, vision.intermediate_size
     merged = size * vision.spatial_merge_size**2
     shapes: dict[str, Shape] = {

@@ -75,6 +75,23 @@ def _qwen2_5_vl(vision_ffn: int, *sizes: Any) -> Json:
     return {"model_type": "qwen2_5_vl", **_qwen2_text(*sizes), "vision_config": vision}
 
 
+def _qwen3_text(layers: int, hidden: int, heads: int, kv_heads: int) -> Json:
+    """What the language models of Qwen3-VL and Qwen3.5 share."""
+    return {
+        **_ENDS,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+    }
+
+
 def _qwen3_vl(
     layers: int,
     hidden: int,
@@ -87,19 +104,9 @@ def _qwen3_vl(
     moe: Json | None = None,
 ) -> Json:
     text = {
-        **_ENDS,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+        **_qwen3_text(layers, hidden, heads, kv_heads),
         "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
         "intermediate_size": ffn,
-        "max_position_embeddings": 262144,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-6,
         "rope_scaling": {
             "mrope_interleaved": True,
             "mrope_section": [24, 20, 20],
@@ -109,27 +116,31 @@ def _qwen3_vl(
         "vocab_size": 151936,
         **(moe or {}),
     }
-    depth, size, vision_ffn = (24, 1024, 4096) if small_tower else (27, 1152, 4304)
-    vision = {
-        "deepstack_visual_indexes": [5, 11, 17] if small_tower else [8, 16, 24],
+    levels = [5, 11, 17] if small_tower else [8, 16, 24]
+    return {
+        "model_type": "qwen3_vl_moe" if moe else "qwen3_vl",
+        "text_config": text,
+        "tie_word_embeddings": tied,
+        "vision_config": _qwen3_vision(hidden, levels, small=small_tower),
+    }
+
+
+def _qwen3_vision(hidden: int, levels: list[int], *, small: bool = False) -> Json:
+    depth, size, ffn = (24, 1024, 4096) if small else (27, 1152, 4304)
+    return {
+        "deepstack_visual_indexes": levels,
         "depth": depth,
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_size": size,
         "in_channels": 3,
         "initializer_range": 0.02,
-        "intermediate_size": vision_ffn,
+        "intermediate_size": ffn,
         "num_heads": 16,
         "num_position_embeddings": 2304,
         "out_hidden_size": hidden,
         "patch_size": 16,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-    }
-    return {
-        "model_type": "qwen3_vl_moe" if moe else "qwen3_vl",
-        "text_config": text,
-        "tie_word_embeddings": tied,
-        "vision_config": vision,
     }
 
 
@@ -144,25 +155,15 @@ def _qwen3_5(
     moe: Json | None = None,
 ) -> Json:
     text = {
-        **_ENDS,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+        **_qwen3_text(layers, hidden, heads, kv_heads),
         "full_attention_interval": 4,
         "head_dim": 256,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
         **({} if moe else {"intermediate_size": ffn}),
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": value_heads,
         "linear_value_head_dim": 128,
-        "max_position_embeddings": 262144,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-6,
         "rope_parameters": {
             "mrope_interleaved": True,
             "mrope_section": [11, 11, 10],
@@ -173,26 +174,11 @@ def _qwen3_5(
         "vocab_size": 248320,
         **(moe or {}),
     }
-    vision = {
-        "deepstack_visual_indexes": [],
-        "depth": 27,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": 1152,
-        "in_channels": 3,
-        "initializer_range": 0.02,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "num_position_embeddings": 2304,
-        "out_hidden_size": hidden,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    }
     return {
         "model_type": "qwen3_5_moe" if moe else "qwen3_5",
         "text_config": text,
         "tie_word_embeddings": False,
-        "vision_config": vision,
+        "vision_config": _qwen3_vision(hidden, []),
     }
 
 

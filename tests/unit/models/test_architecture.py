@@ -84,8 +84,10 @@ def test_dense_layers_among_expert_layers() -> None:
             {"use_sliding_window": True, "max_window_layers": 20},
             "layers from 20 on have a sliding window of 32768 tokens, which is not supported",
         ),
+        ("Qwen3.5-4B", {"attention_bias": True}, "attention_bias: a bias is not supported"),
         ("Qwen3-VL-30B-A3B", {"norm_topk_prob": False}, "norm_topk_prob: routers whose weights"),
         ("Qwen3-VL-30B-A3B", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is not supported"),
+        ("Qwen3.5-35B-A3B", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is not supported"),
     ],
 )
 def test_what_is_not_implemented_is_refused(
@@ -97,8 +99,13 @@ def test_what_is_not_implemented_is_refused(
 
 
 def test_a_window_over_no_layer_is_no_window(tmp_path: Path) -> None:
-    config = released_config("Qwen2.5-VL-7B", tmp_path, use_sliding_window=True)
-    part("qwen2_5_vl", "config").architecture(config)
+    plain, windowed = (
+        part("qwen2_5_vl", "config").architecture(
+            released_config("Qwen2.5-VL-7B", tmp_path, use_sliding_window=is_windowed)
+        )
+        for is_windowed in (False, True)
+    )
+    assert windowed == plain
 
 
 @pytest.mark.parametrize(
