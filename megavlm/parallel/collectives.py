@@ -51,17 +51,27 @@ def receive_from_driver(mesh: Mesh) -> Arrays:
     return _unpack(_receive(0, mesh))
 
 
+def json_array(value: Any) -> torch.Tensor:
+    """Return plain values as JSON in an array of bytes."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def read_json(array: torch.Tensor) -> Any:
+    """Return the values of `json_array`."""
+    return json.loads(array.numpy().tobytes())
+
+
 def _pack(arrays: Arrays) -> torch.Tensor:
     """Return arrays as bytes: their names, types and shapes as JSON, then their contents."""
     head, place = [], 0
     for name, array in arrays.items():
         head.append((name, str(array.dtype).removeprefix("torch."), list(array.shape), place))
         place += array.nbytes + -array.nbytes % ALIGNMENT
-    text = json.dumps(head).encode()
+    text = json_array(head)
     start = ALIGNMENT + len(text) + -len(text) % ALIGNMENT
     packed = torch.empty(start + place, dtype=torch.uint8)
     packed[:8].view(torch.int64)[0] = len(text)
-    packed[ALIGNMENT : ALIGNMENT + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    packed[ALIGNMENT : ALIGNMENT + len(text)] = text
     for (*_, at), array in zip(head, arrays.values(), strict=True):
         flat = array.contiguous().view(-1).view(torch.uint8)
         packed[start + at : start + at + len(flat)] = flat
@@ -72,7 +82,7 @@ def _unpack(packed: torch.Tensor) -> Arrays:
     """Return the arrays of `_pack`, which share its memory."""
     length = int(packed[:8].view(torch.int64))
     start = ALIGNMENT + length + -length % ALIGNMENT
-    head = json.loads(packed[ALIGNMENT : ALIGNMENT + length].numpy().tobytes())
+    head = read_json(packed[ALIGNMENT : ALIGNMENT + length])
     arrays = {}
     for name, dtype, shape, at in head:
         kind: torch.dtype = getattr(torch, dtype)

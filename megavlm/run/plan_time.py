@@ -16,7 +16,6 @@ from transformers import AutoConfig
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
-from megavlm.data.balance import TreeSize, costs_of, plan_packs
 from megavlm.data.packing import Segment, Tree
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
@@ -31,7 +30,9 @@ from megavlm.run.plan import (
     sync_table,
 )
 from megavlm.run.plan_memory import ServerRankMemory, image_tokens, server_memory, stage_memory
-from megavlm.training.batch import schedule_of
+from megavlm.training.step.balance import TreeSize
+from megavlm.training.step.pack_plan import costs_of, plan_packs
+from megavlm.training.step.step_plan import schedule_of
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.trainable import trained_entries
 

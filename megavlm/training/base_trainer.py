@@ -5,12 +5,13 @@ from typing import Any
 
 from megavlm.checkpointing.save import PendingSave
 from megavlm.parallel import platform
-from megavlm.training.batch import RankBatch, StepPlan, share_batch
 from megavlm.training.colocate import Offloadable, SharedMemory, trainer_memory
 from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest, TimeLimit
+from megavlm.training.step.rank_batch import RankBatch, share_batch
 from megavlm.training.step.rank_images import ImageReader
-from megavlm.training.step.vision_features import VisionFeatures, learns
+from megavlm.training.step.step_plan import StepPlan
+from megavlm.training.step.vision_features import VisionFeatures, is_trained
 from megavlm.training.train_state import TrainState
 from megavlm.training.weight_push import WeightPusher
 from megavlm.weight_sync.attempt import sync_metrics
@@ -68,9 +69,9 @@ class BaseTrainer:
         raise AssertionError("a trainer defines its step")
 
     @property
-    def tower_learns(self) -> bool:
+    def tower_trained(self) -> bool:
         """True if updates change image features. On the first pipeline stage, as the driver is."""
-        return learns(self.train_state.model[0].visual)
+        return is_trained(self.train_state.model[0].visual)
 
     def share(self, plan: StepPlan | None) -> RankBatch:
         """Send each rank its share of the driver's plan, and return this rank's. Collective."""

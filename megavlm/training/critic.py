@@ -58,7 +58,7 @@ class Critic:
 
     def features(self, of_policy: VisionFeatures, images: RankImages) -> VisionFeatures:
         """Return the critic's image features: the policy's where the tower is frozen."""
-        if not of_policy.learns:
+        if not of_policy.tower_trained:
             return of_policy
         return VisionFeatures(self.updater.chunks, images)
 

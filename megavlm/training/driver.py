@@ -28,11 +28,17 @@ from megavlm.rollout.producer import ProducerSetup
 from megavlm.rollout.producer_handle import RolloutProducer
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
-from megavlm.training.batch import PackShape, StepPlan, plan_step, schedule_of, shown_images
 from megavlm.training.best_metric import BestMetricTracker
 from megavlm.training.evaluation import EvaluationSet, evaluate, sampling
 from megavlm.training.step.image_plan import plan_images
 from megavlm.training.step.rank_images import image_places
+from megavlm.training.step.step_plan import (
+    PackShape,
+    StepPlan,
+    plan_step,
+    schedule_of,
+    shown_images,
+)
 
 LINE_EVERY = 1.0  # seconds between printed steps; the records have all
 
@@ -182,7 +188,7 @@ class Driver:
         prompts: Sequence[Prompt],
         drawn: Sequence[Prompt],
         *,
-        tower_learns: bool,
+        tower_trained: bool,
     ) -> StepPlan:
         """Return the plan of a step: trees of each minibatch, packed and balanced, with the images
         of `prompts`. drawn: the prompts as the data has them, whose images ranks read themselves.
@@ -204,12 +210,12 @@ class Driver:
                 grids,
                 {key: self._cost.image(grid) for key, grid in grids.items()},
                 slots=layout.tensor * layout.context,
-                # As many as a pack has, which a tower that learns encodes at once.
+                # As many as a pack has, which a trained tower encodes at once.
                 round_patches=self.config.data.pack_tokens * self.processor.merge_size**2,
             ),
             num_tokens=sum(tree.num_tokens for trees in minibatches for tree in trees),
             sources={key: places.get(image.digest, image) for key, image in images.items()},
-            tower_learns=tower_learns,
+            tower_trained=tower_trained,
             shape=self.shape,
         )
 

@@ -21,13 +21,14 @@ from megavlm.rollout.groups import (
 from megavlm.rollout.trajectory import Group
 from megavlm.training.advantages import add_kl_advantages, with_advantages
 from megavlm.training.base_trainer import BaseTrainer
-from megavlm.training.batch import RankBatch, StepPlan
 from megavlm.training.driver import Driver
 from megavlm.training.evaluation import at_version, sampling
 from megavlm.training.forward_backward import LossFunction, compute_logprobs
 from megavlm.training.losses import Update, policy_loss
 from megavlm.training.metrics import policy_metrics
 from megavlm.training.reference import reference
+from megavlm.training.step.rank_batch import RankBatch
+from megavlm.training.step.step_plan import StepPlan
 from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.training.train_state import TrainState
 from megavlm.weight_sync.sync import WeightSync
@@ -136,7 +137,7 @@ class PolicyTrainer(BaseTrainer):
             minibatches,
             [prompt for group in groups for prompt in group.prompts],
             [group.prompt for group in groups],
-            tower_learns=self.tower_learns,
+            tower_trained=self.tower_trained,
         )
 
     def add_reference_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:

@@ -10,7 +10,6 @@ from megavlm.checkpointing.save import PendingSave
 from megavlm.config.algorithm import PPO
 from megavlm.parallel.collectives import reduce_measures, summing
 from megavlm.training.advantages import add_value_advantages
-from megavlm.training.batch import RankBatch
 from megavlm.training.colocate import Offloadable, trainer_memory
 from megavlm.training.critic import Critic
 from megavlm.training.driver import Driver
@@ -23,6 +22,7 @@ from megavlm.training.metrics import (
     value_metrics,
 )
 from megavlm.training.policy_trainer import PolicyTrainer
+from megavlm.training.step.rank_batch import RankBatch
 from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.training.train_state import TrainState
 from megavlm.weight_sync.sync import WeightSync

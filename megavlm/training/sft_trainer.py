@@ -3,9 +3,9 @@
 from megavlm.config.algorithm import SFT
 from megavlm.data.packing import prompt_tree
 from megavlm.training.base_trainer import BaseTrainer
-from megavlm.training.batch import StepPlan
 from megavlm.training.losses import supervised_loss
 from megavlm.training.metrics import supervised_metrics
+from megavlm.training.step.step_plan import StepPlan
 
 
 class SupervisedTrainer(BaseTrainer):
@@ -33,4 +33,4 @@ class SupervisedTrainer(BaseTrainer):
         trees = [
             prompt_tree(prompt, [answer]) for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        return driver.plan([trees], prompts, prompts, tower_learns=self.tower_learns)
+        return driver.plan([trees], prompts, prompts, tower_trained=self.tower_trained)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from megavlm.data.balance import Schedule
 from megavlm.data.loader import PackedBatch, holding
 from megavlm.data.packing import prompt_tree
 from megavlm.data.processor import Processor, Prompt
@@ -24,9 +23,16 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.protocol import Sampling, generate_body
 from megavlm.inference.requests import _chunks
 from megavlm.parallel.collectives import _pack
-from megavlm.training.batch import Minibatches, PackShape, StepPlan, plan_step, shown_images
 from megavlm.training.step.image_plan import plan_images
+from megavlm.training.step.pack_plan import Schedule
 from megavlm.training.step.rank_images import image_places, sources_to_arrays
+from megavlm.training.step.step_plan import (
+    Minibatches,
+    PackShape,
+    StepPlan,
+    plan_step,
+    shown_images,
+)
 from tests.columns import columns
 from tests.conftest import DATA
 
@@ -152,7 +158,7 @@ def after_plan(
         ),
         sources={key: places.get(image.digest, image) for key, image in images.items()},
         num_tokens=0,
-        tower_learns=False,
+        tower_trained=False,
         shape=shape,
     )
     parts = [len(_pack(plan.part(data_rank))) for data_rank in range(len(ranks))]

@@ -17,9 +17,10 @@ from functools import partial
 
 import torch
 
-from megavlm.data.balance import Item, Schedule, TreeSize, best_fit, costs_of, plan_packs
 from megavlm.data.packing import Segment, Tree, make_pack
 from megavlm.data.positions import text_positions
+from megavlm.training.step.balance import Item, TreeSize, best_fit
+from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
 from tests.columns import columns
 
 # FLOPs of a 7B model: a token's matrices, and a pair that attends.

@@ -17,9 +17,10 @@ from megavlm.data.packing import prompt_tree
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.models.common.config import ModelOptions
-from megavlm.training.batch import PackShape, StepPlan, share_batch, shown_images
 from megavlm.training.step.image_plan import plan_images
+from megavlm.training.step.rank_batch import share_batch
 from megavlm.training.step.rank_images import ImagePlace, ImageReader, image_places
+from megavlm.training.step.step_plan import PackShape, StepPlan, shown_images
 from megavlm.training.step.vision_features import VisionFeatures
 from tests.conftest import write_rows
 from tests.distributed.fork import launch
@@ -52,7 +53,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def plan_of(processor: Processor, rows: Rows, mesh: Any, tower_learns: bool) -> StepPlan:
+def plan_of(processor: Processor, rows: Rows, mesh: Any, tower_trained: bool) -> StepPlan:
     """Two packs for each data rank; the last prompt's own image is not of the data."""
     drawn = [processor.prompt(row) for row in rows]
     drawn[-1] = processor.prompt(replace(rows[3], images=(SHARED, image(128, 64, 9))))
@@ -74,7 +75,7 @@ def plan_of(processor: Processor, rows: Rows, mesh: Any, tower_learns: bool) -> 
         ),
         sources={key: places.get(image.digest, image) for key, image in images.items()},
         num_tokens=sum(tree.num_tokens for tree in trees),
-        tower_learns=tower_learns,
+        tower_trained=tower_trained,
         shape=PackShape(
             vision_token_ids=processor.vision_token_ids,
             context_size=layout.context,
@@ -82,18 +83,18 @@ def plan_of(processor: Processor, rows: Rows, mesh: Any, tower_learns: bool) -> 
     )
 
 
-def step(recipe: Path, ranks: Ranks, tower_learns: bool) -> dict[str, Any]:
+def step(recipe: Path, ranks: Ranks, tower_trained: bool) -> dict[str, Any]:
     """What this rank gets, encodes and has in the end."""
     config = load(recipe)
     from transformers import AutoConfig
 
-    options = ModelOptions(freeze_tower=not tower_learns)
+    options = ModelOptions(freeze_tower=not tower_trained)
     folder = Path(config.model.folder)
     mesh, _, chunks = build(folder, AutoConfig.from_pretrained(folder), ranks, options)
     plan = None
     if mesh.is_driver:
         rows = Rows(config.data.train_files, config.data)
-        plan = plan_of(Processor(folder, config.data), rows, mesh, tower_learns)
+        plan = plan_of(Processor(folder, config.data), rows, mesh, tower_trained)
     batch = share_batch(plan, mesh, ImageReader(config), torch.device("cpu"))
     sources = dict(batch.images._sources)
     encoded: list[list[tuple[int, int, int]]] = []  # grids of each forward
@@ -117,20 +118,20 @@ def step(recipe: Path, ranks: Ranks, tower_learns: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "tower_learns"),
+    ("layout", "tower_trained"),
     [("TP2xDP2", False), ("PP2xDP2", False), *slow(("CP2xDP2", False), ("TP2xDP2", True))],
 )
 def test_each_image_reaches_the_rank_that_encodes_it(
-    recipe: Path, layout: str, tower_learns: bool
+    recipe: Path, layout: str, tower_trained: bool
 ) -> None:
     ranks = LAYOUTS[layout]
-    (alone,) = launch(1, step, recipe, LAYOUTS["one rank"], tower_learns)
-    found = launch(ranks.world_size, step, recipe, ranks, tower_learns)
+    (alone,) = launch(1, step, recipe, LAYOUTS["one rank"], tower_trained)
+    found = launch(ranks.world_size, step, recipe, ranks, tower_trained)
     first = [rank for rank in found if rank["stage"] == 0]
     later = [rank for rank in found if rank["stage"] > 0]
     sent = [key for rank in first for key in (*rank["places"], *rank["pixels"])]
     assert not any(rank["places"] or rank["pixels"] or rank["encoded"] for rank in later)
-    if not tower_learns:
+    if not tower_trained:
         assert len(sent) == len(set(sent)) == 5
         forwards = [grids for rank in first for grids in rank["encoded"]]
         assert sum(map(len, forwards)) == 5, "the shared one once"

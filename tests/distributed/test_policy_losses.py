@@ -14,7 +14,6 @@ from torch import Tensor
 from megavlm.algorithms.aggregation import token_weights
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.config.optimizer import Optimizer
-from megavlm.data.balance import assign
 from megavlm.data.packing import Pack, Tree, make_pack, prompt_tree
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
@@ -33,6 +32,7 @@ from megavlm.training.forward_backward import LossFunction, compute_logprobs, fo
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.losses import Update, policy_loss, with_value_loss
 from megavlm.training.optimizer import build_updater
+from megavlm.training.step.pack_plan import assign
 from megavlm.training.step.vision_features import VisionFeatures
 from tests.columns import columns
 from tests.distributed.fork import launch

@@ -53,8 +53,8 @@ class Tower(nn.Module):
         tapped = []
         for index, (block, attended) in enumerate(zip(self.blocks, segments, strict=True)):
             # A checkpoint keeps its inputs even where nothing is trained.
-            learns = x.requires_grad or any(p.requires_grad for p in block.parameters())
-            if self.recompute and learns:
+            is_trained = x.requires_grad or any(p.requires_grad for p in block.parameters())
+            if self.recompute and is_trained:
                 # No block draws random numbers, so no generator's state has to be put back.
                 x = checkpoint(
                     block, x, cos, sin, attended, use_reentrant=False, preserve_rng_state=False

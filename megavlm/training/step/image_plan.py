@@ -21,7 +21,7 @@ class ImagePlan:
 
     A frozen tower encodes an image on the rank `encoders` of its group, which sends the features to
     the data ranks `shown_by`: the group is the ranks of one data rank, or, if `across`, those of
-    all. A tower that learns encodes in each pack, `shares_of` it.
+    all. A tower that is trained encodes in each pack, `shares_of` it.
     """
 
     keys: tuple[str, ...]
@@ -49,7 +49,7 @@ class ImagePlan:
         self, data_rank: int, slot: int, packs: Sequence[Sequence[str]] | None
     ) -> list[int]:
         """Return the images that a rank encodes. packs: the images of each pack, where the tower
-        learns.
+        is trained.
         """
         if packs is None:
             me = data_rank * self.slots + slot if self.across else slot

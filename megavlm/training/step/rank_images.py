@@ -1,6 +1,5 @@
 """The images of a step on one rank: those that it encodes, and where they come from."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from megavlm.data.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.data.videos import Grid
+from megavlm.parallel.collectives import json_array, read_json
 from megavlm.training.step.image_plan import ImagePlan, plan_images
 
 
@@ -145,7 +145,7 @@ def sources_to_arrays(sources: Mapping[str, ImageSource]) -> dict[str, Tensor]:
     }
     numbers = [(place.row, place.number, place.is_video) for place in places.values()]
     return {
-        "header": torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8),
+        "header": json_array(header),
         "places": torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3),
         **{f"pixels.{number}": image.content for number, image in enumerate(images.values())},
     }
@@ -153,7 +153,7 @@ def sources_to_arrays(sources: Mapping[str, ImageSource]) -> dict[str, Tensor]:
 
 def sources_from_arrays(arrays: Mapping[str, Tensor]) -> dict[str, ImageSource]:
     """Return the sources of `sources_to_arrays`."""
-    header = json.loads(arrays["header"].numpy().tobytes())
+    header = read_json(arrays["header"])
     keys = iter(header["keys"])
     sources: dict[str, ImageSource] = {}
     for row, number, is_video in arrays["places"].tolist():

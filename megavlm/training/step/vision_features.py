@@ -20,7 +20,7 @@ from megavlm.training.step.rank_images import RankImages
 
 class VisionFeatures:
     """Features of images: encoded once in a step if the tower is frozen, in each forward if it
-    learns.
+    is trained.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class VisionFeatures:
         self._groups = self._model.language_model.pg_collection
         self._images = images
         tower = self._model.visual
-        self.learns = learns(tower)
+        self.tower_trained = is_trained(tower)
         self._encoded: Features = {}
-        if tower is not None and not self.learns:
+        if tower is not None and not self.tower_trained:
             with torch.no_grad():
                 self._encoded = _encode_once(tower, images, self._groups, device_bytes)
 
@@ -51,7 +51,7 @@ class VisionFeatures:
         return cls(chunks, RankImages.everywhere(images, slots))
 
     def of(self, pack: Pack) -> Features:
-        if not self.learns:
+        if not self.tower_trained:
             device = pack.token_ids.device
             return {
                 key: self._encoded[key].to(device, non_blocking=True)
@@ -69,7 +69,7 @@ class VisionFeatures:
         return {plan.keys[index]: rows for index, rows in zip(indices, features, strict=True)}
 
 
-def learns(tower: Tower | None) -> bool:
+def is_trained(tower: Tower | None) -> bool:
     """Return True if something of a tower is trained."""
     return tower is not None and any(p.requires_grad for p in tower.parameters())
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megavlm.config.load import load
-from megavlm.data.balance import Schedule
 from megavlm.environments.curriculum import Curriculum
 from megavlm.models.cost import ModelCost
 from megavlm.parallel.mesh import Layout
-from megavlm.training.batch import PackShape, schedule_of
 from megavlm.training.driver import Driver
+from megavlm.training.step.pack_plan import Schedule
+from megavlm.training.step.step_plan import PackShape, schedule_of
 
 VISION = (7, 8)
 

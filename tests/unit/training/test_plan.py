@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.data.balance import Schedule
 from megavlm.data.packing import Pack, Tree
-from megavlm.training.batch import PackShape, StepPlan, plan_step, shown_images, unpack_part
 from megavlm.training.step.image_plan import ImagePlan, assign_encoders, plan_images
+from megavlm.training.step.pack_plan import Schedule
+from megavlm.training.step.rank_batch import unpack_part
+from megavlm.training.step.step_plan import PackShape, StepPlan, plan_step, shown_images
 from tests.unit.training.trees import IMAGE, image, tree
 
 MINIBATCHES = [
@@ -32,7 +33,7 @@ def plan(
     minibatches: Any = MINIBATCHES,
     *,
     slots: int = 1,
-    tower_learns: bool = False,
+    tower_trained: bool = False,
     schedule: Schedule | None = None,
     max_tokens: int = 16,
     **shape: Any,
@@ -50,7 +51,7 @@ def plan(
         images=plan_images(shown, GRIDS, COSTS, slots=slots),
         sources=IMAGES,
         num_tokens=sum(tree.num_tokens for trees in minibatches for tree in trees),
-        tower_learns=tower_learns,
+        tower_trained=tower_trained,
         shape=PackShape(vision_token_ids=(IMAGE,), **shape),
     )
 
@@ -231,7 +232,7 @@ def check_receivers(plans: Sequence[ImagePlan], data_rank: int, mine: ImagePlan)
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_tower_that_learns_gets_the_images_of_each_pack(slots: int) -> None:
-    planned = plan(2, slots=slots, tower_learns=True)
+    planned = plan(2, slots=slots, tower_trained=True)
     sent = encoded(planned, slots)
     for data_rank, minibatches in enumerate(packs_of(planned)):
         images = planned.images[data_rank]

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.data.balance import Schedule, TreeSize, assign, best_fit
 from megavlm.data.packing import Segment, Tree
+from megavlm.training.step.balance import TreeSize, best_fit
+from megavlm.training.step.pack_plan import Schedule, assign
 from tests.benchmarks.bench_packing import STEPS, ours, over_ideal
 
 SCHEDULES = (

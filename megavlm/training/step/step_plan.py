@@ -1,49 +1,26 @@
 """The plan of a step: the packs of each minibatch that a rank trains on, and their images."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from megavlm.config.parallel import Parallel
-from megavlm.data.balance import Schedule, SegmentCosts, assign
 from megavlm.data.packing import Pack, Tree, empty_pack, make_pack
 from megavlm.data.targets import TargetColumns
 from megavlm.models.cost import ModelCost
-from megavlm.parallel.collectives import Arrays, receive_from_driver, scatter, send_each
-from megavlm.parallel.mesh import Layout, Mesh
+from megavlm.parallel.collectives import json_array
+from megavlm.parallel.mesh import Layout
 from megavlm.training.step.image_plan import ImagePlan
+from megavlm.training.step.pack_plan import Schedule, SegmentCosts, assign
 from megavlm.training.step.rank_images import (
-    ImageReader,
     ImageSource,
-    RankImages,
-    sources_from_arrays,
-    sources_to_arrays,
 )
-from megavlm.training.step.tree_arrays import empty_columns, trees_from_arrays, trees_to_arrays
+from megavlm.training.step.tree_arrays import trees_to_arrays
 
 Minibatches = list[list[list[Tree]]]  # trees of each pack of each minibatch; none: padding
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """One rank's share of a step: the packs of each minibatch, which is one update, and their
-    images.
-    """
-
-    minibatches: list[list[Pack]]
-    images: RankImages
-    num_targets: list[int]  # of each minibatch, on all ranks together
-    num_tokens: int  # of prompts and responses, on all ranks together
-
-    @property
-    def packs(self) -> list[Pack]:
-        return [pack for packs in self.minibatches for pack in packs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +42,7 @@ class PackShape:
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """The driver's plan of a step, by data rank. num_tokens: of the step's trees before they were
-    cut. sources: of the images that packs show, by key. tower_learns: images are encoded in each
+    cut. sources: of the images that packs show, by key. tower_trained: images are encoded in each
     pack that shows them, not once.
     """
 
@@ -73,7 +50,7 @@ class StepPlan:
     images: list[ImagePlan]
     num_tokens: int
     sources: Mapping[str, ImageSource]
-    tower_learns: bool
+    tower_trained: bool
     shape: PackShape
 
     def part(self, data_rank: int) -> dict[str, Tensor]:
@@ -83,14 +60,13 @@ class StepPlan:
             "packs": [[len(pack) for pack in packs] for packs in minibatches],
             "num_targets": self._num_targets,
             "num_tokens": self.num_tokens,
-            "tower_learns": self.tower_learns,
+            "tower_trained": self.tower_trained,
             "shape": asdict(self.shape),
             "images": plan.header(),
         }
         numbers = {key: number for number, key in enumerate(plan.keys)}
-        content = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
         trees = trees_to_arrays(_flat(minibatches), numbers, self._columns)
-        return {"header": content, **trees, **plan.to_arrays()}
+        return {"header": json_array(header), **trees, **plan.to_arrays()}
 
     def sources_of(self, data_rank: int, slot: int) -> dict[str, ImageSource]:
         """Return the sources of the images that a rank of the first pipeline stage encodes."""
@@ -100,7 +76,7 @@ class StepPlan:
             for pack in packs
         ]
         plan = self.images[data_rank]
-        held = plan.held_by(data_rank, slot, packs if self.tower_learns else None)
+        held = plan.held_by(data_rank, slot, packs if self.tower_trained else None)
         return {plan.keys[index]: self.sources[plan.keys[index]] for index in held}
 
     @cached_property
@@ -149,54 +125,6 @@ def plan_step(
         for rank, packs in zip(ranks, assigned, strict=True):
             rank.append(packs)
     return ranks
-
-
-def share_batch(
-    plan: StepPlan | None, mesh: Mesh, reader: ImageReader, device: torch.device
-) -> RankBatch:
-    """Send each rank its share of a plan, which the driver has, and return it: its packs on
-    `device`. Images stay in host memory until they are encoded. Collective.
-    """
-    parts = None if plan is None else [plan.part(data_rank) for data_rank in range(mesh.data_size)]
-    minibatches, images, header = unpack_part(scatter(parts, mesh), mesh.context_rank, device)
-    slots = mesh.layout.tensor * mesh.layout.context
-    sources: dict[str, ImageSource] = {}
-    if plan is not None:
-        ranks = range(mesh.data_size * slots)
-        each = {rank: plan.sources_of(*divmod(rank, slots)) for rank in ranks}
-        sources = each.pop(0)
-        send_each({rank: sources_to_arrays(its) for rank, its in each.items() if its}, mesh)
-    elif mesh.pipeline_rank == 0:
-        packs = [pack.images for packs in minibatches for pack in packs]
-        learned = packs if header["tower_learns"] else None
-        if images.held_by(mesh.data_rank, mesh.rank % slots, learned):
-            sources = sources_from_arrays(receive_from_driver(mesh))
-    return RankBatch(
-        minibatches,
-        RankImages(images, sources, reader),
-        header["num_targets"],
-        header["num_tokens"],
-    )
-
-
-def unpack_part(
-    arrays: Arrays, context_rank: int, device: torch.device
-) -> tuple[list[list[Pack]], ImagePlan, dict[str, Any]]:
-    """Return what `StepPlan.part` holds: a context rank's part of the packs of each minibatch, on
-    `device`, the plan of images, and the header.
-    """
-    header = json.loads(arrays["header"].numpy().tobytes())
-    images = ImagePlan.of(header["images"], arrays)
-    shape, columns = PackShape(**header["shape"]), empty_columns(arrays)
-    trees = iter(trees_from_arrays(arrays, images.keys))
-    minibatches = [
-        [
-            shape.pack([next(trees) for _ in range(count)], columns).part(context_rank).to(device)
-            for count in counts
-        ]
-        for counts in header["packs"]
-    ]
-    return minibatches, images, header
 
 
 def _fill_up(ranks: Sequence[list[list[Tree]]], schedule: Schedule) -> None:

@@ -1,0 +1,226 @@
+"""Distribution of items, trees or parts of them, over ranks or packs at similar cost."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from megavlm.data.packing import Tree
+
+# The costliest part may be this much above the mean before prompts are repeated to even it out.
+SLACK = 0.01
+SWAP_SLACK = SLACK / 5  # likewise, before whole items are exchanged, which costs nothing
+PARTNERS = 32  # parts that the costliest one is compared with, of many
+
+
+class Item(NamedTuple):
+    """The root of tree `tree` with some of its branches: in a pack a tree of its own."""
+
+    tree: int
+    branches: tuple[int, ...]
+    tokens: int
+    cost: float
+
+
+@dataclass(frozen=True)
+class TreeSize:
+    """Tokens and cost of a tree's root, and of each branch below it."""
+
+    root_tokens: int
+    root_cost: float
+    tokens: tuple[int, ...]
+    costs: tuple[float, ...]
+
+    @classmethod
+    def of(cls, tree: Tree, costs: Sequence[float]) -> "TreeSize":
+        """Return the sizes of a tree. costs: of each segment."""
+        lengths = [len(segment.token_ids) for segment in tree.segments]
+        branches = tree.branches()
+        return cls(
+            lengths[0],
+            costs[0],
+            tuple(sum(lengths[i] for i in branch) for branch in branches),
+            tuple(sum(costs[i] for i in branch) for branch in branches),
+        )
+
+    @property
+    def cost(self) -> float:
+        return self.root_cost + sum(self.costs)
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest branch with the root."""
+        return self.root_tokens + max(self.tokens, default=0)
+
+    def item(self, tree: int, branches: Sequence[int]) -> Item:
+        """Return these branches with the root."""
+        return Item(
+            tree,
+            tuple(sorted(branches)),
+            self.root_tokens + sum(self.tokens[i] for i in branches),
+            self.root_cost + sum(self.costs[i] for i in branches),
+        )
+
+    def cut(self, tree: int, max_tokens: int) -> list[Item]:
+        """Cut into as few items of similar cost as keep max_tokens. A branch is never cut."""
+        room = max(max_tokens, self.longest) - self.root_tokens
+        least, most = -(-sum(self.tokens) // max(room, 1)), len(self.tokens)
+        if least <= 1:
+            return [self.item(tree, range(most))]
+        branches = [Item(tree, (i,), self.tokens[i], self.costs[i]) for i in range(most)]
+        for count in range(least, most):
+            if (parts := _spread(branches, count, room)) is not None:
+                return [self.item(tree, [x.branches[0] for x in part]) for part in parts]
+        return [self.item(tree, x.branches) for x in branches]
+
+
+def balance(
+    items: Sequence[Item], sizes: Sequence[TreeSize], num_parts: int, max_tokens: float
+) -> list[list[Item]] | None:
+    """Distribute items over parts of at most max_tokens so that the costliest part costs little,
+    cutting further where it helps. Returns None if the items do not fit.
+    """
+    spread = _spread(items, num_parts, max_tokens)
+    if spread is None:
+        return None
+    parts = [_Part(part) for part in spread]
+    while _improve(parts, partial(_swaps, max_tokens), SWAP_SLACK):
+        pass
+    while _improve(parts, partial(_cuts, max_tokens, sizes), SLACK):
+        pass
+    return [part.items for part in parts]
+
+
+def _spread(items: Sequence[Item], num_parts: int, max_tokens: float) -> list[list[Item]] | None:
+    """Give each item, the costliest first, to the cheapest part that has room."""
+    parts: list[list[Item]] = [[] for _ in range(num_parts)]
+    room = [max_tokens] * num_parts
+    heap = [(0.0, part) for part in range(num_parts)]
+    heapify(heap)
+    for item in sorted(items, key=lambda item: -item.cost):
+        full = []
+        while heap and room[heap[0][1]] < item.tokens:
+            full.append(heappop(heap))
+        if not heap:
+            return None
+        load, part = heappop(heap)
+        parts[part].append(item)
+        room[part] -= item.tokens
+        for entry in (*full, (load + item.cost, part)):
+            heappush(heap, entry)
+    return parts
+
+
+class _Part:
+    """Items of one part, with the sums of their costs and tokens."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self.items = items
+        self._sum()
+
+    def exchange(self, given: Item | None, taken: Item | None) -> None:
+        """Take an item in place of another."""
+        if given is not None:
+            self.items.remove(given)
+        if taken is not None:
+            self.items.append(taken)
+        self._sum()
+
+    def _sum(self) -> None:
+        self.cost = sum(item.cost for item in self.items)
+        self.tokens = sum(item.tokens for item in self.items)
+
+
+class _Exchange(NamedTuple):
+    """Exchange between the costliest part, which gives `given` for `kept`, and `partner`, which
+    gives `returned` for `sent`. cost: of the costlier of both afterwards.
+    """
+
+    cost: float
+    partner: _Part
+    given: Item
+    kept: Item | None
+    returned: Item | None
+    sent: Item
+
+
+def _improve(
+    parts: Sequence[_Part], exchanges: Callable[[_Part, _Part], Iterator[_Exchange]], slack: float
+) -> bool:
+    """Make the costliest part cheaper by one exchange with another. Returns False if there is no
+    need or no way.
+    """
+    worst = max(parts, key=lambda part: part.cost)
+    if worst.cost <= (1 + slack) * sum(part.cost for part in parts) / len(parts):
+        return False
+    others = sorted((part for part in parts if part is not worst), key=lambda part: part.cost)
+    partners = others[:PARTNERS] + others[PARTNERS :: max(1, len(others) // PARTNERS)]
+    found = (exchange for partner in partners for exchange in exchanges(worst, partner))
+    best = min(found, key=lambda exchange: exchange.cost, default=None)
+    if best is None or best.cost >= worst.cost * (1 - 1e-4):
+        return False
+    worst.exchange(best.given, best.kept)
+    best.partner.exchange(best.returned, best.sent)
+    return True
+
+
+def _swaps(max_tokens: float, worst: _Part, partner: _Part) -> Iterator[_Exchange]:
+    """Yield moves of whole items from part `worst`, and swaps for cheaper ones."""
+    for given in worst.items:
+        for taken in (None, *partner.items):
+            less = given.cost - (taken.cost if taken else 0.0)
+            fewer = given.tokens - (taken.tokens if taken else 0)
+            fits = worst.tokens - fewer <= max_tokens and partner.tokens + fewer <= max_tokens
+            if less > 0 and fits:
+                cost = max(worst.cost - less, partner.cost + less)
+                yield _Exchange(cost, partner, given, taken, taken, given)
+
+
+def _cuts(
+    max_tokens: float, sizes: Sequence[TreeSize], worst: _Part, partner: _Part
+) -> Iterator[_Exchange]:
+    """Yield moves of some branches of an item, with its root repeated."""
+    for given in worst.items:
+        size = sizes[given.tree]
+        wanted = (worst.cost - partner.cost - size.root_cost) / 2
+        chosen: list[int] = []
+        for branch in sorted(given.branches, key=lambda i: -size.costs[i]):
+            if size.costs[branch] <= wanted:
+                chosen.append(branch)
+                wanted -= size.costs[branch]
+        if not chosen or len(chosen) == len(given.branches):
+            continue
+        kept = size.item(given.tree, [i for i in given.branches if i not in chosen])
+        sent = size.item(given.tree, chosen)
+        if partner.tokens + sent.tokens <= max_tokens:
+            cost = max(worst.cost - given.cost + kept.cost, partner.cost + sent.cost)
+            yield _Exchange(cost, partner, given, kept, None, sent)
+
+
+def best_fit(items: Sequence[Item], sizes: Sequence[TreeSize], max_tokens: int) -> list[list[Item]]:
+    """Distribute items over few packs of at most max_tokens (best fit, largest first). Items of a
+    tree become one where they are in one pack.
+    """
+    packs: list[list[Item]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, pack), ascending
+    for item in sorted(items, key=lambda item: -item.tokens):
+        fit = bisect_left(room, (item.tokens, -1))
+        if fit == len(room):
+            left, pack = max_tokens, len(packs)
+            packs.append([])
+        else:
+            left, pack = room.pop(fit)
+        packs[pack].append(item)
+        insort(room, (left - item.tokens, pack))
+    return [_merged(pack, sizes) for pack in packs]
+
+
+def _merged(pack: list[Item], sizes: Sequence[TreeSize]) -> list[Item]:
+    if len({item.tree for item in pack}) == len(pack):
+        return pack
+    branches: dict[int, list[int]] = {}
+    for item in pack:
+        branches.setdefault(item.tree, []).extend(item.branches)
+    return [sizes[tree].item(tree, indices) for tree, indices in branches.items()]

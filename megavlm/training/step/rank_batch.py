@@ -1,0 +1,84 @@
+"""A rank's share of a step, as the driver sends it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megavlm.data.packing import Pack
+from megavlm.parallel.collectives import Arrays, read_json, receive_from_driver, scatter, send_each
+from megavlm.parallel.mesh import Mesh
+from megavlm.training.step.image_plan import ImagePlan
+from megavlm.training.step.rank_images import (
+    ImageReader,
+    ImageSource,
+    RankImages,
+    sources_from_arrays,
+    sources_to_arrays,
+)
+from megavlm.training.step.step_plan import PackShape, StepPlan
+from megavlm.training.step.tree_arrays import empty_columns, trees_from_arrays
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """One rank's share of a step: the packs of each minibatch, which is one update, and their
+    images.
+    """
+
+    minibatches: list[list[Pack]]
+    images: RankImages
+    num_targets: list[int]  # of each minibatch, on all ranks together
+    num_tokens: int  # of prompts and responses, on all ranks together
+
+    @property
+    def packs(self) -> list[Pack]:
+        return [pack for packs in self.minibatches for pack in packs]
+
+
+def share_batch(
+    plan: StepPlan | None, mesh: Mesh, reader: ImageReader, device: torch.device
+) -> RankBatch:
+    """Send each rank its share of a plan, which the driver has, and return it: its packs on
+    `device`. Images stay in host memory until they are encoded. Collective.
+    """
+    parts = None if plan is None else [plan.part(data_rank) for data_rank in range(mesh.data_size)]
+    minibatches, images, header = unpack_part(scatter(parts, mesh), mesh.context_rank, device)
+    slots = mesh.layout.tensor * mesh.layout.context
+    sources: dict[str, ImageSource] = {}
+    if plan is not None:
+        ranks = range(mesh.data_size * slots)
+        each = {rank: plan.sources_of(*divmod(rank, slots)) for rank in ranks}
+        sources = each.pop(0)
+        send_each({rank: sources_to_arrays(its) for rank, its in each.items() if its}, mesh)
+    elif mesh.pipeline_rank == 0:
+        packs = [pack.images for packs in minibatches for pack in packs]
+        trained = packs if header["tower_trained"] else None
+        if images.held_by(mesh.data_rank, mesh.rank % slots, trained):
+            sources = sources_from_arrays(receive_from_driver(mesh))
+    return RankBatch(
+        minibatches,
+        RankImages(images, sources, reader),
+        header["num_targets"],
+        header["num_tokens"],
+    )
+
+
+def unpack_part(
+    arrays: Arrays, context_rank: int, device: torch.device
+) -> tuple[list[list[Pack]], ImagePlan, dict[str, Any]]:
+    """Return what `StepPlan.part` holds: a context rank's part of the packs of each minibatch, on
+    `device`, the plan of images, and the header.
+    """
+    header = read_json(arrays["header"])
+    images = ImagePlan.of(header["images"], arrays)
+    shape, columns = PackShape(**header["shape"]), empty_columns(arrays)
+    trees = iter(trees_from_arrays(arrays, images.keys))
+    minibatches = [
+        [
+            shape.pack([next(trees) for _ in range(count)], columns).part(context_rank).to(device)
+            for count in counts
+        ]
+        for counts in header["packs"]
+    ]
+    return minibatches, images, header
