@@ -63,7 +63,7 @@ test-slow: setup ## run the tests that `make test` leaves out
 test-all: test test-slow ## run the whole test suite (about 35 minutes)
 
 # What the models on a GPU are made of; not what no GPU takes part in.
-GPU_PATH_TESTS := tests/gpu_path/cases.py tests/parity/test_parity.py tests/parity/test_tree_packs.py \
+GPU_PATH_TESTS := $(wildcard tests/gpu_path/*cases.py) tests/parity/test_parity.py tests/parity/test_tree_packs.py \
 	tests/distributed tests/unit/checkpoints/test_checkpointing.py tests/unit/checkpoints/test_experts.py
 GPU_VENV := .venv-gpu-path
 

@@ -220,6 +220,11 @@ def _check_gradients(config: Config) -> None:
             "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, and "
             f"model.dtype={config.model.dtype}: set the first to false or the second to bfloat16"
         )
+    if config.optimizer.precision_aware and config.model.dtype != "bfloat16":
+        raise ValueError(
+            "optimizer.precision_aware=true keeps what weights in bfloat16 lack, and "
+            f"model.dtype={config.model.dtype}: set the first to false or the second to bfloat16"
+        )
 
 
 def _check_evaluation(config: Config) -> None:

@@ -5,6 +5,8 @@ from typing import Literal
 
 from megavlm.config.section import Section, bounded, follows
 
+MOST_BETA_IN_BF16 = 0.99  # an update of 1 % is 2.5 roundings
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Section):
@@ -53,11 +55,38 @@ class Optimizer(Section):
     """Keep and reduce gradients in bfloat16: half of the memory and traffic of float32, in which
     long sums over packs and ranks are exact to more digits. It needs `model.dtype: bfloat16`."""
 
+    precision_aware: bool = False
+    """Keep of each fp32 main weight only the 16 bits that its bfloat16 weight lacks, and read
+    gradients as they were reduced, without a copy in float32: the same updates in 10 bytes of
+    optimizer state a parameter in place of 12, and what the next two keys save. megatron-core's
+    precision-aware optimizer; it needs Transformer Engine and `model.dtype: bfloat16`."""
+
+    exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which Adam's first moment is kept between updates, which are computed in
+    float32; bfloat16 rounds it to 8 bits and takes 2 bytes in place of 4. It needs
+    `optimizer.precision_aware`."""
+
+    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The same for the second moment. In bfloat16 it needs a second entry of `optimizer.betas` of
+    0.99 at most: above, an update's part is less than the rounding, and it would stand still."""
+
     def check(self) -> None:
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError(
                 "optimizer.overlap_param_gather=true is for runs that overlap gradients too: set "
                 "optimizer.overlap_grad_reduce=true or optimizer.overlap_param_gather=false"
+            )
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) != "float32" and not self.precision_aware:
+                raise ValueError(
+                    f"optimizer.{name}={getattr(self, name)} is for the precision-aware optimizer: "
+                    f"set optimizer.precision_aware=true or optimizer.{name}=float32"
+                )
+        if self.exp_avg_sq_dtype == "bfloat16" and self.betas[1] > MOST_BETA_IN_BF16:
+            raise ValueError(
+                f"optimizer.betas={list(self.betas)} changes the second moment by less than "
+                "optimizer.exp_avg_sq_dtype=bfloat16 rounds off: set its second entry to "
+                f"{MOST_BETA_IN_BF16} or less, or optimizer.exp_avg_sq_dtype=float32"
             )
         if self.min_lr > self.lr:
             raise ValueError(

@@ -34,7 +34,8 @@ MEM_FRACTION = 0.85  # of megavlm/slurm/job.sh; managed servers have it in their
 class StageMemory:
     """Bytes on a GPU of a pipeline stage, at its fullest.
 
-    activations: of all microbatches in flight. logits: the chunk of log-probs and its gradients.
+    step: copies that exist in the optimizer's step alone. activations: of all microbatches in
+    flight. logits: the chunk of log-probs and its gradients.
     features: those of the step's images, kept for every pass. encoding: the tower's pass, before
     the update. servers: what a colocated server keeps in training.
     """
@@ -43,6 +44,7 @@ class StageMemory:
     weights: float
     gradients: float
     optimizer: float
+    step: float
     activations: float
     logits: float
     features: float
@@ -52,7 +54,7 @@ class StageMemory:
     @property
     def total(self) -> float:
         states = self.weights + self.gradients + self.optimizer + self.features
-        return states + max(self.activations + self.logits, self.encoding) + self.kept
+        return states + max(self.activations + self.logits, self.encoding, self.step) + self.kept
 
     @property
     def kept(self) -> float:
@@ -108,6 +110,7 @@ def _stage(config: Config, hf_config: Any, group: EqualRanks, world_size: int) -
         gradients=(2.0 if config.optimizer.grad_reduce_in_bf16 else 4.0)
         * sum(x.numel for x in trained),
         optimizer=sum(optimizer_bytes(x, config, world_size) for x in trained),
+        step=sum(step_bytes(x, config, world_size) for x in trained),
         activations=_in_flight(config, stage) * kept + passing,
         logits=logits_bytes(config, hf_config, trained) if is_last else 0.0,
         features=min(features, config.model.features_mb * 2**20) if is_first else 0.0,
@@ -117,14 +120,39 @@ def _stage(config: Config, hf_config: Any, group: EqualRanks, world_size: int) -
 
 
 def optimizer_bytes(parameter: ParameterSize, config: Config, world_size: int) -> float:
-    """Return the bytes of a rank's shard of Adam's state: two fp32 moments, and an fp32 copy of a
-    parameter in half precision. The shards are spread over the ranks that hold the parameter.
+    """Return the bytes of a rank's shard of Adam's state: two moments, and an fp32 copy of a
+    parameter in half precision, or the 16 bits that it lacks. The shards are spread over the ranks
+    that hold the parameter.
     """
+    is_half = parameter.dtype.itemsize < 4
+    copy = (2 if config.optimizer.precision_aware else 4) * is_half
+    moments = sum(4 - 2 * is_rounded for is_rounded in _rounded_moments(config))
+    return _shard(parameter, config, world_size) * (moments + copy)
+
+
+def step_bytes(parameter: ParameterSize, config: Config, world_size: int) -> float:
+    """Return the bytes of a rank's fp32 copies while the optimizer steps: of moments in bfloat16,
+    and of gradients in bfloat16, which the precision-aware optimizer reads as they are.
+    """
+    optimizer = config.optimizer
+    copies = sum(_rounded_moments(config))
+    if parameter.dtype.itemsize < 4:
+        copies += optimizer.grad_reduce_in_bf16 and not optimizer.precision_aware
+    return _shard(parameter, config, world_size) * 4 * copies
+
+
+def _rounded_moments(config: Config) -> tuple[bool, bool]:
+    """Return which of Adam's moments are kept in bfloat16."""
+    optimizer = config.optimizer
+    return optimizer.exp_avg_dtype == "bfloat16", optimizer.exp_avg_sq_dtype == "bfloat16"
+
+
+def _shard(parameter: ParameterSize, config: Config, world_size: int) -> float:
+    """Return the elements of a parameter whose optimizer state one rank has."""
     parallel = config.parallel
     is_expert = ".experts." in parameter.name
     ranks = parallel.expert_ranks if is_expert else parallel.tensor * parallel.pipeline
-    copy = 4 if parameter.dtype.itemsize < 4 else 0
-    return parameter.numel * (8 + copy) / (world_size // ranks)
+    return parameter.numel / (world_size // ranks)
 
 
 def activation_bytes(
@@ -306,8 +334,8 @@ def memory_plan(config: Config, world_size: int) -> str:
 def memory_table(config: Config, hf_config: Any, world_size: int) -> str:
     """Return the table of `memory_plan`. `hf_config`: transformers' configuration."""
     columns = (
-        "weights", "gradients", "optimizer", "activations", "logits", "features", "encoding",
-        "servers", "total",
+        "weights", "gradients", "optimizer", "step", "activations", "logits", "features",
+        "encoding", "servers", "total",
     )  # fmt: skip
     lines = ["GB on each GPU, modelled", f"{'':14}" + "".join(f"{name:>12}" for name in columns)]
     for stage in stage_memory(config, hf_config, world_size):
@@ -316,8 +344,9 @@ def memory_table(config: Config, hf_config: Any, world_size: int) -> str:
     server = server_memory(config, hf_config)
     lines.append(
         f"total: with {OVERHEAD / GB:.0f} GB of context and buffers; the tower encodes before the "
-        "activations of the update exist. A server's rank stores "
-        f"{server.weights / GB:.1f} GB of weights and has {server.cache / GB:.1f} GB for its cache."
+        "activations of the update exist, and the optimizer steps after them. A server's rank "
+        f"stores {server.weights / GB:.1f} GB of weights and has {server.cache / GB:.1f} GB for "
+        "its cache."
     )
     lines += [f"Does not fit: {sentence}." for sentence in problems(config, hf_config, world_size)]
     return "\n".join(lines)

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from megavlm.algorithms.registry import check as check_algorithm
 from megavlm.config.algorithm import SFT, PolicyOptimization
+from megavlm.config.optimizer import Optimizer
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.data.rows import Row, Rows, check_images
@@ -67,7 +68,7 @@ def check(
     values = check_model(Path(config.model.folder), config)
     if config.model.checkpoint is not None:
         check_checkpoint(Path(config.model.checkpoint), config, values)
-    check_transformer_engine()
+    check_transformer_engine(config.optimizer)
     check_run_dir(Path(config.run.dir))
     check_server_args(config.rollout)
     check_gpus(config.rollout)
@@ -174,12 +175,19 @@ def check_server_args(rollout: Rollout) -> None:
             )
 
 
-def check_transformer_engine() -> None:
-    """Raise ValueError if Transformer Engine is installed without its extension for PyTorch: pip
-    does so where the extension is not asked for, and megatron-core cannot be imported then.
+def check_transformer_engine(optimizer: Optimizer) -> None:
+    """Raise ValueError if Transformer Engine is missing where the optimizer needs it, or installed
+    without its extension for PyTorch: pip does so where the extension is not asked for, and
+    megatron-core cannot be imported then.
     """
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
+        if optimizer.precision_aware:
+            raise ValueError(
+                "optimizer.precision_aware=true needs Transformer Engine's optimizer, which is not "
+                "installed: pip install --no-build-isolation "
+                "'transformer-engine[core_cu13,pytorch]', or set optimizer.precision_aware=false"
+            )
         return
     package = Path(spec.origin).parent
     places = (package.parent, package, package / "wheel_lib")  # where it looks for it

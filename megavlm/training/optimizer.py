@@ -17,6 +17,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megavlm.checkpointing.optimizer_states import MOMENTS, make_states
 from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack
 from megavlm.models.common.logprobs import Scoring
@@ -154,13 +155,16 @@ def build_updater(
     The schedule counts training steps, of which the run has `num_steps`. value_head_lr: learning
     rate of a value head beside a policy, which starts at zero.
 
-    Raises ValueError if nothing is trained on one of the pipeline stages.
+    Raises ValueError if nothing is trained on one of the pipeline stages, or the optimizer's keys
+    do not go with the model's dtypes.
     """
     if any_rank(not any(p.requires_grad for chunk in chunks for p in chunk.parameters())):
         raise ValueError(
             "lora.targets chooses nothing on one of the pipeline stages, whose optimizer could not "
             "be resumed: choose targets on every stage, or set parallel.pipeline=1"
         )
+    if settings.precision_aware and settings.grad_reduce_in_bf16:
+        _check_one_dtype(chunks)
     warmup = settings.warmup_steps * updates_per_step
     wrapped = wrap(chunks, settings)
     dtype = chunks[0].config.params_dtype
@@ -177,6 +181,9 @@ def build_updater(
         params_dtype=dtype,
         use_distributed_optimizer=True,
         overlap_param_gather=settings.overlap_param_gather,
+        use_precision_aware_optimizer=settings.precision_aware,
+        exp_avg_dtype=getattr(torch, settings.exp_avg_dtype),
+        exp_avg_sq_dtype=getattr(torch, settings.exp_avg_sq_dtype),
     )
     overrides = get_standard_config_overrides(config)
     if dtype != torch.float32:
@@ -216,10 +223,27 @@ def build_updater(
     return Updater(wrapped, optimizer, scheduler, scheduler.num_steps, mesh)
 
 
+def _check_one_dtype(chunks: Sequence[VisionLanguageModel]) -> None:
+    """Raise ValueError if gradients would be of two dtypes, which Transformer Engine's norm and
+    clipping take for one. Collective.
+    """
+    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    if any_rank(any(p.dtype == torch.float32 for p in trained)):
+        raise ValueError(
+            "optimizer.precision_aware=true reads gradients as they are reduced, and with "
+            "optimizer.grad_reduce_in_bf16=true those of this model are of two dtypes, as some of "
+            "its parameters stay in float32: set one of the keys to false"
+        )
+
+
 def _make_moments(optimizer: MegatronOptimizer) -> None:
     """Create Adam's moments as zeros, so that a run whose first update is skipped can be saved."""
     for part in optimizer.chained_optimizers:
-        if part.optimizer is not None:  # without parameters there is none
+        if part.optimizer is None:
+            continue  # it has no parameters
+        if part.config.use_precision_aware_optimizer:
+            make_states(part)
+        else:
             part.init_state_fn(part.optimizer, part.config)
 
 
@@ -234,5 +258,5 @@ def _forget_moments(optimizer: MegatronOptimizer) -> None:
             if "step" in group:  # fused implementations count by group
                 group["step"] = 0
         for state in part.optimizer.state.values():
-            for value in state.values():
-                value.zero_()
+            for name in MOMENTS:
+                state[name].zero_()

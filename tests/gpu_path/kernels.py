@@ -89,14 +89,16 @@ def multi_tensor_l2norm(
     chunk_size: int, noop: Tensor, lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return the norm [1] of all tensors together, and of each where asked."""
+    assert len({x.dtype for x in lists[0]}) == 1, "the kernel reads all by the type of the first"
     norms = torch.stack([x.float().norm() for x in lists[0]])
     return norms.norm().view(1), norms if per_tensor else None
 
 
 def multi_tensor_scale(chunk_size: int, noop: Tensor, lists: Lists, scale: float) -> None:
     """Write the scaled tensors of the first list into those of the second; note what overflows."""
+    assert len({x.dtype for x in lists[0]}) == 1, "the kernel reads all by the type of the first"
     for source, target in zip(*lists, strict=True):
-        target.copy_(source * scale)
+        target.copy_(source.float() * scale)
         if not source.isfinite().all():
             noop.fill_(1)
 
@@ -132,3 +134,23 @@ def multi_tensor_adam(
             update = update + weight_decay * value
         master.copy_(value - lr * update)
         parameter.copy_(master)
+
+
+def multi_tensor_adam_param_remainder(
+    chunk_size: int, noop: Tensor, lists: Lists, *settings: float
+) -> None:
+    """Make the step of `multi_tensor_adam` on bfloat16 parameters and the lower halves of their
+    masters [int16], negative where the upper half was rounded up.
+    """
+    gradients, parameters, means, squares, remainders = lists
+    for gradient, parameter, mean, square, lower in zip(
+        gradients, parameters, means, squares, remainders, strict=True
+    ):
+        assert (parameter.dtype, lower.dtype) == (torch.bfloat16, torch.int16)
+        upper = parameter.view(torch.int16).int() - (lower < 0).int()
+        master = ((upper << 16) | (lower.int() & 0xFFFF)).view(torch.float32)
+        whole = [[gradient], [master], [mean], [square]]
+        multi_tensor_adam(chunk_size, noop, whole, *settings)  # type: ignore[arg-type]
+        bits = master.view(torch.int32)
+        lower.copy_(bits & 0xFFFF)  # wraps
+        parameter.view(torch.int16).copy_((bits >> 16) + (lower < 0).int())

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = [
-    "tests/gpu_path/cases.py",
+    *(f"tests/gpu_path/{name}.py" for name in ("cases", "bf16_cases", "optimizer_cases")),
     *(f"tests/distributed/test_{name}.py" for name in ("updates", "frozen_tower", "lora")),
     *(f"tests/unit/checkpoints/test_{name}.py" for name in ("checkpointing", "experts")),
 ]

@@ -110,8 +110,11 @@ def start(
     dtype: torch.dtype = torch.float32,
     freeze: bool = True,
     overlap: bool = False,
+    optimizer: dict[str, Any] | None = None,
 ) -> Run:
-    """A run at step 0 with the folder's weights. overlap: gradients are in several buckets."""
+    """A run at step 0 with the folder's weights. overlap: gradients are in several buckets.
+    optimizer: keys of its section.
+    """
     if overlap:
         gradient_buffers.DistributedDataParallelConfig = partial(
             gradient_buffers.DistributedDataParallelConfig, bucket_size=20_000
@@ -128,9 +131,8 @@ def start(
     entries = family(config.model_type).mapping(config)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(hf), mesh)
-    updater = build_updater(
-        chunks, replace(SETTINGS, overlap_grad_reduce=overlap), mesh, num_steps=10
-    )
+    settings = replace(SETTINGS, overlap_grad_reduce=overlap, **optimizer or {})
+    updater = build_updater(chunks, settings, mesh, num_steps=10)
     return Run(mesh, chunks, updater, {(entry.megatron, entry.expert): entry for entry in entries})
 
 

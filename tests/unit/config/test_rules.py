@@ -25,6 +25,21 @@ BROKEN = {
         "optimizer.grad_reduce_in_bf16=true",
         "model.dtype=float32",
     ): "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, and model",
+    (
+        "optimizer.precision_aware=true",
+        "model.dtype=float32",
+    ): "optimizer.precision_aware=true keeps what weights in bfloat16 lack, and model.dtype=float3",
+    (
+        "optimizer.exp_avg_dtype=bfloat16",
+    ): "optimizer.exp_avg_dtype=bfloat16 is for the precision-aware optimizer: set optimizer.prec",
+    (
+        "optimizer.exp_avg_sq_dtype=bfloat16",
+    ): "optimizer.exp_avg_sq_dtype=bfloat16 is for the precision-aware optimizer: set optimizer.pr",
+    (
+        "optimizer.precision_aware=true",
+        "optimizer.exp_avg_sq_dtype=bfloat16",
+        "optimizer.betas=[0.9, 0.999]",
+    ): "optimizer.betas=[0.9, 0.999] changes the second moment by less than optimizer.exp_avg_sq",
     ("run.seed=-1",): "run.seed=-1 is out of range: set it to a number at least 0",
     (
         "run.seed=" + "9" * 400,

@@ -24,6 +24,7 @@ from megavlm.run.plan_memory import (
     memory_plan,
     optimizer_bytes,
     problems,
+    step_bytes,
 )
 from tests.distributed.fork import launch
 from tests.unit.config.test_recipes import RECIPES, WHOLE, resolve
@@ -124,6 +125,30 @@ def test_the_optimizer_takes_twelve_bytes_for_each_trained_parameter(
     for parameter in cut:
         on_all_ranks = world_size * optimizer_bytes(parameter, config, world_size)
         assert on_all_ranks == 12 * parameter.numel * parameter.pieces, parameter.name
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept", "copied"),
+    [
+        (["grad_reduce_in_bf16=true"], 12, 4),
+        (["precision_aware=true"], 10, 0),
+        (["precision_aware=true", "grad_reduce_in_bf16=true"], 10, 0),
+        (["precision_aware=true", "exp_avg_dtype=bfloat16"], 8, 4),
+        (["precision_aware=true", "exp_avg_dtype=bfloat16", "exp_avg_sq_dtype=bfloat16"], 6, 8),
+    ],
+)
+def test_the_precision_aware_optimizer_takes_fewer_bytes(
+    keys: list[str], kept: int, copied: int, tmp_path: Path
+) -> None:
+    """tests/gpu_path/optimizer_cases.py counts those of the real one."""
+    recipe = RECIPES / "grpo/qwen2_5_vl_7b_geo3k.yaml"
+    config = load(recipe, [f"optimizer.{key}" for key in keys])
+    options, layout = ModelOptions.from_config(config), Layout.from_config(config.parallel)
+    held = rank_parameters(release(config, tmp_path), layout, 4, 0, options)
+    for parameter in (x for x in held if x.trained and x.pieces > 1):
+        on_all_ranks = 4 * optimizer_bytes(parameter, config, 4)
+        assert on_all_ranks == kept * parameter.numel * parameter.pieces
+        assert 4 * step_bytes(parameter, config, 4) == copied * parameter.numel * parameter.pieces
 
 
 TOKENS = 512

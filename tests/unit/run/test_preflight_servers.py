@@ -67,3 +67,9 @@ def test_transformer_engine_without_its_extension(
     assert "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]'" in text
     (package.parent / place / "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so").touch()
     check(write_recipe())
+
+
+def test_an_optimizer_without_transformer_engine(write_recipe: WriteRecipe) -> None:
+    keys = ("model.dtype=bfloat16", "optimizer.precision_aware=true")
+    text = refused(write_recipe(), *keys)
+    assert text.startswith("optimizer.precision_aware=true needs Transformer Engine's optimizer,")
