@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.checkpointing.save import PendingSave, SaveTarget, begin_save
 from megavlm.checkpointing.state import TrainedState
 from megavlm.parallel import platform
+from megavlm.parallel.mesh import TIMEOUT
 
 JOIN_TIMEOUT = 60.0  # seconds
 
@@ -32,15 +34,17 @@ class Saver:
     manager it finishes a save that was begun, even if the body raised.
     """
 
-    def __init__(self, target: SaveTarget, *, background: bool) -> None:
-        """Create the ranks' group. Collective."""
+    def __init__(
+        self, target: SaveTarget, *, background: bool, timeout: timedelta = TIMEOUT
+    ) -> None:
+        """Create the ranks' group. Collective. timeout: how long a rank waits for another."""
         self._target = target
         self._background = background
         self._running: Future[None] | None = None
         self._what = ""
         self._group: dist.ProcessGroup | None = None
         if background:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
             self._threads = ThreadPoolExecutor(1, "checkpoint")
 
     def save(

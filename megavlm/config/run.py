@@ -24,7 +24,15 @@ class RunConfig(Section):
 
     timeout: float = bounded(24.0, above=0.0)
     """Hours that a rank waits for another before the run ends with an error. Other ranks wait while
-    rank 0 generates rollouts and evaluates; 24 lets the longest of these finish."""
+    rank 0 generates rollouts and evaluates; 24 lets the longest of these finish. `run.watchdog`
+    ends a run that hangs much sooner."""
+
+    watchdog: float = bounded(3600.0, least=0.0)
+    """Seconds without progress on any rank after which a run that hangs ends with exit code 71: the
+    stacks of all ranks and of the servers are written, and the rank that the others wait for is
+    named. Progress is the begin or end of a phase, a microbatch, a response, or work of a rollout
+    server. The default is more than a model's load or a checkpoint takes, which are one phase.
+    0 turns it off."""
 
     time_limit: float | None = bounded(None, above=0.0)
     """Hours after which the run stops with a checkpoint, before the step, evaluation or save that

@@ -34,9 +34,12 @@ class RolloutClient:
         routing: Routing,
         limits: RequestLimits = DEFAULT_LIMITS,
         show: Callable[[str], object] = lambda line: None,
+        beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare the connections. show: called with a line about how far a generation is."""
-        self._routing, self.limits, self._show = routing, limits, show
+        """Prepare the connections. show: called with a line about how far a generation is. beat:
+        called with each response.
+        """
+        self._routing, self.limits, self._show, self._beat = routing, limits, show, beat
         self._loads: Counter[str] = Counter()
         self._peers: list[GenerationBatch] = []
         self.runner = asyncio.Runner()
@@ -140,6 +143,7 @@ class RolloutClient:
             http=self._http,
             limits=self.limits,
             show=self._show,
+            beat=self._beat,
             follow=follow,
             loads=self._loads,
             peers=self._peers,

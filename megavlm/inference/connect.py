@@ -38,12 +38,18 @@ class Connection:
 
 @contextmanager
 def connect(
-    config: Config, model_folder: str | Path, progress: Progress, *, needs_refit: bool = True
+    config: Config,
+    model_folder: str | Path,
+    progress: Progress,
+    *,
+    needs_refit: bool = True,
+    beat: Callable[[], object] = lambda: None,
 ) -> Iterator[Connection]:
     """Connect to `rollout.urls`, or run servers of `model_folder` as long as the context.
 
     progress: shows the wait for servers, and how far a generation is. needs_refit: servers get
-    requests only after a push; False: they serve what they started with.
+    requests only after a push; False: they serve what they started with. beat: called with each
+    response.
     """
     rollout = config.rollout
     policy = RestartPolicy(
@@ -56,7 +62,7 @@ def connect(
     handles = server_handles(config, model_folder, needs_refit=needs_refit)
     progress.begin(_waiting(config, len(handles)))
     server_pool = ServerPool(handles, policy, log=progress.line)
-    with server_pool, _client(rollout, server_pool, progress.show) as client:
+    with server_pool, _client(rollout, server_pool, progress.show, beat) as client:
         if not rollout.colocate:
             yield Connection(client, server_pool)
             return
@@ -74,7 +80,10 @@ def _waiting(config: Config, count: int) -> str:
 
 
 def _client(
-    rollout: Rollout, server_pool: ServerPool, show: Callable[[str], object]
+    rollout: Rollout,
+    server_pool: ServerPool,
+    show: Callable[[str], object],
+    beat: Callable[[], object],
 ) -> RolloutClient:
     image_tokens = rollout.image_tokens or IMAGE_TOKENS[platform.device().type]
     servers = len(rollout.urls) if rollout.router is not None else 1  # behind one address
@@ -84,9 +93,9 @@ def _client(
         image_tokens=servers * image_tokens,
     )
     if rollout.router is None:
-        return RolloutClient(server_pool, limits, show)
+        return RolloutClient(server_pool, limits, show, beat)
     router = BehindRouter(server_pool, rollout.router, os.environ.get(API_KEY))
-    return RolloutClient(router, limits, show)
+    return RolloutClient(router, limits, show, beat)
 
 
 def server_handles(

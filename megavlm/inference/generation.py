@@ -42,8 +42,8 @@ class GenerationBatch:
     that a push of weights aborts are continued without end. wanted: complete groups after which the
     rest is aborted. follow: runs for each of the first `wanted` groups that are complete, while
     others are generated; what it asks is appended to prompts and groups. show: called with a line
-    about how far it is. loads: slots taken by server, and peers: what runs now; both are shared by
-    batches that run at the same time.
+    about how far it is. beat: called with each answer. loads: slots taken by server, and peers:
+    what runs now; both are shared by batches that run at the same time.
     """
 
     prompts: list["Prompt"]
@@ -56,6 +56,7 @@ class GenerationBatch:
     http: httpx.AsyncClient
     limits: RequestLimits
     show: Callable[[str], object]
+    beat: Callable[[], object]
     follow: Follow | None = None
     accepts: Callable[[str], bool] | None = None
     loads: Counter[str] = field(default_factory=Counter)
@@ -232,6 +233,7 @@ class GenerationBatch:
                 self._retry(request, address, reason)
                 continue
             self.routing.answered(address.url)
+            self.beat()
             for place, responses in zip(request.places, answers, strict=True):
                 self.groups[place] = responses if _has_tokens(responses) else []
                 self._num_tokens += sum(len(response.token_ids) for response in responses)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import secrets
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 import httpx
+import psutil
 
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server_args import ServerArgs, ServerOptions, command_line
@@ -131,6 +133,18 @@ class ManagedServer:
         """Return the id of the server's first process; None if it was not launched."""
         return None if self._process is None else self._process.pid
 
+    def abort(self) -> None:
+        """End the server's processes by SIGABRT, upon which they write their stacks to the log."""
+        if self._process is None:
+            return
+        for process in _family(self._process.pid):
+            try:
+                # A core file of a GPU server has tens of gigabytes.
+                process.rlimit(resource.RLIMIT_CORE, (0, 0))
+                process.send_signal(signal.SIGABRT)
+            except psutil.NoSuchProcess:
+                pass
+
     def stop(self) -> None:
         """End the server and all its workers. Does nothing if it is stopped already."""
         process, self._process = self._process, None
@@ -182,6 +196,15 @@ class ManagedServer:
         lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         tail = "\n".join(f"  {line[:500]}" for line in lines)
         return f"{message}; the end of {self.log_path}:\n{tail}"
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """Return the descendants of a process, the youngest first, and itself."""
+    try:
+        root = psutil.Process(pid)
+        return [*reversed(root.children(recursive=True)), root]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def free_port() -> int:

@@ -100,6 +100,7 @@ class ServerOptions:
             if not any(word in name for word in torchrun)
         }
         variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        variables["PYTHONFAULTHANDLER"] = "1"  # stacks in the log, see ManagedServer.abort
         variables |= self.image_variables()
         if self.dtype == "float32":
             # SGLang's default, bfloat16 in a float32 model too, moves log-probs by 1e-1.

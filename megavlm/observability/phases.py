@@ -6,7 +6,11 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """Timer of named phases; a phase may run several times."""
+    """Timer of named phases; a phase may run several times.
+
+    current: the phase that runs. beats: the number of signs of progress so far, by which the
+    watchdog of a run (parallel/watchdog.py) sees that this process gets on.
+    """
 
     def __init__(
         self,
@@ -24,14 +28,23 @@ class Phases:
         self._clock = clock or time.perf_counter
         self._seconds = dict(before or {})
         self._start = self._clock() - sum(self._seconds.values())
+        self.current, self.beats = "start", 0
+
+    def beat(self) -> None:
+        """Count a sign of progress within a phase: a microbatch, a response, a part of a file."""
+        self.beats += 1
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._begun(name.replace("_", " "))
+        outer, self.current = self.current, name
+        self.beat()
         self._synchronize()
         start = self._clock()
         yield
         self._synchronize()
+        self.current = outer
+        self.beat()
         self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def begin(self) -> None:

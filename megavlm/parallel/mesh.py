@@ -15,6 +15,8 @@ from megavlm.parallel import platform
 
 ShardAxis = Literal["tensor", "expert_tensor"]
 
+TIMEOUT = timedelta(minutes=30)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -100,12 +102,14 @@ class Mesh:
         return self.expert_tensor_rank, self.layout.expert_tensor
 
 
-def init_distributed(timeout_minutes: float = 30.0) -> None:
-    """Join the ranks that torchrun started. A program started without it is a single rank."""
+def init_distributed(timeout: timedelta = TIMEOUT) -> None:
+    """Join the ranks that torchrun started. A program started without it is a single rank.
+
+    timeout: how long a rank waits for another in any collective.
+    """
     platform.start(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
-    timeout = timedelta(minutes=timeout_minutes)
     if "RANK" in os.environ:
         dist.init_process_group(platform.backend(), timeout=timeout)
     else:
@@ -113,6 +117,12 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
         dist.init_process_group(
             platform.backend(), store=store, rank=0, world_size=1, timeout=timeout
         )
+
+
+def own_store() -> dist.Store:
+    """Return another connection to the store of the ranks, which no other thread uses."""
+    store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return store
 
 
 def check_world(layout: Layout, world_size: int) -> None:
@@ -138,11 +148,11 @@ def check_world(layout: Layout, world_size: int) -> None:
 
 
 def build_mesh(
-    layout: Layout | None = None, *, seed: int = 0, timeout: timedelta = timedelta(minutes=30)
+    layout: Layout | None = None, *, seed: int = 0, timeout: timedelta = TIMEOUT
 ) -> Mesh:
     """Build megatron-core's groups for a layout. A second call replaces them. Collective.
 
-    timeout: how long a rank waits for another in the group for Python objects.
+    timeout: how long a rank waits for another in a group.
     """
     layout = layout or Layout()
     world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -162,6 +172,7 @@ def build_mesh(
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=timeout / timedelta(minutes=1),
         # the optimizer's checkpoint form gathers over gloo groups, on GPU machines too
         create_gloo_process_groups=real,
     )

@@ -84,7 +84,9 @@ class Producer:
         self._n = algorithm.responses_per_prompt
         self._staleness = config.rollout.max_staleness
         self._servers = ServerMirror(self._report)
-        self._client = RolloutClient(self._servers, setup.limits)
+        self._client = RolloutClient(
+            self._servers, setup.limits, beat=lambda: connection.send(("beat",))
+        )
         self._processor = Processor(config.model.folder, config.data)
         self._rows = Rows(config.data.train_files, config.data)
         self._stream = PromptStream(

@@ -42,12 +42,19 @@ class RolloutProducer:
     measures: of the groups that were taken last, by the names of observability/metrics.py.
     """
 
-    def __init__(self, setup: ProducerSetup, server_pool: ServerPool) -> None:
-        """Start the process, which ends with this one. It works once it is allowed prompts."""
+    def __init__(
+        self,
+        setup: ProducerSetup,
+        server_pool: ServerPool,
+        beat: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Start the process, which ends with this one. It works once it is allowed prompts. beat:
+        called with each response.
+        """
         algorithm, rollout = setup.config.algorithm, setup.config.rollout
         assert isinstance(algorithm, PolicyOptimization)
         self._step_size, self._staleness = algorithm.prompts_per_step, rollout.max_staleness
-        self._pool = server_pool
+        self._pool, self._beat = server_pool, beat
         self._version: int | None = None
         self.measures: dict[str, float] = {}
         ours, theirs = socket.socketpair()
@@ -155,6 +162,9 @@ class RolloutProducer:
         while True:
             try:
                 message = self._connection.recv()
+                if message[0] == "beat":
+                    self._beat()
+                    continue
                 if message[0] == "report":
                     apply_report(self._pool, message[1])
                     continue

@@ -15,4 +15,5 @@ class ExitCode(IntEnum):
     USER_ERROR = 2  # a recipe, file or option is wrong: starting it again changes nothing
     TRANSIENT = 69  # servers, another rank, the network or the file system failed
     NOT_FINITE = 70  # too many updates in a row had gradients that are not finite
+    HUNG = 71  # no rank made progress, see parallel/watchdog.py: start it again
     STOPPED = 75  # stopped on request, or by its time limit, with a checkpoint: start it again

@@ -3,6 +3,8 @@
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 from megavlm.config.algorithm import PPO, PolicyOptimization
 from megavlm.config.dump import write
@@ -12,8 +14,11 @@ from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import barrier
-from megavlm.parallel.mesh import Layout, build_mesh, init_distributed, shutdown
+from megavlm.parallel.mesh import Layout, build_mesh, init_distributed, own_store, shutdown
+from megavlm.parallel.watchdog import STACKS, Watchdog
+from megavlm.run.exit_codes import ExitCode
 from megavlm.run.finish import finish
+from megavlm.run.reason import end_run
 from megavlm.run.run_lock import run_lock
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
@@ -30,23 +35,33 @@ def train(config: Config, progress: Progress) -> bool:
     rank 0 is the driver too, and starts the servers.
     """
     limit = TimeLimit(config.run.time_limit, time.time() - progress.elapsed)
-    init_distributed()
-    mesh = build_mesh(
-        Layout.from_config(config.parallel),
-        seed=config.run.seed,
-        timeout=timedelta(hours=config.run.timeout),
-    )
+    timeout = timedelta(hours=config.run.timeout)
+    init_distributed(timeout)
+    mesh = build_mesh(Layout.from_config(config.parallel), seed=config.run.seed, timeout=timeout)
     phases = Phases(
         platform.synchronize, begun=progress.show, before={"start of ranks": progress.elapsed}
     )
+    watchdog = Watchdog(
+        config.run.watchdog,
+        phases,
+        Path(config.run.dir, STACKS),
+        partial(end_run, code=ExitCode.HUNG),
+        store=own_store(),
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+    )
     with ExitStack() as stack:
+        stack.enter_context(watchdog)
         connection = None
         if mesh.is_driver:
             stack.enter_context(run_lock(config.run.dir))
             write(config, config.run.dir)
             if generates(config):
                 with phases("start of servers"):
-                    connection = stack.enter_context(connect(config, config.model.folder, progress))
+                    connection = stack.enter_context(
+                        connect(config, config.model.folder, progress, beat=phases.beat)
+                    )
+                watchdog.servers = connection.server_pool
         if config.rollout.colocate:
             # SGLang measures the memory of shared GPUs as it starts, which no model may take yet.
             barrier(mesh)
@@ -56,7 +71,9 @@ def train(config: Config, progress: Progress) -> bool:
         driver = None
         if mesh.is_driver:
             with phases("data"):
-                driver = Driver(config, train_state.hf_config, mesh, connection, progress)
+                driver = Driver(
+                    config, train_state.hf_config, mesh, connection, progress, phases.beat
+                )
         sync = None
         if generates(config):
             sync = WeightSync.from_config(

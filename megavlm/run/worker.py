@@ -6,11 +6,7 @@ because they lost that peer print nothing, and end with its exit code.
 """
 
 import os
-import sys
-import time
-import traceback
 import warnings
-from pathlib import Path
 from typing import Literal, NoReturn
 
 import psutil
@@ -21,10 +17,9 @@ from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
 from megavlm.rewards.base import RewardStop
 from megavlm.run.exit_codes import ExitCode
-from megavlm.run.launcher import AGENT_PID, REASON_FILE, die_with
+from megavlm.run.launcher import AGENT_PID, die_with
+from megavlm.run.reason import claim_reason, end_run, keep_traceback, leave, reason_given
 from megavlm.signals import Stopped, stop_at_once
-
-PATIENCE = 5.0  # seconds that a rank which lost a peer waits for that peer to report the reason
 
 
 def run(phase: Literal["train", "evaluate"], config: Config) -> None:
@@ -57,7 +52,7 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
 
                 evaluate_models(config, progress)
     except KeyboardInterrupt:
-        _leave(130)
+        leave(130)
     except Stopped:
         is_complete = False
     except (ValueError, RewardStop) as error:
@@ -73,12 +68,12 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
             _explain(error, ExitCode.TRANSIENT, config)
         if isinstance(error, NotFiniteError):
             _explain(error, ExitCode.NOT_FINITE, config)
-        if (code := _reason_given()) is not None:
-            _leave(code)
+        if (code := reason_given()) is not None:
+            leave(code)
         raise
     if not is_complete:
-        _claim_reason(ExitCode.STOPPED)
-        _leave(ExitCode.STOPPED)
+        claim_reason(ExitCode.STOPPED)
+        leave(ExitCode.STOPPED)
 
 
 def _prepare() -> None:
@@ -90,47 +85,4 @@ def _prepare() -> None:
 
 
 def _explain(error: Exception, code: ExitCode, config: Config) -> NoReturn:
-    if _claim_reason(code):
-        print(f"megavlm: {error}{_keep_traceback(config)}", file=sys.stderr)
-    _leave(code)
-
-
-def _claim_reason(code: ExitCode) -> bool:
-    """Return True on the first rank that calls this, whose code is that of the run."""
-    if REASON_FILE not in os.environ:
-        return os.environ["RANK"] == "0"
-    try:
-        with open(os.environ[REASON_FILE], "x") as file:
-            file.write(str(int(code)))
-            return True
-    except FileExistsError:
-        return False
-
-
-def _reason_given() -> int | None:
-    """Return the exit code of a peer that reports within PATIENCE why the run ends: this error is a
-    result. None if no peer does.
-    """
-    deadline = time.monotonic() + PATIENCE
-    while REASON_FILE in os.environ and time.monotonic() < deadline:
-        if os.path.exists(os.environ[REASON_FILE]):
-            return int(Path(os.environ[REASON_FILE]).read_text() or 130)  # empty: Ctrl-C
-        time.sleep(0.05)
-    return None
-
-
-def _keep_traceback(config: Config) -> str:
-    """Write the traceback to RUN_DIR/error.txt. Returns the end of the error's sentence."""
-    path = Path(config.run.dir, "error.txt")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(traceback.format_exc(), encoding="utf-8")
-    except OSError:
-        return ""
-    return f" (traceback: {path})"
-
-
-def _leave(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_run(f"{error}{keep_traceback(config)}", code)

@@ -124,12 +124,12 @@ while kill -0 "$trainer" 2>/dev/null; do # a signal ended the wait, not the trai
     wait "$trainer" || code=$?
 done
 
-# 75: stopped on request. 69 and those of signals: transient, worth another start as long as a
+# 75: stopped on request. 69, 71 (a hang) and those of signals: transient, worth another start as long as a
 # checkpoint was saved since the last one. See docs/guides/troubleshooting.md.
 again=
 case $code in
 75) [ "$signal" = TERM ] || again=yes ;;
-69 | 1[3-5][0-9]) [ "$(progress)" = "$before" ] || again=yes ;;
+69 | 71 | 1[3-5][0-9]) [ "$(progress)" = "$before" ] || again=yes ;;
 esac
 if [ -n "$again" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_requeues" ]; then
     echo "megavlm: exit code $code; the job is queued again, restart $((${SLURM_RESTART_COUNT:-0} + 1)) of $max_requeues" >&2

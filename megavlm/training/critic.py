@@ -18,7 +18,7 @@ from megavlm.training.initial_model import start_model
 from megavlm.training.optimizer import build_updater
 from megavlm.training.step.rank_images import RankImages
 from megavlm.training.step.vision_features import VisionFeatures
-from megavlm.training.train_state import TrainState
+from megavlm.training.train_state import TrainState, beat_with_passes
 
 CRITIC_CHECKPOINTS = "critic_checkpoints"  # folder in the run directory
 
@@ -37,6 +37,7 @@ class Critic:
             train_state.mesh,
             "values",
         )
+        beat_with_passes(self.model, train_state.phases)
         self.updater = build_updater(
             self.model,
             replace(config.optimizer, lr=settings.critic_lr, min_lr=0.0),

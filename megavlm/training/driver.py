@@ -54,10 +54,13 @@ class Driver:
         mesh: Mesh,
         connection: Connection | None,
         progress: Progress,
+        beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """Load the data and start the rewards. connection: None where the run generates nothing."""
+        """Load the data and start the rewards. connection: None where the run generates nothing.
+        beat: called with each response of a producer.
+        """
         self.config, self.mesh, self.connection = config, mesh, connection
-        self._progress = progress
+        self._progress, self._beat = progress, beat
         self._last_line: float | None = None  # when a step was last printed
         parts = family(hf_config.model_type)
         self._cost = ModelCost.of(parts.mapping(hf_config), parts.architecture(hf_config))
@@ -89,7 +92,7 @@ class Driver:
             assert self.connection is not None
             how, limits = sampling(config, self.processor), self.connection.client.limits
             setup = ProducerSetup(config, how, limits, state, step)
-            self.producer = RolloutProducer(setup, self.connection.server_pool)
+            self.producer = RolloutProducer(setup, self.connection.server_pool, self._beat)
         if state is not None:
             self.stream.load_state_dict(state)
             self.curriculum.load_state_dict(state["curriculum"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -79,7 +80,9 @@ class TrainState:
                 higher_is_better=kept.best_mode == "max",
             ),
         )
-        saver = Saver(target, background=kept.async_save)
+        timeout = timedelta(hours=config.run.timeout)
+        saver = Saver(target, background=kept.async_save, timeout=timeout)
+        beat_with_passes(model, phases)
         return cls(
             config=config,
             mesh=mesh,
@@ -163,3 +166,11 @@ class TrainState:
             if phase not in ("total", "evaluation"):  # an evaluation's record has its seconds
                 before = self.seconds_between_steps.get(phase, 0.0)
                 self.seconds_between_steps[phase] = before + value
+
+
+def beat_with_passes(model: Sequence[VisionLanguageModel], phases: Phases) -> None:
+    """Count each pass of a pack, or of a round of images, as a sign of progress."""
+    for chunk in model:
+        for module in (chunk, chunk.visual):
+            if module is not None:
+                module.register_forward_hook(lambda *_: phases.beat())

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -33,6 +34,41 @@ def recipe(world: World, name: str) -> Path:
 
 
 @pytest.mark.slow
+def test_a_rank_that_stands_still_is_named_and_the_run_ends(world: World) -> None:
+    path = recipe(world, "hangs")
+    command = [sys.executable, "-m", "megavlm", "train", str(path), "algorithm.steps=100000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "run.watchdog=8"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    ) as run:
+        assert run.stdout is not None
+        wait_for_checkpoint(run, world.root / "hangs/checkpoints")
+        ranks = [
+            process
+            for process in psutil.Process(run.pid).children(recursive=True)
+            if process.environ().get("RANK") == "1"
+        ]
+        ranks[0].suspend()
+        output = run.stdout.read()
+    assert run.returncode == ExitCode.HUNG, output
+    assert "no progress for 8.0 s (run.watchdog): rank 1 gave no answer" in output
+    assert "in train_step" in (world.root / "hangs/stacks/rank_0.txt").read_text()
+    assert not any(process.is_running() for process in ranks)
+
+
+def wait_for_checkpoint(run: "subprocess.Popen[str]", folder: Path) -> None:
+    assert run.stdout is not None
+    deadline = time.monotonic() + WAIT
+    while not (folder / "latest").exists():
+        assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
 def test_sigterm_stops_after_the_step_and_the_run_goes_on(world: World) -> None:
     stopped, folder = recipe(world, "stopped"), world.root / "stopped/checkpoints"
     command = [sys.executable, "-m", "megavlm", "train", str(stopped)]
@@ -41,10 +77,7 @@ def test_sigterm_stops_after_the_step_and_the_run_goes_on(world: World) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as run:
         assert run.stdout is not None
-        deadline = time.monotonic() + WAIT
-        while not (folder / "latest").exists():
-            assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()
-            time.sleep(0.02)
+        wait_for_checkpoint(run, folder)
         run.send_signal(signal.SIGTERM)
         output = run.stdout.read()
     assert run.returncode == ExitCode.STOPPED, output

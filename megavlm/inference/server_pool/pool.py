@@ -47,6 +47,14 @@ class ServerPool(ServerRecords):
     ) -> None:
         self._supervisor.close()
 
+    def write_stacks(self) -> None:
+        """Have the servers that this pool started write the stacks of their threads to their logs,
+        and end.
+        """
+        for handle in self.handles.values():
+            if handle.server is not None:
+                handle.server.abort()
+
     # Targets: for weight pushes
 
     def targets(self, without: Container[str] = ()) -> list[Target]:

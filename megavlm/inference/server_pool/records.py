@@ -45,6 +45,7 @@ class ServerRecords:
         self._pushing: set[str] = set()  # servers that weights are on their way to
         self._num_users = 0  # that generate now
         self._num_failures = 0  # deaths of servers and failed pushes
+        self.work_seen = 0  # times that a server was seen at work while it answered no request
         self._is_starting = True
         self._supervisor_error: BaseException | None = None
 
@@ -61,6 +62,7 @@ class ServerRecords:
             self._records[url] = after
             if event.kind is EventKind.ANSWERED:
                 self._last_answer[url] = now
+            self.work_seen += event.kind in (EventKind.BUSY, EventKind.WORKED)
             if after.busy and not before.busy:
                 self._log(
                     f"rollout server {url} is busy: it works and answers no probe; lower "

@@ -35,6 +35,7 @@ class EventKind(Enum):
     REQUEST_FAILED = "a request failed"
     PROBE_FAILED = "a probe failed"
     BUSY = "a probe failed, and the server works"
+    WORKED = "the server works"
     UNREACHABLE = "nothing listens at its address"
     START_FAILED = "the start failed"
     EXITED = "the process exited"
@@ -148,6 +149,8 @@ def transition(
             return _busy(record, event.reason, now), Action.NOTHING
         case EventKind.EXITED | EventKind.START_FAILED:
             return _died(record, event.reason, now, policy)
+        case EventKind.WORKED:
+            return record, Action.NOTHING
         case EventKind.TICK:
             return _tick(record, now, policy)
 

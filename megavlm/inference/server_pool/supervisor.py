@@ -6,6 +6,7 @@ thread lives until the pool is left, and ends the servers.
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -14,7 +15,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import ProbeError, Probes, Refused, Unreachable
 from megavlm.inference.server_pool.records import ServerRecords
 from megavlm.inference.server_pool.state import Action, Event, EventKind, State
-from megavlm.inference.server_pool.work import read_work
+from megavlm.inference.server_pool.work import WorkReading, read_work
 
 TICK = 0.2  # seconds between looks at a process
 PROBE_EVERY = 15.0  # seconds without an answer after which a server is probed
@@ -27,6 +28,7 @@ class Supervisor:
         self._records = records
         self._thread = threading.Thread(target=self._main, name="server-pool", daemon=True)
         self._closing = threading.Event()
+        self._work: dict[str, WorkReading] = {}  # the last one of each server
 
     def start(self) -> None:
         self._thread.start()
@@ -79,6 +81,8 @@ class Supervisor:
             await self._apply(handle, Event(EventKind.EXITED, reason=reason))
         elif probe := self._due_probe(handle):
             await self._run(probe, handle)
+        elif self._is_work_due(handle):
+            await self._run(self._see_work(handle), handle)
 
     def _due_probe(self, handle: ServerHandle) -> Coroutine[Any, Any, None] | None:
         url, records = handle.url, self._records
@@ -100,6 +104,19 @@ class Supervisor:
                     return self._probe_generation(handle)
                 return self._probe_version(handle)
         return None
+
+    def _is_work_due(self, handle: ServerHandle) -> bool:
+        records, last = self._records, self._work.get(handle.url)
+        fit = records.record(handle.url).state in (State.HEALTHY, State.SUSPECT)
+        due = last is None or time.monotonic() - last.time > PROBE_EVERY
+        return fit and due and records.is_generating
+
+    async def _see_work(self, handle: ServerHandle) -> None:
+        """Note if the server has worked since the last look: long answers are progress too."""
+        now, last = await read_work(handle, self._probes), self._work.get(handle.url)
+        self._work[handle.url] = now
+        if last is not None and now.shows_work(last) and now.has_requests:
+            self._records.apply(handle.url, Event(EventKind.WORKED))
 
     async def _run(self, probe: Coroutine[Any, Any, None], handle: ServerHandle) -> None:
         """Run a probe to its end, or until the process or the pool ends."""

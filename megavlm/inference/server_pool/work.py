@@ -33,6 +33,11 @@ class WorkReading:
             return self.cpu_seconds - since.cpu_seconds > WORK_SHARE * seconds
         return None not in (self.counters, since.counters) and self.counters != since.counters
 
+    @property
+    def has_requests(self) -> bool:
+        """False if the counters tell that the server has none: probes change them too."""
+        return self.counters is None or any(used for _, used in self.counters)
+
 
 async def read_work(handle: ServerHandle, probes: Probes) -> WorkReading:
     """Return what the server has done so far."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from megavlm.config.load import load
 from megavlm.observability.progress import Progress
@@ -27,9 +28,9 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
     events = []
 
     @contextmanager
-    def connect(*_: Any) -> Iterator[None]:
+    def connect(*_: Any, **__: Any) -> Iterator[Any]:
         events.append("servers")
-        yield
+        yield SimpleNamespace(server_pool=None)
 
     def build(*_: Any) -> None:
         events.append("model")
@@ -37,10 +38,11 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
 
     def build_mesh(layout: Layout, *, seed: int, timeout: timedelta) -> Any:
         assert timeout == timedelta(hours=7.5), "ranks wait as long as the recipe says"
-        return SimpleNamespace(is_driver=True)
+        return SimpleNamespace(is_driver=True, rank=0, world_size=1)
 
-    monkeypatch.setattr(run, "init_distributed", lambda: None)
+    monkeypatch.setattr(run, "init_distributed", lambda timeout: None)
     monkeypatch.setattr(run, "build_mesh", build_mesh)
+    monkeypatch.setattr(run, "own_store", HashStore)
     monkeypatch.setattr(run, "connect", connect)
     monkeypatch.setattr(run, "barrier", lambda _: events.append("all ranks wait"))
     monkeypatch.setattr(run.TrainState, "build", build)

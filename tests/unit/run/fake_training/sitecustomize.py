@@ -60,6 +60,8 @@ def train(config: Any, progress: Any) -> bool:
         time.sleep(float(os.environ["STEP_SECONDS"]))
         (folder / f"saved-{rank}").touch()
         return False
+    elif config.run.seed in (8, 9):
+        hang(config, rank, holds_interpreter=config.run.seed == 9)
     elif config.run.seed == 7:  # a server is killed, and starts again on its node
         dist.init_process_group("gloo")
         dist.barrier()
@@ -68,6 +70,39 @@ def train(config: Any, progress: Any) -> bool:
             (folder / "restarted").write_text(" ".join(config.rollout.urls))
         dist.barrier()
     return True
+
+
+def hang(config: Any, rank: int, *, holds_interpreter: bool) -> None:
+    """Hang on rank 1, in a call of C, while rank 0 waits for it in a collective."""
+    import ctypes
+    from functools import partial
+
+    import torch.distributed as dist
+
+    from megavlm.observability.phases import Phases
+    from megavlm.parallel.mesh import own_store
+    from megavlm.parallel.watchdog import STACKS, Watchdog
+    from megavlm.run.exit_codes import ExitCode
+    from megavlm.run.reason import end_run
+
+    dist.init_process_group("gloo")
+    phases = Phases()
+    with Watchdog(
+        config.run.watchdog,
+        phases,
+        Path(config.run.dir, STACKS),
+        partial(end_run, code=ExitCode.HUNG),
+        store=own_store(),
+        rank=rank,
+        world_size=dist.get_world_size(),
+    ):
+        with phases("vision"):
+            dist.barrier()
+        with phases("update"):
+            if rank == 1:
+                library = ctypes.PyDLL(None) if holds_interpreter else ctypes.CDLL(None)
+                library.sleep(1000)
+            dist.barrier()
 
 
 def restart_servers(urls: list[str]) -> None:

@@ -1,0 +1,239 @@
+"""Watchdog of a run: a thread of each rank that ends the run when no rank gets on any more.
+
+A rank gets on when a phase of a step begins or ends, when a microbatch or a response is done, and
+when a rollout server works (observability/phases.py counts all of these). The ranks add their
+signs of progress to one counter in the store that torchrun keeps for them. When that counter has
+stood still for `run.watchdog` seconds, each rank writes the stacks of its threads, and tells the
+others what it is doing; so the one that the others wait for can be named.
+
+The thread works while the main thread waits in a call of C. Where such a call holds the
+interpreter's lock, a timer of C (faulthandler) writes the stacks of that rank.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NoAnswer
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import torch.distributed as dist
+
+from megavlm.observability.phases import Phases
+from megavlm.observability.text import duration
+
+TICK = 5.0  # longest pause between looks, in seconds
+GRACE = 10.0  # seconds in which each rank tells the others what it is doing
+STDERR = 2
+STACKS = "stacks"  # folder in the run directory
+
+T = TypeVar("T")
+
+
+class WatchedServers(Protocol):
+    """The rollout servers, as the watchdog of the driver sees them."""
+
+    @property
+    def work_seen(self) -> int:
+        """Number of times that a server was seen at work."""
+
+    def write_stacks(self) -> None:
+        """Have the servers write the stacks of their threads to their logs."""
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """A rank's last words. phase: of its step. seconds: since its last sign of progress. waits:
+    its main thread is in a collective of torch, where it waits for others. place: where it is.
+    """
+
+    phase: str
+    seconds: float
+    waits: bool
+    place: str
+
+
+class Watchdog:
+    """Context. Calls `end` with a sentence if no rank gets on for `seconds`; 0 turns it off.
+
+    store: that all ranks share; the watchdog needs a connection of its own. servers: on the driver.
+    folder: gets a file of each rank's stacks.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        phases: Phases,
+        folder: Path,
+        end: Callable[[str], object],
+        *,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._seconds, self._phases, self._folder, self._end = seconds, phases, folder, end
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self.servers: WatchedServers | None = None
+        self._main = threading.get_ident()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        # The store's machine may be gone: then its answers never come.
+        self._asking = ThreadPoolExecutor(1, "watchdog-store")
+        self._own = -1, time.monotonic()  # signs of this rank, and when the last one came
+        self._sent = 0
+
+    def __enter__(self) -> Self:
+        if self._seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        if self._seconds:
+            self._thread.join()
+        self._asking.shutdown(wait=False)
+
+    def _watch(self) -> None:
+        tick = min(TICK, self._seconds / 5)
+        still, total, last = 0.0, 0, time.monotonic()
+        while not self._closing.wait(tick):
+            now = time.monotonic()
+            # Not the clock alone: a job that is suspended as a whole does not hang.
+            still, last = still + min(now - last, 2 * tick), now
+            before, total = total, self._ask(self._exchange, tick) or total
+            own = self._signs()
+            if own != self._own[0]:
+                self._own = own, now
+            if self._own[1] == now or total > before:
+                still = 0.0
+            if total < 0 or still >= self._seconds:
+                faulthandler.cancel_dump_traceback_later()
+                self._fire()
+                return
+            faulthandler.dump_traceback_later(self._seconds - still + 2 * tick, file=STDERR)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _signs(self) -> int:
+        return self._phases.beats + (0 if self.servers is None else self.servers.work_seen)
+
+    def _exchange(self) -> int:
+        """Tell the other ranks of this one's signs of progress. Returns the number of all, or -1 if
+        another rank's watchdog has found that no rank gets on.
+        """
+        if self._store.check([_key("end")]):
+            return -1
+        new, self._sent = self._signs() - self._sent, self._signs()
+        return int(self._store.add(_key("signs"), new))
+
+    def _fire(self) -> None:
+        if self.servers is not None:
+            self.servers.write_stacks()
+        stacks = _stacks()
+        print(f"megavlm: stacks of rank {self._rank}:\n{stacks}", file=sys.stderr, flush=True)
+        self._in_time(lambda: self._keep(stacks), GRACE)
+        main = sys._current_frames()[self._main]
+        report = LastWords(
+            self._phases.current,
+            time.monotonic() - self._own[1],
+            _waits(main),
+            _place(main),
+        )
+        reports = {self._rank: report, **(self._ask(lambda: self._tell(report), 2 * GRACE) or {})}
+        self._end(
+            f"no progress for {duration(self._seconds)} (run.watchdog): "
+            f"{behind(reports, self._world_size)}; the stacks are in {self._folder}; the run can "
+            "resume from its last checkpoint"
+        )
+
+    def _tell(self, report: LastWords) -> dict[int, LastWords]:
+        """Return the reports of all ranks that give one within GRACE seconds."""
+        self._store.set(_key("end"), "")
+        self._store.set(_key(self._rank), json.dumps(asdict(report)))
+        keys = {rank: _key(rank) for rank in range(self._world_size)}
+        deadline = time.monotonic() + GRACE
+        while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return {
+            rank: LastWords(**json.loads(self._store.get(key)))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
+
+    def _keep(self, stacks: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / f"rank_{self._rank}.txt").write_text(stacks)
+
+    def _ask(self, question: Callable[[], T], seconds: float) -> T | None:
+        """Return the store's answer; None if it gives none in time."""
+        try:
+            return self._asking.submit(question).result(seconds)
+        except (NoAnswer, RuntimeError):  # of torch's stores: a lost connection
+            return None
+
+    def _in_time(self, work: Callable[[], None], seconds: float) -> None:
+        """Do what a file system that hangs would hold up for ever."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+
+def behind(reports: Mapping[int, LastWords], world_size: int) -> str:
+    """Return which rank the others wait for, as part of a sentence."""
+    silent = [rank for rank in range(world_size) if rank not in reports]
+    if silent:
+        more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
+        return f"rank {silent[0]}{more} gave no answer: stopped, or its machine is lost"
+    busy = [rank for rank, report in reports.items() if not report.waits]
+    rank = max(busy or reports, key=lambda rank: reports[rank].seconds)
+    report = reports[rank]
+    where = f"in phase {report.phase} for {duration(report.seconds)}, at {report.place}"
+    if busy:
+        return f"rank {rank} is behind, {where}"
+    return f"all ranks wait for each other; rank {rank} has waited longest, {where}"
+
+
+def _key(name: object) -> str:
+    return f"megavlm/watchdog/{name}"
+
+
+def _stacks() -> str:
+    """Return the stacks of all threads."""
+    descriptor = os.memfd_create("stacks")  # no file system may be needed
+    with open(descriptor, "rb+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """Return a frame and its callers, the innermost first."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _waits(frame: FrameType) -> bool:
+    names: list[Any] = [caller.f_globals.get("__name__", "") for caller in _frames(frame)]
+    return any(name.startswith("torch.distributed.") for name in names)
+
+
+def _place(frame: FrameType) -> str:
+    """Return the innermost place in our own code, or anywhere if there is none."""
+    frames = _frames(frame)
+    own = [caller for caller in frames if "megavlm" in caller.f_globals.get("__name__", "")]
+    found = (own or frames)[0]
+    return f"{found.f_code.co_name} ({found.f_code.co_filename}:{found.f_lineno})"

@@ -1,0 +1,66 @@
+"""Reason for the end of a run: one sentence on stderr, by the first rank that finds one."""
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from megavlm.config.schema import Config
+from megavlm.run.exit_codes import ExitCode
+from megavlm.run.launcher import REASON_FILE
+
+PATIENCE = 5.0  # seconds that a rank which lost a peer waits for that peer to report the reason
+
+
+def end_run(sentence: str, code: ExitCode) -> NoReturn:
+    """End this rank, and say why unless another rank of this machine has."""
+    if claim_reason(code):
+        print(f"megavlm: {sentence}", file=sys.stderr)
+    leave(code)
+
+
+def claim_reason(code: ExitCode) -> bool:
+    """Return True on the first rank that calls this, whose code is that of the run."""
+    if REASON_FILE not in os.environ:
+        return os.environ["RANK"] == "0"
+    try:
+        with open(os.environ[REASON_FILE], "x") as file:
+            file.write(str(int(code)))
+            return True
+    except FileExistsError:
+        return False
+
+
+def reason_given() -> int | None:
+    """Return the exit code of a peer that reports within PATIENCE why the run ends: this error is a
+    result. None if no peer does.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while REASON_FILE in os.environ and time.monotonic() < deadline:
+        if os.path.exists(os.environ[REASON_FILE]):
+            return int(Path(os.environ[REASON_FILE]).read_text() or 130)  # empty: Ctrl-C
+        time.sleep(0.05)
+    return None
+
+
+def keep_traceback(config: Config) -> str:
+    """Write the traceback to RUN_DIR/error.txt. Returns the end of the error's sentence."""
+    path = Path(config.run.dir, "error.txt")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError:
+        return ""
+    return f" (traceback: {path})"
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, with its output written."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            pass  # a full disk, or nobody reads it
+    os._exit(code)

@@ -1,0 +1,119 @@
+"""The watchdog: what is progress, which rank is named, and real ranks that hang."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megavlm.observability.phases import Phases
+from megavlm.parallel import watchdog
+from megavlm.parallel.watchdog import LastWords, Watchdog, behind
+from megavlm.run.exit_codes import ExitCode
+from tests.timeouts import scaled
+from tests.unit.run.test_launcher import train
+
+SECONDS = 0.4
+
+
+class Ranks:
+    """Two ranks of one process. ended: what their watchdogs ended them with."""
+
+    def __init__(self) -> None:
+        self.phases = [Phases(), Phases()]
+        self.ended: list[str] = []
+        self.fired = threading.Event()
+        self.servers = SimpleNamespace(work_seen=0, write_stacks=lambda: None)
+
+    def end(self, sentence: str) -> None:
+        self.ended.append(sentence)
+        self.fired.set()
+
+
+@contextmanager
+def watched(folder: Path, seconds: float = SECONDS) -> Iterator[Ranks]:
+    ranks, store = Ranks(), dist.HashStore()
+    with ExitStack() as stack:
+        for rank, phases in enumerate(ranks.phases):
+            one = Watchdog(seconds, phases, folder, ranks.end, store=store, rank=rank, world_size=2)
+            if rank == 0:
+                one.servers = ranks.servers
+            stack.enter_context(one)
+        yield ranks
+
+
+def beat(ranks: Ranks) -> None:
+    ranks.phases[1].beat()
+
+
+def work(ranks: Ranks) -> None:
+    ranks.servers.work_seen += 1
+
+
+@pytest.mark.parametrize("sign", [beat, work])
+def test_progress_of_one_rank_or_of_a_server_is_progress_of_all(
+    tmp_path: Path, sign: Callable[[Ranks], None]
+) -> None:
+    with watched(tmp_path) as ranks:
+        for _ in range(8):
+            sign(ranks)
+            assert not ranks.fired.wait(SECONDS / 4), "the other rank waits for this one"
+        assert ranks.fired.wait(scaled(30))
+
+
+def test_stacks_of_all_ranks_are_written_and_the_oldest_sign_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with watched(tmp_path) as ranks, ranks.phases[1]("update"):
+        for _ in range(3):
+            ranks.phases[0].beat()
+            assert not ranks.fired.wait(SECONDS / 4)
+        assert ranks.fired.wait(scaled(30))
+    assert all("rank 1 is behind, in phase update for" in sentence for sentence in ranks.ended)
+    for rank in range(2):
+        assert "test_stacks_of_all_ranks" in (tmp_path / f"rank_{rank}.txt").read_text()
+        assert f"megavlm: stacks of rank {rank}:\n" in capfd.readouterr().err or rank
+
+
+def test_zero_turns_it_off(tmp_path: Path) -> None:
+    with watched(tmp_path, seconds=0.0) as ranks:
+        assert not ranks.fired.wait(SECONDS)
+    assert not list(tmp_path.iterdir())
+
+
+WAITING = LastWords("sync", 900.0, True, "broadcast (mesh.py:1)")
+WORKING = LastWords("reward", 600.0, False, "score (pool.py:7)")
+
+
+@pytest.mark.parametrize(
+    ("reports", "sentence"),
+    [
+        ({0: WORKING, 1: WAITING}, "rank 0 is behind, in phase reward for 10 min 00 s, at score"),
+        ({0: WAITING}, "rank 1 gave no answer"),
+        ({1: WAITING, 0: WAITING}, "all ranks wait for each other; rank 1 has waited longest"),
+    ],
+)
+def test_the_rank_that_does_not_wait_is_behind(
+    reports: dict[int, LastWords], sentence: str
+) -> None:
+    """However much longer the others have waited, as they do for the driver."""
+    assert behind(reports, 2).startswith(sentence)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("holds_interpreter", [False, True])
+def test_a_rank_that_hangs_in_a_call_of_c_is_named(
+    write_recipe: Callable[..., Path], tmp_path: Path, holds_interpreter: bool
+) -> None:
+    """Where it holds the interpreter's lock, its rank cannot answer, and C writes its stack."""
+    done = train(write_recipe(run={"watchdog": 3.0}), 9 if holds_interpreter else 8)
+    assert done.returncode == ExitCode.HUNG, done.stderr
+    assert done.stderr.count("no progress for 3.0 s (run.watchdog)") == 1
+    named = "rank 1 gave no answer" if holds_interpreter else "rank 1 is behind, in phase update"
+    assert named in done.stderr
+    stacks = {path.name for path in (tmp_path / "run" / watchdog.STACKS).iterdir()}
+    assert stacks >= {"rank_0.txt"} | (set() if holds_interpreter else {"rank_1.txt"})
+    assert done.stderr.count("in hang\n") >= 2, "the stacks of both ranks"
