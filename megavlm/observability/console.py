@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from megavlm.observability.progress import Output
 from megavlm.observability.result import category_rows
 from megavlm.observability.terminal_chart import terminal_chart
 from megavlm.observability.text import duration, number, percent, points
@@ -110,7 +111,7 @@ def print_closing(
     """Print the closing tables of a run. result: of `result.build_result`. rewards: (step, reward)
     of a curve.
     """
-    (console or Console()).print(closing(result, rewards))
+    (console or Output()).print(closing(result, rewards))
 
 
 def closing(result: Mapping[str, Any], rewards: Sequence[tuple[int, float]] = ()) -> RenderableType:

@@ -6,6 +6,7 @@ docs/reference/metrics.md says what each name means.
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -65,11 +66,12 @@ class MetricsWriter:
             )
         self._last_step = start_step
         # TensorBoard ignores what older event files hold from this step on.
-        purge_step = start_step + 1 if start_step else 0
-        self._events = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
+        self._events: SummaryWriter | None = self._open(start_step + 1 if start_step else 0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one training step. Steps must rise."""
+        """Write one training step. Steps must rise. Raises OSError if the disk is full; the next
+        step may be tried.
+        """
         assert step > self._last_step, f"step {step} after step {self._last_step}"
         self._last_step = step
         values = {name: float(value) for name, value in metrics.items()}
@@ -85,14 +87,25 @@ class MetricsWriter:
         write_records(path, [*others, record])
         self._scalars(step, evaluation_scalars(evaluation))
 
+    def _open(self, purge_step: int | None = None) -> SummaryWriter:
+        return SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
+
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._events.add_scalar(name, value, step)
-        self._events.flush()
+        self._events = self._events or self._open()
+        try:
+            for name, value in values.items():
+                if math.isfinite(value):
+                    self._events.add_scalar(name, value, step)
+            self._events.flush()
+        except OSError:  # its thread has ended: the next step opens another file
+            events, self._events = self._events, None
+            with suppress(OSError):
+                events.close()
+            raise
 
     def close(self) -> None:
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
 
     def __enter__(self) -> Self:
         return self

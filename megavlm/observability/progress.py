@@ -1,11 +1,13 @@
 """Progress of a command: one live line on a terminal, sparse lines in a log."""
 
+import errno
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self, TextIO, TypeVar
 
 from rich.console import Console
 from rich.live import Live
@@ -18,11 +20,23 @@ from megavlm.observability.text import duration, minutes
 LOG_EVERY, LOG_SHARE = 30.0, 0.05
 
 
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class Output(Console):
+    """Console that raises BrokenPipeError where nobody reads it; rich's would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class Progress:
     """Context in which a terminal's last line says what is done now, since when and how much longer
     it takes. A log gets a line of each `begin`, and of the rest one now and then.
 
-    Lines that are to stay go through `line`. It may be used from several threads.
+    Lines that are to stay go through `line`. It may be used from several threads. failures: of
+    `attempt` so far.
     """
 
     def __init__(
@@ -34,7 +48,9 @@ class Progress:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Prepare the line. started: Unix seconds, by default now. is_quiet: shows nothing."""
-        self._console = Console(file=stream, highlight=False, soft_wrap=True, quiet=is_quiet)
+        self._console = Output(file=stream, highlight=False, soft_wrap=True, quiet=is_quiet)
+        self.failures = 0
+        self._told: set[str] = set()
         self._clock = clock
         self._started = clock() if started is None else started
         self._last_log = clock()
@@ -85,7 +101,23 @@ class Progress:
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(text, markup=False)
+        self.attempt("the output", lambda: self._console.print(text, markup=False))
+
+    def attempt(self, what: str, work: Callable[[], T]) -> T | None:
+        """Do what records the run, and return its result; None if it failed. A full disk or a
+        closed output does not end training: it is logged once for each `what`, and counted.
+        """
+        try:
+            return work()
+        except OSError as error:
+            self.failures += 1
+            if what not in self._told:
+                self._told.add(what)
+                logger.warning("%s cannot be written (%s); the run goes on without it", what, error)
+            if error.errno == errno.EPIPE:  # or what is left in the buffer fails again at the end
+                with open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), self._console.file.fileno())
+            return None
 
     def _log(self, text: str) -> None:
         if self._live is None:

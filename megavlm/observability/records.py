@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,20 @@ def read_records(path: Path) -> list[Record]:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one line and flush it, so that a kill loses no finished step."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_line(record))
+    """Append one line and flush it, so that a kill loses no finished step. If the disk is full, the
+    file stays as it was, and OSError is raised.
+    """
+    line = _line(record).encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        written = 0
+        try:
+            while written < len(line):
+                written += file.write(line[written:]) or 0
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def keep_records(path: Path, keep: Callable[[Record], bool]) -> list[Record]:
@@ -42,8 +54,12 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically: it holds the old content or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def finite(value: Any) -> Any:

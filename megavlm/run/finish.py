@@ -37,7 +37,8 @@ def finish(train_state: TrainState, driver: Driver | None, complete: bool) -> No
     driver.close()
     progress.begin("writing the report")
     train_state.start_step_clock()
-    paths["reward curve"] = reward_curve(run_dir)
+    if curve := progress.attempt("the reward curve", lambda: reward_curve(run_dir)):
+        paths["reward curve"] = curve
     paths["report"] = run_dir / REPORT_FILE
     result = build_result(
         run_dir,
@@ -47,10 +48,11 @@ def finish(train_state: TrainState, driver: Driver | None, complete: bool) -> No
         paths={name: str(path) for name, path in paths.items()},
     )
     result["export_logit_difference"] = difference
-    write_result(run_dir, result)
-    write_report(run_dir)  # it shows the result
+    progress.attempt("the result", lambda: write_result(run_dir, result))
+    progress.attempt("the report", lambda: write_report(run_dir))  # it shows the result
     if train_state.config.run.summary:
-        print_closing(result, reward_points(run_dir))
+        rewards = reward_points(run_dir)
+        progress.attempt("the output", lambda: print_closing(result, rewards))
     if difference is not None:
         progress.line(
             "transformers computes the trainer's logits from the exported folder, to "

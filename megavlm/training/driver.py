@@ -124,9 +124,12 @@ class Driver:
         if self.config.curriculum.stages:
             metrics["curriculum_stage"] = float(self.curriculum.number + 1)
             self.curriculum.record(metrics["reward"])
-        self.metrics.write(step, metrics)
+        progress = self._progress
+        if progress.failures:
+            metrics["recording_failures"] = float(progress.failures)
+        progress.attempt("metrics", lambda: self.metrics.write(step, metrics))
         self.best_metric.step(metrics)
-        self.samples.write(step, samples)
+        progress.attempt("samples", lambda: self.samples.write(step, samples))
         now, num_steps = time.monotonic(), self.config.algorithm.steps
         if self._last_line is None:
             self._progress.line(legend(metrics))
@@ -148,7 +151,9 @@ class Driver:
             step,
             refit,
         )
-        self.metrics.write_evaluation(step, result.to_dict())
+        self._progress.attempt(
+            "evaluations", lambda: self.metrics.write_evaluation(step, result.to_dict())
+        )
         self.best_metric.evaluation(evaluation_scalars(result.to_dict()))
         self._progress.line(result.line(f" after {step} steps"))
 
@@ -164,7 +169,7 @@ class Driver:
         self.stream.close()
         if self.connection is not None:
             self.episode_runner.close()
-        self.metrics.close()
+        self._progress.attempt("metrics", self.metrics.close)
 
     @property
     def client(self) -> RolloutClient:

@@ -60,6 +60,40 @@ def test_a_rank_that_stands_still_is_named_and_the_run_ends(world: World) -> Non
     assert not any(process.is_running() for process in ranks)
 
 
+@pytest.mark.slow
+def test_nobody_reads_the_output_and_the_disk_is_full_for_the_records(world: World) -> None:
+    """Training goes on, and a request to stop still saves."""
+    path, folder = recipe(world, "mute"), world.root / "mute/checkpoints"
+    command = [sys.executable, "-m", "megavlm", "train", str(path), "algorithm.steps=100000"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as run:
+        assert run.stdout is not None and run.stderr is not None
+        wait_for_checkpoint(run, folder)
+        run.stdout.close()
+        metrics = world.root / "mute/metrics.jsonl"
+        metrics.rename(metrics.with_suffix(".before"))
+        metrics.symlink_to("/dev/full")
+        told = ""
+        while "metrics cannot be written" not in told or "the output cannot be" not in told:
+            line = run.stderr.readline()
+            assert line, told
+            told += line
+        last = latest_step(folder)
+        deadline = time.monotonic() + WAIT
+        while latest_step(folder) == last:
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        run.send_signal(signal.SIGTERM)
+        told += run.stderr.read()
+    assert run.returncode == ExitCode.STOPPED, told
+    assert told.count("cannot be written") == 2, "each is told once"
+
+
 def wait_for_checkpoint(run: "subprocess.Popen[str]", folder: Path) -> None:
     assert run.stdout is not None
     deadline = time.monotonic() + WAIT

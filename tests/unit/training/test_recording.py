@@ -1,0 +1,139 @@
+"""Records that cannot be written do not end training."""
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megavlm.config.load import load
+from megavlm.observability.metrics import METRICS_FILE, MetricsWriter
+from megavlm.observability.progress import Progress
+from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER, SampleWriter
+from megavlm.training.best_metric import BestMetricTracker
+from megavlm.training.driver import Driver
+
+# TensorBoard's thread ends with its error.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+FULL = "/dev/full"  # ENOSPC upon each write
+METRICS = {"loss": 1.0, "seconds/total": 1.0}
+GROUP = {"category": "red", "images": [], "responses": []}
+
+
+@contextmanager
+def driver(path: Path) -> Iterator[Any]:
+    config = load(path, [])
+    made: Any = SimpleNamespace(
+        config=config,
+        producer=None,
+        connection=None,
+        stream=SimpleNamespace(measures=dict, close=lambda: None),
+        metrics=MetricsWriter(config.run.dir),
+        samples=SampleWriter(config.run.dir, num_steps=10),
+        best_metric=BestMetricTracker("loss"),
+        _progress=Progress(),
+        _last_line=None,
+    )
+    yield made
+    Driver.close(made)
+
+
+def full_files(run: Path) -> list[Path]:
+    (run / SAMPLES_FOLDER).mkdir(exist_ok=True)
+    files = [run / METRICS_FILE, run / SAMPLES_FOLDER / SAMPLES_FILE]
+    for file in files:
+        file.symlink_to(FULL)
+    return files
+
+
+def fill_tensorboard(run: Path) -> Path:
+    """Put a full disk under the event file, which is opened for each write."""
+    (events,) = (run / "tensorboard").iterdir()
+    events.unlink(missing_ok=True)
+    events.symlink_to(FULL)
+    return events
+
+
+def test_a_full_disk_is_logged_once_and_counted(
+    write_recipe: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with driver(write_recipe()) as trained:
+        fill_tensorboard(tmp_path / "run")
+        files = full_files(tmp_path / "run")
+        for step in (1, 2):
+            Driver.record(trained, step, dict(METRICS), [GROUP])
+        assert [record.message.split(" (")[0] for record in caplog.records] == [
+            "metrics cannot be written",
+            "samples cannot be written",
+        ]
+        for file in files:
+            file.unlink()
+        for step in (3, 4):  # there is space again; TensorBoard's thread has ended
+            Driver.record(trained, step, dict(METRICS), [GROUP])
+    records = [json.loads(line) for line in (tmp_path / "run" / METRICS_FILE).open()]
+    assert [record["step"] for record in records] == [3, 4]
+    assert records[0]["recording_failures"] >= 4
+
+
+def test_tensorboard_alone_may_fail(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    with driver(write_recipe()) as trained:
+        full = fill_tensorboard(tmp_path / "run")
+        for step in range(1, 5):
+            Driver.record(trained, step, dict(METRICS), [])
+        assert trained._progress.failures >= 1
+    assert len((tmp_path / "run" / METRICS_FILE).read_text().splitlines()) == 4
+    others = [path for path in (tmp_path / "run/tensorboard").iterdir() if path != full]
+    assert len(others) == 1 and others[0].stat().st_size > 100, "another file took its place"
+
+
+def test_a_torn_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megavlm.observability import records
+
+    path = tmp_path / "records.jsonl"
+    records.append_record(path, {"step": 1})
+
+    class Tearing:
+        """A file of a disk that is full after three bytes."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.written = file, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def __enter__(self) -> "Tearing":
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            self.file.close()
+
+        def write(self, data: bytes) -> int:
+            if self.written:
+                raise OSError(errno.ENOSPC, "full")
+            self.written = 3
+            return int(self.file.write(data[:3]))
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda *args, **kw: Tearing(opened(*args, **kw)))
+    with pytest.raises(OSError, match="full"):
+        records.append_record(path, {"step": 2})
+    monkeypatch.undo()
+    records.append_record(path, {"step": 3})
+    assert records.read_records(path) == [{"step": 1}, {"step": 3}]
+
+
+def test_a_closed_output_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as output:
+        progress = Progress(output)
+        for _ in range(3):
+            progress.line("a step")
+    assert progress.failures == 1 and len(caplog.records) == 1
+    assert "the output cannot be written (" in caplog.text
