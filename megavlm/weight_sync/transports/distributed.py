@@ -12,53 +12,39 @@ requests, all servers receive in the same order, and no broadcast waits for anot
 without our loaders rank 0 sends a request for each stage.
 """
 
-import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.server_main import LOADERS
-from megavlm.inference.server_support.megavlm_weights import join
 from megavlm.parallel import platform
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
-from megavlm.weight_sync.server_api import CLEANUP_TIMEOUT, Servers
-from megavlm.weight_sync.server_parameters import Flat, rank_slices
-from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors
-from megavlm.weight_sync.transports.board import (
-    POLL,
-    Board,
-    Meeting,
-    Message,
-    RoundFailure,
-    connect,
+from megavlm.weight_sync.server_api import Servers
+from megavlm.weight_sync.transports.board import POLL, Board, Meeting, RoundFailure, connect
+from megavlm.weight_sync.transports.groups import ServerGroups
+from megavlm.weight_sync.transports.rounds import (
+    Bodies,
+    Part,
+    bucket_parts,
+    invitations,
+    slice_requests,
+    whole_requests,
 )
-from megavlm.weight_sync.transports.payload import payload
 from megavlm.weight_sync.transports.tensor import UPDATE
 
+JOIN = "/init_weights_update_group"
 BROADCAST = "/update_weights_from_distributed"
 PROBE_WINDOW = 10.0  # seconds that a server whose process died may take to stop answering
 PROBE_TIMEOUT = 5.0  # seconds
-
-
-@dataclass(frozen=True)
-class GroupPart:
-    """GroupPart of a bucket that is broadcast in one group: to rank `rank` of each of the servers
-    `urls`; None: to all their ranks.
-    """
-
-    urls: tuple[str, ...]
-    rank: int | None
-    flat: Flat
 
 
 class DistributedTransport:
@@ -82,9 +68,7 @@ class DistributedTransport:
         self._count = 0  # attempts of this rank
         self._urls: set[str] = set()  # the servers of the groups
         self._is_broken = False
-        self._names: dict[tuple[tuple[str, ...], int | None], str] = {}
-        self._groups: dict[str, dist.ProcessGroup] = {}  # by name
-        self._joined: dict[str, tuple[str, ...]] = {}  # by name, servers that joined by a request
+        self._groups = ServerGroups()
 
     def open(self, servers: Servers, attempt: SyncAttempt) -> Meeting:
         meeting, rank = attempt.meeting, dist.get_rank()
@@ -105,173 +89,67 @@ class DistributedTransport:
         if self._token != meeting.token:
             self._leave()
         self._servers, self._attempt = servers, attempt
+        self._stage, self._round = attempt.senders.index(rank), 0
+        self._groups.prefix = f"{meeting.token}_{self._stage}"
         self._board, self._token = Board(self._store, meeting, self._timeout), meeting.token
         self._urls, self._is_broken = {*attempt.urls}, False
-        self._stage, self._round = attempt.senders.index(rank), 0
         self._sending = {*range(1, len(attempt.senders))}  # on rank 0: other stages with buckets
         self._pool = ThreadPoolExecutor(len(attempt.urls), "requests")
         return meeting
 
     def send(self, bucket: TensorBucket) -> int:
-        parts = self._parts(bucket)
-        described = [self._described(part) for part in parts]
-        try:
+        parts = bucket_parts(bucket, self._attempt, self._groups.name)
+        with self._round_failures():
             if self._stage:
-                self._board.say(self._round, self._stage, described)
+                self._board.say(self._round, self._stage, [part.values() for part, _ in parts])
                 self._round += 1
-            mine = self._start_broadcast(parts)
-            for path, bodies in self._requests(described):
-                self._ask(path, bodies, mine)
-            self._wait({mine: ""})
-        except RoundFailure as failure:
-            self._give_up(failure)
-            self._leave()
-            raise WeightSyncError(str(failure)) from failure
-        sizes = self._attempt.layouts
-        return sum(
-            part.flat.tensor.nbytes
-            * (len(part.urls) if part.rank is not None else _num_ranks(part.urls, sizes))
-            for part in parts
-        )
+            broadcast = self._start_broadcast(parts)
+            if not self._stage:
+                self._ask(self._requests([part for part, _ in parts]), broadcast)
+            self._wait({broadcast: ""})
+        return sum(tensor.nbytes * (part.size - 1) for part, tensor in parts)
 
     def finish(self) -> None:
-        try:
+        with self._round_failures():
             if self._stage:
                 self._board.say(self._round, self._stage, None)
             while self._sending and not self._stage:
-                for path, bodies in self._requests([]):
-                    self._ask(path, bodies)
-        except RoundFailure as failure:
-            self._give_up(failure)
-            self._leave()
-            raise WeightSyncError(str(failure)) from failure
+                self._ask(self._requests([]))
         self._pool.shutdown(wait=False)
 
     def close(self, attempt: SyncAttempt | None = None) -> None:
         if attempt is None:
             self._leave()
 
-    # What is in a round
+    # Sending and waiting
 
-    def _parts(self, bucket: TensorBucket) -> list[GroupPart]:
-        """Return what this rank broadcasts of a bucket. A part is never empty."""
-        kinds: dict[tuple[ServerLayout, frozenset[str]] | None, list[str]] = {}
-        for url in bucket.urls:
-            names = self._attempt.parameters.get(url)
-            kind = None if names is None else (self._attempt.layouts[url], names)
-            kinds.setdefault(kind, []).append(url)
-        parts: list[GroupPart] = []
-        for kind, urls in kinds.items():
-            if kind is None:
-                parts.append(GroupPart((*urls,), None, Flat.of([], [*hub_tensors(bucket.tensors)])))
-            else:
-                flats = enumerate(rank_slices(bucket.tensors, *kind))
-                parts += [
-                    GroupPart((*urls,), rank, flat) for rank, flat in flats if len(flat.tensor)
-                ]
-        return parts
-
-    def _described(self, part: GroupPart) -> dict[str, Any]:
-        key = (part.urls, part.rank)
-        name = f"{self._token}_{self._stage}_{len(self._names)}"
-        sizes = self._attempt.layouts
-        others = len(part.urls) if part.rank is not None else _num_ranks(part.urls, sizes)
-        return {
-            "group": self._names.setdefault(key, name),
-            "size": 1 + others,
-            "urls": part.urls,
-            "rank": part.rank,
-            "flat": part.flat.described(),
-        }
-
-    def _requests(self, own: Message) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the requests of a round on rank 0, whose answers are read when it goes on. `own`:
-        the part of this stage.
+    def _requests(self, own: Sequence[Part]) -> list[tuple[str, Bodies]]:
+        """Return rank 0's requests of a round, by which servers receive the parts of all stages.
+        own: those of its own stage.
         """
-        if self._stage:
-            return
         parts = [*own]
         for stage in sorted(self._sending):
             message = self._board.hear(self._round, stage)
             if message is None:
                 self._sending.discard(stage)
             else:
-                parts += message
-        yield from self._sliced([part for part in parts if part["rank"] is not None])
-        for part in parts:
-            if part["rank"] is None:
-                yield from self._whole(part)
-        self._round += 1
-
-    def _sliced(self, parts: Message) -> Iterator[tuple[str, dict[str, Any]]]:
-        meeting, answers = self._board.meeting, dict[str, tuple[str, int]]()
-        bodies = {}
-        for place, url in enumerate(self._attempt.urls):
-            if not any(url in part["urls"] for part in parts):
-                continue
-            contents = []
-            for rank in range(self._attempt.layouts[url].tensor_parallel):
-                key = meeting.answer(self._round, place, rank)
-                answers[key] = (url, rank)
-                task = {
-                    "host": meeting.host,
-                    "port": meeting.port,
-                    "backend": platform.backend(),
-                    "timeout": self._timeout,
-                    "token": meeting.token,
-                    "fault": meeting.fault,
-                    "answer": key,
-                    "receive": [
-                        (part["group"], 1 + part["urls"].index(url), part["size"], part["flat"])
-                        for part in parts
-                        if url in part["urls"] and part["rank"] == rank
-                    ],
-                }
-                contents.append(payload([(json.dumps(task), torch.empty(0))]))
-            bodies[url] = {
-                "serialized_named_tensors": contents,
-                "load_format": LOADERS[1],
-                "flush_cache": False,
-            }
+                parts += map(Part.of, message)
+        meeting = self._board.meeting
+        bodies, answers = slice_requests(
+            parts, self._attempt, meeting, number=self._round, timeout=self._timeout
+        )
         self._board.expect(answers)
-        if bodies:
-            yield UPDATE, bodies
-        if refused := self._board.refusals(all_answered=True):
-            raise RoundFailure(refused, "")
+        self._round += 1
+        requests = [(UPDATE, bodies)]
+        for part in parts:
+            if part.rank is None:
+                if part.group not in self._groups.invited:
+                    self._groups.invited[part.group] = part.urls
+                    requests.append((JOIN, invitations(part, self._attempt, meeting)))
+                requests.append((BROADCAST, whole_requests(part)))
+        return requests
 
-    def _whole(self, part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        meeting, name, urls = self._board.meeting, part["group"], tuple(part["urls"])
-        if name not in self._joined:
-            invitation = {
-                "master_address": meeting.host,
-                "master_port": meeting.port,
-                "world_size": part["size"],
-                "group_name": name,
-                "backend": platform.backend(),
-            }
-            self._joined[name] = urls
-            yield (
-                "/init_weights_update_group",
-                {
-                    url: invitation
-                    | {"rank_offset": 1 + _num_ranks(urls[:place], self._attempt.layouts)}
-                    for place, url in enumerate(urls)
-                },
-            )
-        flat = part["flat"]
-        body = {
-            "names": [name for name, _ in flat["whole"]],
-            "dtypes": [flat["dtype"]] * len(flat["whole"]),
-            "shapes": [shape for _, shape in flat["whole"]],
-            "group_name": name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        yield BROADCAST, dict.fromkeys(urls, body)
-
-    # Sending and waiting
-
-    def _start_broadcast(self, parts: Sequence[GroupPart]) -> "Future[None]":
+    def _start_broadcast(self, parts: Sequence[tuple[Part, Tensor]]) -> "Future[None]":
         """Broadcast in a thread that does not keep the process when others wait in vain."""
         future: Future[None] = Future()
 
@@ -286,44 +164,46 @@ class DistributedTransport:
         Thread(target=run, name="broadcast", daemon=True).start()
         return future
 
-    def _broadcast(self, parts: Sequence[GroupPart]) -> None:
+    def _broadcast(self, parts: Sequence[tuple[Part, Tensor]]) -> None:
         works = []
-        for part in parts:
-            name = self._names[part.urls, part.rank]
-            if name not in self._groups:
-                size = self._described(part)["size"]
-                self._groups[name] = self._join(name, size)
-            flat = part.flat.tensor.to(platform.device()).view(torch.uint8)
-            works.append(dist.broadcast(flat, group=self._groups[name], group_src=0, async_op=True))
+        for part, tensor in parts:
+            group = self._groups.group(part.group, part.size, self._board.meeting, self._limit)
+            content = tensor.to(platform.device()).view(torch.uint8)
+            works.append(dist.broadcast(content, group=group, group_src=0, async_op=True))
         for work in works:
             assert work is not None
             work.wait()
         platform.synchronize()
 
-    def _join(self, name: str, size: int) -> dist.ProcessGroup:
-        # Of its own, as this one blocks while it joins and the other is listened to.
-        store = connect(self._board.meeting.host, self._board.meeting.port, self._limit)
-        return join(store, name, 0, size, platform.backend(), self._limit)
+    def _ask(
+        self, requests: Sequence[tuple[str, Bodies]], broadcast: "Future[None] | None" = None
+    ) -> None:
+        """Send requests, each to its servers at once, and wait for the answers, and for no failure
+        of `broadcast`.
+        """
+        for path, bodies in requests:
+            answers: dict[Future[Any], str] = {}
+            for url, body in bodies.items():
+                answers[self._pool.submit(self._servers.request, url, path, body)] = url
+            self._wait(answers, broadcast)
+        if refused := self._board.refusals(all_answered=True):
+            raise RoundFailure(refused)
 
-    def _ask(self, path: str, bodies: Mapping[str, Any], mine: "Future[Any] | None" = None) -> None:
-        """Send requests at once and wait for the answers, and for no failure of `mine`."""
-        theirs: dict[Future[Any], str] = {}
-        for url, body in bodies.items():
-            theirs[self._pool.submit(self._servers.request, url, path, body)] = url
-        self._wait(theirs, mine)
-
-    def _wait(self, theirs: "Mapping[Future[Any], str]", mine: "Future[Any] | None" = None) -> None:
-        """Wait for `theirs`. Raises RoundFailure if they, `mine` or another stage fails."""
+    def _wait(
+        self, awaited: "Mapping[Future[Any], str]", other: "Future[Any] | None" = None
+    ) -> None:
+        """Wait for futures, each of a server's URL or of "". Raises RoundFailure if one of them,
+        `other` or another stage fails.
+        """
         deadline = time.monotonic() + self._timeout
-        waiting = {*theirs}
+        waiting = {*awaited}
         while waiting:
             _, waiting = wait(waiting, POLL, FIRST_EXCEPTION)
-            failed = {future: error for future in theirs if (error := _error(future))}
+            failed = {url: error for future, url in awaited.items() if (error := _error(future))}
             if failed:
-                refused = {theirs[future]: str(error) for future, error in failed.items()}
-                reason = repr(next(iter(failed.values())))
-                raise RoundFailure({url: why for url, why in refused.items() if url}, reason)
-            if mine is not None and (error := _error(mine)):
+                refused = {url: str(error) for url, error in failed.items() if url}
+                raise RoundFailure(refused, repr(next(iter(failed.values()))))
+            if other is not None and (error := _error(other)):
                 raise RoundFailure({}, repr(error))
             self._board.check()
             if waiting and time.monotonic() > deadline:
@@ -331,7 +211,17 @@ class DistributedTransport:
 
     # Failures
 
-    def _give_up(self, failure: "RoundFailure") -> None:
+    @contextmanager
+    def _round_failures(self) -> Iterator[None]:
+        """End the attempt when a round fails, and raise WeightSyncError."""
+        try:
+            yield
+        except RoundFailure as failure:
+            self._give_up(failure)
+            self._leave()
+            raise WeightSyncError(str(failure)) from failure
+
+    def _give_up(self, failure: RoundFailure) -> None:
         """Tell the other stages, and on rank 0 lose the servers that are dead or, if none is, those
         that refused. Threads that wait are left to their own timeout.
         """
@@ -356,27 +246,9 @@ class DistributedTransport:
             self._servers.lose(url, reason)
 
     def _leave(self) -> None:
-        """Leave all groups. What servers still wait for ends, as their connections are closed."""
-        for group in [*self._groups.values()]:  # a thread may still join one
-            group.abort()
-            dist.destroy_process_group(group)
-        for name, urls in self._joined.items():
-            for url in urls:
-                with suppress(WeightSyncError):  # the server may be gone
-                    self._servers.request(
-                        url,
-                        "/destroy_weights_update_group",
-                        {"group_name": name},
-                        timeout=CLEANUP_TIMEOUT,
-                    )
-        self._names.clear()
-        self._groups.clear()
-        self._joined.clear()
+        if self._token:
+            self._groups.leave(self._servers)
 
 
 def _error(future: "Future[Any]") -> BaseException | None:
     return future.exception() if future.done() else None
-
-
-def _num_ranks(urls: Sequence[str], layouts: Mapping[str, ServerLayout]) -> int:
-    return sum(layouts[url].tensor_parallel for url in urls)

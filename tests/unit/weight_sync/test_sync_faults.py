@@ -24,7 +24,7 @@ from megavlm.weight_sync.attempt import SyncSettings, TensorBucket
 from megavlm.weight_sync.gather import gather
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sync import WeightSync
-from megavlm.weight_sync.transports import distributed
+from megavlm.weight_sync.transports import groups
 from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
@@ -255,8 +255,8 @@ def test_a_server_that_has_started_anew_is_no_rank_of_the_group_that_it_was_in()
 
 def count_groups(urls: Sequence[str]) -> int:
     made = []
-    join = distributed.join
-    distributed.join = lambda *args: made.append(args) or join(*args)
+    join = groups.join
+    groups.join = lambda *args: made.append(args) or join(*args)
     assert pushes(urls, (4, 5, 6), "distributed", stale=True)["outcomes"] == [2] * 3
     return len(made)
 

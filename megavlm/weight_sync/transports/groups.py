@@ -1,0 +1,56 @@
+"""Process groups of a rank that sends with ranks of servers."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.server_support.megavlm_weights import join
+from megavlm.parallel import platform
+from megavlm.weight_sync.server_api import CLEANUP_TIMEOUT, Servers
+from megavlm.weight_sync.transports.board import Meeting, connect
+
+
+class ServerGroups:
+    """Process groups in which this rank, their first, broadcasts to ranks of servers.
+
+    prefix: the beginning of their names. invited: by name, the servers that join by a request of
+    SGLang's; loaders of ours join when they first receive.
+    """
+
+    def __init__(self) -> None:
+        self.prefix = ""
+        self.invited: dict[str, tuple[str, ...]] = {}
+        self._names: dict[tuple[Sequence[str], int | None], str] = {}
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def name(self, urls: tuple[str, ...], rank: int | None) -> str:
+        """Return the name of the group with rank `rank` of each server; None: with all ranks."""
+        return self._names.setdefault((urls, rank), f"{self.prefix}_{len(self._names)}")
+
+    def group(self, name: str, size: int, meeting: Meeting, limit: timedelta) -> dist.ProcessGroup:
+        """Return a group, which this rank joins first if it has not yet."""
+        if name not in self._groups:
+            # Through a store of its own, as this one blocks and the other is listened to.
+            store = connect(meeting.host, meeting.port, limit)
+            self._groups[name] = join(store, name, 0, size, platform.backend(), limit)
+        return self._groups[name]
+
+    def leave(self, servers: Servers) -> None:
+        """Leave all groups. What servers still wait for ends, as their connections are closed."""
+        for group in [*self._groups.values()]:  # a thread may still join one
+            group.abort()
+            dist.destroy_process_group(group)
+        for name, urls in self.invited.items():
+            for url in urls:
+                with suppress(WeightSyncError):  # the server may be gone
+                    servers.request(
+                        url,
+                        "/destroy_weights_update_group",
+                        {"group_name": name},
+                        timeout=CLEANUP_TIMEOUT,
+                    )
+        for known in (self._names, self._groups, self.invited):
+            known.clear()
