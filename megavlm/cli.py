@@ -154,22 +154,22 @@ def plan(
     platform.install()
     config = load(recipe, overrides or [])
     if servers:
-        from megavlm.run.plan import server_plan
+        from megavlm.run.plan.servers import server_plan
 
         typer.echo(server_plan(config))
         return
     num_ranks = ranks or config.parallel.num_ranks
     if memory:
-        from megavlm.run.plan_memory import memory_plan
+        from megavlm.run.plan.memory import memory_plan
 
         typer.echo(memory_plan(config, num_ranks))
         return
     if time:
-        from megavlm.run.plan_time import time_plan
+        from megavlm.run.plan.time import time_plan
 
         typer.echo(time_plan(config, num_ranks))
         return
-    from megavlm.run.plan import sync_plan
+    from megavlm.run.plan.sync import sync_plan
 
     typer.echo(sync_plan(config, num_ranks))
 

@@ -28,7 +28,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import add_adapters
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
-from megavlm.run.plan import stored_bytes
+from megavlm.run.plan.sync import stored_bytes
 from megavlm.weight_sync.attempt import SyncSettings
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel

@@ -33,7 +33,7 @@ from megavlm.weight_sync.transports.board import POLL, Board, Meeting, RoundFail
 from megavlm.weight_sync.transports.groups import ServerGroups
 from megavlm.weight_sync.transports.rounds import (
     Bodies,
-    Part,
+    BroadcastPart,
     bucket_parts,
     invitations,
     slice_requests,
@@ -123,7 +123,7 @@ class DistributedTransport:
 
     # Sending and waiting
 
-    def _requests(self, own: Sequence[Part]) -> list[tuple[str, Bodies]]:
+    def _requests(self, own: Sequence[BroadcastPart]) -> list[tuple[str, Bodies]]:
         """Return rank 0's requests of a round, by which servers receive the parts of all stages.
         own: those of its own stage.
         """
@@ -133,7 +133,7 @@ class DistributedTransport:
             if message is None:
                 self._sending.discard(stage)
             else:
-                parts += map(Part.of, message)
+                parts += map(BroadcastPart.of, message)
         meeting = self._board.meeting
         bodies, answers = slice_requests(
             parts, self._attempt, meeting, number=self._round, timeout=self._timeout
@@ -149,7 +149,7 @@ class DistributedTransport:
                 requests.append((BROADCAST, whole_requests(part)))
         return requests
 
-    def _start_broadcast(self, parts: Sequence[tuple[Part, Tensor]]) -> "Future[None]":
+    def _start_broadcast(self, parts: Sequence[tuple[BroadcastPart, Tensor]]) -> "Future[None]":
         """Broadcast in a thread that does not keep the process when others wait in vain."""
         future: Future[None] = Future()
 
@@ -164,7 +164,7 @@ class DistributedTransport:
         Thread(target=run, name="broadcast", daemon=True).start()
         return future
 
-    def _broadcast(self, parts: Sequence[tuple[Part, Tensor]]) -> None:
+    def _broadcast(self, parts: Sequence[tuple[BroadcastPart, Tensor]]) -> None:
         works = []
         for part, tensor in parts:
             group = self._groups.group(part.group, part.size, self._board.meeting, self._limit)

@@ -22,7 +22,7 @@ Bodies = dict[str, dict[str, Any]]  # by URL
 
 
 @dataclass(frozen=True)
-class Part:
+class BroadcastPart:
     """One flat tensor of a bucket that a stage broadcasts in a group with ranks of servers.
 
     urls: the servers. rank: their rank that receives; None: all. group: name of the group, which
@@ -47,7 +47,7 @@ class Part:
 
 def bucket_parts(
     bucket: TensorBucket, attempt: SyncAttempt, group: Callable[[tuple[str, ...], int | None], str]
-) -> list[tuple[Part, Tensor]]:
+) -> list[tuple[BroadcastPart, Tensor]]:
     """Return what a stage broadcasts of a bucket, and the tensors. None is empty.
 
     group: returns the name of the group with a rank, or all, of some servers.
@@ -68,13 +68,13 @@ def bucket_parts(
             size = 1 + len(urls)
         for rank, flat in flats.items():
             if len(flat.tensor):
-                part = Part(urls, rank, group(urls, rank), size, flat.described())
+                part = BroadcastPart(urls, rank, group(urls, rank), size, flat.described())
                 parts.append((part, flat.tensor))
     return parts
 
 
 def slice_requests(
-    parts: Sequence[Part],
+    parts: Sequence[BroadcastPart],
     attempt: SyncAttempt,
     meeting: Meeting,
     *,
@@ -118,7 +118,7 @@ def slice_requests(
     return bodies, answers
 
 
-def invitations(part: Part, attempt: SyncAttempt, meeting: Meeting) -> Bodies:
+def invitations(part: BroadcastPart, attempt: SyncAttempt, meeting: Meeting) -> Bodies:
     """Return the request to each server without our loaders to join a part's group."""
     return {
         url: {
@@ -133,7 +133,7 @@ def invitations(part: Part, attempt: SyncAttempt, meeting: Meeting) -> Bodies:
     }
 
 
-def whole_requests(part: Part) -> Bodies:
+def whole_requests(part: BroadcastPart) -> Bodies:
     """Return the request to each server without our loaders to receive a part."""
     names = [name for name, _ in part.flat["whole"]]
     body = {

@@ -11,7 +11,7 @@ import pytest
 from megavlm.config.load import load
 from megavlm.inference.connect import managed_servers, server_gpus, server_handles
 from megavlm.inference.server_args import ServerOptions
-from megavlm.run.plan import server_plan
+from megavlm.run.plan.servers import server_plan
 
 
 @pytest.mark.parametrize(

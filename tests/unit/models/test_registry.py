@@ -26,7 +26,7 @@ from megavlm.models.registry import FAMILIES, Family, family
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.run import preflight
-from megavlm.run.plan import sync_plan
+from megavlm.run.plan.sync import sync_plan
 from tests.distributed.fork import launch
 from tests.levels import slow
 from tests.parity.models import make_model

@@ -15,8 +15,8 @@ from megavlm.parallel import platform
 
 platform.install()  # before the first import of megatron-core
 
-from megavlm.run.plan_memory import GB, server_memory, stage_memory  # noqa: E402
-from megavlm.run.plan_time import StepModel  # noqa: E402
+from megavlm.run.plan.memory import GB, server_memory, stage_memory  # noqa: E402
+from megavlm.run.plan.time import StepModel  # noqa: E402
 from tests.unit.config.test_recipes import RECIPES, URLS  # noqa: E402
 from tests.unit.models.releases import released_config  # noqa: E402
 

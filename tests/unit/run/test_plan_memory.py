@@ -19,7 +19,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
-from megavlm.run.plan_memory import (
+from megavlm.run.plan.memory import (
     activation_bytes,
     memory_plan,
     optimizer_bytes,

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from megavlm.cli import app
 from megavlm.config.load import load
-from megavlm.run.plan_memory import GB, stage_memory
-from megavlm.run.plan_time import Rates, StepModel
+from megavlm.run.plan.memory import GB, stage_memory
+from megavlm.run.plan.time import Rates, StepModel
 from tests.levels import slow
 from tests.unit.config.test_recipes import RECIPES
 from tests.unit.models.releases import released_config

@@ -19,7 +19,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry, fused_qkv, gated, same
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
-from megavlm.run.plan import stored_bytes
+from megavlm.run.plan.sync import stored_bytes
 from megavlm.weight_sync.attempt import SyncSettings
 from megavlm.weight_sync.gather import to_hf
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel

@@ -12,7 +12,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.registry import family
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout
-from megavlm.run.plan import received_bytes, stored_bytes, sync_plan, sync_table
+from megavlm.run.plan.sync import received_bytes, stored_bytes, sync_plan, sync_table
 from megavlm.weight_sync.lora import adapter_entries
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import ServerLayout

@@ -1,10 +1,7 @@
-"""`megavlm plan`: what a recipe will do on a cluster, before anything is started.
-
-`server_plan` says how to start its servers on other nodes. `sync_plan` is a table of what weight
-updates will send, and from which ranks; its tensors are on the meta device and take no memory.
+"""`megavlm plan --sync`: what weight updates will send, and from which ranks. Tensors are on the
+meta device and take no memory.
 """
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +11,6 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from megavlm.config.schema import Config
-from megavlm.inference.server_args import ServerOptions, command_line
-from megavlm.inference.server_pool.requirements import EXPOSE_ENVIRONMENT
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
@@ -29,25 +24,6 @@ from megavlm.weight_sync.trainable import adapted_entries, trained_entries
 
 # Adapters of the table's column if the run has none.
 ASSUMED_RANK, ASSUMED_TARGETS = 16, ("language.attention",)
-
-
-def server_plan(config: Config) -> str:
-    """Return bash assignments: the run directory, GPUs per server, its environment, and SGLang's
-    arguments except for the address and the GPUs.
-    """
-    options = ServerOptions.from_config(config, config.model.folder, "cuda")
-    variables = options.image_variables() | {EXPOSE_ENVIRONMENT: "1"}
-    lines = [
-        f"run_dir={shlex.quote(config.run.dir)}",
-        f"tensor_parallel={options.tensor_parallel}",
-        _array("server_environment", (f"{name}={value}" for name, value in variables.items())),
-        _array("server_arguments", command_line(options.arguments())),
-    ]
-    return "\n".join(lines)
-
-
-def _array(name: str, words: Iterable[str]) -> str:
-    return f"{name}=({' '.join(map(shlex.quote, words))})"
 
 
 def sync_plan(config: Config, world_size: int) -> str:

@@ -22,14 +22,14 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.cost import ModelCost
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
-from megavlm.run.plan import (
+from megavlm.run.plan.memory import ServerRankMemory, image_tokens, server_memory, stage_memory
+from megavlm.run.plan.sync import (
     ASSUMED_RANK,
     ASSUMED_TARGETS,
     received_bytes,
     server_layout,
     sync_table,
 )
-from megavlm.run.plan_memory import ServerRankMemory, image_tokens, server_memory, stage_memory
 from megavlm.training.step.balance import TreeSize
 from megavlm.training.step.pack_plan import costs_of, plan_packs
 from megavlm.training.step.step_plan import schedule_of
