@@ -40,6 +40,7 @@ def check(config: Config) -> None:
     _check_curriculum(config)
     _check_oversample(config)
     _check_staleness(config)
+    _check_replay(config)
     _check_adapters(config)
     _check_warmup(config)
     _check_gradients(config)
@@ -184,6 +185,20 @@ def _check_staleness(config: Config) -> None:
             f"{key} goes on with responses after a push, and rollout.lora=adapter unloads the "
             "adapter that they began with: set rollout.lora=merged or rollout.max_staleness=0"
         )
+
+
+def _check_replay(config: Config) -> None:
+    if isinstance(config.algorithm, PolicyOptimization):
+        return
+    for key, value in (
+        ("run.record_rollouts=true", config.run.record_rollouts),
+        (f"rollout.replay={config.rollout.replay}", config.rollout.replay is not None),
+    ):
+        if value:
+            raise ValueError(
+                f"{key} is about rollouts, and algorithm.name={config.algorithm.name} trains on "
+                "answers of the data: remove it"
+            )
 
 
 def _check_adapters(config: Config) -> None:

@@ -97,6 +97,12 @@ class Rollout(Section):
     than k steps, for which `algorithm.importance` corrects. Trainer and servers need GPUs of their
     own. More than 1 helps only where the time of a rollout varies from step to step."""
 
+    replay: str | None = None
+    """Folder of recorded rollouts to train on, RUN_DIR/rollouts of a run with
+    `run.record_rollouts`. Step n trains on the groups of its step n: no response is sampled and no
+    reward computed, and no server is started unless the run evaluates. Data files, model folder and
+    `data` keys must be those of the recorded run. Null samples responses."""
+
     start_timeout: float = bounded(300, above=0)
     """Seconds until a started server must be healthy, and after which an unreachable external
     server is given up. Loading a large model and capturing CUDA graphs take minutes."""

@@ -22,6 +22,11 @@ class RunConfig(Section):
     """Whether an earlier run in `run.dir` is continued. `auto` resumes from its latest checkpoint
     if there is one, so that the same command starts and restarts a run; `never` starts anew."""
 
+    record_rollouts: bool = False
+    """Write each step's groups to a file in RUN_DIR/rollouts before they are trained on: tokens,
+    log-probs, weight versions, rewards and turns, about 8 bytes per sampled token. Images are named
+    by their row; those that an environment made are written. `rollout.replay` trains on them."""
+
     timeout: float = bounded(24.0, above=0.0)
     """Hours that a rank waits for another before the run ends with an error. Other ranks wait while
     rank 0 generates rollouts and evaluates; 24 lets the longest of these finish. `run.watchdog`

@@ -142,6 +142,12 @@ class Processor:
         short_ids = [*prompt.short_ids, *response, *self._next_ids(row)]
         return self._prompt(row, short_ids, prompt.images)
 
+    def with_images(
+        self, row: Row, short_ids: Sequence[int], images: Sequence[ProcessedImage]
+    ) -> Prompt:
+        """Return the prompt of known tokens, one vision token per image, with processed images."""
+        return self._prompt(row, list(short_ids), images)
+
     def image(self, row: Row, number: int, *, is_video: bool) -> ProcessedImage:
         """Process one image or video of a row, by its number from 0. Raises ValueError as
         `prompt`.

@@ -70,6 +70,7 @@ def check(
         check_checkpoint(Path(config.model.checkpoint), config, values)
     check_transformer_engine(config.optimizer)
     check_run_dir(Path(config.run.dir))
+    check_replay(config)
     check_server_args(config.rollout)
     check_gpus(config.rollout)
     if phase == "train":
@@ -109,6 +110,29 @@ def check_run_dir(folder: Path) -> None:
             reason = f"is not writable ({error.strerror})"
     if reason is not None:
         raise ValueError(f"run.dir={folder} cannot be written, because {existing} {reason}")
+
+
+def check_replay(config: Config) -> None:
+    """Raise ValueError if the recorded rollouts do not reach the last step, or are in the run's own
+    directory, where a run deletes what it would write again.
+    """
+    folder, last = config.rollout.replay, config.algorithm.steps
+    if folder is None:
+        return
+    if Path(folder).resolve().is_relative_to(Path(config.run.dir).resolve()):
+        raise ValueError(
+            f"rollout.replay={folder} is in run.dir={config.run.dir}: give the replay a run.dir "
+            "of its own"
+        )
+    from megavlm.rollout.recorded import RecordedRollouts  # torch takes seconds
+
+    steps = RecordedRollouts(folder).steps()
+    if last not in steps:
+        held = f"has steps {steps[0]} to {steps[-1]}" if steps else "has no step_*.safetensors"
+        raise ValueError(
+            f"rollout.replay={folder} {held}, and algorithm.steps={last}: give RUN_DIR/rollouts of "
+            "a run with run.record_rollouts, or as many steps as it has"
+        )
 
 
 def evaluates(config: Config, phase: str) -> bool:

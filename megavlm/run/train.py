@@ -97,14 +97,14 @@ def generates(config: Config) -> bool:
     """Return True if the run needs rollout servers, for training or for evaluation."""
     evaluation = config.evaluation
     evaluates = evaluation.before or evaluation.after or evaluation.every > 0
-    return isinstance(config.algorithm, PolicyOptimization) or evaluates
+    samples = isinstance(config.algorithm, PolicyOptimization) and config.rollout.replay is None
+    return samples or evaluates
 
 
 def _trainer(
     train_state: TrainState, driver: Driver | None, sync: WeightSync | None
 ) -> BaseTrainer:
     if isinstance(train_state.config.algorithm, PolicyOptimization):
-        assert sync is not None
         is_ppo = isinstance(train_state.config.algorithm, PPO)
         return (PPOTrainer if is_ppo else PolicyTrainer)(train_state, driver, sync)
     return SupervisedTrainer(train_state, driver, sync)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from megavlm.config.algorithm import SFT, PolicyOptimization
@@ -26,6 +27,7 @@ from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.partial_rollouts import PartialRolloutBuffer
 from megavlm.rollout.producer import ProducerSetup
 from megavlm.rollout.producer_handle import RolloutProducer
+from megavlm.rollout.recorded import ROLLOUTS_FOLDER, RecordedRollouts
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
 from megavlm.training.best_metric import BestMetricTracker
@@ -88,7 +90,8 @@ class Driver:
     def start(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Open the records at `step`, and restore `state`, the `state_dict` of a checkpoint."""
         config, algorithm = self.config, self.config.algorithm
-        if config.rollout.max_staleness and isinstance(algorithm, PolicyOptimization):
+        has_producer = config.rollout.max_staleness > 0 and config.rollout.replay is None
+        if has_producer and isinstance(algorithm, PolicyOptimization):
             assert self.connection is not None
             how, limits = sampling(config, self.processor), self.connection.client.limits
             setup = ProducerSetup(config, how, limits, state, step)
@@ -108,6 +111,9 @@ class Driver:
         run_dir, num_steps = self.config.run.dir, self.config.algorithm.steps
         self.metrics = MetricsWriter(run_dir, step)
         self.samples = SampleWriter(run_dir, step, num_steps=num_steps)
+        self.recorded = RecordedRollouts(Path(run_dir) / ROLLOUTS_FOLDER)
+        if config.run.record_rollouts:
+            self.recorded.remove_after(step)
 
     def state_dict(self) -> dict[str, Any]:
         if self.producer is not None:
@@ -189,6 +195,20 @@ class Driver:
         """Return the producer's next groups for the present weights, `version`."""
         assert self.producer is not None
         return self.producer.take(count, version, self.curriculum.stage(version), refit)
+
+    def replayed_groups(self, step: int) -> list[Group]:
+        """Return the groups of a step of the recorded run. Raises ValueError as
+        `RecordedRollouts.load`.
+        """
+        folder, algorithm = self.config.rollout.replay, self.config.algorithm
+        assert folder is not None and isinstance(algorithm, PolicyOptimization)
+        groups = RecordedRollouts(folder).load(step, self.rows, self.processor)
+        if len(groups) < algorithm.prompts_per_step:
+            raise ValueError(
+                f"rollout.replay={folder} has {len(groups)} groups in step {step}, fewer than "
+                f"algorithm.prompts_per_step={algorithm.prompts_per_step}: lower that"
+            )
+        return groups
 
     def plan(
         self,

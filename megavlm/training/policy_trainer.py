@@ -37,7 +37,9 @@ from megavlm.weight_sync.sync import WeightSync
 class PolicyTrainer(BaseTrainer):
     is_reference: bool  # the policy was the reference before this step's updates
 
-    def __init__(self, train_state: TrainState, driver: Driver | None, sync: WeightSync) -> None:
+    def __init__(
+        self, train_state: TrainState, driver: Driver | None, sync: WeightSync | None
+    ) -> None:
         super().__init__(train_state, driver, sync)
         assert isinstance(train_state.config.algorithm, GRPO | PPO)
         self.settings = train_state.config.algorithm
@@ -58,7 +60,7 @@ class PolicyTrainer(BaseTrainer):
 
     def train_step(self) -> None:
         state, phases = self.train_state, self.train_state.phases
-        sampled = self.weights.run_on_driver(self.sample)  # phases data, rollout and reward
+        sampled = self.weights.run_on_driver(self.groups)  # phases data, rollout and reward
         with phases("plan"):
             plan = None if sampled is None else self.plan(sampled)
             batch = self.share(plan)
@@ -74,12 +76,29 @@ class PolicyTrainer(BaseTrainer):
             metrics = self.update(batch, features)
             state.updater.finish()
         state.step += 1
-        with phases("sync"):
-            self.weights.push()
+        if state.config.rollout.replay is None:
+            with phases("sync"):
+                self.weights.push()
         if sampled is not None:
             metrics = rollout_metrics(sampled, state.step - 1) | metrics
             samples = sample_records(self.select(sampled))
             self.record(metrics, num_tokens=batch.num_tokens, samples=samples)
+
+    def groups(self) -> list[Group]:
+        """Return the step's groups, sampled or replayed, and record them if the run does. Driver
+        only.
+        """
+        driver, config, state = self.driver, self.train_state.config, self.train_state
+        assert driver is not None
+        if config.rollout.replay is not None:
+            with state.phases("rollout"):
+                groups = driver.replayed_groups(state.step + 1)
+        else:
+            groups = self.sample()
+        if config.run.record_rollouts:
+            with state.phases("record"):
+                driver.recorded.save(state.step + 1, groups)
+        return groups
 
     def sample(self) -> list[Group]:
         """Return the step's groups with their rewards: as many as the step needs, or more with

@@ -31,7 +31,9 @@ from megavlm.weight_sync.sync import WeightSync
 class PPOTrainer(PolicyTrainer):
     """The critic is a model of its own, or a value head on the policy."""
 
-    def __init__(self, train_state: TrainState, driver: Driver | None, sync: WeightSync) -> None:
+    def __init__(
+        self, train_state: TrainState, driver: Driver | None, sync: WeightSync | None
+    ) -> None:
         super().__init__(train_state, driver, sync)
         assert isinstance(train_state.config.algorithm, PPO)
         self.ppo = train_state.config.algorithm

@@ -1,0 +1,230 @@
+"""Recorded rollouts: the groups of each step in a safetensors file, for replay and for reading.
+
+`token_ids` [T] int32 and `logprobs` [N] float32 hold what follows one another in the metadata
+`groups`, a JSON list: of each group the tokens of its prompt, then of each episode the tokens of
+each response and of the observation after it. `logprobs` are those of the responses alone. Images
+are numbers: from 0 those of the row, from -1 down those that the environment made, whose pixels are
+`pixels.0`, `pixels.1`, ... Log-probs are rounded to float32, as the trainer does.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from megavlm.data.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.processor import Processor, Prompt
+from megavlm.data.rows import Rows
+from megavlm.inference.protocol import Response, VersionSpan
+from megavlm.observability.records import write_whole
+from megavlm.rewards.base import Score
+from megavlm.rollout.trajectory import Episode, Group
+
+ROLLOUTS_FOLDER = "rollouts"  # in the run directory
+_PREFIX, _SUFFIX = "step_", ".safetensors"
+
+
+class RecordedRollouts:
+    """A folder of recorded steps."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"{_PREFIX}{step:06d}{_SUFFIX}"
+
+    def steps(self) -> list[int]:
+        """Return the numbers of the recorded steps, rising."""
+        names = (path.name for path in self.folder.glob(f"{_PREFIX}*{_SUFFIX}"))
+        numbers = (name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for name in names)
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
+    def remove_after(self, step: int) -> None:
+        """Delete later steps, which a run that goes on after `step` writes again."""
+        for later in self.steps():
+            if later > step:
+                self.path(later).unlink()
+
+    def save(self, step: int, groups: Sequence[Group]) -> None:
+        """Write a step's played groups, in place of an earlier file of that step."""
+        arrays = _Writer()
+        records = [arrays.group(group) for group in groups]
+        header = {"groups": json.dumps(records), "formats": json.dumps(arrays.formats)}
+        write_whole(self.path(step), save(arrays.tensors(), header))
+
+    def load(self, step: int, rows: Rows, processor: Processor) -> list[Group]:
+        """Return a step's groups. Raises ValueError if the step is not there or not whole, and if
+        the data or the processor make other prompts of its rows than they were.
+        """
+        path = self.path(step)
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata()
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"rollout.replay: {path} is not a step that run.record_rollouts wrote ({error}): "
+                "give the folder of a run that recorded this step"
+            ) from error
+        reader = _Reader(tensors, json.loads(header["formats"]), rows, processor)
+        return [reader.group(record) for record in json.loads(header["groups"])]
+
+
+class _Writer:
+    """Tokens, log-probs and pixels of groups, one after the other."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._own: dict[str, ProcessedImage] = {}  # by key, in order
+
+    @property
+    def formats(self) -> list[list[Any]]:
+        """Key and patch format of each image that an environment made."""
+        return [[image.key, asdict(image.format)] for image in self._own.values()]
+
+    def tensors(self) -> dict[str, Tensor]:
+        pixels = {f"pixels.{i}": image.content for i, image in enumerate(self._own.values())}
+        ids = torch.tensor(self._ids, dtype=torch.int32)
+        return {"token_ids": ids, "logprobs": torch.tensor(self._logprobs), **pixels}
+
+    def group(self, group: Group) -> dict[str, Any]:
+        prompt, start = group.prompt, group.start
+        known = {image.key: number for number, image in enumerate(prompt.images)}
+        record = {
+            "row": prompt.row.index,
+            "source": prompt.row.source,
+            "images": [image.key for image in prompt.images],
+            "tokens": self._add(prompt.short_ids),
+        }
+        if start.short_ids != prompt.short_ids or _keys(start) != _keys(prompt):
+            record["start"] = self._shown(start, 0, 0, known)
+        return record | {"episodes": [self._episode(e, known) for e in group.episodes]}
+
+    def _episode(self, episode: Episode, known: Mapping[str, int]) -> dict[str, Any]:
+        turns = []
+        for number, (prompt, response) in enumerate(
+            zip(episode.prompts, episode.responses, strict=True)
+        ):
+            turn: dict[str, Any] = {
+                "tokens": self._add(response.token_ids),
+                "finish": response.finish,
+                "weight_version": response.weight_version,
+                "spans": [[span.version, span.start, span.end] for span in response.spans],
+                "reward": episode.rewards[number],
+            }
+            self._logprobs += response.logprobs
+            for following in episode.prompts[number + 1 : number + 2]:
+                before = len(prompt.short_ids) + len(response.token_ids)
+                turn["next"] = self._shown(following, before, len(prompt.images), known)
+                turn["next"]["message"] = following.row.problem
+            turns.append(turn)
+        score = episode.score
+        return {"turns": turns, "score": asdict(score) | {"parts": dict(score.parts)}}
+
+    def _shown(
+        self, prompt: Prompt, num_ids: int, num_images: int, known: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Add a prompt's tokens and images after the first ones, which are known."""
+        images = [self._place(image, known) for image in prompt.images[num_images:]]
+        return {"tokens": self._add(prompt.short_ids[num_ids:]), "images": images}
+
+    def _place(self, image: ProcessedImage, known: Mapping[str, int]) -> int:
+        if image.key in known:
+            return known[image.key]
+        self._own.setdefault(image.key, image)
+        return -1 - list(self._own).index(image.key)
+
+    def _add(self, ids: Sequence[int]) -> int:
+        self._ids += ids
+        return len(ids)
+
+
+class _Reader:
+    """Reads what a _Writer wrote, in the same order."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        formats: Iterable[tuple[str, dict[str, Any]]],
+        rows: Rows,
+        processor: Processor,
+    ) -> None:
+        self._ids = iter(tensors["token_ids"].tolist())
+        self._logprobs = iter(tensors["logprobs"].tolist())
+        self._own = [
+            ProcessedImage(
+                key,
+                tensors[f"pixels.{number}"],
+                PatchFormat(**how | {"mean": tuple(how["mean"]), "std": tuple(how["std"])}),
+            )
+            for number, (key, how) in enumerate(formats)
+        ]
+        self._rows, self._processor = rows, processor
+
+    def group(self, record: Mapping[str, Any]) -> Group:
+        index, ids = record["row"], _take(self._ids, record["tokens"])
+        prompt = self._processor.prompt(self._rows[index]) if index < len(self._rows) else None
+        if prompt is None or prompt.short_ids != ids or _keys(prompt) != record["images"]:
+            raise ValueError(
+                f"rollout.replay: row {index} ({record['source']}) has other tokens or images than "
+                "when it was recorded: use the data files, the model folder and the data keys of "
+                "the recorded run"
+            )
+        start = prompt
+        if "start" in record:
+            start = self._prompt(prompt, prompt, (), (), record["start"])
+        return Group(prompt, episodes=[self._episode(prompt, start, e) for e in record["episodes"]])
+
+    def _episode(self, base: Prompt, start: Prompt, record: Mapping[str, Any]) -> Episode:
+        prompt: Prompt | None = start
+        episode = Episode(start)
+        score = Score(**record["score"])
+        for turn in record["turns"]:
+            assert prompt is not None
+            response = Response(
+                _take(self._ids, turn["tokens"]),
+                _take(self._logprobs, turn["tokens"]),
+                turn["finish"],
+                turn["weight_version"],
+                tuple(VersionSpan(*span) for span in turn["spans"]),
+            )
+            following = None
+            if "next" in turn:
+                before = (*prompt.short_ids, *response.token_ids)
+                following = self._prompt(base, prompt, before, prompt.images, turn["next"])
+            text = self._processor.decode(response.token_ids)
+            episode.add_turn(response, text, turn["reward"], score, following)
+            prompt = following
+        return episode
+
+    def _prompt(
+        self,
+        base: Prompt,
+        prompt: Prompt,
+        ids: Sequence[int],
+        images: Sequence[ProcessedImage],
+        shown: Mapping[str, Any],
+    ) -> Prompt:
+        """Return the prompt of tokens and images, and of those that are shown after them."""
+        row = prompt.row
+        if "message" in shown:
+            row = replace(row, problem=shown["message"])
+        added = [base.images[n] if n >= 0 else self._own[-1 - n] for n in shown["images"]]
+        tokens = _take(self._ids, shown["tokens"])
+        return self._processor.with_images(row, [*ids, *tokens], [*images, *added])
+
+
+def _take(values: Iterator[Any], count: int) -> tuple[Any, ...]:
+    return tuple(islice(values, count))
+
+
+def _keys(prompt: Prompt) -> list[str]:
+    return [image.key for image in prompt.images]

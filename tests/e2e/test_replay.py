@@ -1,0 +1,96 @@
+"""A run that records its rollouts, and replays of them without a server."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.checkpointing.folder import step_folder
+from megavlm.checkpointing.reader import StepReader
+from tests.e2e.conftest import Running, World
+
+pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("runs")]
+
+GRPO = {
+    "name": "grpo",
+    "steps": 3,
+    "prompts_per_step": 4,
+    "responses_per_prompt": 4,
+    "minibatches": 2,
+    "entropy_coefficient": 0.01,  # the gradient is never zero, even where no response is right
+    "kl_coefficient": 0.01,
+}
+OF_TRAINING = ("seconds/", "sync_", "skipped_bad", "skipped_long", "time", "tokens_per_second")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    reader = StepReader(step_folder(folder / "checkpoints", GRPO["steps"]))
+    return {key: reader.read(key) for key in reader.tensors if key.startswith("language_model.")}
+
+
+def values(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in record.items() if not re.match("|".join((*OF_TRAINING, "memory")), k)}
+
+
+@pytest.fixture(scope="module")
+def recorded(world: World, running: Running) -> Path:
+    """The run directory of a run that stopped after two steps and resumed."""
+    recipe = world.recipe(
+        "recorded",
+        run={"record_rollouts": True},
+        algorithm=GRPO,
+        optimizer={"lr": 1e-3},
+        rollout=running.rollout,
+        checkpoint={"every": 1, "export_hf": False},
+    )
+    for more in ([], ["run.summary=false"]):
+        done = world.megavlm("train", recipe, *more, **running.keys)
+        assert done.returncode == 0, done.stderr
+        if not more:  # as if it had been killed while it trained on step 3
+            shutil.rmtree(step_folder(world.root / "recorded/checkpoints", 3))
+    folder = world.root / "recorded"
+    names = sorted(path.name for path in (folder / "rollouts").iterdir())
+    assert names == [f"step_00000{step}.safetensors" for step in (1, 2, 3)]
+    return folder
+
+
+def replay(world: World, recorded: Path, name: str, **sections: Any) -> Path:
+    recipe = world.recipe(
+        name,
+        algorithm=GRPO,
+        optimizer={"lr": 1e-3},
+        rollout={"replay": str(recorded / "rollouts")},
+        checkpoint={"export_hf": False},
+        **sections,
+    )
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 0, done.stderr
+    assert not list((world.root / name).glob("rollout_server*"))
+    return world.root / name
+
+
+def test_a_replay_is_the_run_again(world: World, recorded: Path) -> None:
+    """To the last bit of the weights and of each step's metrics."""
+    replayed = replay(world, recorded, "replayed")
+    before, after = weights(recorded), weights(replayed)
+    assert before.keys() == after.keys() and len(before) > 5
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    ours, theirs = world.metrics("replayed"), world.metrics("recorded")
+    assert [values(record) for record in ours] == [values(record) for record in theirs]
+    assert "seconds/reward" not in ours[0] and "kl_reference" in ours[0]
+    assert ours[1]["gradient_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_replay_on_other_ranks(world: World, recorded: Path) -> None:
+    replayed = replay(world, recorded, "replayed_on_two", parallel={"tensor": 2})
+    before, after = weights(recorded), weights(replayed)
+    for key in before:
+        torch.testing.assert_close(after[key], before[key], rtol=1e-3, atol=1e-4)
+    ours, theirs = world.metrics("replayed_on_two"), world.metrics("recorded")
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["reward"] == other["reward"]
+        assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-3)

@@ -1,0 +1,138 @@
+"""Groups written to a file and read again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.config.algorithm import GRPO
+from megavlm.config.load import load
+from megavlm.data.packing import Tree
+from megavlm.data.processor import Processor
+from megavlm.inference.protocol import VersionSpan
+from megavlm.parallel.collectives import json_array
+from megavlm.rewards.base import Score
+from megavlm.rollout.groups import policy_trees, rollout_metrics, sample_records
+from megavlm.rollout.recorded import RecordedRollouts
+from megavlm.rollout.trajectory import Episode, Group
+from megavlm.run.preflight import check_replay
+from megavlm.training.step.tree_arrays import trees_to_arrays
+from tests.conftest import png
+from tests.unit.rollout.scripted import ROW, Policy
+
+ROWS: Any = [None] * 5 + [ROW]
+
+
+def played(processor: Processor, *, own_start: bool = False) -> Group:
+    """Two episodes of two turns: one shows the row's image again, the other an image of its own."""
+    policy = Policy(processor, "1", "3", "two", "5")
+    prompt = start = processor.prompt(ROW)
+    if own_start:
+        shown = replace(ROW, problem="<image>1 2 3", images=(png(112, 84),))
+        start = replace(processor.prompt(shown), row=ROW)
+    episodes = []
+    for number, image in enumerate((ROW.images[0], png(84, 112))):
+        episode, first, last = Episode(start), policy.respond(), policy.respond()
+        half = len(first.token_ids) // 2
+        spans = VersionSpan("3", 0, half), VersionSpan("4", half, len(first.token_ids))
+        first = replace(first, spans=spans, weight_version="4")
+        again = replace(ROW, problem="No. <image>Look again.", images=(image,))
+        following = processor.next_turn(start, first.token_ids, again)
+        score = Score(0.1, False, {"seen": 0.25 * number})
+        text = processor.decode(first.token_ids)
+        episode.add_turn(first, text, 0.1, score, following)
+        last = replace(last, finish="length")
+        text = processor.decode(last.token_ids)
+        score = Score(1 / 3, True, {"seen": 1.0}, "timeout" if number else None, bool(number))
+        episode.add_turn(last, text, 1 / 3, score, None)
+        episodes.append(episode)
+    return Group(prompt, episodes=episodes)
+
+
+def arrays(groups: list[Group]) -> Any:
+    trees: list[Tree] = policy_trees(groups, GRPO(), max_new_tokens=9, max_turns=2, version=4)
+    keys = sorted({key for tree in trees for key in tree.images})
+    numbers = {key: number for number, key in enumerate(keys)}
+    columns = next(s.columns for tree in trees for s in tree.segments if s.columns)
+    return trees_to_arrays(trees, numbers, columns) | {"keys": json_array(keys)}
+
+
+@pytest.mark.parametrize("own_start", [False, True])
+def test_a_step_reads_as_it_was_written(
+    tmp_path: Path, processor: Processor, own_start: bool
+) -> None:
+    groups, recorded = [played(processor, own_start=own_start)] * 2, RecordedRollouts(tmp_path)
+    recorded.save(7, groups)
+    read = recorded.load(7, ROWS, processor)
+    assert recorded.steps() == [7] and len(list(tmp_path.iterdir())) == 1
+    before, after = arrays(groups), arrays(read)
+    assert before.keys() == after.keys() and len(before) > 5
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for group, again in zip(groups, read, strict=True):
+        assert again.scores == group.scores and again.is_played
+        for mine, theirs in zip(again.prompts, group.prompts, strict=True):
+            assert mine.row.problem == theirs.row.problem and mine.short_ids == theirs.short_ids
+            for image, other in zip(mine.images, theirs.images, strict=True):
+                assert image.key == other.key and torch.equal(image.content, other.content)
+    assert rollout_metrics(read, 4) == rollout_metrics(groups, 4)
+    texts = [[r["text"] for r in record["responses"]] for record in sample_records(read)]
+    assert texts == [["1", "two"]] * 2
+
+
+def test_images_of_rows_are_not_written(tmp_path: Path, processor: Processor) -> None:
+    group, recorded = played(processor), RecordedRollouts(tmp_path)
+    recorded.save(1, [group])
+    own = group.episodes[1].prompts[1].images[1].content.nbytes
+    assert own < recorded.path(1).stat().st_size < own + 4096
+
+
+def test_another_step_replaces_it_and_later_ones_go(tmp_path: Path, processor: Processor) -> None:
+    recorded, group = RecordedRollouts(tmp_path), played(processor)
+    for step in (1, 2, 3):
+        recorded.save(step, [group])
+    recorded.save(1, [group, group])
+    recorded.remove_after(1)
+    assert recorded.steps() == [1] and len(recorded.load(1, ROWS, processor)) == 2
+
+
+def test_other_data_and_no_file_are_refused(tmp_path: Path, processor: Processor) -> None:
+    recorded: RecordedRollouts = RecordedRollouts(tmp_path)
+    recorded.save(1, [played(processor)])
+    others: Any
+    for others in (
+        ROWS[:5],
+        [*ROWS[:5], replace(ROW, problem="<image>How?")],
+        [*ROWS[:5], replace(ROW, images=(png(112, 112),))],
+    ):
+        with pytest.raises(ValueError, match=r"row 5 .rows:5. has other tokens or images"):
+            recorded.load(1, others, processor)
+    recorded.path(2).write_bytes(recorded.path(1).read_bytes()[:-5])
+    for step in (2, 3):
+        with pytest.raises(ValueError, match=f"step_00000{step}.safetensors is not a step"):
+            recorded.load(step, ROWS, processor)
+
+
+def test_the_folder_is_checked_before_a_run(
+    tmp_path: Path, processor: Processor, write_recipe: Callable[..., Path]
+) -> None:
+    def check(steps: int, folder: Path) -> None:
+        config = load(
+            write_recipe(
+                run={"dir": str(tmp_path / "run")},
+                algorithm={"name": "grpo", "steps": steps},
+                rollout={"replay": str(folder)},
+            )
+        )
+        check_replay(config)
+
+    RecordedRollouts(tmp_path / "other").save(1, [played(processor)])
+    check(1, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"has steps 1 to 1, and algorithm.steps=2"):
+        check(2, tmp_path / "other")
+    with pytest.raises(ValueError, match="has no step_"):
+        check(2, tmp_path / "none")
+    with pytest.raises(ValueError, match=r"is in run\.dir"):
+        check(1, tmp_path / "run/rollouts")
