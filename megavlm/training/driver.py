@@ -196,6 +196,10 @@ class Driver:
         assert self.producer is not None
         return self.producer.take(count, version, self.curriculum.stage(version), refit)
 
+    def keep_rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        """Write a step's groups to the run directory, for replay."""
+        self._progress.attempt("rollouts", lambda: self.recorded.save(step, groups))
+
     def replayed_groups(self, step: int) -> list[Group]:
         """Return the groups of a step of the recorded run. Raises ValueError as
         `RecordedRollouts.load`.

@@ -97,7 +97,7 @@ class PolicyTrainer(BaseTrainer):
             groups = self.sample()
         if config.run.record_rollouts:
             with state.phases("record"):
-                driver.recorded.save(state.step + 1, groups)
+                driver.keep_rollouts(state.step + 1, groups)
         return groups
 
     def sample(self) -> list[Group]:
