@@ -10,7 +10,7 @@ from megavlm.config.section import Section, bounded
 # Their meaning: docs/reference/metrics.md.
 SUPERVISED = (
     "loss", "gradient_norm", "learning_rate", "skipped_updates", "updates_without_signal",
-    "skipped_bad", "skipped_long", "tokens_per_second", "memory_gib",
+    "skipped_bad", "skipped_long", "tokens_per_second", "memory_gib", "recording_failures",
 )  # fmt: skip
 POLICY = (
     "episodes", "reward", "reward_failures", "accuracy", "turns", "curriculum_stage",
