@@ -105,11 +105,14 @@ class Rollout(Section):
 
     start_timeout: float = bounded(300, above=0)
     """Seconds until a started server must be healthy, and after which an unreachable external
-    server is given up. Loading a large model and capturing CUDA graphs take minutes."""
+    server no longer counts for `rollout.min_servers`; it is looked for as long as the run lives,
+    and refitted before it serves again. Loading a large model and capturing CUDA graphs take
+    minutes."""
 
     request_timeout: float = bounded(300, above=0)
-    """Seconds until a request to a server fails; requests for responses and for weight updates are
-    tried again."""
+    """Seconds until a request to a server fails. A request for responses has a tenth of a second
+    more for each token that it may sample: 3,277 s more for `rollout.max_new_tokens` of 32,768.
+    Requests for responses and for weight updates are tried again."""
 
     patience: float = bounded(60, above=0)
     """Seconds that a server may answer no health probe and show no work before it is taken for

@@ -24,6 +24,7 @@ from megavlm.parallel import platform
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
 # directory.
 API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
+TOKEN_SECONDS = 0.1  # that a token of a long response may take besides rollout.request_timeout
 IMAGE_TOKENS = {"cuda": 65536, "cpu": 8192}  # rollout.image_tokens by device
 
 
@@ -89,6 +90,7 @@ def _client(
     servers = len(rollout.urls) if rollout.router is not None else 1  # behind one address
     limits = RequestLimits(
         total=rollout.request_timeout,
+        token=TOKEN_SECONDS,
         concurrency=servers * rollout.concurrency,
         image_tokens=servers * image_tokens,
     )

@@ -270,9 +270,9 @@ class GenerationBatch:
         if attempts >= ATTEMPTS:
             raise RolloutServerError(
                 f"{address.url}/generate did not answer the request of {request.source} in "
-                f"{ATTEMPTS} attempts; the last problem: {problem}; if a request takes longer than "
-                "rollout.request_timeout, lower rollout.concurrency or rollout.image_tokens, or "
-                "raise that"
+                f"{ATTEMPTS} attempts; the last problem: {problem}; if requests take too long, "
+                "raise rollout.request_timeout, or lower rollout.concurrency, rollout.image_tokens or "
+                "rollout.max_new_tokens"
             )
         now = asyncio.get_running_loop().time()
         request.not_before = now + self.limits.pause(attempts)

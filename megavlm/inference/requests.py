@@ -34,13 +34,15 @@ TOKENS_PER_REQUEST = 256  # a prompt; for longer responses a request's own cost 
 class RequestLimits:
     """Limits of requests. Times in seconds.
 
-    total: of a request, from the first byte sent to the last byte read. body: from the head of the
+    total: of a request, from the first byte sent to the last byte read. token: besides, for each
+    token that a response may have. body: from the head of the
     response on, which comes when all tokens are sampled. connect: of a connection. retry_delay:
     longest pause before the first retry. concurrency: prompts in flight at each server.
     image_tokens: bound on the tokens of their images.
     """
 
     total: float = 300.0
+    token: float = 0.0
     body: float = 60.0
     connect: float = 10.0
     retry_delay: float = 1.0
@@ -101,17 +103,26 @@ class Request:
         and as `parse_generate` does.
         """
         url, body = address.url + "/generate", self.body(sampling)
+        seconds = limits.total + limits.token * sampling.max_new_tokens
         headers = bearer(address.api_key) | {
             "Content-Type": "application/json",
             "Content-Length": str(sum(map(len, body))),
         }
         try:
             async with (
-                asyncio.timeout(limits.total),
-                http.stream("POST", url, content=_chunks(body), headers=headers) as reply,
-                asyncio.timeout(limits.body),
+                asyncio.timeout(seconds),
+                http.stream(
+                    "POST",
+                    url,
+                    content=_chunks(body),
+                    headers=headers,
+                    timeout=httpx.Timeout(None, connect=limits.connect),
+                ) as reply,
             ):
-                await reply.aread()
+                try:
+                    await asyncio.wait_for(reply.aread(), limits.body)
+                except TimeoutError as error:
+                    raise RequestFailed(f"its body took more than {limits.body:g} s") from error
             if reply.is_client_error:
                 raise RolloutRequestError(
                     f"{url} returned HTTP {reply.status_code} for the request of {self.source}: "
@@ -119,7 +130,13 @@ class Request:
                 )
             reply.raise_for_status()
             return self.parse(reply.json(), sampling)
-        except (httpx.HTTPError, TimeoutError) as error:
+        except TimeoutError as error:
+            raise RequestFailed(
+                f"no whole answer within {seconds:g} s (rollout.request_timeout="
+                f"{limits.total:g}, and {limits.token:g} s for each of "
+                f"{sampling.max_new_tokens} tokens)"
+            ) from error
+        except httpx.HTTPError as error:
             raise RequestFailed(repr(error)) from error
         except (KeyError, TypeError, ValueError) as error:
             raise RequestFailed(f"malformed response: {error!r}") from error

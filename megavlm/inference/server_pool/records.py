@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.state import (
+    GONE,
+    LOST,
     Action,
     Event,
     EventKind,
@@ -69,7 +71,7 @@ class ServerRecords:
                     "rollout.image_tokens or rollout.concurrency if this goes on"
                 )
             if after.state is not before.state:
-                self._num_failures += after.state in (State.DEAD, State.RETIRED)
+                self._num_failures += after.state in (State.DEAD, *LOST)
                 self._log_change(url, before, after)
                 self._wake()
             return action
@@ -121,24 +123,24 @@ class ServerRecords:
             raise self._supervisor_error
         records = list(self._records.values())
         for record in records:
-            if record.state in (State.DEAD, State.RETIRED):
+            if record.state in (*GONE, State.RETIRED):
                 raise RolloutServerError(record.reason)
         return records
 
     def _check(self) -> None:
         if self._supervisor_error is not None:
             raise self._supervisor_error
-        retired = [
+        lost = [
             f"{url} was {record.reason}"
             for url, record in self._records.items()
-            if record.state is State.RETIRED
+            if record.state in LOST
         ]
-        left = len(self._records) - len(retired)
+        left = len(self._records) - len(lost)
         if left < self.policy.min_servers:
             raise RolloutServerError(
                 f"{left} rollout servers are left and rollout.min_servers="
                 f"{self.policy.min_servers}; the run can resume from its last checkpoint; "
-                f"{', '.join(retired)}"
+                f"{', '.join(lost)}"
             )
 
     def _wake(self) -> None:
@@ -156,6 +158,11 @@ class ServerRecords:
                 self._log(f"rollout server {url} died ({why}); it restarts in {seconds:.0f} s")
             case State.DEAD:
                 self._log(f"rollout server {url} is away ({why})")
+            case State.AWAY:
+                self._log(
+                    f"rollout server {url} is {why}; it is looked for as long as the run lives, "
+                    "and gets the weights before it serves again"
+                )
             case State.RETIRED:
                 self._log(f"rollout server {url} is {why}")
             case State.STALE if before.state is not State.SUSPECT:

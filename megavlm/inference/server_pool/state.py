@@ -6,6 +6,8 @@ and the action that follows.
     healthy    it answers and was refitted with `version`
     suspect    something failed; no new requests until a probe has settled whether it lives
     dead       gone: a managed server restarts at `retry_at`, an external one is probed
+    away       an external server that was dead for `start_timeout`: it counts as lost, and is
+               looked for now and then, as long as the run lives
     retired    given up for the rest of the run
 
 No clock, no process and no network here.
@@ -21,6 +23,7 @@ class State(Enum):
     HEALTHY = "healthy"
     SUSPECT = "suspect"
     DEAD = "dead"
+    AWAY = "away"
     RETIRED = "retired"
 
 
@@ -64,9 +67,9 @@ class RestartPolicy:
     max_restarts: of a managed server; the counter resets after `reset_after` healthy seconds.
     back_off: pause before the first restart, doubled with each. patience: of a suspect server that
     answers no probe and shows no work. max_failures: probes in a row that find nothing at its
-    address. start_timeout: to become healthy, and the longest absence of an
-    external server. max_missed: failed pushes in a row after which a server is given up.
-    max_mismatches: the same of pushes after which its checksums differ. min_servers: the fewest
+    address. start_timeout: to become healthy, and the absence after which an external server no
+    longer counts for min_servers. max_missed: failed pushes in a row after which a server is given
+    up. max_mismatches: the same of pushes after which its checksums differ. min_servers: the fewest
     servers that a run continues with. needs_refit: a started server gets requests only after a
     push.
     """
@@ -119,6 +122,8 @@ class ServerRecord:
 
 
 ANSWERING = (State.STALE, State.HEALTHY, State.SUSPECT)
+GONE = (State.DEAD, State.AWAY)
+LOST = (State.AWAY, State.RETIRED)  # no server that the run can count on
 UNVERIFIED = ""  # the version of a server that needs no refit
 
 
@@ -163,7 +168,7 @@ def _to(record: ServerRecord, state: State, now: float, **changes: object) -> Se
 def _answered(record: ServerRecord, now: float, policy: RestartPolicy) -> ServerRecord:
     if record.state is State.DEAD and record.managed:
         return record  # a late answer of a process that has ended
-    if record.state in (State.STARTING, State.DEAD):
+    if record.state in (State.STARTING, *GONE):
         version = None if policy.needs_refit else UNVERIFIED
         record = replace(record, version=version)
     if record.version is None:
@@ -245,7 +250,7 @@ def _busy(record: ServerRecord, reason: str, now: float) -> ServerRecord:
 def _died(
     record: ServerRecord, reason: str, now: float, policy: RestartPolicy
 ) -> tuple[ServerRecord, Action]:
-    if record.state is State.DEAD:
+    if record.state in GONE:
         return record, Action.NOTHING
     record = _reset_counter(record, now, policy)
     gone = replace(record, version=None, failures=0, busy=False, reason=reason)
@@ -261,8 +266,8 @@ def _died(
 def _tick(record: ServerRecord, now: float, policy: RestartPolicy) -> tuple[ServerRecord, Action]:
     if not record.managed:
         if record.state is State.DEAD and now - record.since >= policy.start_timeout:
-            why = f"given up after {policy.start_timeout:g} s away (rollout.start_timeout)"
-            return _retired(record, why, now), Action.NOTHING
+            why = f"away for {policy.start_timeout:g} s (rollout.start_timeout): {record.reason}"
+            return _to(record, State.AWAY, now, reason=why), Action.NOTHING
         return record, Action.NOTHING
     if record.state is State.DEAD and now >= record.retry_at:
         restarts = record.restarts + 1

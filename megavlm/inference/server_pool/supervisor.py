@@ -14,11 +14,12 @@ from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import ProbeError, Probes, Refused, Unreachable
 from megavlm.inference.server_pool.records import ServerRecords
-from megavlm.inference.server_pool.state import Action, Event, EventKind, State
+from megavlm.inference.server_pool.state import GONE, Action, Event, EventKind, State
 from megavlm.inference.server_pool.work import WorkReading, read_work
 
 TICK = 0.2  # seconds between looks at a process
 PROBE_EVERY = 15.0  # seconds without an answer after which a server is probed
+LOOK_EVERY = 30.0  # seconds between looks for an external server that is away
 
 
 class Supervisor:
@@ -28,6 +29,7 @@ class Supervisor:
         self._records = records
         self._thread = threading.Thread(target=self._main, name="server-pool", daemon=True)
         self._closing = threading.Event()
+        self._looked: dict[str, float] = {}  # when a server that is away was last looked for
         self._work: dict[str, WorkReading] = {}  # the last one of each server
 
     def start(self) -> None:
@@ -93,6 +95,9 @@ class Supervisor:
                 return self._probe_start(handle)
             case State.DEAD if handle.server is None:
                 return self._probe_start(handle)
+            case State.AWAY if time.monotonic() - self._looked.get(url, 0.0) > LOOK_EVERY:
+                self._looked[url] = time.monotonic()
+                return self._probe_start(handle)
             case State.SUSPECT if records.resting:
                 return self._probe_version(handle)
             case State.SUSPECT:
@@ -140,7 +145,7 @@ class Supervisor:
             return
         except ProbeError as error:
             seconds = self._records.seconds_in_state(handle.url)
-            if state is State.DEAD or seconds < policy.start_timeout:
+            if state in GONE or seconds < policy.start_timeout:
                 return
             server = handle.server
             reason = (

@@ -89,6 +89,16 @@ def test_retries_are_bounded(fault: Fault) -> None:
         assert len(fake.requests) == ATTEMPTS
 
 
+def test_the_limit_grows_with_the_answer_and_names_its_key() -> None:
+    expected = (
+        r"no whole answer within 0\.3 s \(rollout\.request_timeout=0\.1, and 0\.05 s for each of "
+        r"4 tokens\); if requests take too long, raise rollout\.request_timeout, or lower"
+    )
+    with FakeServer(*["hang"] * 20) as fake:
+        with pytest.raises(RolloutServerError, match=expected):
+            client(fake, total=0.1, token=0.05).generate([make_prompt()], n=1, sampling=GREEDY)
+
+
 def test_refusal_is_not_retried() -> None:
     with FakeServer("400") as fake:
         with pytest.raises(RolloutRequestError, match=r"HTTP 400 .* rows.parquet:7: .*scripted"):

@@ -1,5 +1,6 @@
 """Servers that were started elsewhere: their requirements, and their start in a pool."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -106,3 +107,45 @@ def test_a_wrong_admin_key_does_not_hide_that_a_server_answers() -> None:
     with FakeServer(keys=("reads", "writes")) as fake:
         with ServerPool([ServerHandle(fake.url, "reads", "other")], policy=POLICY) as pool:
             assert state(pool, fake.url) is State.STALE
+
+
+def test_a_server_that_comes_back_after_its_time_is_taken_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run goes on with the other one meanwhile; it gets the weights before it serves."""
+    monkeypatch.setattr(supervisor, "LOOK_EVERY", 0.05)
+    policy, lines = replace(POLICY, start_timeout=0.3), list[str]()
+    gone = FakeServer()
+    port = int(gone.url.rpartition(":")[2])
+    with FakeServer() as left, ExitStack() as stack:
+        stack.enter_context(gone)
+        with external(left, gone, policy=policy, log=lines.append) as pool:
+            push(pool, 1, (left, gone))
+            stack.close()
+            pool.request_failed(gone.url, "reset")
+            wait_for(lambda: state(pool, gone.url) is State.AWAY)
+            assert push(pool, 2, (left,)) == [left.url]
+            assert [one.url for one in pool.routable("2")] == [left.url]
+            with FakeServer(port=port) as back:
+                wait_for(lambda: state(pool, gone.url) is State.STALE)
+                assert [one.url for one in pool.routable("2")] == [left.url]
+                push(pool, 3, (left, back))
+                assert {one.url for one in pool.routable("3")} == {left.url, back.url}
+                assert back.weight_version == "3"
+    (told,) = [line for line in lines if "is away for" in line]
+    assert "rollout.start_timeout" in told and "looked for as long as the run lives" in told
+
+
+def test_a_run_with_too_few_servers_does_not_wait_for_those_that_are_away() -> None:
+    with FakeServer() as gone:
+        url = gone.url
+        pool = external(gone, policy=replace(POLICY, start_timeout=0.3))
+        pool.__enter__()
+    try:
+        pool.refitted(url, "1")
+        pool.request_failed(url, "reset")
+        wait_for(lambda: state(pool, url) is State.AWAY)
+        with pytest.raises(RolloutServerError, match=r"0 rollout servers are left .* was away for"):
+            pool.targets()
+    finally:
+        pool.__exit__(None, None, None)

@@ -149,7 +149,7 @@ def test_the_restart_counter_resets_after_long_health() -> None:
     assert run(record, (EventKind.EXITED, 102.0)).state is State.DEAD, "not given up at the moment"
 
 
-def test_an_external_server_may_come_back_stale_and_is_given_up_in_the_end() -> None:
+def test_an_external_server_may_come_back_stale_however_late() -> None:
     away = run(
         healthy(managed=False),
         (EventKind.REQUEST_FAILED, 3.0),
@@ -157,7 +157,10 @@ def test_an_external_server_may_come_back_stale_and_is_given_up_in_the_end() -> 
     )
     assert away.state is State.DEAD
     assert run(away, (EventKind.TICK, 53.9), (EventKind.ANSWERED, 53.9)).state is State.STALE
-    assert run(away, (EventKind.TICK, 54.0)).state is State.RETIRED
+    lost = run(away, (EventKind.TICK, 54.0), (EventKind.START_FAILED, 60.0))
+    assert lost.state is State.AWAY and "away for" in lost.reason
+    back = run(lost, (EventKind.TICK, 9999.0), (EventKind.ANSWERED, 9999.0))
+    assert back.state is State.STALE and back.version is None
 
 
 EVENTS = st.lists(
@@ -195,7 +198,7 @@ def test_no_request_goes_to_weights_that_were_not_verified_since_the_last_start(
                 assert verified == version
         if record.routable(None):
             assert verified is not None
-        if before.state in (State.STARTING, State.DEAD, State.RETIRED):
+        if before.state in (State.STARTING, State.DEAD, State.AWAY, State.RETIRED):
             assert record.state is not State.HEALTHY, "it must answer and be refitted first"
 
 
