@@ -87,8 +87,15 @@ class Run:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
 
-    def logits(self) -> list[Tensor]:
-        return logits(self.wrapped, self.packs, self._features())
+    def logits(self, *, by_pack: bool = False) -> list[Tensor]:
+        """Return the logits of this rank's packs. by_pack: a frozen tower encodes the images of a
+        pack by themselves, as a trained one does, and not all in one batch: the last bits of a row
+        depend on the number of rows in some kernels of a CPU.
+        """
+        features = self._features()
+        if by_pack and self.chunks[0].visual is not None:
+            features.tower_trained = True
+        return logits(self.wrapped, self.packs, features)
 
     def backward(self) -> None:
         def loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:

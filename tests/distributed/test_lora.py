@@ -88,8 +88,9 @@ def compare(
 ) -> dict[str, Any]:
     """Largest relative differences on this rank; which projections it has adapters for."""
     run = start(folder, ranks)
-    base, keys = run.logits(), checkpoint_keys(run)
-    run.add(LoRA(rank=RANK, alpha=ALPHA, targets=targets))
+    settings = LoRA(rank=RANK, alpha=ALPHA, targets=targets)
+    base, keys = run.logits(by_pack=settings.adapts_tower), checkpoint_keys(run)
+    run.add(settings)
     new = run.logits()
     set_pairs(run)
     on = run.logits()
