@@ -26,7 +26,8 @@ from megavlm.run import preflight
 from megavlm.run.doctor_checks import Finding, attempt
 
 PORT = 29500  # of torchrun's rendezvous (launch/slurm.sbatch)
-LEAST_DISK = 10 * 10**9  # bytes, without a recipe
+LEAST_DISK = 10 * 10**9  # bytes, without a recipe or its model
+LOGS = 10**8  # bytes, of a run's records and samples
 SERVER_FRACTION = 0.3  # of a GPU that the tiny model's server shares with ranks
 
 
@@ -61,15 +62,16 @@ def _findings(config: Config | None, cpu: bool) -> Iterator[Finding]:
     yield checks.check_shared_memory(shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize)
     folder = Path("runs" if config is None else config.run.dir)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    needed = LEAST_DISK if config is None else checkpoint_bytes(config)
+    needed = (config and checkpoint_bytes(config)) or LEAST_DISK
     yield checks.check_disk(str(existing), shutil.disk_usage(existing).free, needed)
     yield checks.check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     if not cpu:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         yield checks.check_memlock(float("inf") if limit == resource.RLIM_INFINITY else limit)
     yield attempt("ports", lambda: _ports(config))
-    yield attempt("run directory", lambda: _writable(folder))
-    if os.access(existing, os.W_OK):
+    run_directory = attempt("run directory", lambda: _writable(folder))
+    yield run_directory
+    if run_directory.level == "OK":
         yield checks.check_clock(clock_skew(existing), str(existing))
     if config is not None:
         yield from _recipe_findings(config)
@@ -117,12 +119,14 @@ def _versions(cpu: bool) -> Finding:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of the checkpoints that a run keeps and writes: of each parameter in two
-    bytes of its model folder, the weight and twelve bytes of optimizer state.
+    """Return the bytes of the checkpoints that a run keeps and writes, with its records: of each
+    parameter in two bytes of its model folder, the weight and twelve bytes of optimizer state. 0 if
+    the folder has no weights.
     """
     files = Path(config.model.folder).glob("*.safetensors")
     weights = sum(path.stat().st_size for path in files)
-    return weights * (1 + 6 * (not config.lora.rank)) * (1 + (config.checkpoint.keep_last or 1))
+    num_kept = 1 + (config.checkpoint.keep_last or 1)
+    return weights and LOGS + weights * (1 + 6 * (not config.lora.rank)) * num_kept
 
 
 def _ports(config: Config | None) -> str:

@@ -126,7 +126,7 @@ def check_shared_memory(total: int, free: int) -> Finding:
 
 def check_disk(folder: str, free: int, needed: int) -> Finding:
     """Check the disk of the run directory. needed: bytes of the checkpoints that a run keeps."""
-    found = f"{folder} has {free / 1e9:.0f} GB free, checkpoints need {needed / 1e9:.0f} GB"
+    found = f"{folder} has {free / 1e9:.1f} GB free, checkpoints need {needed / 1e9:.1f} GB"
     if free < needed:
         fix = "free some, set run.dir to another disk, or lower checkpoint.keep_last"
         return Finding("FAIL", "disk", found, fix)

@@ -60,7 +60,7 @@ CASES = {
     "shm": (check_shared_memory(2**36, 2**35), "OK", "32.0 of 64.0 GiB"),
     "docker's shm": (check_shared_memory(2**26, 2**26), "FAIL", "--ipc host"),
     "little shm": (check_shared_memory(2**31, 2**31), "WARN", "--ipc host"),
-    "disk": (check_disk("runs", 10**12, 10**11), "OK", "1000 GB free"),
+    "disk": (check_disk("runs", 10**12, 10**11), "OK", "1000.0 GB free"),
     "full disk": (check_disk("runs", 10**9, 10**11), "FAIL", "checkpoint.keep_last"),
     "files": (check_files(2**20), "OK", "1048576"),
     "few files": (check_files(20000), "WARN", "ulimit -n 65536"),
@@ -199,4 +199,19 @@ def test_a_recipe_s_paths_are_checked(
 def test_checkpoints_need_the_optimizer_s_state(write_recipe: Callable[..., Path]) -> None:
     config = load(write_recipe(checkpoint={"keep_last": 2}))
     (weights,) = Path(config.model.folder).glob("*.safetensors")
-    assert doctor.checkpoint_bytes(config) == weights.stat().st_size * 7 * 3
+    assert doctor.checkpoint_bytes(config) == doctor.LOGS + weights.stat().st_size * 7 * 3
+    weights.unlink()
+    assert doctor.checkpoint_bytes(config) == 0, "the machine is checked as without a recipe"
+
+
+def test_a_run_directory_that_is_a_file_is_a_finding(
+    write_recipe: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").touch()
+    recipe = write_recipe(run={"dir": str(tmp_path / "file/run")})
+    assert diagnose(recipe, monkeypatch)[0] == 1
+    found = outcome(capsys.readouterr().out)
+    assert found["run directory"] == "FAIL" and "clock" not in found
