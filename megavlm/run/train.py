@@ -20,6 +20,7 @@ from megavlm.run.exit_codes import ExitCode
 from megavlm.run.finish import finish
 from megavlm.run.reason import end_run
 from megavlm.run.run_lock import run_lock
+from megavlm.run.shared_files import check_shared_files
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
 from megavlm.training.guards import TimeLimit
@@ -38,6 +39,7 @@ def train(config: Config, progress: Progress) -> bool:
     timeout = timedelta(hours=config.run.timeout)
     init_distributed(timeout)
     mesh = build_mesh(Layout.from_config(config.parallel), seed=config.run.seed, timeout=timeout)
+    check_shared_files(config)
     phases = Phases(
         platform.synchronize, begun=progress.show, before={"start of ranks": progress.elapsed}
     )

@@ -43,6 +43,7 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
     monkeypatch.setattr(run, "init_distributed", lambda timeout: None)
     monkeypatch.setattr(run, "build_mesh", build_mesh)
     monkeypatch.setattr(run, "own_store", HashStore)
+    monkeypatch.setattr(run, "check_shared_files", lambda _: events.append("files"))
     monkeypatch.setattr(run, "connect", connect)
     monkeypatch.setattr(run, "barrier", lambda _: events.append("all ranks wait"))
     monkeypatch.setattr(run.TrainState, "build", build)
@@ -50,4 +51,4 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
     with pytest.raises(Stop):
         run.train(config, Progress(is_quiet=True))
     waits = ["all ranks wait"] if colocate else []
-    assert events == ["servers", *waits, "model"]
+    assert events == ["files", "servers", *waits, "model"]
