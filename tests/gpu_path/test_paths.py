@@ -1,0 +1,80 @@
+"""Checkpoints go from the CPU's layers and optimizer to Transformer Engine's, and back: the same
+weights, optimizer state and next updates.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from megavlm.checkpointing.folder import step_folder
+from megavlm.checkpointing.reader import StepReader
+from tests.distributed.fork import launch
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.unit.checkpoints.ranks import make_hf, start
+from tests.unit.checkpoints.test_checkpointing import assert_equal_tensors
+
+RANKS = LAYOUTS | EXPERT_LAYOUTS
+
+
+def train(hf: Path, ranks: Ranks, source: Path | None, target: Path) -> None:
+    """Save step 3, trained or as loaded, and step 5."""
+    run = start(hf, ranks, freeze=False)
+    if source is None:
+        run.train(range(3))
+    else:
+        run.load(source, 3)
+    run.save(target, 3)
+    run.train(range(3, 5))
+    run.save(target, 5)
+
+
+def on_path(
+    path: Literal["cpu", "gpu"], hf: Path, layout: str, source: Path | None, target: Path
+) -> Path:
+    """Run `train` in a process of its own, on the path. Returns its checkpoints."""
+    plain = {name: value for name, value in os.environ.items() if name != "MEGAVLM_GPU_PATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(hf), layout, str(source or ""), str(target)],
+        cwd=Path(__file__).parents[2],
+        env=plain | ({"MEGAVLM_GPU_PATH": "1"} if path == "gpu" else {}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == [path]
+    return target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen2_5_vl", "TP2+SPxPP2"), ("qwen3_vl_moe", "EP2"), ("qwen3_5", "TP2")],
+)
+def test_a_run_goes_on_on_the_other_path(family: str, layout: str, tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", family=family)
+    paths: tuple[Literal["cpu", "gpu"], ...] = ("cpu", "gpu")
+    for path, other in (paths, paths[::-1]):
+        stays = on_path(path, hf, layout, None, tmp_path / path)
+        goes = on_path(other, hf, layout, stays, tmp_path / f"{path} to {other}")
+        assert_equal_tensors(stays, goes, 3)
+        expected, found = (StepReader(step_folder(folder, 5)) for folder in (stays, goes))
+        assert found.tensors.keys() == expected.tensors.keys()
+        for key in expected.tensors:
+            whole = expected.read(key)
+            bound = 2e-5 * whole.abs().max().item()  # of tests/distributed/test_updates.py
+            np.testing.assert_allclose(found.read(key), whole, rtol=0, atol=bound, err_msg=key)
+
+
+if __name__ == "__main__":
+    folder, layout, source, target = sys.argv[1:]
+    from megavlm.parallel import platform
+
+    ranks = RANKS[layout]
+    arguments = (ranks, Path(source) if source else None, Path(target))
+    launch(ranks.world_size, train, Path(folder), *arguments)
+    print("gpu" if platform.has_gpu() else "cpu")
