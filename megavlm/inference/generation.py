@@ -271,8 +271,8 @@ class GenerationBatch:
             raise RolloutServerError(
                 f"{address.url}/generate did not answer the request of {request.source} in "
                 f"{ATTEMPTS} attempts; the last problem: {problem}; if requests take too long, "
-                "raise rollout.request_timeout, or lower rollout.concurrency, rollout.image_tokens or "
-                "rollout.max_new_tokens"
+                "raise rollout.request_timeout, or lower rollout.concurrency, "
+                "rollout.image_tokens or rollout.max_new_tokens"
             )
         now = asyncio.get_running_loop().time()
         request.not_before = now + self.limits.pause(attempts)

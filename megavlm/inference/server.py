@@ -5,12 +5,14 @@ import os
 import random
 import resource
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -19,13 +21,16 @@ import psutil
 
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server_args import ServerArgs, ServerOptions, command_line
+from megavlm.inference.server_main import SHARED_MEMORY, remove, shared_memory_of
 
 HOST = "127.0.0.1"
 SERVER_MAIN = Path(__file__).resolve().with_name("server_main.py")
 # Seconds to end after SIGTERM. A GPU's memory may stay taken when a server is killed while it
 # releases it; on a CPU there is nothing to release, and SGLang would take 9 s.
 STOP_TIMEOUT = {"cuda": 30.0, "cpu": 0.0}
-TAIL_LINES = 30
+TAIL_LINES, TAIL_BYTES = 30, 2**16
+LEFT_FOR = 3600.0  # seconds
+LOG_BYTES, LOG_KEPT = 32 * 2**20, 2
 KERNEL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 SERVER_PORTS = range(20000, 22000)  # SGLang 0.5.23 looks for ports of its own from 22000 on
 
@@ -38,7 +43,8 @@ class ManagedServer:
     this process dies in any other way, the kernel ends the server (see server_main.py). For the
     kernel, the parent is the thread that launched it: use a thread that lives as long.
 
-    log_path: output of the server; the first launch overwrites an existing file. port: None takes
+    log_path: output of the server; the first launch overwrites an existing file, and a file of
+    LOG_BYTES becomes its first of LOG_KEPT older ones (`rotate_log`). port: None takes
     one that stays free, see `server_ports`. first_gpu: its ranks take GPUs from this one on.
     first_core: on a CPU, its ranks are bound to cores from this one on. start_timeout: seconds to
     become healthy.
@@ -84,10 +90,12 @@ class ManagedServer:
         """Start the processes. Raises RolloutServerError if the port is in use."""
         assert self._process is None, "it is running"
         require_free(self.port)
+        remove_leftovers()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = tempfile.TemporaryDirectory(prefix="megavlm-rollout-")
         command = [sys.executable, "-P", str(SERVER_MAIN), str(os.getpid())]
-        with open(self.log_path, self._log_mode) as log:
+        open(self.log_path, self._log_mode).close()
+        with open(self.log_path, "ab") as log:  # appending, or a rotation would leave a gap
             self._process = subprocess.Popen(
                 command + self._arguments,
                 stdin=subprocess.PIPE,
@@ -145,11 +153,28 @@ class ManagedServer:
             except psutil.NoSuchProcess:
                 pass
 
+    def rotate_log(self) -> None:
+        """Copy a log of LOG_BYTES to LOG.1, the one there to LOG.2, and go on with an empty file:
+        the server's processes keep theirs open. Lines that they write meanwhile are lost; on a full
+        disk, those that cannot be copied too.
+        """
+        older = [self.log_path.with_name(f"{self.log_path.name}.{n}") for n in (1, LOG_KEPT)]
+        with suppress(OSError):
+            if self.log_path.stat().st_size < LOG_BYTES:
+                return
+            try:
+                if older[0].exists():
+                    older[0].replace(older[1])
+                shutil.copyfile(self.log_path, older[0])
+            finally:
+                os.truncate(self.log_path, 0)
+
     def stop(self) -> None:
         """End the server and all its workers. Does nothing if it is stopped already."""
         process, self._process = self._process, None
         if process is None:
             return
+        files = shared_memory_of(process.pid)
         try:
             process.terminate()
             process.wait(STOP_TIMEOUT[self.device])
@@ -158,6 +183,7 @@ class ManagedServer:
         finally:  # after a second Ctrl-C, too
             _kill_group(process.pid)
             process.wait()
+            remove(files)
             assert self._temporary is not None
             self._temporary.cleanup()
 
@@ -193,9 +219,25 @@ class ManagedServer:
 
     def with_log(self, message: str) -> str:
         """Return the message with the end of the server's log."""
-        lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
         tail = "\n".join(f"  {line[:500]}" for line in lines)
         return f"{message}; the end of {self.log_path}:\n{tail}"
+
+
+def remove_leftovers() -> None:
+    """Remove this user's files of SGLang in shared memory that no process has mapped any more, of
+    runs that were killed as a whole. Those of the last hour stay: a process may be about to map
+    them, or be in another container.
+    """
+    old = {
+        str(path)
+        for path in Path(SHARED_MEMORY).parent.glob(f"{Path(SHARED_MEMORY).name}*")
+        if (stat := path.lstat()).st_uid == os.getuid() and time.time() - stat.st_ctime > LEFT_FOR
+    }
+    if old:
+        remove(old - shared_memory_of(None))
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -18,9 +18,11 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SHARED_MEMORY = "/dev/shm/sgl"  # noqa: S108  begin of the names of SGLang's files
 # Of server_support: for slices that come by value or CUDA IPC, and by process groups.
 LOADERS = ("megavlm_weights.load_slices", "megavlm_weights.receive_slices")
 
@@ -42,7 +44,32 @@ def fork_reaper() -> None:
         while os.getppid() == main:  # else it was sent by somebody else
             signal.sigwait({signal.SIGTERM})
         shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+        remove(shared_memory_of(os.getpgid(0)))
         os.killpg(0, signal.SIGKILL)
+
+
+def shared_memory_of(group: int | None) -> set[str]:
+    """Return the files of SGLang in shared memory that processes of a process group have mapped, or
+    of any process for None. SGLang leaves them behind when it is killed.
+    """
+    found: set[str] = set()
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if group is None or os.getpgid(int(pid)) == group:
+                with open(f"/proc/{pid}/maps") as maps:
+                    lines = (line.rstrip() for line in maps if SHARED_MEMORY in line)
+                    found |= {line.split()[-1] for line in lines if line[-1] != ")"}  # (deleted)
+        except OSError:
+            pass  # it has ended, or is another user's
+    return found
+
+
+def remove(files: Iterable[str]) -> None:
+    for file in files:
+        try:
+            os.unlink(file)
+        except OSError:
+            pass  # SGLang has removed it
 
 
 def obey_only(parent: int) -> None:

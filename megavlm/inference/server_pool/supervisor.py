@@ -70,6 +70,8 @@ class Supervisor:
         """Check a server once: its process, what time has changed, and a probe if one is due."""
         url, records = handle.url, self._records
         state = records.record(url).state
+        if handle.server is not None and handle.server.running:
+            await asyncio.to_thread(handle.server.rotate_log)
         if state is State.RETIRED:
             if handle.server is not None and handle.server.running:
                 await asyncio.to_thread(handle.server.stop)

@@ -1,12 +1,14 @@
 """The life of a server's processes, with a stub in SGLang's place that starts in a moment."""
 
+import mmap
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from megavlm.inference import server as server_module
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import ManagedServer, free_port
 from megavlm.inference.server_args import ServerOptions, command_line
+from megavlm.inference.server_main import SHARED_MEMORY, shared_memory_of
 from tests.timeouts import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -222,3 +225,76 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = ServerOptions("model", "bfloat16", "cuda", cache_images=False).environment()
     assert "SGLANG_USE_CPU_ENGINE" not in cuda and "cpu_support" not in cuda["PYTHONPATH"]
     assert cuda["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+
+
+def test_the_log_rotates_and_its_end_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "LOG_BYTES", 1000)
+    with managed(tmp_path) as server:
+        for number in range(5):
+            with server.log_path.open("ab") as log:
+                log.write(b"x" * 1000 + f"\n{number}".encode())
+            server.rotate_log()
+        server.rotate_log()  # an empty one stays
+        os.kill(psutil.Process(server.pid).pid, signal.SIGABRT)  # it writes to the file it has open
+        wait_until(lambda: server.log_path.stat().st_size > 0)
+        assert b"\0" not in server.log_path.read_bytes(), "no gap"
+    kept = sorted(path.name for path in server.log_path.parent.iterdir())
+    assert kept == ["server.log", "server.log.1", "server.log.2"]
+    assert server.log_path.with_name("server.log.1").read_text().endswith("\n4")
+    with server.log_path.open("ab") as log:
+        log.write(b"old\n" * 10**5 + b"the last words\n")
+    assert server.with_log("it died").endswith("the last words")
+
+
+def test_stacks_are_in_the_log_of_a_server_that_is_aborted(tmp_path: Path) -> None:
+    with managed(tmp_path) as server:
+        server.abort()
+        wait_until(lambda: server.death() is not None)
+        assert "most recent call first" in server.log_path.read_text()
+
+
+def test_shared_memory_of_killed_servers_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server's own processes when it ends; of dead processes when one starts."""
+    begin = f"{SHARED_MEMORY}_shm_test_{os.getpid()}"
+    left, young, held = (Path(f"{begin}_{name}") for name in ("left", "young", "held"))
+    monkeypatch.setattr(server_module, "LEFT_FOR", 0.0)
+    monkeypatch.setattr(server_module, "SHARED_MEMORY", begin)
+    try:
+        left.touch()
+        held.write_bytes(b"x" * 4096)
+        with held.open("r+b") as file, mmap.mmap(file.fileno(), 0), managed(tmp_path):
+            assert not left.exists(), "nobody has it"
+            assert held.exists(), "this process has it"
+            assert str(held) in shared_memory_of(os.getpgid(0))
+        monkeypatch.setattr(server_module, "LEFT_FOR", 3600.0)
+        young.touch()
+        with managed(tmp_path):
+            assert young.exists()
+    finally:
+        for path in (left, young, held):
+            path.unlink(missing_ok=True)
+
+
+def test_a_server_that_ends_leaves_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB", "shared memory")
+    for kill in (False, True):
+        with managed(tmp_path) as server:
+            (path,) = [Path(file) for file in shared_memory_of(server.pid)]
+            assert path.exists()
+            if kill:
+                os.kill(psutil.Process(server.pid).pid, signal.SIGKILL)  # its reaper removes it
+                wait_until(lambda path=path: not path.exists())
+        assert not path.exists()
+
+
+def wait_until(fact: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + scaled(30)
+    while not fact():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -2,7 +2,7 @@
 
 ok | busy (answers no /health_generate and computes) | crash (at once) | silent (never listens) |
 stubborn (ignores SIGTERM) | mortal (one launch that answers; later ones crash: the file
-STUB_LAUNCHES counts them)
+STUB_LAUNCHES counts them) | shared memory (its worker maps a file)
 """
 
 import argparse
@@ -28,8 +28,14 @@ logging.basicConfig()
 logging.warning("all arguments: %s", vars(arguments))
 print("keys in the environment:", arguments.api_key in os.environ.values(), flush=True)
 work = "while True: pass" if mode == "busy" else "import signal; signal.pause()"
+if mode == "shared memory":
+    path = f"/dev/shm/sgl_shm_stub_{os.getpid()}"  # noqa: S108
+    work = f"import mmap, signal; f = open({path!r}, 'w+b'); f.truncate(4096); "
+    work += "m = mmap.mmap(f.fileno(), 0); print('mapped', flush=True); signal.pause()"
 worker = subprocess.Popen([sys.executable, "-c", work])
 print("worker", worker.pid, flush=True)
+while mode == "shared memory" and not os.path.exists(path):
+    pass
 
 if mode == "mortal":
     launches = Path(os.environ["STUB_LAUNCHES"])
