@@ -1,5 +1,6 @@
 """Export of a checkpoint as a HuggingFace folder, with its adapters merged."""
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from megavlm.models.common.hf_source import INDEX, SINGLE
 from megavlm.models.common.loading import MEMORY, Form, stack_shape
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry
+from megavlm.models.registry import family
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,9 @@ def write_hf(
         options.show("export", total) as advance,
     ):
         copy_hf_files(weights.hf_files, output)
-        _set_dtype(output / "config.json", dtype or weights.dtypes[next(reversed(weights.groups))])
+        _write_config(
+            output / "config.json", dtype or weights.dtypes[next(reversed(weights.groups))]
+        )
         (output / "README.md").write_text(model_card(weights, adapters, untrained=untrained))
         for part in plan:
             with SafetensorsWriter(output / part.name, part.specs) as file:
@@ -222,13 +226,13 @@ def _large_items_first(file: _File) -> None:
     file.specs = {name: file.specs[name] for name in sorted(file.specs, key=itemsize)}
 
 
-def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Set the dtype in config.json to that of the weights, which training may have changed."""
-    config = json.loads(path.read_bytes())
-    name = str(dtype).removeprefix("torch.")
-    changed = False
+def _write_config(path: Path, dtype: torch.dtype) -> None:
+    """Complete config.json for servers, and set its dtype to that of the weights, which training
+    may have changed.
+    """
+    before = json.loads(path.read_bytes())
+    config = copy.deepcopy(family(before["model_type"]).served_config(before))
     for section, key in dtype_keys(config):
-        changed |= section[key] != name
-        section[key] = name
-    if changed:
+        section[key] = str(dtype).removeprefix("torch.")
+    if config != before:
         path.write_text(json.dumps(config, indent=2) + "\n")

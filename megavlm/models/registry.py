@@ -2,7 +2,8 @@
 
 A family is a package with four modules, which is all that a new one adds beside its line here:
 
-    config.py   `language_sizes`, `architecture`, `rotary`: the language model, as plain values
+    config.py   `language_sizes`, `architecture`, `rotary`: the language model, as plain values;
+                `served_config`, where servers read what transformers does not write
     mapping.py  `mapping`: hub tensor names against this model's tensors
     vision.py   `VisionTower`
     inputs.py   `video_tokens`, `extra_inputs`: what its prompts hold besides images and text
@@ -62,6 +63,14 @@ class Family:
         videos (data.videos.ProcessedVideo) of one prompt.
         """
         return self._module("inputs").extra_inputs(videos)
+
+    def served_config(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a config.json with those that SGLang reads and transformers may
+        leave out, of a family whose `config.py` knows some.
+        """
+        complete = getattr(self._module("config"), "served_config", dict)
+        completed: dict[str, Any] = complete(values)
+        return completed
 
     def _module(self, name: str) -> ModuleType:
         return importlib.import_module(f"{self.package}.{name}")

@@ -139,6 +139,10 @@ def train(folder: Path, ranks: Ranks) -> list[Any]:
             ("qwen3_vl", "PP2"),
             ("qwen3_vl", "CP2"),
             ("qwen3_vl_moe", "EP2"),
+            ("qwen3_5", "TP2+SP"),
+            ("qwen3_5", "PP2 virtual 2"),
+            ("qwen3_5", "CP2xDP2"),
+            ("qwen3_5_moe", "EP2 over TP2+SP"),
         ),
     ],
 )

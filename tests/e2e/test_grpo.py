@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from megavlm.demo.data import DemoData
+from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.run.exit_codes import ExitCode
 from tests.e2e.conftest import World
 
@@ -102,6 +104,36 @@ def test_the_checkpoint_is_evaluated_and_trained_on(world: World, trained: Path)
     *earlier, last = world.metrics("grpo")
     assert earlier == steps and last["step"] == 4
     assert last["rollout_max_difference"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_layers_of_linear_attention(world: World, family: str) -> None:
+    model = world.root / family
+    sets = (world.root / f"data/{name}.parquet" for name in ("train", "test", "warm_start"))
+    make_tiny_model(model, DemoData(*sets, "task").texts(), seed=0, family=family)
+    recipe = world.recipe(
+        f"grpo_{family}",
+        model={"folder": str(model)},
+        parallel={"tensor": 2, "sequence": True},
+        algorithm=GRPO | {"steps": 2},
+        optimizer={"lr": 1e-3},
+        rollout={"temperature": 0.7},
+        checkpoint={"export_hf": True, "verify_export": True},
+    )
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 0, done.stderr
+    steps = world.metrics(f"grpo_{family}")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["rollout_max_difference"] < 1e-4 for step in steps)
+    run = world.root / f"grpo_{family}"
+    assert json.loads((run / "result.json").read_text())["export_logit_difference"] < 1e-5
+    with safe_open(run / "hf/model.safetensors", "pt") as exported:
+        with safe_open(model / "model.safetensors", "pt") as start:
+            assert set(exported.keys()) == set(start.keys())
+            for name in ("in_proj_qkv.weight", "in_proj_a.weight", "conv1d.weight", "A_log"):
+                key = f"model.language_model.layers.0.linear_attn.{name}"
+                assert not exported.get_tensor(key).equal(start.get_tensor(key)), key
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ GB = 1e9
 
 def render(results: Mapping[str, Any]) -> str:
     """Return the page. results: `machine`, `versions`, `command` and `date`; `parity` and `figures`
-    by model; `grpo`, a summary. Parts that were not measured are left out.
+    by model; `linear attention`, errors; `grpo`, a summary. Parts that were not
+    measured are left out.
     """
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
@@ -21,6 +22,8 @@ def render(results: Mapping[str, Any]) -> str:
     ]
     if parity := results.get("parity"):
         lines += ["", "## Parity in bf16", "", *_parity(parity)]
+    if kernel := results.get("linear attention"):
+        lines += ["", "## Gated DeltaNet's kernel in bf16", "", *_kernel(kernel)]
     for name, tables in results.get("figures", {}).items():
         lines += ["", f"## {name}", "", *_figures(tables)]
     if grpo := results.get("grpo"):
@@ -39,6 +42,17 @@ def _parity(parity: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str
         f"{about}\ngradient over its norm. The weights are the same, and bf16 holds them exactly.",
         "",
         *_table(["Model", "In bf16", "Log-probs", "Gradient"], rows),
+    ]
+
+
+def _kernel(errors: Mapping[str, Mapping[str, float]]) -> list[str]:
+    rounding = errors["rounding"]
+    rows = [[name, f"{x:.1e}", f"{rounding[name]:.1e}"] for name, x in errors["kernel"].items()]
+    return [
+        "Root mean square error of the output and of each input's gradient, over a tree, relative",
+        "to PyTorch's operations in fp32; and that of rounding them to bf16 alone.",
+        "",
+        *_table(["Tensor", "Kernel", "Rounding"], rows),
     ]
 
 

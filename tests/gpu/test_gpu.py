@@ -1,10 +1,11 @@
 """The first hour on a GPU: parity of every attention kernel, a colocated GRPO run, and figures.
 
-`make gpu` runs them on one 80 GB GPU without a network, in nine minutes at most, and writes
+`make gpu` runs them on one 80 GB GPU without a network, in ten minutes at most, and writes
 tests/benchmarks/GPU.md. With MEGAVLM_GPU_TESTS=tiny the same bodies run on a CPU.
 """
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_a_colocated_run_syncs_and_returns_its_memory(
     total = torch.cuda.get_device_properties(0).total_memory if platform.has_gpu() else 0
     assert len(steps) == (3 if shapes.is_tiny() else grpo.STEPS)
     assert plan.grpo_faults(steps, memory, total) == []
+
+
+@pytest.mark.skipif(
+    not (shapes.is_tiny() or find_spec("fla")),
+    reason="needs flash-linear-attention: megavlm[linear-attention]",
+)
+def test_linear_attentions_kernel_follows_trees(results: dict[str, Any]) -> None:
+    found = plan.part("linear_attention")
+    results["linear attention"] = found
+    assert plan.kernel_faults(found) == []
 
 
 @pytest.mark.parametrize("family", shapes.RELEASED)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megavlm.config.load import load
 from megavlm.models.registry import family as family_of
 from megavlm.parallel import platform
 from megavlm.run.preflight import check_server_args
-from tests.gpu import figures, grpo, plan, report, shapes
+from tests.gpu import figures, grpo, linear_attention, plan, report, shapes
 from tests.gpu.grpo import Memory
 from tests.unit.models.releases import RELEASES
 
@@ -25,7 +26,7 @@ def test_the_bodies_of_the_gpu_tests_run_on_a_cpu() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "tests/gpu/test_gpu.py"]
     environment = os.environ | {shapes.SWITCH: "tiny", "PYTEST_ADDOPTS": ""}
     reply = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert reply.returncode == 0 and "5 passed" in reply.stdout, reply.stdout + reply.stderr
+    assert reply.returncode == 0 and "6 passed" in reply.stdout, reply.stdout + reply.stderr
 
 
 @pytest.mark.slow
@@ -34,7 +35,7 @@ def test_without_a_gpu_they_are_collected_and_skipped_with_a_reason() -> None:
     command = [sys.executable, "-m", "pytest", "-rs", "tests/gpu/test_gpu.py"]
     environment = {name: value for name, value in os.environ.items() if name != shapes.SWITCH}
     reply = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert reply.returncode == 0 and "5 skipped" in reply.stdout
+    assert reply.returncode == 0 and "6 skipped" in reply.stdout
     assert "needs a GPU: `make gpu` runs these" in reply.stdout
 
 
@@ -61,6 +62,32 @@ def test_parity_is_judged_by_transformers_own_error() -> None:
     assert [fault.split(":")[0] for fault in plan.parity_faults(far)] == ["flex", "flex"]
     nan = found | {"flex": {"logprobs": float("nan"), "gradient": float("nan")}}
     assert len(plan.parity_faults(nan)) == 2
+
+
+def test_a_kernel_is_judged_by_each_of_its_tensors() -> None:
+    found = {
+        "kernel": {"output": 0.004, "decay": 0.019},
+        "rounding": {"output": 0.002, "decay": 0.002},
+    }
+    assert plan.kernel_faults(found) == []
+    found["kernel"] = {"output": float("nan"), "decay": 0.3}
+    assert [fault.split(":")[0] for fault in plan.kernel_faults(found)] == ["output", "decay"]
+
+
+@pytest.mark.parametrize("lost", ["state", "gradient of the state"])
+def test_a_kernel_that_loses_a_parents_state_is_found(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = linear_attention.choose_rule()
+
+    def broken(*inputs: Any, initial_state: torch.Tensor | None, **settings: Any) -> Any:
+        given = None if lost == "state" or initial_state is None else initial_state.detach()
+        return rule(*inputs, initial_state=given, **settings)
+
+    monkeypatch.setenv(shapes.SWITCH, "tiny")
+    assert plan.kernel_faults(linear_attention.measure()) == []
+    monkeypatch.setattr(linear_attention, "choose_rule", lambda: broken)
+    assert len(plan.kernel_faults(linear_attention.measure())) >= 4
 
 
 def steps(**values: Any) -> list[dict[str, Any]]:
@@ -121,11 +148,11 @@ def test_the_run_s_recipe_is_valid(tmp_path: Path, is_tiny: bool) -> None:
     check_server_args(config.rollout)
 
 
-def test_all_parts_together_take_nine_minutes_at_most() -> None:
+def test_all_parts_together_take_ten_minutes_at_most() -> None:
     each = len(shapes.RELEASED)
     limits = plan.LIMITS
     total = each * (limits["parity"] + limits["figures"]) + limits["grpo"] + limits["run"]
-    assert total <= 9 * 60
+    assert total + limits["linear_attention"] <= 10 * 60
 
 
 def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
@@ -139,12 +166,14 @@ def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
     results = {
         "parity": {"Qwen3-VL-2B": {"transformers": EXACT}},
         "figures": {"Qwen3-VL-2B": tables},
+        "linear attention": {"kernel": {"output": 0.004}, "rounding": {"output": 0.002}},
         "grpo": {"model": "Qwen3-VL-2B", **grpo.summary(steps(), memory())},
     }
     plan.write(results, tmp_path / "GPU.md")
     text = (tmp_path / "GPU.md").read_text()
     for line in (
         "| Qwen3-VL-2B | transformers | 1.00e-02 | 1.0010 |",
+        "| output | 4.0e-03 | 2.0e-03 |",
         "| vision | 1.500 s | 1,234 | 40.0% | 20.0 GB |",
         "| log-probs | 1.500 s | 1,234 | - | 20.0 GB |",
         "| prompt shared | 1.500 s, 20.0 GB | 3.000 s, 20.0 GB |",

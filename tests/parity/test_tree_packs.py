@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parity
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5", *slow("qwen3_5_moe")])
 def arguments(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     """A model folder, its configuration, conversations, and what transformers computes."""
     inputs = inputs_of(model_folder(request.param))

@@ -33,7 +33,7 @@ LORA = ("language.attention", "language.mlp")
 ADAPTED = ("lora", "adapter")
 
 
-DENSE = ("qwen2_5_vl", "qwen3_vl")
+DENSE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 WITH_ADAPTERS = {
     "enable_lora": True,
     "max_lora_rank": RANK,
@@ -73,6 +73,7 @@ SUBSET = [
     Case("qwen3_5", 2, "CP2", "distributed", "refit"),
     Case("qwen3_5", 2, "PP2", "disk", "frozen tower"),
     Case("qwen3_5", 2, "TP2", "tensor", "lora"),
+    Case("qwen3_5", 2, "TP2xPP2", "tensor", "adapter"),
     Case("qwen3_5_moe", 2, "EP2", "tensor", "refit"),
     Case("qwen3_5_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
 ]
@@ -95,7 +96,6 @@ def everything() -> Iterator[Case]:
             Case(family, ranks, *rest)
             for rest in itertools.product(layouts[family], ways, modes)
             if not (family.endswith("_moe") and rest[-1] in ADAPTED)
-            and (family, rest[-1]) != ("qwen3_5", "adapter")
         )
 
 

@@ -63,6 +63,22 @@ def rotary(hf_config: Any) -> Rotary:
     return Rotary(rotated, theta, interleaved_axes(section))
 
 
+def served_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config.json with those that SGLang 0.5.23 reads where transformers
+    reads others. An interval of attention is added where one describes the layers.
+    """
+    text, vision = dict(values["text_config"]), dict(values["vision_config"])
+    linear = linear_layers(text)
+    interval = linear.index(0) + 1 if 0 in linear else len(linear) + 1
+    if linear == linear_layers({**text, "layer_types": None, "full_attention_interval": interval}):
+        text.setdefault("full_attention_interval", interval)
+    rope = text.get("rope_parameters") or {}
+    factor = rope.get("partial_rotary_factor", PARTIAL_ROTARY_FACTOR)
+    text.setdefault("partial_rotary_factor", factor)
+    vision.setdefault("deepstack_visual_indexes", [])  # SGLang assumes three levels
+    return {**values, "text_config": text, "vision_config": vision}
+
+
 def has_experts(text: Mapping[str, Any]) -> bool:
     """Return True for a mixture of experts, in every layer."""
     return bool(text.get("num_experts"))

@@ -1,13 +1,17 @@
 """What an export holds, and who can read it."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from checkpoint_tools.compare_logits import compare_logits
 from checkpoint_tools.export_hf import WriteOptions, export_hf
@@ -16,6 +20,7 @@ from checkpoint_tools.lora.adapters import AdapterPairs, Pair, Projection
 from checkpoint_tools.model_card import model_card
 from checkpoint_tools.weights import step_weights
 from megavlm.checkpointing.folder import copy_hf_files
+from megavlm.inference.server_args import CPU_SUPPORT
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.parity.table import FAMILIES
@@ -80,6 +85,42 @@ def test_weights_and_their_configuration_get_the_dtype_that_is_asked_for(
     assert done.num_bytes == sum(x.nbytes for x in before.values()) // 2
     text = (tmp_path / "out" / "config.json").read_text()
     assert json.loads(text)["dtype"] == "bfloat16" and "float32" not in text
+
+
+READ = """
+import json, sys
+from sglang.srt.configs.qwen3_5 import Qwen3_5Config
+config = Qwen3_5Config(**json.load(open(sys.argv[1])))
+text, vision = config.text_config, config.vision_config
+print(text.linear_layer_ids, text.partial_rotary_factor, vision.deepstack_visual_indexes)
+"""
+
+
+@pytest.mark.slow
+def test_sglang_reads_what_transformers_leaves_out(hf_folder: Folder, tmp_path: Path) -> None:
+    hf, checkpoint, out = (tmp_path / name for name in ("hf", "checkpoint", "out"))
+    shutil.copytree(hf_folder("qwen3_5"), hf)
+    config = json.loads((hf / "config.json").read_text())
+    text, vision = config["text_config"], config["vision_config"]
+    text["rope_parameters"]["partial_rotary_factor"] = 0.5
+    text["rope_parameters"]["mrope_section"] = [6, 5, 5]
+    AutoConfig.for_model(**config).save_pretrained(hf)
+    written = json.loads((hf / "config.json").read_text())
+    for name in ("full_attention_interval", "partial_rotary_factor"):
+        written["text_config"].pop(name, None)
+    written["vision_config"].pop("deepstack_visual_indexes", None)
+    (hf / "config.json").write_text(json.dumps(written))
+    import_hf(hf, checkpoint)
+    export_hf(checkpoint, out)
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(out / "config.json")],
+        env=os.environ | {"PYTHONPATH": str(CPU_SUPPORT)},
+        capture_output=True,
+        text=True,
+    )
+    linear = [i for i, kind in enumerate(text["layer_types"]) if kind == "linear_attention"]
+    assert linear and vision["deepstack_visual_indexes"] == []
+    assert done.stdout.splitlines()[-1:] == [f"{linear} 0.5 []"], done.stderr
 
 
 def test_tensors_of_several_dtypes_keep_theirs(hf_folder: Folder, tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.load import load_checkpoint
+from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.optimizer import Optimizer
 from megavlm.demo.tiny_model import make_tiny_model
@@ -30,6 +32,7 @@ from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training import gradient_buffers
 from megavlm.training.optimizer import Updater, build_updater
+from tests.distributed.fork import launch
 from tests.parity.table import LAYOUTS, Ranks
 
 SETTINGS = Optimizer(
@@ -134,6 +137,49 @@ def start(
     settings = replace(SETTINGS, overlap_grad_reduce=overlap, **optimizer or {})
     updater = build_updater(chunks, settings, mesh, num_steps=10)
     return Run(mesh, chunks, updater, {(entry.megatron, entry.expert): entry for entry in entries})
+
+
+def train_and_save(
+    hf: Path, ranks: Ranks, folder: Path, more: int, options: dict[str, Any] | None = None
+) -> list[str]:
+    """The state after three updates, which are saved, and `more`."""
+    run = start(hf, ranks, **options or {})
+    run.train(range(3))
+    run.save(folder, 3, {"step": 3, "loader": {"epoch": 1, "seen": [1, 2]}})
+    run.train(range(3, 3 + more))
+    return run.fingerprint()
+
+
+def load_and_save(hf: Path, ranks: Ranks, source: Path, target: Path, dtype: torch.dtype) -> None:
+    """As loaded, and after two more updates."""
+    run = start(hf, ranks, seed=99, dtype=dtype)
+    run.load(source)
+    run.save(target, 3)
+    run.train(range(3, 5))
+    run.save(target, 5)
+
+
+def check_state(
+    hf: Path, folder: Path, first: Ranks, second: Ranks, dtype: torch.dtype = torch.float32
+) -> list[str]:
+    """Check that a run of layout `first` goes on under `second` from the same weights and optimizer
+    state, every tensor bit for bit. Returns the names of the tensors.
+    """
+    saved, same, other = (folder / name for name in ("saved", "same", "other"))
+    launch(first.world_size, train_and_save, hf, first, saved, 0, {"dtype": dtype})
+    launch(first.world_size, load_and_save, hf, first, saved, same, dtype)
+    launch(second.world_size, load_and_save, hf, second, saved, other, dtype)
+    assert_equal_tensors(saved, other, 3)
+    return assert_equal_tensors(same, other, 5)
+
+
+def assert_equal_tensors(first: Path, second: Path, step: int) -> list[str]:
+    expected, found = (StepReader(step_folder(folder, step)) for folder in (first, second))
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in found.tensors)
+    for key in found.tensors:
+        assert torch.equal(found.read(key), expected.read(key)), key
+    return list(found.tensors)
 
 
 def made_up(name: str, entry: Entry) -> torch.Tensor:

@@ -13,7 +13,6 @@ from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
 from megavlm.checkpointing.folder import latest_step, step_folder
 from megavlm.checkpointing.load import load_checkpoint
-from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.lora import LoRA
 from megavlm.models.common.hf_source import HFFolder
@@ -22,23 +21,21 @@ from megavlm.training.optimizer import build_updater
 from tests.distributed.fork import launch
 from tests.levels import slow
 from tests.parity.table import LAYOUTS, Ranks
-from tests.unit.checkpoints.ranks import ONE_RANK, SETTINGS, TP2, make_hf, start
+from tests.unit.checkpoints.ranks import (
+    ONE_RANK,
+    SETTINGS,
+    TP2,
+    check_state,
+    make_hf,
+    start,
+    train_and_save,
+)
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers, for two stages of two chunks."""
     return make_hf(tmp_path_factory.mktemp("hf"), num_layers=4)
-
-
-def train_and_save(
-    hf: Path, ranks: Ranks, folder: Path, more: int, options: dict[str, Any] | None = None
-) -> list[str]:
-    run = start(hf, ranks, **options or {})
-    run.train(range(3))
-    run.save(folder, 3, {"step": 3, "loader": {"epoch": 1, "seen": [1, 2]}})
-    run.train(range(3, 3 + more))
-    return run.fingerprint()
 
 
 def resume(
@@ -107,15 +104,6 @@ def test_a_run_can_be_saved_before_its_first_update(hf: Path, tmp_path: Path, la
     assert launch(ranks.world_size, resume_at_once, hf, ranks, tmp_path) == through
 
 
-def load_and_save(hf: Path, ranks: Ranks, source: Path, target: Path) -> None:
-    """As loaded, and after two more updates."""
-    run = start(hf, ranks, seed=99)
-    run.load(source)
-    run.save(target, 3)
-    run.train(range(3, 5))
-    run.save(target, 5)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -138,7 +126,7 @@ def load_and_save(hf: Path, ranks: Ranks, source: Path, target: Path) -> None:
 def test_another_layout_goes_on_from_equal_state(
     hf: Path, tmp_path: Path, before: str, after: str
 ) -> None:
-    check_state(hf, tmp_path, before, after)
+    check_state(hf, tmp_path, LAYOUTS[before], LAYOUTS[after])
 
 
 @pytest.mark.distributed
@@ -147,26 +135,7 @@ def test_tied_embeddings_are_on_the_first_and_the_last_stage(
     tmp_path: Path, before: str, after: str
 ) -> None:
     hf = make_hf(tmp_path / "hf", tied_embeddings=True)
-    check_state(hf, tmp_path, before, after)
-
-
-def check_state(hf: Path, tmp_path: Path, before: str, after: str) -> None:
-    """Weights and optimizer state, every tensor."""
-    saved, same, other = (tmp_path / name for name in ("saved", "same", "other"))
-    first, second = LAYOUTS[before], LAYOUTS[after]
-    launch(first.world_size, train_and_save, hf, first, saved, 0)
-    launch(first.world_size, load_and_save, hf, first, saved, same)
-    launch(second.world_size, load_and_save, hf, second, saved, other)
-    assert_equal_tensors(saved, other, 3)
-    assert_equal_tensors(same, other, 5)
-
-
-def assert_equal_tensors(first: Path, second: Path, step: int) -> None:
-    expected, found = (StepReader(step_folder(folder, step)) for folder in (first, second))
-    assert found.tensors.keys() == expected.tensors.keys()
-    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in found.tensors)
-    for key in found.tensors:
-        assert torch.equal(found.read(key), expected.read(key)), key
+    check_state(hf, tmp_path, LAYOUTS[before], LAYOUTS[after])
 
 
 def save_weights(hf: Path, ranks: Ranks, folder: Path) -> dict[Any, torch.Tensor]:

@@ -1,5 +1,5 @@
-"""Checkpoints of a mixture of experts: weights and optimizer state go from every layout of the
-experts to every other, and experts are stacked in them as in a HuggingFace folder.
+"""Checkpoints of mixtures of experts and of Gated DeltaNet: weights and optimizer state go from
+every layout to every other, and experts are stacked in them as in a HuggingFace folder.
 """
 
 from pathlib import Path
@@ -18,7 +18,13 @@ from megavlm.parallel.mesh import Layout
 from tests.distributed.fork import launch
 from tests.levels import slow
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
-from tests.unit.checkpoints.ranks import ONE_RANK, make_hf, start
+from tests.unit.checkpoints.ranks import (
+    ONE_RANK,
+    check_state,
+    make_hf,
+    start,
+    train_and_save,
+)
 
 pytestmark = pytest.mark.distributed
 ALL_LAYOUTS = {
@@ -35,13 +41,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hf(folder, family="qwen3_vl_moe", num_layers=4, dense_layers=[1])
 
 
-def train_and_save(hf: Path, ranks: Ranks, folder: Path, dtype: torch.dtype) -> list[str]:
-    """The state after two more updates."""
-    run = start(hf, ranks, dtype=dtype)
-    run.train(range(3))
-    run.save(folder, 3)
-    run.train(range(3, 5))
-    return run.fingerprint()
+MOMENT = "optimizer.state.exp_avg_sq."
 
 
 def resume(hf: Path, ranks: Ranks, folder: Path, dtype: torch.dtype) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_resumed_run_is_bit_equal(
     hf: Path, tmp_path: Path, layout: str, dtype: torch.dtype
 ) -> None:
     ranks = ALL_LAYOUTS[layout]
-    through = launch(ranks.world_size, train_and_save, hf, ranks, tmp_path, dtype)
+    through = launch(ranks.world_size, train_and_save, hf, ranks, tmp_path, 2, {"dtype": dtype})
     assert launch(ranks.world_size, resume, hf, ranks, tmp_path, dtype) == through
     assert through[0][0] != through[1][0], "experts differ over ranks"
 
@@ -87,23 +87,32 @@ def load_and_save(hf: Path, ranks: Ranks, source: Path, target: Path) -> None:
 def test_another_layout_goes_on_from_equal_state(
     hf: Path, tmp_path: Path, before: str, after: str
 ) -> None:
-    """Weights and optimizer state, every tensor."""
-    saved, same, other = (tmp_path / name for name in ("saved", "same", "other"))
+    keys = check_state(hf, tmp_path, ALL_LAYOUTS[before], ALL_LAYOUTS[after])
+    assert any(key.startswith(MOMENT) and ".mlp.experts." in key for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        ("qwen3_5", "CP2xDP2", "TP2xPP2"),
+        *slow(
+            ("qwen3_5", "TP2+SP", "CP2"),
+            ("qwen3_5", "one rank", "DP2"),
+            ("qwen3_5_moe", "EP2xPP2", "TP2+SP"),
+            ("qwen3_5_moe", "CP2", "EP2 over TP2+SP"),
+        ),
+    ],
+)
+def test_gated_delta_net_goes_on_from_equal_state(
+    tmp_path: Path, model: str, before: str, after: str
+) -> None:
+    """Its weights are cut by key heads, and one of them stays in fp32."""
+    hf = make_hf(tmp_path / "hf", family=model, num_layers=4)
     first, second = ALL_LAYOUTS[before], ALL_LAYOUTS[after]
-    launch(first.world_size, train_and_save, hf, first, saved, torch.float32)
-    launch(first.world_size, load_and_save, hf, first, saved, same)
-    launch(second.world_size, load_and_save, hf, second, saved, other)
-    assert_equal_tensors(saved, other, 3)
-    assert_equal_tensors(same, other, 5)
-
-
-def assert_equal_tensors(first: Path, second: Path, step: int) -> None:
-    expected, found = (StepReader(step_folder(folder, step)) for folder in (first, second))
-    assert found.tensors.keys() == expected.tensors.keys()
-    moments = [key for key in found.tensors if key.startswith("optimizer.state.exp_avg_sq.")]
-    assert any(".mlp.experts." in key for key in moments)
-    for key in found.tensors:
-        assert torch.equal(found.read(key), expected.read(key)), key
+    for dtype in (torch.float32, torch.bfloat16):
+        keys = check_state(hf, tmp_path / str(dtype), first, second, dtype)
+        for name in ("A_log", "conv_weight", "dt_bias", "in_proj.weight"):
+            assert any(key.startswith(MOMENT) and key.endswith(name) for key in keys), name
 
 
 def save_start(hf: Path, ranks: Ranks, folder: Path) -> None:

@@ -196,6 +196,11 @@ BROKEN = {
         "lora.rank=4",
         "lora.targets=[language.attention, vision.merger]",
     ): "cannot serve lora.targets=vision.merger",
+    (
+        "rollout.lora=adapter",
+        "lora.rank=4",
+        "lora.targets=[language.attention, language.linear_attention]",
+    ): "cannot serve lora.targets=language.linear_attention",
     ("rollout.urls=[http://a:1]",): "would not be used with rollout.mode=managed",
     (
         "rollout.router=http://a:1",

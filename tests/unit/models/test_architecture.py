@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megavlm.models import registry
 from megavlm.models.common.architecture import interleaved_axes
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.language import MultimodalRotary
@@ -53,6 +54,33 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
         assert bool(ours.moe_shared_expert_intermediate_size) == ("num_experts" in text)
     else:
         assert ours.linear_attention_freq is None and not ours.attention_output_gate
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_servers_read_is_added_where_it_lacks(family: str) -> None:
+    values = small_config(family).to_dict()
+    added = {"full_attention_interval", "partial_rotary_factor"}
+    text = {name: x for name, x in values["text_config"].items() if name not in added}
+    vision = {k: x for k, x in values["vision_config"].items() if k != "deepstack_visual_indexes"}
+
+    def complete(**changes: Any) -> dict[str, Any]:
+        """What is added to the language model's values."""
+        given = {**values, "text_config": text | changes, "vision_config": vision}
+        completed = registry.family(family).served_config(given)
+        if not family.startswith("qwen3_5"):
+            assert completed == given
+            return {}
+        assert completed["vision_config"] == vision | {"deepstack_visual_indexes": []}
+        found: dict[str, Any] = completed["text_config"]
+        return {name: found[name] for name in found.keys() - text.keys()}
+
+    if added_here := complete():
+        assert added_here == {"full_attention_interval": 4, "partial_rotary_factor": 0.25}
+        rope = text["rope_parameters"] | {"partial_rotary_factor": 0.5}
+        assert complete(rope_parameters=rope)["partial_rotary_factor"] == 0.5
+        kinds = ["full_attention", "linear_attention"] * 2
+        assert complete(layer_types=kinds) == {"partial_rotary_factor": 0.25}
+    assert bool(added_here) == family.startswith("qwen3_5")
 
 
 def test_axes_of_the_released_qwen3_vl_take_turns_until_time_remains() -> None:
