@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +15,7 @@ from megavlm.slurm.command import launch
 from megavlm.version_option import add_version
 
 if TYPE_CHECKING:
+    from megavlm.config.schema import Config
     from megavlm.run.launcher import Nodes
 
 app = typer.Typer(
@@ -122,6 +124,13 @@ def evaluate(
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Number of trainer GPUs (default: the recipe's).")
+    ] = None,
+    memory: Annotated[float, typer.Option(min=1, help="Memory of a GPU, in GB.")] = 80,
+    search: Annotated[
+        bool, typer.Option("--search", help="Print the fastest layouts that fit the GPUs.")
+    ] = False,
     sync: Annotated[
         bool,
         typer.Option("--sync", help="Print what each weight sync sends, and between which ranks."),
@@ -133,22 +142,14 @@ def plan(
             help="Print how to start the recipe's servers on GPU nodes, as bash assignments.",
         ),
     ] = False,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Print the modelled memory of each GPU.")
-    ] = False,
-    time: Annotated[
-        bool, typer.Option("--time", help="Print the modelled seconds of a step, by phase.")
-    ] = False,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Number of trainer ranks (default: the recipe's).")
-    ] = None,
 ) -> None:
-    """Print what RECIPE will do on a cluster of any size. Starts nothing."""
-    if sync + servers + memory + time != 1:
-        raise ValueError(
-            "megavlm plan prints one plan at a time: add --sync, --servers, --memory or --time"
-        )
+    """Print what RECIPE will do on a cluster of any size: ranks, batches, memory and a modelled
+    step, and what does not fit. Starts nothing.
+    """
+    if search + sync + servers > 1:
+        raise ValueError("megavlm plan prints one of --search, --sync and --servers at a time")
     from megavlm.config.load import load
+    from megavlm.observability.progress import Progress
     from megavlm.parallel import platform
 
     platform.install()
@@ -158,20 +159,25 @@ def plan(
 
         typer.echo(server_plan(config))
         return
-    num_ranks = ranks or config.parallel.num_ranks
-    if memory:
-        from megavlm.run.plan.memory import memory_plan
+    if sync:
+        from megavlm.run.plan.sync import sync_plan
 
-        typer.echo(memory_plan(config, num_ranks))
+        typer.echo(sync_plan(config, gpus or config.parallel.num_ranks))
         return
-    if time:
-        from megavlm.run.plan.time import time_plan
+    from megavlm.run.plan.overview import run_plan
+    from megavlm.run.plan.search import search_plan
 
-        typer.echo(time_plan(config, num_ranks))
-        return
-    from megavlm.run.plan.sync import sync_plan
+    def changed(*keys: str) -> "Config":
+        return load(recipe, [*(overrides or []), *keys])
 
-    typer.echo(sync_plan(config, num_ranks))
+    if search:
+        with Progress(sys.stderr) as progress:
+            progress.begin("modelling layouts")
+            count = partial(progress.count, unit="layout")
+            table = search_plan(changed, gpus, memory * 1e9, count)
+        typer.echo(table)
+    else:
+        typer.echo(run_plan(changed, gpus, memory * 1e9))
 
 
 @app.command()

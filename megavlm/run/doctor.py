@@ -155,7 +155,7 @@ def clock_skew(folder: Path) -> float:
 
 def _recipe_findings(config: Config) -> Iterator[Finding]:
     from megavlm.run.dry_run import dry_run
-    from megavlm.run.plan.memory import fits
+    from megavlm.run.plan.overview import fits
 
     ranks = config.parallel.num_ranks
 

@@ -1,4 +1,4 @@
-"""`megavlm plan --memory`: modelled GPU memory of a recipe, for each pipeline stage and a server.
+"""Modelled GPU memory of a recipe, for each pipeline stage and a server.
 
 Parameters are exact (`models.sizes`). Activations are counted from the tensors that autograd keeps
 of a layer (the method of arXiv 2205.05198, for grouped queries and gated MLPs without dropout), for
@@ -7,9 +7,7 @@ the longest pack. Not covered: activations of a trained tower, and those of a se
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import AutoConfig
+from typing import Any, Self
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
@@ -26,7 +24,7 @@ GPU = 80 * GB
 # fragmentation; what a server keeps when its weights and cache are released; the longest queue of
 # an expert rank over the mean; the least cache of a server that is worth starting.
 OVERHEAD, SERVER_RESIDUE, EXPERT_IMBALANCE, LEAST_CACHE = 6 * GB, 4 * GB, 1.5, 5 * GB
-BUDGET = 0.9 * GPU  # of a trainer: the model may be off by a tenth
+BUDGET = 0.9  # of a trainer's GPU: the model may be off by a tenth
 MEM_FRACTION = 0.85  # of megavlm/slurm/job.sh; managed servers have it in their recipe
 
 
@@ -81,17 +79,73 @@ class ServerRankMemory:
         return self.budget - self.weights
 
 
-def stage_memory(config: Config, hf_config: Any, world_size: int) -> list[StageMemory]:
-    """Return the memory of each pipeline stage. `hf_config`: transformers' configuration.
+@dataclass(frozen=True)
+class RunMemory:
+    """Memory of a run's GPUs, of `gpu` bytes each. server: None in a run without servers."""
 
-    Raises ValueError for a layout that does not fit the model or the world size.
+    stages: list[StageMemory]
+    server: ServerRankMemory | None
+    colocate: bool
+    gpu: float
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        hf_config: Any,
+        world_size: int,
+        gpu: float = GPU,
+        ranks: Iterable[EqualRanks] | None = None,
+    ) -> Self:
+        """Return a recipe's. `hf_config`: transformers' configuration. ranks: `trainer_ranks`, if
+        they are known.
+
+        Raises ValueError for a layout that does not fit the model or the world size.
+        """
+        groups = trainer_ranks(config, hf_config, world_size) if ranks is None else ranks
+        stages = [_stage(config, hf_config, group, world_size) for group in groups]
+        generates = isinstance(config.algorithm, PolicyOptimization)
+        server = server_memory(config, hf_config, gpu) if generates else None
+        return cls(stages, server, config.rollout.colocate, gpu)
+
+    @property
+    def fullest(self) -> float:
+        """Return the bytes on the trainer's fullest GPU."""
+        return max(stage.total for stage in self.stages)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each part that a GPU has no memory for."""
+        gpu, budget = self.gpu, BUDGET * self.gpu
+        for stage in self.stages:
+            if stage.total > budget:
+                yield (
+                    f"ranks {stage.ranks.start}-{stage.ranks.stop - 1} need "
+                    f"{stage.total / GB:.0f} GB, and {budget / GB:.0f} are planned for on a GPU of "
+                    f"{gpu / GB:.0f}"
+                )
+        if self.server is None:
+            return
+        if self.colocate:  # both copies of the weights during a push
+            push = max(stage.weights + stage.kept for stage in self.stages) + self.server.weights
+            if push > gpu:
+                yield f"a push needs {push / GB:.0f} GB of {gpu / GB:.0f}"
+        if self.server.total > gpu:
+            yield f"a server's rank needs {self.server.total / GB:.0f} GB of {gpu / GB:.0f}"
+        if self.server.cache < LEAST_CACHE:
+            yield (
+                f"a server's rank stores {self.server.weights / GB:.0f} GB of weights, which "
+                f"leaves {self.server.cache / GB:.1f} GB for its cache, and "
+                f"{LEAST_CACHE / GB:.0f} are needed"
+            )
+
+
+def trainer_ranks(config: Config, hf_config: Any, world_size: int) -> Iterator[EqualRanks]:
+    """Yield the trainer's ranks with their parameters, of which neither context-parallel ranks nor
+    recomputation change anything.
     """
     options, layout = ModelOptions.from_config(config), Layout.from_config(config.parallel)
     lora = config.lora if config.lora.rank else None
-    return [
-        _stage(config, hf_config, group, world_size)
-        for group in equal_ranks(hf_config, layout, world_size, options, lora)
-    ]
+    return equal_ranks(hf_config, layout, world_size, options, lora)
 
 
 def _stage(config: Config, hf_config: Any, group: EqualRanks, world_size: int) -> StageMemory:
@@ -191,6 +245,8 @@ def _layer_values(
     # after their norms and the rotation, whose cosines and sines differ by token; the output.
     attention = 4 * hidden / _sequence_ranks(config) + 4 * head
     attention += (query + 2 * key + rotated + query) / tensor
+    if config.parallel.context > 1:  # keys and values of all tokens instead of this rank's keys
+        attention += (2 * config.parallel.context - 1) * key / tensor
     # Gate and up projections and their product; without the fused kernel two results between.
     inner = 3 if config.model.fusions else 5
     if not has_experts:
@@ -274,79 +330,11 @@ def encoding_bytes(config: Config, hf_config: Any, data_ranks: int) -> float:
     return float(patches * (outputs * itemsize + pixels * 4))
 
 
-def server_memory(config: Config, hf_config: Any) -> ServerRankMemory:
-    """Return the memory of a server's fullest rank while it generates."""
+def server_memory(config: Config, hf_config: Any, gpu: float) -> ServerRankMemory:
+    """Return the memory of a server's fullest rank while it generates, on a GPU of `gpu` bytes."""
     servers = server_layout(config, hf_config)
     entries = family(hf_config.model_type).mapping(hf_config)
     itemsize = ModelOptions.from_config(config).dtype.itemsize
     fraction = float(config.rollout.server_args.get("mem_fraction_static", MEM_FRACTION))
     others = OVERHEAD if config.rollout.colocate else 0.0
-    return ServerRankMemory(max(stored_bytes(entries, servers, itemsize)), fraction * GPU, others)
-
-
-def push_bytes(config: Config, stages: Iterable[StageMemory], server: ServerRankMemory) -> float:
-    """Return the bytes on a shared GPU during a weight push: both copies of the weights."""
-    fullest = max(stage.weights + stage.kept for stage in stages)
-    return fullest + server.weights
-
-
-def problems(config: Config, hf_config: Any, world_size: int) -> Iterator[str]:
-    """Yield a sentence for each part of a recipe that an 80 GB GPU has no memory for."""
-    stages, server = stage_memory(config, hf_config, world_size), server_memory(config, hf_config)
-    for stage in stages:
-        if stage.total > BUDGET:
-            yield (
-                f"ranks {stage.ranks.start}-{stage.ranks.stop - 1} need {stage.total / GB:.0f} GB, "
-                f"and {BUDGET / GB:.0f} are planned for on a GPU of {GPU / GB:.0f}"
-            )
-    if config.rollout.colocate and push_bytes(config, stages, server) > GPU:
-        yield f"a push needs {push_bytes(config, stages, server) / GB:.0f} GB of {GPU / GB:.0f}"
-    if server.total > GPU:
-        yield f"a server's rank needs {server.total / GB:.0f} GB of {GPU / GB:.0f}"
-    if server.cache < LEAST_CACHE:
-        yield (
-            f"a server's rank stores {server.weights / GB:.0f} GB of weights, which leaves "
-            f"{server.cache / GB:.1f} GB for its cache, and {LEAST_CACHE / GB:.0f} are needed"
-        )
-
-
-def fits(config: Config, world_size: int) -> str:
-    """Return what a run needs of its fullest GPU. Raises ValueError if it does not fit."""
-    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
-    if found := [*problems(config, hf_config, world_size)]:
-        raise ValueError(
-            f"modelled memory does not fit: {'; '.join(found)}: add ranks, raise parallel.tensor "
-            "or set recompute.language=full (megavlm plan --memory shows the parts)"
-        )
-    most = max(stage.total for stage in stage_memory(config, hf_config, world_size))
-    return f"{most / GB:.0f} of {GPU / GB:.0f} GB on the fullest GPU, modelled"
-
-
-def memory_plan(config: Config, world_size: int) -> str:
-    """Return the table of a run's modelled memory as text.
-
-    Raises ValueError for a layout that does not fit the model or the world size.
-    """
-    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
-    return memory_table(config, hf_config, world_size)
-
-
-def memory_table(config: Config, hf_config: Any, world_size: int) -> str:
-    """Return the table of `memory_plan`. `hf_config`: transformers' configuration."""
-    columns = (
-        "weights", "gradients", "optimizer", "step", "activations", "logits", "features",
-        "encoding", "servers", "total",
-    )  # fmt: skip
-    lines = ["GB on each GPU, modelled", f"{'':14}" + "".join(f"{name:>12}" for name in columns)]
-    for stage in stage_memory(config, hf_config, world_size):
-        cells = "".join(f"{getattr(stage, name) / GB:12.1f}" for name in columns)
-        lines.append(f"{f'ranks {stage.ranks.start}-{stage.ranks.stop - 1}':14}{cells}")
-    server = server_memory(config, hf_config)
-    lines.append(
-        f"total: with {OVERHEAD / GB:.0f} GB of context and buffers; the tower encodes before the "
-        "activations of the update exist, and the optimizer steps after them. A server's rank "
-        f"stores {server.weights / GB:.1f} GB of weights and has {server.cache / GB:.1f} GB for "
-        "its cache."
-    )
-    lines += [f"Does not fit: {sentence}." for sentence in problems(config, hf_config, world_size)]
-    return "\n".join(lines)
+    return ServerRankMemory(max(stored_bytes(entries, servers, itemsize)), fraction * gpu, others)

@@ -1,4 +1,4 @@
-"""`megavlm plan --time`: a modelled step of a recipe, by phase.
+"""Modelled seconds of a recipe's step, by phase.
 
 FLOPs are those of `models.cost` with the output layer, bytes those of the weight-sync plan and of
 the layout. Nothing overlaps. What is assumed of the hardware is in `Rates`; none of it was measured
@@ -6,13 +6,11 @@ with this code. Not covered: rewards, data, scattering of packs, copies of the r
 stragglers among experts, and a separate critic.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
@@ -22,7 +20,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.cost import ModelCost
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
-from megavlm.run.plan.memory import ServerRankMemory, image_tokens, server_memory, stage_memory
+from megavlm.run.plan.memory import RunMemory, ServerRankMemory, image_tokens
 from megavlm.run.plan.sync import (
     ASSUMED_RANK,
     ASSUMED_TARGETS,
@@ -31,25 +29,26 @@ from megavlm.run.plan.sync import (
     sync_table,
 )
 from megavlm.training.step.balance import TreeSize
-from megavlm.training.step.pack_plan import costs_of, plan_packs
+from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
 from megavlm.training.step.step_plan import schedule_of
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.trainable import trained_entries
 
 TEXT_TOKENS = 128  # of a prompt, beside its image
+PEAK = 989e12  # dense bf16 FLOP/s of an H100, by its data sheet
 
 
 @dataclass(frozen=True)
 class Rates:
     """Assumed rates of an H100 node: the data sheet's peaks times the share that is expected.
 
-    flops: dense bf16, 989e12 at 40 %. encoder: of a tower, with its small matrices, at 25 %.
+    flops: dense bf16, PEAK at 40 %. encoder: of a tower, with its small matrices, at 25 %.
     memory: 3.35 TB/s at 60 %. nvlink: 450 GB/s a direction at 75 %. network: a 400 Gb/s port for
     each GPU at 80 %. host: PCIe 5 at 40 %. token: seconds that a server's step takes besides.
     """
 
-    flops: float = 0.4 * 989e12
-    encoder: float = 0.25 * 989e12
+    flops: float = 0.4 * PEAK
+    encoder: float = 0.25 * PEAK
     memory: float = 0.6 * 3.35e12
     nvlink: float = 0.75 * 450e9
     network: float = 0.8 * 50e9
@@ -106,8 +105,11 @@ class StepModel:
         world_size: int,
         num_servers: int,
         rates: Rates | None = None,
+        memory: RunMemory | None = None,
     ) -> None:
+        """Store them. memory: the run's, if it is known."""
         self.step, self.rates = StepWork.of(config, hf_config), rates or Rates()
+        self.memory = memory or RunMemory.of(config, hf_config, world_size)
         self._config, self._hf_config, self._world_size = config, hf_config, world_size
         self._num_servers, self._text = num_servers, hf_config.text_config
         parts = family(hf_config.model_type)
@@ -174,9 +176,10 @@ class StepModel:
         prefill = step.prompts / self._num_servers * self.prefill_seconds()
         return prefill + steps * self.decode_seconds(running)
 
-    @cached_property
+    @property
     def _server(self) -> ServerRankMemory:
-        return server_memory(self._config, self._hf_config)
+        assert self.memory.server is not None
+        return self.memory.server
 
     @property
     def max_running(self) -> int:
@@ -213,31 +216,73 @@ class StepModel:
         """Return the seconds of `passes` of the language model over all tokens, with `exchanges` of
         the activations over the tensor and expert axes, on the slowest rank.
         """
-        parallel, rates, step = self._config.parallel, self.rates, self.step
-        compute = passes * self.forward_flops / self._world_size / rates.flops
-        data = self._world_size // parallel.model_size
-        layers = self._architecture["num_layers"] / parallel.pipeline
-        itemsize, hidden = self._options.dtype.itemsize, self._text.hidden_size
-        moved = step.tokens / data / parallel.context * hidden * itemsize * layers
-        tensor = 4 * moved * (1 - 1 / parallel.tensor)  # gathered and scattered twice a layer
-        routed = self._architecture.get("moe_router_topk", 0) / parallel.tensor
-        expert = 2 * moved * routed * (1 - 1 / parallel.expert)  # dispatched and combined
-        seconds = compute + exchanges * (tensor + expert) / rates.nvlink
-        return seconds * self.over_ideal
+        compute = passes * self.forward_flops / self._world_size / self.rates.flops
+        exchanged = self.exchanged()
+        moved = exchanges * sum(exchanged[axis] for axis in ("tensor", "context", "expert"))
+        return (compute + moved / self.rates.nvlink) * self.over_ideal
 
-    @cached_property
+    def exchanged(self) -> dict[str, float]:
+        """Return the bytes that a GPU sends: over the tensor, context and expert axes in a forward
+        pass over the step's tokens, and of gradients and weights in an update.
+        """
+        parallel, data = self._config.parallel, self._world_size // self._config.parallel.model_size
+        layers = self._architecture["num_layers"] / parallel.pipeline
+        hidden, itemsize = self._text.hidden_size, self._options.dtype.itemsize
+        moved = self.step.tokens / data / parallel.context * hidden * itemsize * layers
+        routed = self._architecture.get("moe_router_topk", 0) / parallel.tensor
+        keys = self._architecture["num_query_groups"] * self._architecture["kv_channels"]
+        gradients = max(stage.gradients for stage in self.memory.stages)
+        return {
+            "tensor": 4 * moved * (1 - 1 / parallel.tensor),  # gathered and scattered twice a layer
+            # keys and values, to all others
+            "context": 2 * moved * keys / hidden / parallel.tensor * (parallel.context - 1),
+            "expert": 2 * moved * routed * (1 - 1 / parallel.expert),  # dispatched and combined
+            # fp32 gradients are scattered and weights gathered: 4 + 2 bytes of each parameter
+            "gradients": 1.5 * gradients * (1 - 1 / data),
+        }
+
+    @property
     def over_ideal(self) -> float:
         """Time of a minibatch on the slowest data rank over the ideal: repeated prompts, waiting
         ranks and bubbles, as the step is planned. All responses are taken as of average length.
         """
-        step, parallel, algorithm = self.step, self._config.parallel, self._config.algorithm
+        data = self._world_size // self._config.parallel.model_size
+        return self._schedule.time(self.packs) * data / (self._num_trees * self._tree_size.cost)
+
+    @property
+    def bubble(self) -> float:
+        """Share of a minibatch's time in which a pipeline stage waits."""
+        return 1 - replace(self._schedule, bubble=0.0).time(self.packs) / self._schedule.time(
+            self.packs
+        )
+
+    @cached_property
+    def packs(self) -> list[list[float]]:
+        """Cost of each pack of each data rank in a minibatch."""
+        trees = [self._tree_size] * self._num_trees
+        data = self._world_size // self._config.parallel.model_size
+        most = self._config.data.pack_tokens
+        return costs_of(plan_packs(trees, data, most, self._schedule))
+
+    @property
+    def _num_trees(self) -> int:
+        """Prompts of a minibatch."""
+        algorithm = self._config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
-        size = TreeSize.of(self._tree, self._cost.segments(self._tree, {}))
-        trees = [size] * (step.prompts // algorithm.minibatches)
-        data = self._world_size // parallel.model_size
-        how = schedule_of(Layout.from_config(parallel), self._cost)
-        plan = plan_packs(trees, data, self._config.data.pack_tokens, how)
-        return how.time(costs_of(plan)) * data / (len(trees) * size.cost)
+        return self.step.prompts // algorithm.minibatches
+
+    @cached_property
+    def _tree_size(self) -> TreeSize:
+        return TreeSize.of(self._tree, self._cost.segments(self._tree, {}))
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        return schedule_of(Layout.from_config(self._config.parallel), self._cost)
+
+    @property
+    def update_mfu(self) -> float:
+        """Model FLOPs of the update, without recomputation, over the GPUs' peak."""
+        return 3 * self.forward_flops / self._update() / self._world_size / PEAK
 
     def _update(self) -> float:
         """Return the seconds of forward, backward, recomputation and the reduction of gradients."""
@@ -246,14 +291,10 @@ class StepModel:
         if recompute.language == "selective" and not {"mlp", "moe"} & set(recompute.modules):
             again = 0.0
         passes = self._forward(3 + again, 2.5 + (recompute.language == "full"))
-        data = self._world_size // self._config.parallel.model_size
         algorithm = self._config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
-        stages = stage_memory(self._config, self._hf_config, self._world_size)
-        # fp32 gradients are scattered and weights gathered: 4 + 2 bytes of each parameter
-        reduced = max(stage.gradients for stage in stages) * 1.5 * (1 - 1 / data)
         link = self.rates.nvlink if self._world_size <= 8 else self.rates.network
-        return passes + algorithm.minibatches * reduced / link
+        return passes + algorithm.minibatches * self.exchanged()["gradients"] / link
 
     @property
     def _mlp_share(self) -> float:
@@ -280,6 +321,11 @@ class StepModel:
         )
         return {name: float(num) for name, num in received_bytes(rows).items()}
 
+    @property
+    def received(self) -> float:
+        """Bytes that a server's rank receives in a sync by the recipe's transport."""
+        return self.sync_bytes()[self._config.rollout.sync]
+
     def _sync(self) -> float:
         """Return the seconds to gather the changed tensors and to send them."""
         way, rates = self._config.rollout.sync, self.rates
@@ -296,32 +342,7 @@ class StepModel:
 
     def _switch(self) -> float:
         """Return the seconds to move the trainer's memory to the host and back."""
-        stages = stage_memory(self._config, self._hf_config, self._world_size)
         # to the host and back; gradients start from zero
-        moved = max(2 * (stage.weights + stage.optimizer) for stage in stages)
-        server = server_memory(self._config, self._hf_config).weights  # from its copy on the host
-        return (moved + server) / self.rates.host
-
-
-def time_plan(config: Config, world_size: int, rates: Rates | None = None) -> str:
-    """Return the table of a modelled step as text."""
-    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
-    rollout = config.rollout
-    num_servers = len(rollout.urls) or rollout.servers
-    return time_table(StepModel(config, hf_config, world_size, num_servers, rates))
-
-
-def time_table(model: StepModel) -> str:
-    """Return the table of `time_plan`."""
-    step, seconds = model.step, model.seconds()
-    lines = [
-        f"{step.prompts} prompts of {step.prompt} tokens, {step.responses} responses of "
-        f"{step.response} on average and {step.longest} at most, modelled; nothing is measured"
-    ]
-    lines += [f"{name:14}{value:8.1f} s{_share(value, seconds)}" for name, value in seconds.items()]
-    lines.append(f"{step.tokens / seconds['total']:,.0f} tokens/s are trained on")
-    return "\n".join(lines)
-
-
-def _share(value: float, seconds: Mapping[str, float]) -> str:
-    return f"{value / seconds['total']:7.0%}"
+        moved = max(2 * (stage.weights + stage.optimizer) for stage in self.memory.stages)
+        # The server's come from their copy on the host.
+        return (moved + self._server.weights) / self.rates.host

@@ -15,7 +15,7 @@ from megavlm.parallel import platform
 
 platform.install()  # before the first import of megatron-core
 
-from megavlm.run.plan.memory import GB, server_memory, stage_memory  # noqa: E402
+from megavlm.run.plan.memory import GB  # noqa: E402
 from megavlm.run.plan.time import StepModel  # noqa: E402
 from tests.unit.config.test_recipes import RECIPES, URLS  # noqa: E402
 from tests.unit.models.releases import released_config  # noqa: E402
@@ -68,14 +68,14 @@ def tables(folder: Path) -> list[str]:
         times.append(
             [set_up.name, set_up.gpus, *cells, f"{model.step.tokens / seconds['total']:,.0f}"]
         )
-        memory = max(x.total for x in stage_memory(config, hf_config, set_up.trainers))
-        server = server_memory(config, hf_config)
+        server = model.memory.server
+        assert server is not None
         sizes.append(
             [
                 set_up.name,
                 f"{model.forward_flops / 1e15:.1f} PFLOP",
                 f"{model.vision_flops / 1e15:.1f} PFLOP",
-                f"{memory / GB:.0f} GB",
+                f"{model.memory.fullest / GB:.0f} GB",
                 f"{server.weights / GB:.1f}, {server.cache / GB:.1f} GB",
                 f"{model.sync_bytes()[config.rollout.sync] / GB:.1f} GB",
             ]

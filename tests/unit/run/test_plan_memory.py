@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from megavlm.cli import app
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.data.packing import make_pack, prompt_tree
@@ -19,13 +17,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
-from megavlm.run.plan.memory import (
-    activation_bytes,
-    memory_plan,
-    optimizer_bytes,
-    problems,
-    step_bytes,
-)
+from megavlm.run.plan.memory import RunMemory, activation_bytes, optimizer_bytes, step_bytes
 from tests.distributed.fork import launch
 from tests.unit.config.test_recipes import RECIPES, WHOLE, resolve
 from tests.unit.models.families import small_config
@@ -53,7 +45,7 @@ def test_a_recipe_fits_the_memory_of_its_gpus(name: str, tmp_path: Path) -> None
     assert ("nodes" in name) == (name in TRAINERS)
     world_size = TRAINERS.get(name, config.parallel.num_ranks)
     assert world_size % config.parallel.num_ranks == 0
-    assert [*problems(config, release(config, tmp_path), world_size)] == []
+    assert [*RunMemory.of(config, release(config, tmp_path), world_size).problems()] == []
 
 
 @pytest.mark.parametrize(
@@ -74,7 +66,7 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     urls = ["rollout.urls=['http://node:30000']"] if "nodes" in name else []
     config = load(RECIPES / f"grpo/{name}.yaml", urls + [f"parallel.{key}" for key in keys])
-    found = [*problems(config, release(config, tmp_path), world_size)]
+    found = [*RunMemory.of(config, release(config, tmp_path), world_size).problems()]
     assert found and found[0].startswith(problem)
 
 
@@ -83,32 +75,21 @@ def test_servers_that_do_not_fit_are_named(tmp_path: Path) -> None:
         RECIPES / "grpo/qwen2_5_vl_7b_geo3k_colocated.yaml",
         ["rollout.tensor_parallel=1", "rollout.servers=8"],
     )
-    found = [*problems(config, release(config, tmp_path), 8)]
+    found = [*RunMemory.of(config, release(config, tmp_path), 8).problems()]
     assert found == [], "8 copies of the weights"
     low = load(
         RECIPES / "grpo/qwen2_5_vl_72b_geo3k_nodes.yaml",
         ["rollout.urls=['http://node:30000']", "rollout.tensor_parallel=2"],
     )
-    found = [*problems(low, release(low, tmp_path), 32)]
+    found = [*RunMemory.of(low, release(low, tmp_path), 32).problems()]
     assert len(found) == 1 and "for its cache" in found[0]
 
 
 def test_a_server_and_a_trainer_that_do_not_share_a_gpu_are_named(tmp_path: Path) -> None:
     name = RECIPES / "grpo/qwen2_5_vl_7b_geo3k_colocated.yaml"
     config = load(name, ["rollout.server_args.mem_fraction_static=0.95"])
-    found = [*problems(config, release(config, tmp_path), 8)]
+    found = [*RunMemory.of(config, release(config, tmp_path), 8).problems()]
     assert len(found) == 1 and found[0].startswith("a server's rank needs 86 GB")
-
-
-def test_the_plan_is_a_table_with_what_does_not_fit(tmp_path: Path) -> None:
-    released_config("Qwen2.5-VL-7B", tmp_path)
-    recipe = str(RECIPES / "grpo/qwen2_5_vl_7b_geo3k.yaml")
-    reply = CliRunner().invoke(app, ["plan", "--memory", recipe, f"model.folder={tmp_path}"])
-    assert reply.exit_code == 0 and "Does not fit" not in reply.output
-    assert reply.output.splitlines()[2].startswith("ranks 0-3") and "total" in reply.output
-    keys = ["recompute.language=none", "parallel.tensor=1", "parallel.sequence=false"]
-    config = load(recipe, [f"model.folder={tmp_path}", *keys, "parallel.data=4"])
-    assert "Does not fit: ranks 0-3 need" in memory_plan(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -155,17 +136,27 @@ TOKENS = 512
 SIZES = {"hidden_size": 128, "ffn_size": 320, "num_heads": 4, "num_kv_heads": 2}
 
 
-def kept_bytes(family: str, num_layers: int, recompute: str, modules: tuple[str, ...]) -> int:
+def kept_bytes(
+    family: str, num_layers: int, recompute: str, modules: tuple[str, ...], layout: Layout
+) -> int:
     """Bytes that autograd keeps of a forward, each storage once, without the parameters."""
     experts = {"dense_layers": []} if family == "qwen3_vl_moe" else {}
     hf_config = small_config(family, num_layers=num_layers, **SIZES, **experts)
-    options = ModelOptions(recompute=recompute, recompute_modules=modules)  # type: ignore[arg-type]
-    (model,) = build_model(hf_config, build_mesh(), options)
+    options = ModelOptions(
+        recompute=recompute,  # type: ignore[arg-type]
+        recompute_modules=modules,
+        sequence=layout.tensor > 1,
+    )
+    mesh = build_mesh(layout)
+    (model,) = build_model(hf_config, mesh, options)
     model.train()
     ids = torch.arange(TOKENS) % 90 + 10
     positions = torch.arange(TOKENS).expand(3, -1)
     prompt = Prompt(Row(0, "", "", (), "", ""), ids[:-8], (), positions[:, :-8], TOKENS - 8, ())
-    pack = make_pack([prompt_tree(prompt, [ids[-8:].tolist()])], vision_token_ids=set())
+    trees = [prompt_tree(prompt, [ids[-8:].tolist()])]
+    pack = make_pack(
+        trees, vision_token_ids=set(), multiple=layout.tensor, context_size=layout.context
+    ).part(mesh.context_rank)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
     alive = []  # else storages are freed and their addresses used again
@@ -189,8 +180,8 @@ def test_activations_are_what_autograd_keeps(
 ) -> None:
     """Of two layers more, in fp32, by megatron-core's own layers."""
     modules = ("moe" if family == "qwen3_vl_moe" else "mlp",)
-    (fewer,) = launch(1, kept_bytes, family, 2, recompute, modules)
-    (more,) = launch(1, kept_bytes, family, 4, recompute, modules)
+    (fewer,) = launch(1, kept_bytes, family, 2, recompute, modules, Layout())
+    (more,) = launch(1, kept_bytes, family, 4, recompute, modules, Layout())
     experts = {"dense_layers": []} if family == "qwen3_vl_moe" else {}
     hf_config = small_config(family, num_layers=4, **SIZES, **experts)
     config = load(
@@ -209,4 +200,38 @@ def test_activations_are_what_autograd_keeps(
     head = 16 if family.startswith("qwen3") else SIZES["hidden_size"] // SIZES["num_heads"]
     values = 2 * SIZES["hidden_size"] + head * SIZES["num_heads"]
     on_cpus = 4 * TOKENS * 2 * values if recompute != "full" else 0
+    assert (kept / 2 + on_cpus) / (more - fewer) == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen2_5_vl", Layout(tensor=2)), ("qwen3_vl", Layout(context=2))],
+)
+def test_activations_of_a_layout_are_what_autograd_keeps(
+    family: str, layout: Layout, write_recipe: Any
+) -> None:
+    """Of two layers more, in fp32, on one rank."""
+    fewer, more = (
+        sum(launch(2, kept_bytes, family, layers, "none", (), layout)) / 2 for layers in (2, 4)
+    )
+    hf_config = small_config(family, num_layers=4, **SIZES)
+    config = load(
+        write_recipe(),
+        [
+            f"data.pack_tokens={TOKENS}",
+            "data.max_prompt_tokens=256",
+            "model.dtype=float32",
+            "model.fusions=false",
+            f"parallel.tensor={layout.tensor}",
+            f"parallel.sequence={str(layout.tensor > 1).lower()}",
+            f"parallel.context={layout.context}",
+        ],
+    )
+    held = rank_parameters(hf_config, layout, 2, 0, ModelOptions(sequence=layout.tensor > 1))
+    kept, _ = activation_bytes(config, hf_config, held)
+    # What only CPUs keep, as above, and SDPA's mask of the tokens that other ranks hold, too.
+    tokens, head = TOKENS // layout.context, 16 if family.startswith("qwen3") else 32
+    values = 2 * SIZES["hidden_size"] + head * SIZES["num_heads"]
+    masks = 4 * 2 * tokens * TOKENS if layout.context > 1 else 0
+    on_cpus = 4 * 2 * tokens * values / layout.tensor + masks
     assert (kept / 2 + on_cpus) / (more - fewer) == pytest.approx(1.0, rel=0.1)

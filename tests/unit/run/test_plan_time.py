@@ -2,18 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from megavlm.cli import app
 from megavlm.config.load import load
-from megavlm.run.plan.memory import GB, stage_memory
+from megavlm.run.plan.memory import GB, RunMemory
 from megavlm.run.plan.time import Rates, StepModel
 from tests.levels import slow
 from tests.unit.config.test_recipes import RECIPES
-from tests.unit.models.releases import released_config
 from tests.unit.run.estimates import SET_UPS, SetUp, resolved, tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "estimates.md"
@@ -38,8 +34,8 @@ def test_the_documented_reasons_are_what_the_code_computes(
     set_up: SetUp, trainers: int, keys: tuple[str, ...], gigabytes: str, tmp_path: Path
 ) -> None:
     given = replace(set_up, overrides=[f"parallel.{key}" for key in keys])
-    stages = stage_memory(*resolved(given, tmp_path), trainers)
-    assert f"{max(stage.total for stage in stages) / GB:.0f} GB" in gigabytes
+    memory = RunMemory.of(*resolved(given, tmp_path), trainers)
+    assert f"{memory.fullest / GB:.0f} GB" in gigabytes
     assert gigabytes in PAGE.read_text().replace("\n", " ")
 
 
@@ -102,15 +98,3 @@ def test_a_pipeline_has_bubbles(tmp_path: Path) -> None:
     two = model(LARGE, tmp_path).seconds()["reference"]
     one = changed(tmp_path, LARGE, "algorithm.minibatches=1")["reference"]
     assert two / one == pytest.approx((1 + 3 / 32) / (1 + 3 / 64))
-
-
-def test_the_command_prints_a_step(tmp_path: Path) -> None:
-    released_config("Qwen2.5-VL-7B", tmp_path)
-    recipe = str(RECIPES / "grpo/qwen2_5_vl_7b_geo3k.yaml")
-    arguments: list[Any] = ["plan", "--time", recipe, f"model.folder={tmp_path}"]
-    reply = CliRunner().invoke(app, arguments)
-    assert reply.exit_code == 0, reply.output
-    seconds = model(SEVEN, tmp_path).seconds()
-    for name in ("rollout", "update", "total"):
-        assert f"{name:14}{seconds[name]:8.1f} s" in reply.output
-    assert "nothing is measured" in reply.output

@@ -1,0 +1,161 @@
+"""`megavlm plan`: the ranks, batches, memory and modelled step of a recipe, and what would make one
+fit that does not.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from transformers import AutoConfig
+
+from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.schema import Config
+from megavlm.run.plan.memory import GB, GPU, OVERHEAD, RunMemory
+from megavlm.run.plan.time import StepModel
+
+COLUMNS = (
+    "weights", "gradients", "optimizer", "step", "activations", "logits", "features", "encoding",
+    "servers", "total",
+)  # fmt: skip
+Load = Callable[..., Config]  # loads the recipe with further overrides
+
+
+def run_plan(load: Load, world_size: int | None, gpu: float = GPU) -> str:
+    """Return the plan of a recipe on `world_size` trainer GPUs, by default the recipe's, of `gpu`
+    bytes each, as text.
+
+    Raises ValueError for a layout that does not fit the model or the world size.
+    """
+    config = load()
+    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    num_ranks = world_size or config.parallel.num_ranks
+    memory = RunMemory.of(config, hf_config, num_ranks, gpu)
+    lines = [*_ranks(config, num_ranks), *_memory(memory)]
+    if isinstance(config.algorithm, PolicyOptimization):
+        lines += ["", *_step(step_model(config, hf_config, num_ranks, memory))]
+    problems = [*memory.problems()]
+    lines += [f"Does not fit: {sentence}." for sentence in problems]
+    if problems:
+        found = [*remedies(load, hf_config, num_ranks, gpu)]
+        lines.append(
+            "Would fit: " + "; ".join(found) + "."
+            if found
+            else "No single key makes it fit: see --search, or take more GPUs (--gpus)."
+        )
+    return "\n".join(lines)
+
+
+def fits(config: Config, world_size: int) -> str:
+    """Return what a run needs of its fullest GPU. Raises ValueError if it does not fit."""
+    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    memory = RunMemory.of(config, hf_config, world_size)
+    if found := [*memory.problems()]:
+        raise ValueError(
+            f"modelled memory does not fit: {'; '.join(found)}: megavlm plan names the keys that "
+            "would make it fit"
+        )
+    return f"{memory.fullest / GB:.0f} of {memory.gpu / GB:.0f} GB on the fullest GPU, modelled"
+
+
+def step_model(config: Config, hf_config: Any, world_size: int, memory: RunMemory) -> StepModel:
+    """Return the model of a step with the recipe's servers."""
+    servers = len(config.rollout.urls) or config.rollout.servers
+    return StepModel(config, hf_config, world_size, servers, memory=memory)
+
+
+def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterator[str]:
+    """Yield the changes of one key, with those that it asks for, by which a recipe would fit."""
+    config = load()
+    parallel, data = config.parallel, config.data
+    for changed in (
+        {"recompute.language": "full"},
+        {"optimizer.precision_aware": "true"},
+        {"parallel.tensor": 2 * parallel.tensor, "parallel.sequence": "true"},
+        {"parallel.pipeline": 2 * parallel.pipeline},
+        {"parallel.context": 2 * parallel.context},
+        {"parallel.expert": 2 * parallel.expert},
+        {"data.pack_tokens": data.pack_tokens // 2},
+        {"rollout.tensor_parallel": 2 * config.rollout.tensor_parallel},
+        {"rollout.server_args.mem_fraction_static": 0.75},
+    ):
+        overrides = [f"{key}={value}" for key, value in changed.items()]
+        if parallel.data is not None and any(key.startswith("parallel.") for key in changed):
+            overrides.append("parallel.data=null")
+        try:
+            other = load(*overrides)
+            memory = RunMemory.of(other, hf_config, world_size, gpu)
+        except ValueError:
+            continue  # a layout that the model or the recipe cannot have
+        if not [*memory.problems()]:
+            yield f"{' '.join(overrides)} ({memory.fullest / GB:.0f} GB)"
+
+
+def _ranks(config: Config, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    data = world_size // parallel.model_size
+    axes = {
+        "pipeline": parallel.pipeline, "data": data, "context": parallel.context,
+        "tensor": parallel.tensor,
+    }  # fmt: skip
+    yield f"{world_size} trainer GPUs: " + " x ".join(f"{name} {n}" for name, n in axes.items())
+    stride = world_size
+    for name, size in axes.items():  # megatron-core's order, the slowest axis first
+        stride //= size
+        if size > 1:
+            yield f"  {name:9} ranks {_few([i * stride for i in range(size)])} are one group"
+    if parallel.expert > 1:
+        experts = f"{parallel.expert} groups of ranks of a stage hold different experts"
+        yield f"  {'experts':9} {experts}, each cut over {parallel.expert_tensor}"
+    rollout = config.rollout
+    if isinstance(config.algorithm, PolicyOptimization):
+        count = len(rollout.urls) or rollout.servers
+        shared = " that the trainer uses" if rollout.colocate else ""
+        yield f"Servers: {count}, each of {rollout.tensor_parallel} GPUs{shared}"
+    yield ""
+
+
+def _few(numbers: list[int]) -> str:
+    shown = numbers if len(numbers) <= 8 else [*numbers[:4], "...", numbers[-1]]
+    return ", ".join(map(str, shown))
+
+
+def _memory(memory: RunMemory) -> Iterator[str]:
+    yield "GB on each GPU, modelled"
+    yield f"{'':14}" + "".join(f"{name:>12}" for name in COLUMNS)
+    for stage in memory.stages:
+        cells = "".join(f"{getattr(stage, name) / GB:12.1f}" for name in COLUMNS)
+        yield f"{f'ranks {stage.ranks.start}-{stage.ranks.stop - 1}':14}{cells}"
+    yield (
+        f"total: with {OVERHEAD / GB:.0f} GB of context and buffers; the tower encodes before the "
+        "activations of the update exist, and the optimizer steps after them."
+    )
+    if memory.server is not None:
+        yield (
+            f"A server's rank stores {memory.server.weights / GB:.1f} GB of weights and has "
+            f"{memory.server.cache / GB:.1f} GB for its cache."
+        )
+
+
+def _step(model: StepModel) -> Iterator[str]:
+    step, seconds, packs = model.step, model.seconds(), [len(packs) for packs in model.packs]
+    moved = {name: f"{num / GB:.1f}" for name, num in model.exchanged().items()}
+    yield (
+        f"A step: {step.prompts} prompts of {step.prompt} tokens, {step.responses} responses of "
+        f"{step.response} on average and {step.longest} at most, modelled; nothing is measured"
+    )
+    few = f"{min(packs)}" if min(packs) == max(packs) else f"{min(packs)} to {max(packs)}"
+    yield (
+        f"A minibatch: {few} packs on a data rank, {model.over_ideal:.2f} x the ideal time, of "
+        f"which the pipeline's bubble is {model.bubble:.0%}"
+    )
+    yield (
+        f"A GPU sends: in a forward pass {moved['tensor']} GB over the tensor, {moved['context']} "
+        f"over the context and {moved['expert']} over the expert axis; in an update "
+        f"{moved['gradients']} GB of gradients and weights"
+    )
+    yield f"A server's rank receives {model.received / GB:.1f} GB in a weight sync"
+    for name, value in seconds.items():
+        yield f"{name:14}{value:8.1f} s{value / seconds['total']:7.0%}"
+    yield (
+        f"{step.tokens / seconds['total']:,.0f} tokens/s are trained on; update MFU "
+        f"{model.update_mfu:.0%}"
+    )

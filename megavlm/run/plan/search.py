@@ -1,0 +1,139 @@
+"""`megavlm plan --search`: layouts of a recipe on a number of GPUs, the fastest first.
+
+Tried are powers of two for the tensor axis, which stays within a node, the pipeline, the context
+and the expert axis, with each kind of recomputation. What the recipe says besides is kept.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any
+
+from transformers import AutoConfig
+
+from megavlm.config.schema import Config
+from megavlm.models.registry import family
+from megavlm.models.sizes import EqualRanks
+from megavlm.run.plan.memory import GB, GPU, RunMemory, trainer_ranks
+from megavlm.run.plan.overview import Load, step_model
+
+NODE = 8  # GPUs, over which a tensor axis may reach
+SHOWN = 12  # layouts
+Count = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Layout that fits: its configuration, and what is modelled of it."""
+
+    config: Config
+    seconds: float
+    memory: float
+
+
+def search_plan(
+    load: Load,
+    world_size: int | None,
+    gpu: float = GPU,
+    count: Count = lambda done, total: None,
+) -> str:
+    """Return the fastest layouts that fit as a table. count: called with the layouts that are done,
+    and how many there are.
+
+    Raises ValueError if none fits.
+    """
+    config = load()
+    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    num_ranks = world_size or config.parallel.num_ranks
+    found = sorted(search(load, hf_config, num_ranks, gpu, count), key=lambda x: x.seconds)
+    if not found:
+        raise ValueError(
+            f"no layout of {num_ranks} GPUs of {gpu / GB:.0f} GB has memory for this model: take "
+            "more GPUs (--gpus)"
+        )
+    lines = [f"{len(found)} layouts of {num_ranks} GPUs fit; modelled, nothing is measured"]
+    lines.append(f"{'seconds':>8}{'GB':>6}  overrides of the recipe")
+    lines += [
+        f"{x.seconds:8.1f}{x.memory / GB:6.0f}  {' '.join(changes(config, x.config)) or 'none'}"
+        for x in found[:SHOWN]
+    ]
+    return "\n".join(lines)
+
+
+def changes(recipe: Config, other: Config) -> Iterator[str]:
+    """Yield the overrides that make another layout and recomputation of a recipe's."""
+    for section in ("parallel", "recompute"):
+        before, after = getattr(recipe, section), getattr(other, section)
+        for field in fields(after):
+            value = getattr(after, field.name)
+            if value != getattr(before, field.name):
+                text = f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+                yield f"{section}.{field.name}={'null' if value is None else text}"
+
+
+def search(
+    load: Load, hf_config: Any, world_size: int, gpu: float, count: Count
+) -> Iterator[Found]:
+    """Yield all layouts that fit."""
+    layouts = [*_layouts(hf_config, world_size)]
+    known: dict[tuple[str, ...], list[EqualRanks]] = {}
+    module = "moe" if _num_experts(hf_config) > 1 else "mlp"
+    selective = (f"recompute.modules=[{module}]",)
+    for number, (axes, context) in enumerate(layouts):
+        count(number, len(layouts))
+        for recompute, keys in {"none": (), "selective": selective, "full": ()}.items():
+            overrides = (*axes, *context, f"recompute.language={recompute}", *keys)
+            try:
+                config = load(*overrides)
+                if axes not in known:
+                    known[axes] = [*trainer_ranks(config, hf_config, world_size)]
+                memory = RunMemory.of(config, hf_config, world_size, gpu, known[axes])
+            except ValueError:
+                break  # a layout that the model or the recipe cannot have
+            if any(memory.problems()):
+                continue
+            model = step_model(config, hf_config, world_size, memory)
+            yield Found(config, model.seconds()["total"], memory.fullest)
+
+
+def _layouts(hf_config: Any, world_size: int) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Yield overrides of the axes that decide what a rank holds, and of the context axis."""
+    num_layers = hf_config.text_config.num_hidden_layers
+    tensors, pipelines = _powers(NODE), _powers(num_layers // 2)
+    for tensor, pipeline, context in product(tensors, pipelines, (1, 2)):
+        if world_size % (tensor * pipeline * context):
+            continue
+        for expert in _powers(min(_num_experts(hf_config), world_size // pipeline)):
+            axes = (
+                f"parallel.tensor={tensor}",
+                f"parallel.sequence={str(tensor > 1).lower()}",
+                f"parallel.pipeline={pipeline}",
+                *_stages(num_layers, pipeline),
+                f"parallel.expert={expert}",
+            )
+            yield axes, (f"parallel.context={context}", "parallel.data=null")
+
+
+def _num_experts(hf_config: Any) -> int:
+    architecture = family(hf_config.model_type).architecture(hf_config)
+    return int(architecture.get("num_moe_experts", 1))
+
+
+def _stages(num_layers: int, pipeline: int) -> Iterable[str]:
+    """Return overrides that split layers over stages, with fewer on the first, which has the tower,
+    and on the last if they do not divide.
+    """
+    first = last = "null"
+    if num_layers % pipeline:
+        middle = -(-num_layers // pipeline) * (pipeline - 2)
+        first = str((num_layers - middle) // 2)
+        last = str(num_layers - middle - int(first))
+    return (
+        "parallel.virtual=1",
+        f"parallel.first_stage_layers={first}",
+        f"parallel.last_stage_layers={last}",
+    )
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]

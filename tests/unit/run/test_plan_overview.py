@@ -1,0 +1,90 @@
+"""`megavlm plan` as a user sees it: the whole plan, what would fit, and the search for layouts."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megavlm.cli import app
+from megavlm.config.load import load
+from megavlm.run.plan.search import changes
+from tests.levels import slow
+from tests.unit.config.test_recipes import RECIPES
+from tests.unit.models.releases import released_config
+
+GRPO = RECIPES / "grpo"
+
+
+def plan(folder: Path, recipe: str, *arguments: str) -> str:
+    """Return the plan of a recipe with the configuration that is in `folder`."""
+    command = ["plan", str(GRPO / f"{recipe}.yaml"), f"model.folder={folder}", *arguments]
+    reply = CliRunner().invoke(app, command)
+    assert reply.exit_code == 0, reply.output
+    return reply.output
+
+
+def test_a_plan_has_ranks_memory_and_a_step(tmp_path: Path) -> None:
+    released_config("Qwen2.5-VL-7B", tmp_path)
+    text = plan(tmp_path, "qwen2_5_vl_7b_geo3k")
+    assert text.startswith("4 trainer GPUs: pipeline 1 x data 2 x context 1 x tensor 2\n")
+    assert "data      ranks 0, 2 are one group" in text
+    assert "Servers: 1, each of 4 GPUs" in text and "\nranks 0-3 " in text
+    assert "128 prompts of 1465 tokens" in text and "update MFU 30%" in text
+    assert "fit" not in text
+
+
+def test_a_pipeline_has_a_bubble_and_a_context_axis_an_exchange(tmp_path: Path) -> None:
+    released_config("Qwen2.5-VL-7B", tmp_path)
+    axes = ("parallel.pipeline=2", "parallel.context=2", "parallel.data=null")
+    text = plan(tmp_path, "qwen2_5_vl_7b_geo3k", "--gpus", "16", *axes)
+    assert "16 trainer GPUs: pipeline 2 x data 2 x context 2 x tensor 2" in text
+    assert "pipeline  ranks 0, 8 are one group" in text
+    assert "bubble is 0%" not in text and " 0.0 over the context" not in text
+
+
+def test_what_would_make_a_recipe_fit_is_named_and_fits(tmp_path: Path) -> None:
+    released_config("Qwen2.5-VL-7B", tmp_path)
+    text = plan(tmp_path, "qwen2_5_vl_7b_geo3k", "recompute.language=none")
+    assert "Does not fit: ranks 0-3 need" in text
+    line = next(line for line in text.splitlines() if line.startswith("Would fit: "))
+    keys = line.removeprefix("Would fit: ").split(" (")[0].split()
+    assert keys == ["recompute.language=full"]
+    assert "Does not fit" not in plan(tmp_path, "qwen2_5_vl_7b_geo3k", *keys)
+    small = plan(tmp_path, "qwen2_5_vl_7b_geo3k", "--memory", "24")
+    assert "No single key makes it fit" in small
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "gpus"),
+    [
+        ("qwen2_5_vl_3b_geo3k", "Qwen2.5-VL-3B", 2),
+        *slow(("qwen3_vl_30b_a3b_geo3k_nodes", "Qwen3-VL-30B-A3B", 16)),
+    ],
+)
+def test_a_search_finds_layouts_that_fit(
+    recipe: str, model: str, gpus: int, tmp_path: Path
+) -> None:
+    released_config(model, tmp_path)
+    urls = ["rollout.urls=['http://node:30000']"] if "nodes" in recipe else []
+    text = plan(tmp_path, recipe, *urls, "--search", "--gpus", str(gpus))
+    rows = [line.split() for line in text.splitlines() if "overrides" not in line and "=" in line]
+    seconds = [float(row[0]) for row in rows]
+    assert rows and seconds == sorted(seconds) and all(float(row[1]) <= 72 for row in rows)
+    found = plan(tmp_path, recipe, *urls, *rows[0][2:], "--gpus", str(gpus))
+    assert "fit" not in found and f"{'total':14}{seconds[0]:8.1f} s" in found
+
+
+def test_no_layout_that_fits_is_an_error(tmp_path: Path) -> None:
+    released_config("Qwen2.5-VL-72B", tmp_path)
+    recipe = str(GRPO / "qwen2_5_vl_72b_geo3k_nodes.yaml")
+    keys = [f"model.folder={tmp_path}", "rollout.urls=['http://node:30000']"]
+    reply = CliRunner().invoke(app, ["plan", recipe, *keys, "--search", "--gpus", "1"])
+    assert isinstance(reply.exception, ValueError) and "take more GPUs" in str(reply.exception)
+
+
+def test_changes_are_overrides() -> None:
+    recipe = load(GRPO / "qwen2_5_vl_3b_geo3k.yaml")
+    keys = ["parallel.pipeline=2", "parallel.data=null", "recompute.modules=[mlp]"]
+    other = load(GRPO / "qwen2_5_vl_3b_geo3k.yaml", keys)
+    assert sorted(changes(recipe, other)) == sorted(keys)
+    assert [*changes(recipe, recipe)] == []
