@@ -44,8 +44,11 @@ def wrap(
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_gradients
     wrapped = [
-        # Later chunks' gradients are ready while others compute: they need no smaller buckets.
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        # Later chunks' gradients are ready while others compute: they need no smaller buckets. Then
+        # all buckets are gathered as one, which gloo does wrongly where they have two dtypes.
+        DistributedDataParallel(
+            config, ddp_config, chunk, disable_bucketing=index > 0 and len(_dtypes(chunk)) < 2
+        )
         for index, chunk in enumerate(chunks)
     ]
     if settings.overlap_grad_reduce:
@@ -59,6 +62,10 @@ def wrap(
             for group in _groups(chunk):
                 group.param_gather_dispatched = True  # parameters are whole until an update
     return wrapped
+
+
+def _dtypes(chunk: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in chunk.parameters() if parameter.requires_grad}
 
 
 def _groups(chunk: DistributedDataParallel) -> list[Any]:
