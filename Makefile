@@ -18,7 +18,7 @@ TESTS ?= tests
 JOBS ?= 2
 CASES ?=
 
-.PHONY: help setup demo test test-slow test-all test-gpu-path parity pushes gpu style bench docs
+.PHONY: help setup demo test test-slow test-all test-gpu-path parity pushes gpu style bench soak chaos docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -88,6 +88,14 @@ style: setup ## run the linter, the formatter (check only) and the type checker
 
 bench: setup ## run and print the benchmarks; nothing passes or fails by them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks -q -s -o python_files="bench_*.py" -o python_functions="bench_*"
+
+STEPS ?= 2000
+
+soak: setup ## run so many steps (STEPS=2000) of a tiny model, in which nothing may grow; write tests/soak/RESULTS.md
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.soak.run $(STEPS)
+
+chaos: setup ## make 20 faults in 50 steps of a real run, at random by SEED; every sample is trained on once
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.soak.chaos $(or $(SEED),0)
 
 docs: setup ## build the documentation in build/docs; a broken link fails
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet

@@ -98,7 +98,6 @@ def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NOD
     print(f"starting {num_ranks} rank{'s' * (num_ranks > 1)}", flush=True)
     before = {child.pid for child in psutil.Process().children()}
     options = [*nodes.torchrun_options, f"--nproc-per-node={num_ranks}"]
-    command = [sys.executable, "-m", "megavlm.run.launcher", str(os.getpid()), *options]
     signals: list[int] = []
     handlers = {
         number: signal.signal(number, lambda caught, _: signals.append(caught))
@@ -110,6 +109,9 @@ def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NOD
             environment = {**os.environ, REASON_FILE: str(reason)}
             # More threads than cores are slower, and torchrun warns if it is unset.
             environment.setdefault("OMP_NUM_THREADS", "1")
+            # torchrun would leave a folder of its own for each run.
+            options += [f"--log-dir={folder}"]
+            command = [sys.executable, "-m", "megavlm.run.launcher", str(os.getpid()), *options]
             process = subprocess.Popen(
                 [*command, "--module", "megavlm", *arguments],
                 env=environment,

@@ -94,3 +94,46 @@ def test_a_replay_on_other_ranks(world: World, recorded: Path) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one["reward"] == other["reward"]
         assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_policy_run_that_stops_and_resumes_is_the_run_again(
+    world: World, running: Running
+) -> None:
+    """Six steps, or three, a stop and three more: whatever a checkpoint holds is equal in bits."""
+    six = {**GRPO, "steps": 6}
+    sections: dict[str, Any] = {
+        "algorithm": six,
+        "optimizer": {"lr": 1e-3, "warmup_steps": 2, "schedule": "cosine"},
+        "checkpoint": {"every": 3, "keep_last": None, "export_hf": False},
+        "parallel": {"tensor": 2},
+    }
+    recording = world.recipe(
+        "six", **sections, run={"record_rollouts": True}, rollout=running.rollout
+    )
+    done = world.megavlm("train", recording, **running.keys)
+    assert done.returncode == 0, done.stderr
+    resumed = world.root / "resumed/checkpoints"
+    for name in ("through", "resumed"):
+        if name == "resumed":  # as if it had been stopped after step 3
+            third = step_folder(world.root / "through/checkpoints", 3)
+            shutil.copytree(third, step_folder(resumed, 3))
+        recipe = world.recipe(
+            name, **sections, rollout={"replay": str(world.root / "six/rollouts")}
+        )
+        done = world.megavlm("train", recipe)
+        assert done.returncode == 0, done.stderr
+        assert ("resumed from step 3 of 6" in done.stdout) == (name == "resumed")
+    ours, theirs = (step_folder(world.root / n / "checkpoints", 6) for n in ("through", "resumed"))
+    readers = StepReader(ours), StepReader(theirs)
+    assert set(readers[0].tensors) == set(readers[1].tensors)
+    assert any(key.startswith("optimizer.") for key in readers[0].tensors), "moments, too"
+    for key in readers[0].tensors:
+        assert torch.equal(readers[0].read(key), readers[1].read(key)), key
+    small = ["extra.json", *(path.name for path in ours.glob("random*"))]
+    assert len(small) == 3, "the data order, the curriculum; random states of two ranks"
+    for name in small:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    assert [values(r) for r in world.metrics("through")[3:]] == [
+        values(r) for r in world.metrics("resumed")
+    ]

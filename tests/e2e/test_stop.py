@@ -47,11 +47,7 @@ def test_a_rank_that_stands_still_is_named_and_the_run_ends(world: World) -> Non
     ) as run:
         assert run.stdout is not None
         wait_for_checkpoint(run, world.root / "hangs/checkpoints")
-        ranks = [
-            process
-            for process in psutil.Process(run.pid).children(recursive=True)
-            if process.environ().get("RANK") == "1"
-        ]
+        ranks = second_rank(run)
         ranks[0].suspend()
         output = run.stdout.read()
     assert run.returncode == ExitCode.HUNG, output
@@ -92,6 +88,60 @@ def test_nobody_reads_the_output_and_the_disk_is_full_for_the_records(world: Wor
         told += run.stderr.read()
     assert run.returncode == ExitCode.STOPPED, told
     assert told.count("cannot be written") == 2, "each is told once"
+
+
+def second_rank(run: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """Return rank 1 and its descendants."""
+    return [
+        process
+        for process in psutil.Process(run.pid).children(recursive=True)
+        if process.environ().get("RANK") == "1"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGUSR1, ExitCode.STOPPED), (signal.SIGKILL, 128 + signal.SIGKILL)],
+)
+def test_a_signal_to_one_rank_ends_all(
+    world: World, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """A request to stop: all agree on the step and save. A kill: no process, port or file is left,
+    and the last checkpoint is whole.
+    """
+    path = recipe(world, f"signal{number}")
+    folder = world.root / f"signal{number}/checkpoints"
+    command = [sys.executable, "-m", "megavlm", "train", str(path), "algorithm.steps=100000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as run:
+        assert run.stdout is not None
+        wait_for_checkpoint(run, folder)
+        started = time.monotonic()
+        family = psutil.Process(run.pid).children(recursive=True)
+        ports = {
+            one.laddr.port
+            for process in family
+            for one in process.net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN
+        }
+        second_rank(run)[0].send_signal(number)
+        output = run.stdout.read()
+    assert run.returncode == code, output
+    assert time.monotonic() - started < WAIT
+    assert not any(process.is_running() for process in family)
+    listening = {
+        one.laddr.port for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN
+    }
+    assert ports and not ports & listening
+    assert not list(tmp_path.glob("megavlm-*"))
+    step = latest_step(folder)
+    assert step is not None and step in complete_steps(folder)
+    told = f"Stopped after step {step}; the same command goes on from there."
+    killed = "megavlm: rank 1 ended with SIGKILL"
+    assert (told if number == signal.SIGUSR1 else killed) in output
 
 
 def wait_for_checkpoint(run: "subprocess.Popen[str]", folder: Path) -> None:

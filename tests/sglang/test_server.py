@@ -57,6 +57,16 @@ def test_keys_are_in_no_list_and_no_log(started: Served) -> None:
     assert server.api_key not in log and server.admin_key not in log
 
 
+def test_every_socket_listens_on_loopback(started: Served) -> None:
+    listening = {
+        one.laddr.ip
+        for process in group(started.server)
+        for one in process.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+
 def test_a_request_without_a_key_is_refused(started: Served) -> None:
     server = started.server
     target = Target(server.url, 1, "cpu", needs_all=False)

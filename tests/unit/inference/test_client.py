@@ -274,3 +274,13 @@ def test_a_continuation_holds_an_image_once(images: int) -> None:
 
 def aborted(token: int) -> Response:
     return Response((token,), (-0.5,), "abort", "1")
+
+
+def test_pauses_before_retries_grow_and_differ() -> None:
+    """Up to a second, then two, then four, at random: many clients do not come back together."""
+    limits = RequestLimits()
+    for attempt, longest in ((1, 1.0), (2, 2.0), (3, 4.0)):
+        pauses = [limits.pause(attempt) for _ in range(500)]
+        assert all(0 <= pause <= longest for pause in pauses)
+        assert max(pauses) > 0.9 * longest and min(pauses) < 0.1 * longest
+        assert len(set(pauses)) > 400

@@ -88,9 +88,16 @@ def test_all_ranks_run(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_in_a_rank_is_one_sentence(
-    write_recipe: WriteRecipe, tmp_path: Path, seed: int, reason: str
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    reason: str,
 ) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     done = train(write_recipe(), seed)
+    assert not list((tmp_path / "temporary").iterdir()), "torchrun's folder, too"
     traceback = tmp_path / "run" / "error.txt"
     assert done.stderr == f"megavlm: {reason} (traceback: {traceback})\n"
     assert done.returncode == 2 and reason not in done.stdout

@@ -1,0 +1,93 @@
+"""A long run of a tiny model: memory, descriptors, threads, logs and shared memory must not grow.
+
+make soak STEPS=2000        writes tests/soak/RESULTS.md; ends with 1 if something grows
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.cache import cached_folder
+from tests.e2e.conftest import World, make_world
+from tests.soak.growth import Sample, table, take_sample
+
+SAMPLES = 100  # of a whole run
+RESULTS = Path(__file__).with_name("RESULTS.md")
+
+
+def recipe(world: World, steps: int) -> Path:
+    return world.recipe(
+        "soak",
+        parallel={"data": 2},
+        algorithm={
+            "name": "grpo",
+            "steps": steps,
+            "prompts_per_step": 4,
+            "responses_per_prompt": 4,
+            "entropy_coefficient": 0.01,
+        },
+        optimizer={"lr": 1e-5},
+        checkpoint={"every": 10, "keep_last": 2},
+        evaluation={"every": 50, "sampled": False, "shuffled": False},
+    )
+
+
+def steps_done(metrics: Path) -> int:
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def soak(root: Path, steps: int) -> tuple[list[Sample], float]:
+    """Run, and return the samples and the seconds from the first step to the last."""
+    made = cached_folder("world", None, make_world)
+    for name in ("data", "model"):
+        (root / name).symlink_to(made / name)
+    world, run_dir = World(root), root / "soak"
+    command = [sys.executable, "-m", "megavlm", "train", str(recipe(world, steps))]
+    samples: list[Sample] = []
+    every, started = max(1, steps // SAMPLES), 0.0
+    with (root / "output.txt").open("w") as output:
+        run = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        try:
+            while run.poll() is None:
+                time.sleep(0.05)
+                done = steps_done(run_dir / "metrics.jsonl")
+                started = started or (time.monotonic() if done else 0.0)
+                if done < steps and done >= (samples[-1].step + every if samples else 1):
+                    samples.append(take_sample(run.pid, run_dir, done))
+        finally:
+            run.kill()
+    text = (root / "output.txt").read_text()
+    assert run.returncode == 0, text
+    recorded = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()]
+    assert recorded == list(range(1, steps + 1)), "every step is recorded once"
+    return samples, time.monotonic() - started
+
+
+def main() -> None:
+    steps = int(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        samples, seconds = soak(Path(folder), steps)
+    lines, grown = table(samples)
+    head = [
+        "# Soak",
+        "",
+        f"{steps} steps of GRPO on two ranks and one SGLang server, a tiny model on a CPU, in "
+        f"{seconds:.0f} s; {len(samples)} samples. Written by `make soak`.",
+        "",
+    ]
+    end = ["", f"Grows: {', '.join(grown)}." if grown else "Nothing grows."]
+    for name in grown:
+        print(name, [(sample.step, round(sample.values.get(name, 0.0))) for sample in samples])
+    RESULTS.write_text("\n".join([*head, *lines, *end]) + "\n")
+    print(RESULTS.read_text())
+    sys.exit(bool(grown))
+
+
+if __name__ == "__main__":
+    main()
