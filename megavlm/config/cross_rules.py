@@ -43,7 +43,7 @@ def check(config: Config) -> None:
     _check_replay(config)
     _check_adapters(config)
     _check_warmup(config)
-    _check_gradients(config)
+    _check_optimizer(config)
     _check_evaluation(config)
     _check_checkpoint(config)
 
@@ -229,11 +229,16 @@ def _check_warmup(config: Config) -> None:
         )
 
 
-def _check_gradients(config: Config) -> None:
+def _check_optimizer(config: Config) -> None:
     if config.optimizer.grad_reduce_in_bf16 and config.model.dtype != "bfloat16":
         raise ValueError(
             "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, and "
             f"model.dtype={config.model.dtype}: set the first to false or the second to bfloat16"
+        )
+    if config.optimizer.offload and config.rollout.colocate:
+        raise ValueError(
+            "optimizer.offload=true moves the optimizer's state at each update, and "
+            "rollout.colocate=true whenever the GPUs change hands: set one of them to false"
         )
     if config.optimizer.precision_aware and config.model.dtype != "bfloat16":
         raise ValueError(

@@ -70,6 +70,11 @@ class Optimizer(Section):
     """The same for the second moment. In bfloat16 it needs a second entry of `optimizer.betas` of
     0.99 at most: above, an update's part is less than the rounding, and it would stand still."""
 
+    offload: bool = False
+    """Keep the optimizer's state in pinned host memory outside its step, so that activations have
+    its place on the GPU. It crosses PCIe twice in each update. `rollout.colocate` moves it besides,
+    so the two do not go together."""
+
     def check(self) -> None:
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError(

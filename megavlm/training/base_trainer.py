@@ -5,7 +5,8 @@ from typing import Any
 
 from megavlm.checkpointing.save import PendingSave
 from megavlm.parallel import platform
-from megavlm.training.colocate import Offloadable, SharedMemory, trainer_memory
+from megavlm.parallel.offload import Offloadable
+from megavlm.training.colocate import SharedMemory, trainer_memory
 from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest, TimeLimit
 from megavlm.training.step.rank_batch import RankBatch, share_batch

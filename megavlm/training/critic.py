@@ -49,13 +49,14 @@ class Critic:
     def resume(self) -> None:
         """Load the critic checkpoint of the step that the policy resumed from. Collective."""
         if self._train_state.step:
-            load_checkpoint(
-                self._folder,
-                step=self._train_state.step,
-                chunks=self.model,
-                optimizer=self.updater.optimizer,
-                scheduler=self.updater.scheduler,
-            )
+            with self.updater.state_on_device():
+                load_checkpoint(
+                    self._folder,
+                    step=self._train_state.step,
+                    chunks=self.model,
+                    optimizer=self.updater.optimizer,
+                    scheduler=self.updater.scheduler,
+                )
 
     def features(self, of_policy: VisionFeatures, images: RankImages) -> VisionFeatures:
         """Return the critic's image features: the policy's where the tower is frozen."""
@@ -79,7 +80,8 @@ class Critic:
         step = self._train_state.step
         self._prune()
         target = SaveTarget(self._folder)
-        return begin_save(target, step, self.updater, extra={"step": step}, copy=copy)
+        with self.updater.state_on_device():
+            return begin_save(target, step, self.updater, extra={"step": step}, copy=copy)
 
     def _prune(self) -> None:
         """Remove steps that the policy no longer has: no run can resume from them."""

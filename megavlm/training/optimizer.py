@@ -2,8 +2,10 @@
 them megatron-core's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -16,6 +18,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megavlm.checkpointing.optimizer_states import MOMENTS, make_states
 from megavlm.config.optimizer import Optimizer
@@ -24,6 +27,7 @@ from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import any_rank, reduce_measures
 from megavlm.parallel.mesh import Mesh
+from megavlm.parallel.offload import Offloadable, distinct_storages
 from megavlm.training.forward_backward import LossFunction, forward_backward
 from megavlm.training.gradient_buffers import begin_gather, finish_gather, wrap
 from megavlm.training.guards import SkipCounter
@@ -33,7 +37,7 @@ from megavlm.training.step.vision_features import VisionFeatures
 @dataclass(frozen=True)
 class Updater:
     """Updates a model: this rank's chunks with their gradient buffers, the optimizer and the
-    schedule.
+    schedule. offloads: the optimizer's state is in host memory outside its step.
     """
 
     chunks: list[DistributedDataParallel]
@@ -42,6 +46,41 @@ class Updater:
     start: int  # the schedule's count before the first update
     mesh: Mesh
     skips: SkipCounter = field(default_factory=SkipCounter)
+    offloads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.offloads:
+            self._state.to_host()
+
+    @cached_property
+    def _state(self) -> Offloadable:
+        return Offloadable(self.state_tensors)
+
+    @contextmanager
+    def state_on_device(self) -> Iterator[None]:
+        """Have the optimizer's state on the device, if it is offloaded. Whatever steps, saves or
+        loads it is within this context.
+        """
+        if self.offloads:
+            self._state.to_device()
+        yield
+        if self.offloads:
+            self._state.to_host()
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Yield the optimizer's tensors, without those that are views of parameters, as its main
+        weights are in fp32.
+        """
+        parameters = (p for chunk in self.chunks for p in chunk.parameters())
+        shared = {storage.data_ptr() for storage in distinct_storages(parameters)}
+        for part in self.optimizer.chained_optimizers:
+            if part.optimizer is None:
+                continue  # it has no parameters
+            groups = (p for group in part.optimizer.param_groups for p in group["params"])
+            states = (x for state in part.optimizer.state.values() for x in state.values())
+            for tensor in (*groups, *states):
+                if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in shared:
+                    yield tensor
 
     def update(
         self,
@@ -124,9 +163,10 @@ class Updater:
             for group in groups:
                 # megatron-core's mark of a rate of its own
                 group["lr"] = group["max_lr"] if group["is_decoupled_lr"] else 0.0
-        elif not self.has_moved:
-            _forget_moments(self.optimizer)
-        updated, norm, _ = self.optimizer.step()
+        with self.state_on_device():
+            if not value_head_alone and not self.has_moved:
+                _forget_moments(self.optimizer)
+            updated, norm, _ = self.optimizer.step()
         assert updated, "finite gradients were refused"
         if value_head_alone:
             for group, rate in zip(groups, rates, strict=True):
@@ -220,7 +260,9 @@ def build_updater(
         scheduler.step(
             increment=1
         )  # megatron's schedule starts at 0: the first update would change nothing
-    return Updater(wrapped, optimizer, scheduler, scheduler.num_steps, mesh)
+    return Updater(
+        wrapped, optimizer, scheduler, scheduler.num_steps, mesh, offloads=settings.offload
+    )
 
 
 def _check_one_dtype(chunks: Sequence[VisionLanguageModel]) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 from megavlm.checkpointing.save import PendingSave
 from megavlm.config.algorithm import PPO
 from megavlm.parallel.collectives import reduce_measures, summing
+from megavlm.parallel.offload import Offloadable
 from megavlm.training.advantages import add_value_advantages
-from megavlm.training.colocate import Offloadable, trainer_memory
+from megavlm.training.colocate import trainer_memory
 from megavlm.training.critic import Critic
 from megavlm.training.driver import Driver
 from megavlm.training.forward_backward import compute_logprobs

@@ -113,14 +113,15 @@ class TrainState:
             step = broadcast_object(found, self.mesh)
         if step is None:
             return None
-        extra = load_checkpoint(
-            self.folder,
-            step=step,
-            chunks=self.model,
-            optimizer=self.updater.optimizer,
-            scheduler=self.updater.scheduler,
-            model_type=self.hf_config.model_type,
-        )
+        with self.updater.state_on_device():
+            extra = load_checkpoint(
+                self.folder,
+                step=step,
+                chunks=self.model,
+                optimizer=self.updater.optimizer,
+                scheduler=self.updater.scheduler,
+                model_type=self.hf_config.model_type,
+            )
         self.step = extra["step"]
         self.evaluated_step = extra.get("evaluated_step", self.step)  # older ones have none
         self.algorithm_state = extra["algorithm"]
@@ -137,7 +138,7 @@ class TrainState:
         `driver_state` and `scores`, by which checkpoints are compared, as the driver has them.
         `companion`: see Saver.save.
         """
-        with self.phases("checkpoint"):
+        with self.phases("checkpoint"), self.updater.state_on_device():
             self.saver.save(
                 self.step,
                 self.updater,

@@ -1,5 +1,6 @@
 """A trainer whose memory goes to the host between updates trains as one whose memory stays."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megavlm.training.colocate import Offloadable, distinct_storages, trainer_memory
+from megavlm.config.optimizer import Optimizer
+from megavlm.parallel.offload import Offloadable, distinct_storages
+from megavlm.training.colocate import trainer_memory
 from tests.distributed.fork import launch
-from tests.distributed.test_updates import start
+from tests.distributed.test_updates import SETTINGS, start
 from tests.parity.models import model_folder
 from tests.parity.table import LAYOUTS, Ranks
 
@@ -21,9 +24,9 @@ def folder() -> Path:
     return model_folder("qwen2_5_vl")
 
 
-def train(folder: Path, ranks: Ranks, away: bool) -> Any:
+def train(folder: Path, ranks: Ranks, away: bool, settings: Optimizer = SETTINGS) -> Any:
     """Two updates; parameters and gradient norms."""
-    run = start(folder, ranks, frozen=True)
+    run = start(folder, ranks, frozen=True, settings=settings)
     parts = trainer_memory(run.updater)
     norms = []
     for _ in range(2):
@@ -53,6 +56,30 @@ def test_nothing_changes_bit_by_bit(folder: Path, layout: str) -> None:
     ranks = LAYOUTS[layout]
     stayed = launch(ranks.world_size, train, folder, ranks, False)
     went = launch(ranks.world_size, train, folder, ranks, True)
+    for (parameters, norms), (others, other_norms) in zip(stayed, went, strict=True):
+        assert norms == other_norms and norms[0] > 0
+        for one, other in zip(parameters, others, strict=True):
+            assert np.array_equal(one, other)
+
+
+def offloaded(folder: Path, ranks: Ranks) -> Any:
+    """The same with the optimizer's state on the host, which is empty on the device between."""
+    run = start(folder, ranks, frozen=True, settings=replace(SETTINGS, offload=True))
+    norms = []
+    for _ in range(2):
+        run.forward_backward(run.features())
+        assert sum(tensor.untyped_storage().nbytes() for tensor in run.updater.state_tensors()) == 0
+        norms.append(run.updater.step())
+    with run.updater.state_on_device():
+        assert all(tensor.abs().sum() > 0 for tensor in run.updater.state_tensors())
+    return run.parameters(), norms
+
+
+@pytest.mark.parametrize("layout", ["DP2", "PP2"])
+def test_updates_with_offloaded_state_are_the_same_bit_by_bit(folder: Path, layout: str) -> None:
+    ranks = LAYOUTS[layout]
+    stayed = launch(ranks.world_size, train, folder, ranks, False)
+    went = launch(ranks.world_size, offloaded, folder, ranks)
     for (parameters, norms), (others, other_norms) in zip(stayed, went, strict=True):
         assert norms == other_norms and norms[0] > 0
         for one, other in zip(parameters, others, strict=True):

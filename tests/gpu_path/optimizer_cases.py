@@ -161,6 +161,18 @@ def test_runs_go_on_with_another_optimizer_and_layout(hf: Path, tmp_path: Path) 
         compare(saved(tmp_path / f"{name} other"), saved(tmp_path / f"{name} same"))
 
 
+@pytest.mark.parametrize("keys", [{}, AWARE | MOMENTS], ids=["ordinary", "aware"])
+def test_offloaded_state_makes_the_same_updates(
+    hf: Path, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    """And is saved, and loaded."""
+    ranks = LAYOUTS["DP2"]
+    for name, chosen in (("stayed", keys), ("went", keys | {"offload": True})):
+        launch(2, train, hf, ranks, chosen, tmp_path / f"{name} 3", 3)
+        launch(2, train, hf, ranks, chosen, tmp_path / name, 2, tmp_path / f"{name} 3")
+    assert_same(saved(tmp_path / "went"), saved(tmp_path / "stayed"))
+
+
 def test_states_leave_a_shared_gpu_and_come_back(hf: Path, tmp_path: Path) -> None:
     keys = AWARE | MOMENTS
     stayed = launch(2, train, hf, LAYOUTS["DP2"], keys, tmp_path / "stayed")

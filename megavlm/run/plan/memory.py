@@ -32,8 +32,8 @@ MEM_FRACTION = 0.85  # of megavlm/slurm/job.sh; managed servers have it in their
 class StageMemory:
     """Bytes on a GPU of a pipeline stage, at its fullest.
 
-    step: copies that exist in the optimizer's step alone. activations: of all microbatches in
-    flight. logits: the chunk of log-probs and its gradients.
+    step: what exists in the optimizer's step alone, copies or offloaded state. activations: of all
+    microbatches in flight. logits: the chunk of log-probs and its gradients.
     features: those of the step's images, kept for every pass. encoding: the tower's pass, before
     the update. servers: what a colocated server keeps in training.
     """
@@ -158,13 +158,15 @@ def _stage(config: Config, hf_config: Any, group: EqualRanks, world_size: int) -
     features = (
         image_tokens(config, hf_config) * _images(config, data) * _feature_bytes(config, hf_config)
     )
+    optimizer = sum(optimizer_bytes(x, config, world_size) for x in trained)
+    in_step = config.optimizer.offload * optimizer
     return StageMemory(
         ranks=group.ranks,
         weights=sum(x.bytes for x in held),
         gradients=(2.0 if config.optimizer.grad_reduce_in_bf16 else 4.0)
         * sum(x.numel for x in trained),
-        optimizer=sum(optimizer_bytes(x, config, world_size) for x in trained),
-        step=sum(step_bytes(x, config, world_size) for x in trained),
+        optimizer=optimizer - in_step,
+        step=in_step + sum(step_bytes(x, config, world_size) for x in trained),
         activations=_in_flight(config, stage) * kept + passing,
         logits=logits_bytes(config, hf_config, trained) if is_last else 0.0,
         features=min(features, config.model.features_mb * 2**20) if is_first else 0.0,

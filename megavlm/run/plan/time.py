@@ -294,7 +294,10 @@ class StepModel:
         algorithm = self._config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
         link = self.rates.nvlink if self._world_size <= 8 else self.rates.network
-        return passes + algorithm.minibatches * self.exchanged()["gradients"] / link
+        exchanged = self.exchanged()["gradients"] / link
+        if self._config.optimizer.offload:  # to the GPU and back
+            exchanged += 2 * max(stage.step for stage in self.memory.stages) / self.rates.host
+        return passes + algorithm.minibatches * exchanged
 
     @property
     def _mlp_share(self) -> float:

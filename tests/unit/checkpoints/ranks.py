@@ -78,16 +78,18 @@ class Run:
             yield from local_tensors(chunk)
 
     def save(self, folder: Path, step: int, extra: dict[str, Any] | None = None) -> None:
-        save_checkpoint(SaveTarget(folder), step, self.updater, extra=extra or {})
+        with self.updater.state_on_device():
+            save_checkpoint(SaveTarget(folder), step, self.updater, extra=extra or {})
 
     def load(self, folder: Path, step: int | None = None) -> dict[str, Any]:
-        return load_checkpoint(
-            folder,
-            step=step,
-            chunks=self.chunks,
-            optimizer=self.updater.optimizer,
-            scheduler=self.updater.scheduler,
-        )
+        with self.updater.state_on_device():
+            return load_checkpoint(
+                folder,
+                step=step,
+                chunks=self.chunks,
+                optimizer=self.updater.optimizer,
+                scheduler=self.updater.scheduler,
+            )
 
     def weights(self) -> dict[Name, torch.Tensor]:
         return {(x.key, x.expert): x.data.detach().clone() for x in self.tensors()}

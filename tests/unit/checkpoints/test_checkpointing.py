@@ -54,6 +54,7 @@ def resume(
         ("PP2 virtual 2", {}),
         ("TP2", {"freeze": False}),
         ("DP2", {"dtype": torch.bfloat16}),  # with fp32 weights in the optimizer
+        ("DP2", {"dtype": torch.bfloat16, "optimizer": {"offload": True}}),
         *slow(*((layout, {}) for layout in ("one rank", "TP2", "DP2", "CP2"))),
     ],
 )

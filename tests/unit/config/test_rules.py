@@ -30,6 +30,10 @@ BROKEN = {
         "model.dtype=float32",
     ): "optimizer.precision_aware=true keeps what weights in bfloat16 lack, and model.dtype=float3",
     (
+        "optimizer.offload=true",
+        "rollout.colocate=true",
+    ): "optimizer.offload=true moves the optimizer's state at each update, and rollout.colocate=tr",
+    (
         "optimizer.exp_avg_dtype=bfloat16",
     ): "optimizer.exp_avg_dtype=bfloat16 is for the precision-aware optimizer: set optimizer.prec",
     (

@@ -132,6 +132,16 @@ def test_the_precision_aware_optimizer_takes_fewer_bytes(
         assert 4 * step_bytes(parameter, config, 4) == copied * parameter.numel * parameter.pieces
 
 
+def test_offloaded_state_is_there_in_the_step_alone(tmp_path: Path) -> None:
+    recipe = RECIPES / "grpo/qwen2_5_vl_7b_geo3k.yaml"
+    plain, away = (load(recipe, [f"optimizer.offload={key}"]) for key in ("false", "true"))
+    hf_config = release(plain, tmp_path)
+    (stays,), (goes,) = (RunMemory.of(x, hf_config, 4).stages for x in (plain, away))
+    assert stays.optimizer > 20e9 and (stays.step, goes.optimizer) == (0, 0)
+    assert goes.step == stays.optimizer
+    assert goes.total == stays.total - min(stays.optimizer, stays.activations + stays.logits)
+
+
 TOKENS = 512
 SIZES = {"hidden_size": 128, "ffn_size": 320, "num_heads": 4, "num_kv_heads": 2}
 
