@@ -98,15 +98,20 @@ def left_behind(run: Path) -> list[str]:
     return servers + [line for line in lines if str(run) in line and "slurm" not in line]
 
 
+def signalled(
+    cluster: Cluster, job: str, log: Path, number: signal.Signals
+) -> tuple[dict[str, str], str]:
+    """Send a signal to a job that is in a step. Returns its end as Slurm shows it, and its log."""
+    wait_for("working", log, cluster, job)
+    cluster.signal(job, number)
+    return cluster.wait(job, WAIT), log.read_text()
+
+
 def test_a_warning_saves_and_the_job_is_queued_again(
     cluster: Cluster, submit: Callable[..., str], tmp_path: Path
 ) -> None:
     """Two trainer nodes; Slurm's warning comes in a step."""
-    job, log = submit(6, 2, 0), tmp_path / "job.log"
-    wait_for("working", log, cluster, job)
-    cluster.signal(job, signal.SIGUSR1)
-    shown = cluster.wait(job, WAIT)
-    text = log.read_text()
+    shown, text = signalled(cluster, submit(6, 2, 0), tmp_path / "job.log", signal.SIGUSR1)
     assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), text
     assert "megavlm: exit code 75; the job is queued again, restart 1 of 2" in text
     assert {path.name for path in (tmp_path / "run").glob("saved-*")} == {"saved-0", "saved-1"}
@@ -115,11 +120,8 @@ def test_a_warning_saves_and_the_job_is_queued_again(
 def test_a_stop_that_the_user_asks_for_is_not_queued_again(
     cluster: Cluster, submit: Callable[..., str], tmp_path: Path
 ) -> None:
-    job, log = submit(6, 1, 0), tmp_path / "job.log"
-    wait_for("working", log, cluster, job)
-    cluster.signal(job, signal.SIGTERM)
-    shown = cluster.wait(job, WAIT)
-    assert (shown["JobState"], shown["ExitCode"]) == ("FAILED", "75:0"), log.read_text()
+    shown, text = signalled(cluster, submit(6, 1, 0), tmp_path / "job.log", signal.SIGTERM)
+    assert (shown["JobState"], shown["ExitCode"]) == ("FAILED", "75:0"), text
     assert (tmp_path / "run/saved-0").exists()
 
 

@@ -20,13 +20,15 @@ KEYS = ("MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY")
 
 NOTE = 'printf "%s\\n" "$(basename "$0") $*" >> "$NOTES"\n'
 PROGRAMS = {
-    "scontrol": "printf 'node0\\nnode1\\nnode2\\n'\n",
+    "scontrol": NOTE + "printf 'node0\\nnode1\\nnode2\\n'\n",
     "megavlm": NOTE
     + 'if [ "$1" = plan ]; then echo "$PLAN"; exit; fi\n'
     + 'case "$*" in *--dry-run)\n'
     + '    echo "WORLD_SIZE=$WORLD_SIZE" >> "$NOTES"; exit ${MEGAVLM_CODE:-0};; esac\n'
     + 'for port in ${PORTS:-}; do until [ -s "$NOTES.$port" ]; do sleep 0.05; done; done\n'
-    + 'env > "$NOTES.env"\n',
+    + 'env > "$NOTES.env"\n'
+    + 'if [ -n "${MEGAVLM_SAVED:-}" ]; then mkdir -p "$MEGAVLM_SAVED"; date +%N > "$_/latest"; fi\n'
+    + "exit ${MEGAVLM_END:-0}\n",
     # Its own options are up to the first word that is a program.
     "srun": NOTE
     + "while [ $# -gt 0 ]; do\n"
@@ -123,6 +125,32 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
     assert len(folders) == 2, "each is removed with its server"
     for key in KEYS:
         assert environment[key] not in text  # no argument list has one
+
+
+@pytest.mark.parametrize(
+    ("code", "saved", "is_queued_again"),
+    [
+        (0, True, False),
+        (1, True, False),
+        (2, True, False),
+        (69, True, True),
+        (69, False, False),
+        (70, True, False),
+        (71, True, True),
+        (71, False, False),
+        (75, False, True),
+        (137, True, True),
+    ],
+)
+def test_the_exit_code_tells_whether_the_job_is_queued_again(
+    notes: Path, monkeypatch: pytest.MonkeyPatch, code: int, saved: bool, is_queued_again: bool
+) -> None:
+    monkeypatch.setenv("ROLLOUT_NODES", "0")
+    monkeypatch.setenv("MEGAVLM_END", str(code))
+    if saved:
+        monkeypatch.setenv("MEGAVLM_SAVED", str(notes.parent / "run/checkpoints"))
+    assert launch("slurm.sbatch", RECIPE).returncode == code
+    assert ("scontrol requeue 77\n" in notes.read_text()) == is_queued_again
 
 
 def test_slurm_needs_nodes_and_gpus(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
