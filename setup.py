@@ -41,6 +41,10 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],
         # Gated DeltaNet's kernels (Qwen3.5), for a GPU.
         "linear-attention": ["fla-core>=0.6,<0.7"],
+        # Experiment trackers (run.trackers).
+        "wandb": ["wandb>=0.20"],
+        "swanlab": ["swanlab>=0.10"],
+        "mlflow": ["mlflow-skinny>=3.0"],
         "sglang": ["sglang>=0.5.17,<=0.5.23"],
         "dev": [
             "hypothesis>=6.100",

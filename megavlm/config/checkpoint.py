@@ -11,6 +11,7 @@ from megavlm.config.section import Section, bounded
 SUPERVISED = (
     "loss", "gradient_norm", "learning_rate", "skipped_updates", "updates_without_signal",
     "skipped_bad", "skipped_long", "tokens_per_second", "memory_gib", "recording_failures",
+    "tracker_failures",
 )  # fmt: skip
 POLICY = (
     "episodes", "reward", "reward_failures", "accuracy", "turns", "curriculum_stage",

@@ -5,6 +5,8 @@ from typing import Literal
 
 from megavlm.config.section import MISSING, Section, bounded
 
+TRACKERS = ("wandb", "swanlab", "mlflow")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
@@ -27,6 +29,12 @@ class RunConfig(Section):
     log-probs, weight versions, rewards and turns, about 8 bytes per sampled token. Images are named
     by their row; those that an environment made are written. `rollout.replay` trains on them."""
 
+    trackers: tuple[str, ...] = ()
+    """Experiment trackers that get the metrics, evaluations, configuration and sampled images
+    beside TensorBoard: `wandb`, `swanlab`, `mlflow`, each installed as an extra of megavlm. Their
+    environment variables give addresses, keys and projects. A tracker that fails does not end the
+    run (metric `tracker_failures`)."""
+
     timeout: float = bounded(24.0, above=0.0)
     """Hours that a rank waits for another before the run ends with an error. Other ranks wait while
     rank 0 generates rollouts and evaluates; 24 lets the longest of these finish. `run.watchdog`
@@ -46,3 +54,11 @@ class RunConfig(Section):
 
     summary: bool = True
     """Print the closing tables when the run ends."""
+
+    def check(self) -> None:
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise ValueError(
+                    f"run.trackers names {name!r}, and there are {', '.join(TRACKERS)}: "
+                    "take these, or none"
+                )

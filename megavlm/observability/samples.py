@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from megavlm.observability.records import append_record, keep_records, write_whole
+from megavlm.observability.records import Record, append_record, keep_records, write_whole
 
 SAMPLES_FOLDER = "samples"
 SAMPLES_FILE = "rollouts.jsonl"
@@ -39,15 +39,17 @@ class SampleWriter:
         """Return True for the steps that are kept: the first, every few steps, the last."""
         return step in (1, self._num_steps) or step % self._every == 0
 
-    def write(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write a few of the groups, of as many categories as possible, if the step is due.
+    def write(self, step: int, groups: Sequence[Mapping[str, Any]]) -> list[Record]:
+        """Write a few of the groups, of as many categories as possible, if the step is due. Returns
+        what it wrote, with names of images.
 
         A group has `prompt`, `answer`, `category`, `source`, `images`: (content key, function that
         returns a PNG) in the order of the prompt, and `responses`, each with `text`, `reward`,
         `correct`, `finish` and `turns`: the later ones, each with `message`, `images` and `text`.
         """
         if not self.is_due(step):
-            return
+            return []
+        written = []
         for group in _spread(groups)[: self._groups_per_step]:
             responses = [
                 response | {"turns": [self._with_names(turn) for turn in response["turns"]]}
@@ -57,6 +59,8 @@ class SampleWriter:
             ]
             record = {"step": step, **self._with_names(group), "responses": responses}
             append_record(self.folder / SAMPLES_FILE, record)
+            written.append(record)
+        return written
 
     def _with_names(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Write the item's images, and return it with their names in their place."""

@@ -27,6 +27,7 @@ from megavlm.environments.remote import make_environments
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
 from megavlm.inference.server_options import option_names
+from megavlm.observability.trackers import check_trackers
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
 from megavlm.rollout.rewards import make_reward_manager, reward_parts
@@ -71,6 +72,7 @@ def check(
     check_transformer_engine(config.optimizer)
     check_run_dir(Path(config.run.dir))
     check_replay(config)
+    check_trackers(config.run.trackers)
     check_server_args(config.rollout)
     check_gpus(config.rollout)
     if phase == "train":

@@ -22,6 +22,7 @@ from megavlm.observability.console import legend, step_line
 from megavlm.observability.metrics import MetricsWriter, evaluation_scalars
 from megavlm.observability.progress import Progress
 from megavlm.observability.samples import SampleWriter
+from megavlm.observability.trackers import Trackers
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.partial_rollouts import PartialRolloutBuffer
@@ -111,6 +112,7 @@ class Driver:
         run_dir, num_steps = self.config.run.dir, self.config.algorithm.steps
         self.metrics = MetricsWriter(run_dir, step)
         self.samples = SampleWriter(run_dir, step, num_steps=num_steps)
+        self.trackers = Trackers(config.run.trackers, run_dir, config.to_dict(), step)
         self.recorded = RecordedRollouts(Path(run_dir) / ROLLOUTS_FOLDER)
         if config.run.record_rollouts:
             self.recorded.remove_after(step)
@@ -133,9 +135,13 @@ class Driver:
         progress = self._progress
         if progress.failures:
             metrics["recording_failures"] = float(progress.failures)
+        if self.config.run.trackers:
+            metrics["tracker_failures"] = float(self.trackers.failures)
         progress.attempt("metrics", lambda: self.metrics.write(step, metrics))
+        self.trackers.scalars(step, metrics)
         self.best_metric.step(metrics)
-        progress.attempt("samples", lambda: self.samples.write(step, samples))
+        written = progress.attempt("samples", lambda: self.samples.write(step, samples))
+        self.trackers.samples(step, written or (), self.samples.folder)
         now, num_steps = time.monotonic(), self.config.algorithm.steps
         if self._last_line is None:
             self._progress.line(legend(metrics))
@@ -157,10 +163,12 @@ class Driver:
             step,
             refit,
         )
+        scalars = evaluation_scalars(result.to_dict())
         self._progress.attempt(
             "evaluations", lambda: self.metrics.write_evaluation(step, result.to_dict())
         )
-        self.best_metric.evaluation(evaluation_scalars(result.to_dict()))
+        self.trackers.scalars(step, scalars)
+        self.best_metric.evaluation(scalars)
         self._progress.line(result.line(f" after {step} steps"))
 
     @cached_property
@@ -176,6 +184,7 @@ class Driver:
         if self.connection is not None:
             self.episode_runner.close()
         self._progress.attempt("metrics", self.metrics.close)
+        self.trackers.close()
 
     @property
     def client(self) -> RolloutClient:

@@ -1,0 +1,216 @@
+"""Trackers over stand-ins of their packages, whose functions have the same signatures."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from megavlm.config.run import TRACKERS as NAMES
+from megavlm.config.run import RunConfig
+from megavlm.observability import trackers as module
+from megavlm.observability.tracker_packages import TRACKERS
+from megavlm.observability.trackers import Trackers, check_trackers
+
+CONFIG = {"run": {"dir": "x"}, "optimizer": {"lr": 1e-3}}
+
+
+class Log(list[tuple[str, Any]]):
+    """Calls in order. fails: names of functions that raise."""
+
+    def __init__(self) -> None:
+        self.fails: set[str] = set()
+
+    def add(self, name: str, *values: Any) -> None:
+        if name in self.fails:
+            raise ConnectionError(name)
+        self.append((name, values[0] if len(values) == 1 else values))
+
+    def of(self, name: str) -> list[Any]:
+        return [value for called, value in self if called == name]
+
+
+def wandb(log: Log) -> Any:
+    class Run:
+        def define_metric(self, name: str, step_metric: str | None = None) -> None:
+            log.add("define", name, step_metric)
+
+        def log(self, data: dict[str, Any], step: int | None = None) -> None:
+            assert step is None, "its own step could not go back on a resume"
+            log.add("log", (data.pop("step"), data))
+
+        def finish(self, exit_code: int | None = None) -> None:
+            log.add("finish", exit_code)
+
+    def init(*, project: Any, id: Any, name: Any, dir: Any, config: Any, **how: Any) -> Run:
+        assert how.pop("settings") == {"console": "off"}
+        assert how == {"resume": "allow", "reinit": "create_new"}
+        log.add("init", (id, name, config))
+        return Run()
+
+    return SimpleNamespace(
+        init=init,
+        Image=lambda data_or_path, caption=None: (data_or_path, caption),
+        Settings=lambda **values: values,
+    )
+
+
+def swanlab(log: Log) -> Any:
+    class Run:
+        def log(self, data: dict[str, Any], step: int | None = None) -> None:
+            log.add("log", (step, data))
+
+        def finish(self, state: str = "success") -> None:
+            log.add("finish", None)
+
+    def init(*, project: Any, id: Any, name: Any, log_dir: Any, config: Any, resume: Any) -> Run:
+        assert Path(log_dir).is_dir() and resume == "allow"
+        log.add("init", (id, name, config))
+        return Run()
+
+    return SimpleNamespace(
+        init=init, Image=lambda data_or_path, caption=None: (data_or_path, caption)
+    )
+
+
+def mlflow(log: Log) -> Any:
+    threads = set[int]()
+    state: dict[str, Any] = {}
+
+    def start_run(run_id: str | None = None, run_name: str | None = None) -> Any:
+        threads.add(threading.get_ident())
+        state.update(id=run_id or "made", name=run_name)
+        return SimpleNamespace(info=SimpleNamespace(run_id=state["id"]))
+
+    def log_dict(dictionary: dict[str, Any], artifact_file: str) -> None:
+        assert artifact_file == "config.yaml"
+        log.add("init", (state["id"], state["name"], dictionary))
+
+    def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
+        assert threading.get_ident() in threads, "its active run is that of a thread"
+        log.add("log", (step, metrics))
+
+    def log_image(image: Image.Image, artifact_file: str | None = None) -> None:
+        assert artifact_file is not None
+        step = int(artifact_file.split("/")[1])
+        log.add("image", (step, image.size))
+
+    return SimpleNamespace(
+        set_experiment=lambda name: None,
+        start_run=start_run,
+        log_dict=log_dict,
+        log_metrics=log_metrics,
+        log_image=log_image,
+        log_text=lambda text, artifact_file: log.add("text", (artifact_file, text)),
+        end_run=lambda: log.add("finish", None),
+    )
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest, log: Log, monkeypatch: pytest.MonkeyPatch) -> str:
+    made: Any = {"wandb": wandb, "swanlab": swanlab, "mlflow": mlflow}[request.param](log)
+    monkeypatch.setitem(sys.modules, request.param, made)
+    return str(request.param)
+
+
+def test_the_keys_of_the_configuration_are_the_trackers() -> None:
+    assert tuple(TRACKERS) == NAMES
+    with pytest.raises(ValueError, match=r"run.trackers names 'tensorboard', and there are wandb"):
+        RunConfig(dir="x", trackers=("tensorboard",)).check()
+
+
+def test_a_package_that_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"run.trackers=.*pip install 'megavlm\[mlflow\]'"):
+        check_trackers(["mlflow"])
+
+
+def test_a_run_and_its_resume_are_one_run(name: str, log: Log, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for start in (0, 2):
+        trackers = Trackers([name], folder, CONFIG, start)
+        trackers.scalars(start + 1, {"reward": 0.5, "kl": float("nan")})
+        trackers.scalars(start + 2, {"evaluation/greedy/a": 1.0})
+        trackers.close()
+        assert trackers.failures == 0
+    (first, _, _), (second, shown, config) = log.of("init")
+    assert first == second and shown == "mine" and config == CONFIG
+    assert json.loads((folder / "trackers.json").read_text()) == {name: first}
+    assert log.of("log") == [
+        (1, {"reward": 0.5}),
+        (2, {"evaluation/greedy/a": 1.0}),
+        (3, {"reward": 0.5}),
+        (4, {"evaluation/greedy/a": 1.0}),
+    ]
+    assert len(log.of("finish")) == 2
+    if name != "mlflow":  # which makes ids itself
+        Trackers([name], folder, CONFIG, 0).close()
+        assert log.of("init")[2][0] != first, "a run that starts anew is another one"
+
+
+def test_images_of_samples(name: str, log: Log, tmp_path: Path) -> None:
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    response = {"text": "three", "reward": 0.5}
+    group = {"prompt": "How many?", "answer": "3", "responses": [response]}
+    trackers = Trackers([name], tmp_path, CONFIG, 0)
+    trackers.samples(7, [group | {"images": ["a.png"] * 5}, group | {"images": []}], tmp_path)
+    trackers.samples(8, [group | {"images": []}], tmp_path)
+    trackers.close()
+    caption = "How many?\n\nthree\n\nreward 0.5, answer 3"
+    if name == "mlflow":
+        assert log.of("image") == [(7, (30, 20))] * 2
+        assert log.of("text") == [("samples/7/captions.txt", f"{caption}\n\n{caption}")]
+    else:
+        assert log.of("log") == [(7, {"samples": [(str(tmp_path / "a.png"), caption)] * 2})]
+
+
+def test_failures_are_counted_and_said_once(
+    name: str, log: Log, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.fails = {"log", "finish"}
+    trackers = Trackers([name], tmp_path, CONFIG, 0)
+    for step in (1, 2, 3):
+        trackers.scalars(step, {"reward": 0.5})
+    trackers.close()
+    assert trackers.failures == 4
+    assert [record.message.split(" (")[0] for record in caplog.records] == [
+        f"run.trackers: {name} failed, the run goes on without it"
+    ]
+
+
+def test_a_network_that_comes_back(name: str, log: Log, tmp_path: Path) -> None:
+    """A run that could not begin begins with a later record."""
+    log.fails = {"init"}
+    trackers = Trackers([name], tmp_path, CONFIG, 0)
+    (thread,) = trackers._threads
+    trackers.scalars(1, {"reward": 0.5})
+    thread._work.join()
+    log.fails = set()
+    trackers.scalars(2, {"reward": 0.5})
+    trackers.close()
+    assert trackers.failures == 2 and [step for step, _ in log.of("log")] == [2]
+
+
+def test_a_slow_tracker_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    slow = ModuleType("wandb")
+    slow.__dict__["init"] = lambda **_: go.wait(60) and None
+    monkeypatch.setitem(sys.modules, "wandb", slow)
+    monkeypatch.setattr(module, "WAITING", 3)
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.01)
+    trackers = Trackers(["wandb"], tmp_path, CONFIG, 0)
+    for step in range(10):
+        trackers.scalars(step, {"reward": 0.5})
+    assert trackers.failures == 7
+    trackers.close()
+    go.set()
