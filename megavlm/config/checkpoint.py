@@ -11,7 +11,7 @@ from megavlm.config.section import Section, bounded
 SUPERVISED = (
     "loss", "gradient_norm", "learning_rate", "skipped_updates", "updates_without_signal",
     "skipped_bad", "skipped_long", "tokens_per_second", "memory_gib", "recording_failures",
-    "tracker_failures",
+    "tracker_failures", "flops_per_second", "mfu",
 )  # fmt: skip
 POLICY = (
     "episodes", "reward", "reward_failures", "accuracy", "turns", "curriculum_stage",
@@ -23,7 +23,7 @@ POLICY = (
 )  # fmt: skip
 CRITIC = ("value_loss", "value_clip_share", "value_mean", "explained_variance")
 # Beginnings of names that end in a category, a part, a phase or a name of the user's.
-OPEN = ("reward/", "accuracy/", "policy_loss/", "seconds/", "staleness/", "critic_")
+OPEN = ("reward/", "accuracy/", "policy_loss/", "seconds/", "modelled/", "staleness/", "critic_")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,10 @@ from megavlm.models.common.mapping import Entry
 # Tokens whose matrices an H100 computes while it reads them: 989e12 FLOP/s over 3.35e12 B/s, at 2
 # FLOPs per token and 2 bytes of each weight.
 LEAST_TOKENS = 295
+H100_FLOPS = 989e12  # dense bf16, a second
+# Shares of a GPU's peak that are expected: of the language model, and of a tower with its small
+# matrices.
+LANGUAGE_SHARE, TOWER_SHARE = 0.4, 0.25
 CHUNK = 64  # tokens of a chunk of linear attention
 
 

@@ -119,8 +119,8 @@ class MlflowTracker:
         self._mlflow.log_dict(dict(run.config), "config.yaml")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        # Names of categories may hold characters that MLflow refuses.
-        named = {re.sub(r"[^\w\-. /]", "_", name): value for name, value in values.items()}
+        # In its stores of files `reward` and `reward/red` would be a file and a folder.
+        named = {re.sub(r"[^\w\-. ]", ".", name): value for name, value in values.items()}
         self._mlflow.log_metrics(named, step=step)
 
     def images(self, step: int, images: Sequence[TrackedImage]) -> None:

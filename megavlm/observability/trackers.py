@@ -71,9 +71,8 @@ class Trackers:
     def samples(self, step: int, groups: Sequence[Mapping[str, Any]], folder: Path) -> None:
         """Send images of sampled groups, as SampleWriter wrote them to `folder`."""
         images = [
-            TrackedImage(folder / name, shorten(f"{group['prompt']}\n\n{said}", CAPTION))
+            TrackedImage(folder / name, _caption(group))
             for group in groups
-            for said in [_first_response(group)]
             for name in group["images"][:IMAGES]
         ]
         for thread in self._threads if images else ():
@@ -85,9 +84,10 @@ class Trackers:
             thread.close()
 
 
-def _first_response(group: Mapping[str, Any]) -> str:
-    response = group["responses"][0]
-    return f"{response['text']}\n\nreward {response['reward']:.3g}, answer {group['answer']}"
+def _caption(group: Mapping[str, Any]) -> str:
+    first = group["responses"][0]
+    end = f"reward {first['reward']:.3g}, answer {group['answer']}"
+    return shorten(f"{group['prompt']}\n\n{first['text']}\n\n{end}", CAPTION)
 
 
 class TrackerThread:

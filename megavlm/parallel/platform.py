@@ -27,6 +27,23 @@ ENVIRONMENT = {
 }
 
 
+# By a part of the GPU's name, the longer names first.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+
+
 def has_gpu() -> bool:
     return torch.cuda.is_available()
 
@@ -34,6 +51,16 @@ def has_gpu() -> bool:
 def num_gpus() -> int:
     """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count() if has_gpu() else 0
+
+
+def peak_flops() -> float | None:
+    """Return the dense bf16 FLOPs a second of this rank's GPU by its data sheet, None without a GPU
+    or for one that PEAK_FLOPS does not have.
+    """
+    if not has_gpu():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
 
 
 def device() -> torch.device:

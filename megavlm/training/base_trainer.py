@@ -1,9 +1,11 @@
 """The loop around training steps: evaluation, checkpoints, records, and how a run ends."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megavlm.checkpointing.save import PendingSave
+from megavlm.config.algorithm import PolicyOptimization
 from megavlm.parallel import platform
 from megavlm.parallel.offload import Offloadable
 from megavlm.training.colocate import SharedMemory, trainer_memory
@@ -29,6 +31,8 @@ class BaseTrainer:
     ) -> None:
         """Store what the trainer works with. driver: on rank 0. sync: in a run that generates."""
         self.train_state, self.driver, self.sync = train_state, driver, sync
+        # Of the language model in a step, by phase, without updates.
+        self.passes: defaultdict[str, float] = defaultdict(float)
         opened = () if driver is None else (driver.processor, driver.rows)
         self._image_reader = ImageReader(train_state.config, *opened)
 
@@ -65,6 +69,15 @@ class BaseTrainer:
     def companion(self) -> Callable[[bool], PendingSave] | None:
         """Function that begins a checkpoint beside the policy's; see Saver.save."""
         return None
+
+    @property
+    def update_passes(self) -> float:
+        """FLOPs of the step's updates over those of a forward pass: the backward has twice as many,
+        or as many where adapters alone have gradients.
+        """
+        config = self.train_state.config
+        epochs = config.algorithm.epochs if isinstance(config.algorithm, PolicyOptimization) else 1
+        return (2.0 if config.lora.rank else 3.0) * epochs
 
     def train_step(self) -> None:
         raise AssertionError("a trainer defines its step")
@@ -153,6 +166,9 @@ class BaseTrainer:
         seconds, pushes = self.train_state.phases.take(), self.weights.take_reports()
         if self.driver is None:
             return
+        passes = {**self.passes, "update": self.update_passes}
+        self.passes.clear()
+        metrics |= self.driver.utilization(passes, seconds)
         metrics |= {
             "tokens_per_second": num_tokens / seconds["seconds/total"],
             "memory_gib": platform.peak_memory_bytes() / 2**30,

@@ -23,6 +23,7 @@ from megavlm.observability.metrics import MetricsWriter, evaluation_scalars
 from megavlm.observability.progress import Progress
 from megavlm.observability.samples import SampleWriter
 from megavlm.observability.trackers import Trackers
+from megavlm.parallel import platform
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.partial_rollouts import PartialRolloutBuffer
@@ -42,6 +43,7 @@ from megavlm.training.step.step_plan import (
     schedule_of,
     shown_images,
 )
+from megavlm.training.utilization import StepFlops, utilization
 
 LINE_EVERY = 1.0  # seconds between printed steps; the records have all
 
@@ -67,6 +69,8 @@ class Driver:
         self._last_line: float | None = None  # when a step was last printed
         parts = family(hf_config.model_type)
         self._cost = ModelCost.of(parts.mapping(hf_config), parts.architecture(hf_config))
+        text = hf_config.get_text_config()
+        self._output_cost = 2.0 * text.vocab_size * text.hidden_size  # of a target token
         data, algorithm = config.data, config.algorithm
         self.processor = Processor(config.model.folder, data)
         self.rows, self.test_rows = Rows(data.train_files, data), Rows(data.test_files, data)
@@ -235,6 +239,9 @@ class Driver:
         of `prompts`. drawn: the prompts as the data has them, whose images ranks read themselves.
         """
         images = {image.key: image for prompt in prompts for image in prompt.images}
+        trees = [tree for group in minibatches for tree in group]
+        self._tower_trained = tower_trained
+        self._flops = StepFlops.of(self._cost, trees, images, self._output_cost)
         grids = {key: image.grid for key, image in images.items()}
         ranks = plan_step(
             minibatches,
@@ -254,11 +261,20 @@ class Driver:
                 # As many as a pack has, which a trained tower encodes at once.
                 round_patches=self.config.data.pack_tokens * self.processor.merge_size**2,
             ),
-            num_tokens=sum(tree.num_tokens for trees in minibatches for tree in trees),
+            num_tokens=sum(tree.num_tokens for tree in trees),
             sources={key: places.get(image.digest, image) for key, image in images.items()},
             tower_trained=tower_trained,
             shape=self.shape,
         )
+
+    def utilization(
+        self, passes: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return FLOPs a second and modelled seconds of the step last planned. passes: of the
+        language model, by phase. seconds: of `Phases.take`.
+        """
+        work = self._flops.by_phase(passes, tower_trained=self._tower_trained)
+        return utilization(work, seconds, platform.peak_flops(), self.mesh.world_size)
 
     @property
     def shape(self) -> PackShape:

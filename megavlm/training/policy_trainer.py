@@ -60,7 +60,12 @@ class PolicyTrainer(BaseTrainer):
 
     def train_step(self) -> None:
         state, phases = self.train_state, self.train_state.phases
-        sampled = self.weights.run_on_driver(self.groups)  # phases data, rollout and reward
+        is_replay = state.config.rollout.replay is not None
+        # phases data, rollout and reward
+        sampled = self.weights.run_on_driver(self.replay if is_replay else self.sample)
+        if self.driver is not None and sampled is not None and state.config.run.record_rollouts:
+            with phases("record"):
+                self.driver.keep_rollouts(state.step + 1, sampled)
         with phases("plan"):
             plan = None if sampled is None else self.plan(sampled)
             batch = self.share(plan)
@@ -76,7 +81,7 @@ class PolicyTrainer(BaseTrainer):
             metrics = self.update(batch, features)
             state.updater.finish()
         state.step += 1
-        if state.config.rollout.replay is None:
+        if not is_replay:
             with phases("sync"):
                 self.weights.push()
         if sampled is not None:
@@ -84,21 +89,11 @@ class PolicyTrainer(BaseTrainer):
             samples = sample_records(self.select(sampled))
             self.record(metrics, num_tokens=batch.num_tokens, samples=samples)
 
-    def groups(self) -> list[Group]:
-        """Return the step's groups, sampled or replayed, and record them if the run does. Driver
-        only.
-        """
-        driver, config, state = self.driver, self.train_state.config, self.train_state
-        assert driver is not None
-        if config.rollout.replay is not None:
-            with state.phases("rollout"):
-                groups = driver.replayed_groups(state.step + 1)
-        else:
-            groups = self.sample()
-        if config.run.record_rollouts:
-            with state.phases("record"):
-                driver.keep_rollouts(state.step + 1, groups)
-        return groups
+    def replay(self) -> list[Group]:
+        """Return the step's groups of the recorded run, in place of `sample`. Driver only."""
+        assert self.driver is not None
+        with self.train_state.phases("rollout"):
+            return self.driver.replayed_groups(self.train_state.step + 1)
 
     def sample(self) -> list[Group]:
         """Return the step's groups with their rewards: as many as the step needs, or more with
@@ -183,6 +178,8 @@ class PolicyTrainer(BaseTrainer):
         self, name: str, batch: RankBatch, features: VisionFeatures, *, first: int
     ) -> None:
         packs = [pack for packs in batch.minibatches[first:] for pack in packs]
+        phase = self.train_state.phases.current
+        self.passes[phase] += 1 - first / self.settings.minibatches
         if packs:
             scores = compute_logprobs(
                 self.train_state.updater.chunks, packs, features, self.scoring

@@ -76,6 +76,7 @@ class PPOTrainer(PolicyTrainer):
 
     def add_shared_values(self, batch: RankBatch, features: VisionFeatures) -> None:
         """Add values and old log-probs to every pack, from one pass. Collective."""
+        self.passes["advantages"] += 1
         scores = compute_logprobs(
             self.train_state.updater.chunks, batch.packs, features, self.scoring
         )

@@ -17,7 +17,7 @@ from megavlm.config.schema import Config
 from megavlm.data.packing import Segment, Tree
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.cost import ModelCost
+from megavlm.models.cost import H100_FLOPS, LANGUAGE_SHARE, TOWER_SHARE, ModelCost
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
 from megavlm.run.plan.memory import RunMemory, ServerRankMemory, image_tokens
@@ -35,20 +35,19 @@ from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.trainable import trained_entries
 
 TEXT_TOKENS = 128  # of a prompt, beside its image
-PEAK = 989e12  # dense bf16 FLOP/s of an H100, by its data sheet
 
 
 @dataclass(frozen=True)
 class Rates:
     """Assumed rates of an H100 node: the data sheet's peaks times the share that is expected.
 
-    flops: dense bf16, PEAK at 40 %. encoder: of a tower, with its small matrices, at 25 %.
+    flops: dense bf16, H100_FLOPS at 40 %. encoder: of a tower, with its small matrices, at 25 %.
     memory: 3.35 TB/s at 60 %. nvlink: 450 GB/s a direction at 75 %. network: a 400 Gb/s port for
     each GPU at 80 %. host: PCIe 5 at 40 %. token: seconds that a server's step takes besides.
     """
 
-    flops: float = 0.4 * PEAK
-    encoder: float = 0.25 * PEAK
+    flops: float = LANGUAGE_SHARE * H100_FLOPS
+    encoder: float = TOWER_SHARE * H100_FLOPS
     memory: float = 0.6 * 3.35e12
     nvlink: float = 0.75 * 450e9
     network: float = 0.8 * 50e9
@@ -282,7 +281,7 @@ class StepModel:
     @property
     def update_mfu(self) -> float:
         """Model FLOPs of the update, without recomputation, over the GPUs' peak."""
-        return 3 * self.forward_flops / self._update() / self._world_size / PEAK
+        return 3 * self.forward_flops / self._update() / self._world_size / H100_FLOPS
 
     def _update(self) -> float:
         """Return the seconds of forward, backward, recomputation and the reduction of gradients."""

@@ -92,7 +92,8 @@ def mlflow(log: Log) -> Any:
 
     def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
         assert threading.get_ident() in threads, "its active run is that of a thread"
-        log.add("log", (step, metrics))
+        assert not any(set("/()") & set(name) for name in metrics)
+        log.add("log", (step, {name.replace(".", "/"): x for name, x in metrics.items()}))
 
     def log_image(image: Image.Image, artifact_file: str | None = None) -> None:
         assert artifact_file is not None

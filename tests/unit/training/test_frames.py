@@ -65,7 +65,10 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(trainer, name, lambda *_: {}, raising=False)
     monkeypatch.setattr(trainer, "record", lambda *_, **options: None, raising=False)
     mesh = SimpleNamespace(is_driver=True, context_rank=0)
-    config = SimpleNamespace(rollout=SimpleNamespace(oversample=1.0, lora="merged", pause="abort"))
+    config = SimpleNamespace(
+        run=SimpleNamespace(record_rollouts=False),
+        rollout=SimpleNamespace(oversample=1.0, lora="merged", pause="abort", replay=None),
+    )
     trainer.train_state = SimpleNamespace(
         step=0,
         config=config,

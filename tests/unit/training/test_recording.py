@@ -15,6 +15,7 @@ from megavlm.config.load import load
 from megavlm.observability.metrics import METRICS_FILE, MetricsWriter
 from megavlm.observability.progress import Progress
 from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER, SampleWriter
+from megavlm.observability.trackers import Trackers
 from megavlm.training.best_metric import BestMetricTracker
 from megavlm.training.driver import Driver
 
@@ -36,6 +37,7 @@ def driver(path: Path) -> Iterator[Any]:
         stream=SimpleNamespace(measures=dict, close=lambda: None),
         metrics=MetricsWriter(config.run.dir),
         samples=SampleWriter(config.run.dir, num_steps=10),
+        trackers=Trackers([], config.run.dir, {}, 0),
         best_metric=BestMetricTracker("loss"),
         _progress=Progress(),
         _last_line=None,

@@ -114,11 +114,15 @@ def recorded() -> list[Any]:
     trainer.weights.push()
     trainer.weights.push()
     trainer.train_state = SimpleNamespace(  # type: ignore[assignment]
-        step=3, phases=SimpleNamespace(take=lambda: {"seconds/total": 1.0})
+        step=3,
+        config=SimpleNamespace(algorithm=None, lora=SimpleNamespace(rank=0)),
+        phases=SimpleNamespace(take=lambda: {"seconds/total": 1.0}),
     )
     trainer.driver = SimpleNamespace(  # type: ignore[assignment]
-        record=lambda step, metrics, samples: records.append(metrics)
+        record=lambda step, metrics, samples: records.append(metrics),
+        utilization=lambda passes, seconds: {},
     )
+    trainer.passes = {"reference": 1.0}  # type: ignore[assignment]
     for _ in range(2):
         trainer.record({}, num_tokens=1)
     return records

@@ -1,0 +1,73 @@
+"""FLOPs of a step by phase, as `models.cost` has them, against its measured seconds.
+
+Not covered: a separate critic, communication, pipeline bubbles, recomputation, padding.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.packing import Tree
+from megavlm.models.cost import LANGUAGE_SHARE, TOWER_SHARE, ModelCost
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Forward FLOPs of a step on all ranks. language: of the language model with its output layer,
+    each prompt once. tower: of the vision tower, each image once.
+    """
+
+    language: float
+    tower: float
+
+    @classmethod
+    def of(
+        cls,
+        cost: ModelCost,
+        trees: Sequence[Tree],
+        images: Mapping[str, ProcessedImage],
+        output: float,
+    ) -> Self:
+        """Return those of a step's trees. output: FLOPs of a target token in the output layer."""
+        each = {key: cost.image(image.grid) for key, image in images.items()}
+        language = sum(
+            cost.tree(tree, images) - sum(each[key] for key in tree.images) for tree in trees
+        )
+        targets = sum(
+            len(segment.token_ids)
+            for tree in trees
+            for segment in tree.segments
+            if segment.is_target
+        )
+        return cls(language + output * targets, sum(each.values()))
+
+    def by_phase(self, passes: Mapping[str, float], *, tower_trained: bool) -> dict[str, Self]:
+        """Return the FLOPs of each phase that computes. passes: of the language model, by phase. A
+        frozen tower has its own phase, a trained one runs in each pass.
+        """
+        work = {
+            phase: type(self)(count * self.language, count * self.tower if tower_trained else 0.0)
+            for phase, count in passes.items()
+        }
+        return work if tower_trained else work | {"vision": type(self)(0.0, self.tower)}
+
+
+def utilization(
+    work: Mapping[str, StepFlops], seconds: Mapping[str, float], peak: float | None, ranks: int
+) -> dict[str, float]:
+    """Return the metrics `flops_per_second`, of the update, and for GPUs `mfu` and
+    `modelled/<phase>`.
+
+    work: FLOPs by phase, on all ranks. seconds: measured, as `seconds/<phase>`. peak: FLOPs a
+    second of each rank's GPU, None if not known.
+    """
+    update = work["update"].language + work["update"].tower
+    metrics = {"flops_per_second": update / seconds["seconds/update"]}
+    if peak is None:
+        return metrics
+    metrics["mfu"] = metrics["flops_per_second"] / (peak * ranks)
+    for phase, flops in work.items():
+        if modelled := flops.language / LANGUAGE_SHARE + flops.tower / TOWER_SHARE:
+            metrics[f"modelled/{phase}"] = modelled / (peak * ranks)
+    return metrics
