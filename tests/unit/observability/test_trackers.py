@@ -205,6 +205,7 @@ def test_a_network_that_comes_back(name: str, log: Log, tmp_path: Path) -> None:
 def test_a_slow_tracker_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     slow = ModuleType("wandb")
+    slow.__dict__["Settings"] = dict
     slow.__dict__["init"] = lambda **_: go.wait(60) and None
     monkeypatch.setitem(sys.modules, "wandb", slow)
     monkeypatch.setattr(module, "WAITING", 3)
