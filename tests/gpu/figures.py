@@ -32,7 +32,6 @@ from tests.gpu import model, shapes
 
 Row = dict[str, Any]
 REPEATS = 3
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s, from data sheets
 
 
 def measured(work: Callable[[], object], repeats: int = REPEATS) -> Row:
@@ -54,12 +53,6 @@ def peak_bytes() -> int:
     if platform.has_gpu():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def peak_flops() -> float | None:
-    """Return the data sheet's FLOP/s of this GPU, None for others."""
-    name = torch.cuda.get_device_name() if platform.has_gpu() else ""
-    return next((rate for part, rate in PEAK.items() if part in name), None)
 
 
 class Bench:
@@ -162,7 +155,7 @@ class Flops:
 
 
 def rates(row: Row, tokens: int, flops: float) -> Row:
-    peak = peak_flops()
+    peak = platform.peak_flops()
     share = None if peak is None else flops / row["seconds"] / peak
     return {"tokens_per_second": tokens / row["seconds"], "mfu": share}
 
