@@ -95,17 +95,28 @@ def _text(values: Values) -> Values:
 
 
 def _check_adapters(config: Config, architecture: Values) -> None:
-    """Raise ValueError if lora.targets names a component that the model does not have."""
-    has_experts = architecture.get("moe_layer_freq", [0])
-    for component, there in (
-        ("language.experts", any(has_experts)),
-        ("language.mlp", not all(has_experts)),
+    """Raise ValueError if lora.targets names a component that the model does not have, or one that
+    its servers cannot adapt.
+    """
+    targets = config.lora.targets if config.lora.rank else ()
+    experts = architecture.get("moe_layer_freq", [0])
+    shared = architecture.get("moe_shared_expert_intermediate_size")
+    linear = architecture.get("linear_attention_freq", [0])
+    for component, there, kind in (
+        ("language.experts", any(experts), "experts"),
+        ("language.mlp", not all(experts) or shared, "layers without experts"),
+        ("language.linear_attention", any(linear), "layers of linear attention"),
     ):
-        if config.lora.rank and component in config.lora.targets and not there:
-            kind = "experts" if component == "language.experts" else "layers without experts"
+        if component in targets and not there:
             raise ValueError(
                 f"lora.targets holds {component}, but the model has no {kind}: remove it"
             )
+    if config.rollout.lora == "adapter" and any(experts) and "language.mlp" in targets:
+        raise ValueError(
+            "rollout.lora=adapter cannot serve lora.targets=language.mlp of a mixture of experts, "
+            "all of whose experts SGLang would adapt: set rollout.lora=merged or "
+            "lora.targets=[language.attention]"
+        )
 
 
 def _incomplete(folder: Path, name: str) -> ValueError:

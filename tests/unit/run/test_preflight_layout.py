@@ -19,6 +19,23 @@ EXPERTS = {
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
 }
+LINEAR = {
+    "model_type": "qwen3_5",
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED_EXPERTS = {
+    **LINEAR,
+    "model_type": "qwen3_5_moe",
+    "num_experts": 8,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+ADAPTERS = ["lora.rank=2", "rollout.lora=adapter"]
 
 
 @pytest.mark.parametrize("name", ["a.b:C", "vqa_retry", "geo3k_calculator"])
@@ -142,6 +159,26 @@ REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
         ["lora.rank=2"],
         "lora.targets holds language.mlp, but the model has no layers without experts: remove it",
     ),
+    (
+        {},
+        ["lora.rank=2", "lora.targets=[language.linear_attention]"],
+        "lora.targets holds language.linear_attention, but the model has no layers of linear",
+    ),
+    (
+        SHARED_EXPERTS,
+        ADAPTERS,
+        "rollout.lora=adapter cannot serve lora.targets=language.mlp of a mixture of experts",
+    ),
+    (
+        EXPERTS | {"mlp_only_layers": [2]},
+        ADAPTERS,
+        "rollout.lora=adapter cannot serve lora.targets=language.mlp of a mixture of experts",
+    ),
+    (
+        LINEAR,
+        ["parallel.tensor=2", "parallel.context=4"],
+        "parallel.tensor=2 times parallel.context=4 does not divide the model's linear_num_key",
+    ),
 ]
 
 FITTING: list[tuple[dict[str, Any], list[str]]] = [
@@ -155,6 +192,10 @@ FITTING: list[tuple[dict[str, Any], list[str]]] = [
     (EXPERTS | {"intermediate_size": 257}, ["parallel.tensor=2", "parallel.sequence=true"]),
     (EXPERTS, ["lora.rank=2", "lora.targets=[language.experts]"]),
     (EXPERTS | {"mlp_only_layers": [2]}, ["lora.rank=2"]),
+    (SHARED_EXPERTS, ["lora.rank=2"]),
+    (SHARED_EXPERTS, [*ADAPTERS, "lora.targets=[language.attention]"]),
+    (LINEAR, ["lora.rank=2", "lora.targets=[language.linear_attention]"]),
+    (LINEAR, ADAPTERS),
     ({}, ["lora.targets=[language.experts]"]),  # there are no adapters
 ]
 
