@@ -17,7 +17,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
-from megavlm.run.plan.memory import RunMemory, activation_bytes, optimizer_bytes, step_bytes
+from megavlm.run.plan.memory import GB, RunMemory, activation_bytes, optimizer_bytes, step_bytes
 from tests.distributed.fork import launch
 from tests.unit.config.test_recipes import RECIPES, WHOLE, resolve
 from tests.unit.models.families import small_config
@@ -26,26 +26,33 @@ from tests.unit.models.releases import released_config
 # Trainer ranks of recipes for several nodes, as their comments say; others start their own.
 TRAINERS = {
     "grpo/qwen2_5_vl_7b_geo3k_nodes.yaml": 8,
+    "grpo/qwen2_5_vl_32b_geo3k_nodes.yaml": 16,
     "grpo/qwen2_5_vl_72b_geo3k_nodes.yaml": 32,
+    "grpo/qwen3_vl_32b_geo3k_nodes.yaml": 16,
     "grpo/qwen3_vl_30b_a3b_geo3k_nodes.yaml": 16,
     "grpo/qwen3_vl_235b_a22b_geo3k_nodes.yaml": 96,
     "grpo/qwen3_5_27b_geo3k_nodes.yaml": 16,
     "grpo/qwen3_5_35b_a3b_geo3k_nodes.yaml": 16,
 }
-GRPO = [name for name in WHOLE if name.startswith("grpo/")]
+ON_GPUS = [name for name in WHOLE if not name.startswith("debug/")]
 
 
 def release(config: Config, folder: Path) -> Any:
     return released_config(Path(config.model.folder).name.removesuffix("-Instruct"), folder)
 
 
-@pytest.mark.parametrize("name", GRPO)
-def test_a_recipe_fits_the_memory_of_its_gpus(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_a_recipe_fits_its_gpus_and_says_how_it_is_started(name: str, tmp_path: Path) -> None:
     config = resolve(name)
     assert ("nodes" in name) == (name in TRAINERS)
     world_size = TRAINERS.get(name, config.parallel.num_ranks)
     assert world_size % config.parallel.num_ranks == 0
-    assert [*RunMemory.of(config, release(config, tmp_path), world_size).problems()] == []
+    memory = RunMemory.of(config, release(config, tmp_path), world_size)
+    assert [*memory.problems()] == []
+    header = (RECIPES / name).read_text()
+    assert f"{memory.fullest / GB:.0f} GB on each of {world_size} GPUs that train" in header
+    nodes = f"launch recipes/{name} --nodes {world_size // 8 + 1}"
+    assert f"# Start: megavlm {nodes if name in TRAINERS else f'train recipes/{name}'}" in header
 
 
 @pytest.mark.parametrize(
