@@ -28,7 +28,7 @@ from megavlm.parallel.mesh import build_mesh, init_distributed
 from megavlm.training.forward_backward import compute_logprobs, forward_backward
 from megavlm.training.losses import supervised_loss
 from megavlm.training.step.vision_features import VisionFeatures
-from tests.gpu import model, shapes
+from tests.gpu import model, optimizers, shapes
 
 Row = dict[str, Any]
 REPEATS = 3
@@ -108,6 +108,7 @@ def measure(name: str) -> dict[str, list[Row]]:
     del bench
     platform.free_cached_memory()
     full = measured(Bench(config, weights, replace(options, recompute="full")).update)
+    steps = [*optimizers.savings(config, weights, measured)]
     platform.free_cached_memory()
     each = {**vision, "seconds": 3 * vision["seconds"]}
     return {
@@ -118,6 +119,7 @@ def measure(name: str) -> dict[str, list[Row]]:
             {"saving": "prompt shared by its answers", "on": shared, "off": apart},
             {"saving": "images encoded once for three passes", "on": vision, "off": each},
             {"saving": "activations recomputed", "on": full, "off": updated},
+            *steps,
         ],
         "chunks": [*chunk_rows(config.text_config.vocab_size, config.text_config.hidden_size)],
     }
