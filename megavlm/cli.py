@@ -235,6 +235,26 @@ def report(
 
 
 @app.command()
+def watch(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the present state and exit.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between refreshes.")] = 2.0,
+) -> None:
+    """Show a running or finished run in the terminal: progress, rewards, metrics, samples.
+
+    It reads the files of the run directory, from any machine that sees them. Where the output is no
+    terminal it prints once.
+    """
+    if not any((run_dir / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        raise ValueError(
+            f"{run_dir} is not a run directory: it has neither config.yaml nor metrics.jsonl"
+        )
+    from megavlm.observability.watch import watch as show
+
+    show(run_dir, once=once, every=every)
+
+
+@app.command()
 def demo(
     overrides: Overrides = None,
     data: Annotated[

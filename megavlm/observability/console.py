@@ -92,6 +92,27 @@ def legend(metrics: Mapping[str, float]) -> str:
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
+# Further metrics of `metric_rows`: (label, metric), where they are not 0.
+_OTHERS = (
+    ("MFU", "mfu"),
+    ("FLOP/s", "flops_per_second"),
+    ("memory, GiB", "memory_gib"),
+    ("servers with weights", "sync_servers"),
+    ("seconds servers idle", "servers_idle"),
+    ("skipped updates", "skipped_updates"),
+    ("failed rewards", "reward_failures"),
+    ("rows skipped", "skipped_bad"),
+    ("records not written", "recording_failures"),
+    ("tracker failures", "tracker_failures"),
+)
+
+
+def metric_rows(metrics: Mapping[str, float]) -> list[tuple[str, str, Callable[[float], str]]]:
+    """Return label, metric and format of a step's metrics of interest, in order."""
+    rows = [(field.label or field.meaning, field.metric, field.form) for field in _fields(metrics)]
+    return rows + [(label, name, number) for label, name in _OTHERS if metrics.get(name)]
+
+
 def _fields(metrics: Mapping[str, float]) -> list[_Field]:
     """Return the parts of a step's line, without those that would say nothing."""
     hidden = set()
