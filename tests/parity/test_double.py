@@ -27,6 +27,8 @@ TOLERANCE = 1e-9
     [
         pytest.param(Case("qwen3_5", "one rank", "branches"), marks=pytest.mark.slow),
         pytest.param(Case("qwen3_5", "TP2+SP", "one image"), marks=pytest.mark.slow),
+        pytest.param(Case("qwen3_5", "CP2", "branches"), marks=pytest.mark.slow),
+        pytest.param(Case("qwen3_5_moe", "EP2 over TP2+SP", "branches"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -47,6 +49,7 @@ def compare(folder: Path, config: Any, case: Case, sequences: list[Sequences]) -
     torch.float32 = torch.float = torch.float64
     torch.set_default_dtype(torch.float64)
     reference.model.double()
+    reference.model.set_experts_implementation("eager")  # the grouped product has no fp64
     reference.value_weight, reference.value_bias = (
         x.detach().double().requires_grad_() for x in (reference.value_weight, reference.value_bias)
     )
