@@ -40,7 +40,8 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
         assert timeout == timedelta(hours=7.5), "ranks wait as long as the recipe says"
         return SimpleNamespace(is_driver=True, rank=0, world_size=1)
 
-    monkeypatch.setattr(run, "init_distributed", lambda timeout: None)
+    waits_for = []
+    monkeypatch.setattr(run, "init_distributed", waits_for.append)
     monkeypatch.setattr(run, "build_mesh", build_mesh)
     monkeypatch.setattr(run, "own_store", HashStore)
     monkeypatch.setattr(run, "check_shared_files", lambda _: events.append("files"))
@@ -51,4 +52,5 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
     with pytest.raises(Stop):
         run.train(config, Progress(is_quiet=True))
     waits = ["all ranks wait"] if colocate else []
+    assert waits_for == [timedelta(hours=7.5)]
     assert events == ["files", "servers", *waits, "model"]

@@ -117,3 +117,17 @@ def test_ranks_wait_for_objects_as_long_as_the_mesh_says(seconds: float, arrives
     (answer, _) = launch(2, waited, seconds)
     assert (answer == "arrived") is arrives
     assert arrives or "Timed out" in answer
+
+
+def time_limits() -> set[timedelta]:
+    limit = timedelta(hours=7.5)
+    groups = build_mesh(Layout(tensor=2), timeout=limit)
+    options = [
+        group._get_backend(torch.device("cpu")).options
+        for group in (groups.groups.tp, groups.groups.dp_cp, groups.objects)
+    ]
+    return {option._timeout for option in options}
+
+
+def test_all_groups_wait_as_long_as_the_recipe_says() -> None:
+    assert launch(2, time_limits) == [{timedelta(hours=7.5)}] * 2
