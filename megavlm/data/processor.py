@@ -213,6 +213,18 @@ class Processor:
         """Return the text without special tokens and outer white space."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
 
+    def pieces(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
+        """Return the text in pieces, special tokens included, each with its number of tokens:
+        several where one of them holds a part of a character.
+        """
+        pieces, start = [], 0
+        for end in range(1, len(token_ids) + 1):
+            text = self._tokenizer.decode(list(token_ids[start:end]))
+            if "\ufffd" not in text or end - start == 4 or end == len(token_ids):
+                pieces.append((text, end - start))
+                start = end
+        return pieces
+
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a complete response: the text and the end of the turn."""
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self.eos_id]

@@ -1,7 +1,8 @@
 """Sampled rollouts for the report: a few steps, with their images embedded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from PIL import Image
 from megavlm.observability.page import EmbeddedImage, embed
 from megavlm.observability.records import Record, read_records
 from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER
+from megavlm.observability.text import shorten
 
 # Bounds of the page's size. LIMITS: characters of texts, and responses of a group.
 MAX_STEPS = 24
 MAX_IMAGE_BYTES = 12_000_000
+# Probabilities below which a token has a class of the style sheet, the lowest first.
+STYLES = ((0.2, "p3"), (0.5, "p2"), (0.8, "p1"))
 LIMITS = {"prompt": 2000, "response": 1200, "responses": 32}
 
 
@@ -38,10 +42,37 @@ def _responses(group: Record, shown: Callable[[Record], Record]) -> list[Record]
     """Return the responses that are shown, each with its turns, the first of which has no message
     of its own.
     """
-    return [
-        response | {"turns": [{"text": response["text"]}, *map(shown, response.get("turns", ()))]}
-        for response in group["responses"][: LIMITS["responses"]]
-    ]
+    found = []
+    for response in group["responses"][: LIMITS["responses"]]:
+        first = {"text": response["text"], "tokens": response.get("tokens", [])}
+        turns = [first, *map(shown, response.get("turns", ()))]
+        coloured = [turn | {"spans": spans(turn, LIMITS["response"])} for turn in turns]
+        found.append({"parts": {}, **response, "turns": coloured})
+    return found
+
+
+def spans(turn: Mapping[str, Any], limit: int) -> list[tuple[str, str]]:
+    """Return the text of a turn in (class, text), by the probability of its tokens, as far as they
+    were kept; at most `limit` characters. Empty without tokens.
+    """
+    found: list[tuple[str, str]] = []
+    for text, logprob in turn.get("tokens", ()):
+        style = next((style for low, style in STYLES if logprob < log(low)), "")
+        if found and found[-1][0] == style:
+            found[-1] = style, found[-1][1] + text
+        else:
+            found.append((style, text))
+    if not found:
+        return []
+    known = "".join(text for _, text in found).lstrip()
+    if turn["text"].startswith(known):  # as it does if not all tokens were kept
+        found.append(("", turn["text"][len(known) :]))
+    cut, left = [], limit
+    for style, text in found:
+        if left > 0 and text:
+            cut.append((style, shorten(text, left)))
+        left -= len(text)
+    return cut
 
 
 class _Images:

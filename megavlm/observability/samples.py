@@ -45,22 +45,23 @@ class SampleWriter:
 
         A group has `prompt`, `answer`, `category`, `source`, `images`: (content key, function that
         returns a PNG) in the order of the prompt, and `responses`, each with `text`, `reward`,
-        `correct`, `finish` and `turns`: the later ones, each with `message`, `images` and `text`.
+        `correct`, `parts`, `finish` and `turns`: the later ones, each with `message`, `images` and
+        `text`. `tokens` of a response or turn: a function that returns its tokens as (text,
+        log-prob).
         """
         if not self.is_due(step):
             return []
         written = []
         for group in _spread(groups)[: self._groups_per_step]:
-            responses = [
-                response | {"turns": [self._with_names(turn) for turn in response["turns"]]}
-                if response.get("turns")
-                else response
-                for response in group["responses"]
-            ]
+            responses = [self._response(response) for response in group["responses"]]
             record = {"step": step, **self._with_names(group), "responses": responses}
             append_record(self.folder / SAMPLES_FILE, record)
             written.append(record)
         return written
+
+    def _response(self, response: Mapping[str, Any]) -> dict[str, Any]:
+        turns = [_with_tokens(self._with_names(turn)) for turn in response.get("turns", ())]
+        return _with_tokens(response) | ({"turns": turns} if turns else {})
 
     def _with_names(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Write the item's images, and return it with their names in their place."""
@@ -74,6 +75,10 @@ class SampleWriter:
 
     def image_path(self, key: str) -> Path:
         return self.folder / f"{key}.png"
+
+
+def _with_tokens(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {**item, "tokens": item["tokens"]()} if "tokens" in item else dict(item)
 
 
 def _spread(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -15,8 +15,11 @@ from megavlm.config.algorithm import PolicyOptimization
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Tree
 from megavlm.data.targets import TargetColumns
+from megavlm.inference.protocol import Response
 from megavlm.rollout.partial_rollouts import stale_tokens, staleness_metrics
 from megavlm.rollout.trajectory import Episode, Group, group_tree
+
+SAMPLED_TOKENS = 200  # of a turn, whose log-probs are kept for the report
 
 
 def has_signal(group: Group) -> bool:
@@ -119,7 +122,10 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return means | {"reward_failures": float(failed)}
 
 
-def sample_records(groups: Sequence[Group]) -> list[dict[str, Any]]:
+Pieces = Callable[[Sequence[int]], list[tuple[str, int]]]  # Processor.pieces
+
+
+def sample_records(groups: Sequence[Group], pieces: Pieces) -> list[dict[str, Any]]:
     """Return the groups as SampleWriter writes them."""
     return [
         {
@@ -133,8 +139,10 @@ def sample_records(groups: Sequence[Group]) -> list[dict[str, Any]]:
                     "text": episode.texts[0],
                     "reward": episode.score.reward,
                     "correct": episode.score.correct,
+                    "parts": dict(episode.score.parts),
                     "finish": episode.response.finish,
-                    "turns": _later_turns(episode),
+                    "tokens": partial(_tokens, episode.responses[0], pieces),
+                    "turns": _later_turns(episode, pieces),
                 }
                 for episode in group.episodes
             ],
@@ -143,16 +151,32 @@ def sample_records(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def _later_turns(episode: Episode) -> list[dict[str, Any]]:
+def _tokens(response: Response, pieces: Pieces) -> list[tuple[str, float]]:
+    """Return the first SAMPLED_TOKENS tokens as text, each with its log-prob."""
+    found, place = [], 0
+    for text, count in pieces(response.token_ids[:SAMPLED_TOKENS]):
+        found.append((text, round(sum(response.logprobs[place : place + count]), 3)))
+        place += count
+    return found
+
+
+def _later_turns(episode: Episode, pieces: Pieces) -> list[dict[str, Any]]:
     """Return the turns after the first: what the environment showed, and the response."""
-    turns = zip(episode.prompts, episode.prompts[1:], episode.texts[1:], strict=False)
+    turns = zip(
+        episode.prompts,
+        episode.prompts[1:],
+        episode.texts[1:],
+        episode.responses[1:],
+        strict=False,
+    )
     return [
         {
             "message": prompt.row.problem,
             "images": _files(prompt.images[len(before.images) :]),
             "text": text,
+            "tokens": partial(_tokens, response, pieces),
         }
-        for before, prompt, text in turns
+        for before, prompt, text, response in turns
     ]
 
 

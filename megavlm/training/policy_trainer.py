@@ -86,7 +86,8 @@ class PolicyTrainer(BaseTrainer):
                 self.weights.push()
         if sampled is not None:
             metrics = rollout_metrics(sampled, state.step - 1) | metrics
-            samples = sample_records(self.select(sampled))
+            assert self.driver is not None
+            samples = sample_records(self.select(sampled), self.driver.processor.pieces)
             self.record(metrics, num_tokens=batch.num_tokens, samples=samples)
 
     def replay(self) -> list[Group]:

@@ -78,8 +78,11 @@ def test_a_step_reads_as_it_was_written(
             for image, other in zip(mine.images, theirs.images, strict=True):
                 assert image.key == other.key and torch.equal(image.content, other.content)
     assert rollout_metrics(read, 4) == rollout_metrics(groups, 4)
-    texts = [[r["text"] for r in record["responses"]] for record in sample_records(read)]
+    records = sample_records(read, processor.pieces)
+    texts = [[r["text"] for r in record["responses"]] for record in records]
     assert texts == [["1", "two"]] * 2
+    assert records[0]["responses"][1]["parts"] == {"seen": 1.0}
+    assert records[0]["responses"][0]["tokens"]()[-1][0] == "<|im_end|>"
 
 
 def test_images_of_rows_are_not_written(tmp_path: Path, processor: Processor) -> None:

@@ -79,6 +79,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     runner: Any = EpisodeRunner.__new__(EpisodeRunner)
     trainer.driver = SimpleNamespace(
         client=Client(),
+        processor=SimpleNamespace(pieces=None),
         producer=None,
         episode_runner=runner,
         start_groups=start_groups,
