@@ -26,7 +26,8 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "transform
 def part(name: str, *arguments: str) -> Any:
     """Return what a module of this folder prints about a family; RuntimeError if it fails."""
     command = [sys.executable, "-m", f"tests.gpu.{name}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMITS[name])
+    limit = LIMITS[name] * (4 if shapes.is_tiny() else 1)  # a CPU may be busy
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     if done.returncode:
         raise RuntimeError(f"{done.stdout}\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -31,9 +31,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def one_pass(
     folder: Path, config: Any, layout: str, dtype: torch.dtype, attention: str, dense_tower: bool
-) -> tuple[dict[str, int], Tensor, Tensor]:
-    """Return the calls of the kernel by the language model and by the tower, the logits of all
-    targets, and all gradients.
+) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Return the calls of the kernel by the language model and by the tower, and the logits of all
+    targets and all gradients by name.
     """
     ranks = LAYOUTS[layout]
     groups = [inputs_of(folder).sequences("branches"), inputs_of(folder).sequences("mixed")]
@@ -56,8 +56,8 @@ def one_pass(
         gradients = run.backward(packs)
     windows = [call.kwargs["window_size"] for call in spy.call_args_list]
     calls = {"language": windows.count(CAUSAL), "tower": windows.count(WHOLE)}
-    flat = torch.cat([gradients[name].flatten() for name in sorted(gradients, key=str)])
-    return calls, logits.double(), flat.double()
+    parts = {str(name): gradient.double() for name, gradient in gradients.items()}
+    return calls, {"logits": logits.double()} | parts
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_kernels_equal_dense_attention(family: str, layout: str, attention: str)
     exact = launch(*arguments, FP32, "sdpa", True)
     dense = launch(*arguments, BF16, "sdpa", True)
     kernels = launch(*arguments, BF16, attention, False)
-    for (_, *expected), (none, *plain), (calls, *found) in zip(exact, dense, kernels, strict=True):
+    for (_, expected), (none, plain), (calls, found) in zip(exact, dense, kernels, strict=True):
         assert none == {"language": 0, "tower": 0}
         assert calls["tower"] > 0 and (calls["language"] > 0) == (attention == "flash")
-        for whole, ours, theirs in zip(expected, plain, found, strict=True):
-            noise = relative(ours, whole)
-            assert 1e-4 < noise < 0.05
-            assert relative(theirs, whole) < 1.25 * noise
+        assert found.keys() == plain.keys() == expected.keys()
+        for name, whole in expected.items():
+            noise = relative(plain[name], whole)
+            assert relative(found[name], whole) < 1.5 * noise + 0.02, name
 
 
 def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
