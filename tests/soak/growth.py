@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from megavlm.inference.server_main import SHARED_MEMORY
+from megavlm.inference.server_main import shared_memory_of
 
 # Largest growth over the second half of a run: a share of the mean, and an amount besides.
 BOUNDS = {
@@ -42,10 +42,13 @@ def kind_of(process: psutil.Process) -> str:
 def take_sample(run: int, run_dir: Path, step: int) -> Sample:
     """Return what process `run` and its descendants hold."""
     values: dict[str, float] = {}
+    shared: set[str] = set()
     root = psutil.Process(run)
     for process in [root, *root.children(recursive=True)]:
         try:
             kind = kind_of(process)
+            if kind == "server" and os.getpgid(process.pid) == process.pid:
+                shared |= shared_memory_of(process.pid)
             with process.oneshot():
                 held = {
                     "memory_mb": process.memory_full_info().uss / 2**20,
@@ -58,10 +61,7 @@ def take_sample(run: int, run_dir: Path, step: int) -> Sample:
             values[f"{name} {kind}"] = values.get(f"{name} {kind}", 0.0) + value
     logs = [*run_dir.glob("*.log*"), *run_dir.glob("*.txt")]
     values["logs_mb all"] = sum(path.stat().st_size for path in logs) / 2**20
-    shared = Path(SHARED_MEMORY)
-    values["shared_memory_files all"] = sum(
-        name.startswith(shared.name) for name in os.listdir(shared.parent)
-    )
+    values["shared_memory_files all"] = len(shared)
     return Sample(step, values)
 
 

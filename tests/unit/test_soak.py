@@ -1,8 +1,12 @@
 """What the soak run calls growth."""
 
+import json
 import os
 from pathlib import Path
 
+import pytest
+
+from tests.soak.chaos import ROWS, STEPS, check_ledger
 from tests.soak.growth import Sample, table, take_sample
 
 
@@ -30,3 +34,30 @@ def test_a_sample_holds_this_process(tmp_path: Path) -> None:
         file.close()
     (name,) = [name for name in after if name.startswith("descriptors")]
     assert after[name] - before[name] == 8 and after["logs_mb all"] == 1.0
+
+
+def write_ledger(folder: Path) -> list[dict[str, object]]:
+    """Write the records of a run that trains on every row once an epoch. Returns its groups."""
+    (folder / "samples").mkdir(exist_ok=True)
+    steps = [{"step": step, "episodes": 16} for step in range(1, STEPS + 1)]
+    rows = [(1 + i // 4, f"rows:{i % ROWS}") for i in range(4 * STEPS)]
+    groups = [{"step": step, "source": row, "responses": [{}] * 4} for step, row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    write_groups(folder, groups)
+    return groups
+
+
+def write_groups(folder: Path, groups: list[dict[str, object]]) -> None:
+    text = "".join(json.dumps(group) + "\n" for group in groups)
+    (folder / "samples/rollouts.jsonl").write_text(text)
+
+
+def test_the_ledger_shows_gaps_and_doubles(tmp_path: Path) -> None:
+    groups = write_ledger(tmp_path)
+    check_ledger(tmp_path)
+    write_groups(tmp_path, groups[:-1])
+    with pytest.raises(AssertionError):
+        check_ledger(tmp_path)
+    write_groups(tmp_path, [*groups[:-1], {**groups[-1], "source": groups[-2]["source"]}])
+    with pytest.raises(AssertionError, match="no gap and no double"):
+        check_ledger(tmp_path)
