@@ -221,14 +221,25 @@ def doctor(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.")],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories.")],
+    output: Annotated[Path, typer.Option(help="Page that compares several runs.")] = Path(
+        "comparison.html"
+    ),
 ) -> None:
-    """Rebuild the reward curve and report.html of a run."""
-    if not (run_dir / "metrics.jsonl").is_file():
-        raise ValueError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
+    """Rebuild the reward curve and report.html of a run, or compare several runs on one page."""
+    for run_dir in run_dirs:
+        if not (run_dir / "metrics.jsonl").is_file():
+            raise ValueError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
+    if len(run_dirs) > 1:
+        from megavlm.observability.comparison import write_comparison
+
+        write_comparison(run_dirs, output)
+        typer.echo(output)
+        return
     from megavlm.observability.plots import reward_curve
     from megavlm.observability.report import write_report
 
+    (run_dir,) = run_dirs
     reward_curve(run_dir)
     write_report(run_dir)
     typer.echo(run_dir / "report.html")
