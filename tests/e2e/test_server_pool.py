@@ -2,18 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megavlm.run.exit_codes import ExitCode
-from tests.e2e.conftest import WAIT, World
+from tests.e2e.conftest import World
+from tests.e2e.running import running
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -26,26 +22,6 @@ GRPO = {
 }
 
 
-def server_of(run: subprocess.Popen[str]) -> psutil.Process | None:
-    for process in psutil.Process(run.pid).children(recursive=True):
-        try:
-            if any(word.endswith("server_main.py") for word in process.cmdline()):
-                return process
-        except psutil.Error:
-            pass
-    return None
-
-
-def kill_in_mid_generation(run: subprocess.Popen[str], metrics: Path) -> None:
-    """When the first step is recorded the second one's rollout begins at once; it takes seconds."""
-    while run.poll() is None and not (metrics.exists() and metrics.read_text().count("\n")):
-        time.sleep(0.01)
-    time.sleep(0.5)
-    server = server_of(run)
-    assert server is not None
-    server.send_signal(signal.SIGKILL)
-
-
 def test_killed_in_mid_generation(world: World) -> None:
     recipe = world.recipe(
         "killed",
@@ -55,21 +31,14 @@ def test_killed_in_mid_generation(world: World) -> None:
         rollout={"max_new_tokens": 100, "oversample": 1.5},
         data={"pack_tokens": 1024},
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "megavlm", "train", str(recipe)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    ) as run:
-        metrics = world.root / "killed/metrics.jsonl"
-        killer = threading.Thread(target=kill_in_mid_generation, args=(run, metrics))
-        killer.start()
-        output, _ = run.communicate(timeout=WAIT)
-        killer.join()
-    assert run.returncode == 0, output
-    assert "died" in output and "exit code -9" in output and "waits for weights" in output
+    with running(recipe, world.root / "killed") as run:
+        # The second step's rollout begins at once; it takes seconds.
+        run.wait_for_steps(1)
+        time.sleep(0.5)
+        run.child("server_main.py").kill()
+    assert run.wait() == 0, run.output
+    assert "died" in run.output and "exit code -9" in run.output
+    assert "waits for weights" in run.output
     steps = world.metrics("killed")
     assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:
@@ -89,40 +58,22 @@ def test_one_of_two_killed(world: World) -> None:
         data={"pack_tokens": 2048},
     )
     logs = [world.root / f"two/rollout_server_{index}.log" for index in range(2)]
-    metrics = world.root / "two/metrics.jsonl"
-    with subprocess.Popen(
-        [sys.executable, "-m", "megavlm", "train", str(recipe)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as run:
-        output: list[str] = []
-        reader = threading.Thread(target=lambda: output.append(run.communicate()[0]))
-        reader.start()
-
-        def wait_until(fact: Callable[[], bool]) -> None:
-            while run.poll() is None and not fact():
-                time.sleep(0.02)
-
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+    with running(recipe, world.root / "two") as run:
+        run.wait_for_steps(2)
         shares = [posts(log.read_text(), "/generate") for log in logs]
         time.sleep(0.2)
-        server = server_of(run)
-        assert server is not None
+        server = run.child("server_main.py")
         killed = Path(os.readlink(f"/proc/{server.pid}/fd/1"))
-        server.send_signal(signal.SIGKILL)
+        server.kill()
         server.wait()
         before = len(killed.read_text())
-        wait_until(lambda: posts(killed.read_text()[before:], "/generate") >= 2)
-        recorded = len(world.metrics("two"))
-        wait_until(lambda: len(world.metrics("two")) >= recorded + 2)
-        run.send_signal(signal.SIGTERM)
-        reader.join()
-    assert run.returncode == ExitCode.STOPPED, output
+        run.wait_until(lambda: posts(killed.read_text()[before:], "/generate") >= 2)
+        run.wait_for_steps(len(world.metrics("two")) + 2)
+        run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == ExitCode.STOPPED, run.output
     assert min(shares) >= 2, "requests went to both"
-    assert killed in logs and output[0].count("exit code -9") == 1
-    assert output[0].count("waits for weights") == 1
+    assert killed in logs and run.output.count("exit code -9") == 1
+    assert run.output.count("waits for weights") == 1
     after = killed.read_text()[before:]
     paths = [line.split()[-4] for line in after.splitlines() if '"POST ' in line and " 200" in line]
     first = paths.index("/generate")

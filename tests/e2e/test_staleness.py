@@ -1,18 +1,13 @@
 """Rollouts while training, with the real server: a run, a kill between checkpoints, its ledger."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.e2e.conftest import WAIT, World
+from megavlm.run.exit_codes import ExitCode
+from tests.e2e.conftest import World
+from tests.e2e.running import running
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -34,16 +29,6 @@ def rows_of_steps(folder: Path) -> dict[int, list[str]]:
     return found
 
 
-def producer_of(run: "subprocess.Popen[str]") -> psutil.Process | None:
-    for process in psutil.Process(run.pid).children(recursive=True):
-        try:
-            if "megavlm.rollout.producer" in process.cmdline():
-                return process
-        except psutil.Error:
-            pass
-    return None
-
-
 def test_a_run_that_is_killed_and_resumed(world: World) -> None:
     """The producer is killed in mid-run; the run ends, resumes, and no step repeats a prompt."""
     recipe = world.recipe(
@@ -55,24 +40,11 @@ def test_a_run_that_is_killed_and_resumed(world: World) -> None:
         data={"pack_tokens": 1024},
         checkpoint={"every": 2},
     )
-    metrics = world.root / "ahead/metrics.jsonl"
-    with subprocess.Popen(
-        [sys.executable, "-m", "megavlm", "train", str(recipe)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as run:
-        output: list[str] = []
-        reader = threading.Thread(target=lambda: output.append(run.communicate(timeout=WAIT)[0]))
-        reader.start()
-        while run.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
-            time.sleep(0.02)
-        producer = producer_of(run)
-        assert producer is not None, "three steps were made"
-        producer.send_signal(signal.SIGKILL)
-        reader.join()
-    assert run.returncode == 69 and "producer of rollouts ended with exit code -9" in output[0]
+    with running(recipe, world.root / "ahead") as run:
+        run.wait_for_steps(3)
+        run.child("megavlm.rollout.producer").kill()
+    assert run.wait() == ExitCode.TRANSIENT
+    assert "producer of rollouts ended with exit code -9" in run.output
 
     done = world.megavlm("train", recipe)
     assert done.returncode == 0, done.stderr

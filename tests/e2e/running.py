@@ -1,0 +1,67 @@
+"""A run in a process of its own, while a test does something to it."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.conftest import WAIT
+
+
+class Running:
+    """A run that was started. output: what it prints, when it has ended."""
+
+    def __init__(self, process: "subprocess.Popen[str]", metrics: Path) -> None:
+        self.process, self.output = process, ""
+        self._metrics = metrics
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        self.output, _ = self.process.communicate(timeout=WAIT)
+
+    def wait_until(self, fact: Callable[[], bool]) -> None:
+        """Block until `fact` is true or the run ends."""
+        while self.process.poll() is None and not fact():
+            time.sleep(0.02)
+
+    def wait_for_steps(self, count: int) -> None:
+        """Block until so many steps are recorded or the run ends."""
+        path = self._metrics
+        self.wait_until(lambda: path.exists() and path.read_text().count("\n") >= count)
+
+    def child(self, word: str) -> psutil.Process:
+        """Return a process of the run whose command line has a word that ends with `word`."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if any(argument.endswith(word) for argument in process.cmdline()):
+                    return process
+            except psutil.Error:
+                pass
+        raise AssertionError(f"no {word} among the processes of the run: {self.output}")
+
+    def wait(self) -> int:
+        """Return the exit code, when the run has ended."""
+        self._reader.join()
+        return self.process.returncode
+
+
+@contextmanager
+def running(recipe: Path, run_dir: Path) -> Iterator[Running]:
+    """Start a run of the recipe, which is waited for at the end."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "megavlm", "train", str(recipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        run = Running(process, run_dir / "metrics.jsonl")
+        yield run
+        run.wait()
