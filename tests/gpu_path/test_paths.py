@@ -15,8 +15,7 @@ from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
 from tests.distributed.fork import launch
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
-from tests.unit.checkpoints.ranks import make_hf, start
-from tests.unit.checkpoints.test_checkpointing import assert_equal_tensors
+from tests.unit.checkpoints.ranks import assert_equal_tensors, make_hf, start
 
 RANKS = LAYOUTS | EXPERT_LAYOUTS
 
