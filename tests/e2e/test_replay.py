@@ -23,7 +23,10 @@ GRPO = {
     "entropy_coefficient": 0.01,  # the gradient is never zero, even where no response is right
     "kl_coefficient": 0.01,
 }
-OF_TRAINING = ("seconds/", "sync_", "skipped_bad", "skipped_long", "time", "tokens_per_second")
+OF_TRAINING = (
+    "seconds/", "sync_", "skipped_bad", "skipped_long", "time", "tokens_per_second",
+    "flops_per_second", "mfu", "modelled/",
+)  # fmt: skip
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
