@@ -78,7 +78,7 @@ pushes: setup ## run every kind of weight sync against a real SGLang server
 	OMP_NUM_THREADS=1 SYNC_MATRIX=all $(BIN)/python -m pytest tests/sglang/test_push_matrix.py
 
 # No setup: a GPU machine has an environment of its own, and may have no network.
-gpu: ## run the tests that need a GPU, ten minutes at most; write tests/benchmarks/GPU.md
+gpu: ## run the tests that need a GPU, nine minutes at most; write tests/benchmarks/GPU.md
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu/test_gpu.py
 
 style: setup ## run the linter, the formatter (check only) and the type checker

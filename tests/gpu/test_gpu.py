@@ -1,6 +1,6 @@
 """The first hour on a GPU: parity of every attention kernel, a colocated GRPO run, and figures.
 
-`make gpu` runs them on one 80 GB GPU without a network, in ten minutes at most, and writes
+`make gpu` runs them on one 80 GB GPU without a network, in nine minutes at most, and writes
 tests/benchmarks/GPU.md. With MEGAVLM_GPU_TESTS=tiny the same bodies run on a CPU.
 """
 
