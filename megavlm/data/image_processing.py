@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
@@ -35,6 +36,11 @@ class PatchFormat:
     patch: int
     temporal: int
     merge: int
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "PatchFormat":
+        """Return the format of dataclasses.asdict, as JSON has kept it."""
+        return cls(**{**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     @classmethod
     def of(cls, processor: Any) -> "PatchFormat":

@@ -96,7 +96,7 @@ class TrackerThread:
     def __init__(self, name: str, run: TrackedRun, begun: Callable[[str, str], None]) -> None:
         """Start the thread. begun: called with the name and the id of a run that has begun."""
         self._name, self._run, self._begun = name, run, begun
-        self.failures, self._tracker = 0, None
+        self.failures = 0
         self._work: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._loop, name=f"tracker {name}", daemon=True)
         self._thread.start()

@@ -160,11 +160,7 @@ class _Reader:
         self._ids = iter(tensors["token_ids"].tolist())
         self._logprobs = iter(tensors["logprobs"].tolist())
         self._own = [
-            ProcessedImage(
-                key,
-                tensors[f"pixels.{number}"],
-                PatchFormat(**how | {"mean": tuple(how["mean"]), "std": tuple(how["std"])}),
-            )
+            ProcessedImage(key, tensors[f"pixels.{number}"], PatchFormat.from_values(how))
             for number, (key, how) in enumerate(formats)
         ]
         self._rows, self._processor = rows, processor

@@ -159,8 +159,7 @@ def sources_from_arrays(arrays: Mapping[str, Tensor]) -> dict[str, ImageSource]:
     for row, number, is_video in arrays["places"].tolist():
         sources[next(keys)] = ImagePlace(row, number, bool(is_video))
     for number, (key, how) in enumerate(zip(keys, header["formats"], strict=True)):
-        cut = PatchFormat(**how | {"mean": tuple(how["mean"]), "std": tuple(how["std"])})
-        sources[key] = ProcessedImage(key, arrays[f"pixels.{number}"], cut)
+        sources[key] = ProcessedImage(key, arrays[f"pixels.{number}"], PatchFormat.from_values(how))
     return sources
 
 
