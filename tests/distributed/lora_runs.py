@@ -49,10 +49,10 @@ def lora_folder(model: str) -> Path:
         make_tiny_model(
             folder,
             [QUESTION] * 10,
-            seed=3,
+            seed=4,
             family=model,
             # well conditioned: see parity.models
-            init_std=0.02 if model.startswith("qwen3_5") else 0.05,
+            init_std=0.01 if model.startswith("qwen3_5") else 0.05,
             randomise_norms_and_biases=True,
             **sizes,
         )
