@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from megavlm.config.lora import LoRA
@@ -31,6 +29,7 @@ from tests.distributed.lora_runs import (
     start,
 )
 from tests.levels import slow
+from tests.parity.cases import gradient_norm
 from tests.parity.inputs import inputs_of
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
@@ -153,11 +152,3 @@ def gradient_difference(run: Run, theirs: Any) -> tuple[float, Name | None, list
 
 def difference(ours: Tensor, theirs: Tensor, scale: Tensor) -> float:
     return (ours - theirs).abs().max().item() / max(scale.abs().max().item(), 1e-8)
-
-
-def gradient_norm(wrapped: list[DistributedDataParallel]) -> float:
-    """As megatron-core computes it for clipping."""
-    settings = OptimizerConfig(optimizer="adam", lr=1.0, min_lr=0.0, clip_grad=1.0)
-    optimizer = get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=True)
-    optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())

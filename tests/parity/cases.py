@@ -140,7 +140,7 @@ def _compare(
     trained_heads = {} if options.head == "tokens" else heads
     value_head = {name: torch.from_numpy(x) for name, x in trained_heads.items()}
     worst, parameter = _gradient_differences(chunks, entries, hub, value_head, mesh)
-    norm = _gradient_norm(wrapped)
+    norm = gradient_norm(wrapped)
     theirs = _expected_norm(entries, hub, value_head, options)
     return Differences(forward, worst, parameter, abs(norm - theirs) / theirs)
 
@@ -228,9 +228,10 @@ def _gradient_differences(
     return worst, name
 
 
-def _gradient_norm(wrapped: list[DistributedDataParallel]) -> float:
-    """Of the whole model, as megatron-core computes it for clipping, but each tensor's in fp64:
-    torch's fp32 norm of a large tensor whose rows differ in size is off by 1e-6. Collective.
+def gradient_norm(wrapped: list[DistributedDataParallel]) -> float:
+    """Return that of the whole model, as megatron-core computes it for clipping, but each tensor's
+    in fp64: torch's fp32 norm of a large tensor whose rows differ in size is off by 1e-6.
+    Collective.
     """
     settings = OptimizerConfig(optimizer="adam", lr=1.0, min_lr=0.0, clip_grad=1.0)
     optimizer = get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=True)

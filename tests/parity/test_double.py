@@ -44,7 +44,7 @@ def compare(folder: Path, config: Any, case: Case, sequences: list[Sequences]) -
     """On each rank, in a process of its own, which stays in fp64."""
     reference, tensors = Reference(folder), load_file(folder / "model.safetensors")
     cases.HFFolder = lambda _: tensors  # type: ignore[misc,assignment]  # read before fp32 is gone
-    cases._gradient_norm = lambda _: 0.0  # of megatron-core's optimizer, which insists on fp32
+    cases.gradient_norm = lambda _: 0.0  # of megatron-core's optimizer, which insists on fp32
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     torch.float32 = torch.float = torch.float64
     torch.set_default_dtype(torch.float64)
