@@ -1,8 +1,10 @@
 """What the soak run calls growth."""
 
 import json
-import os
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -25,15 +27,30 @@ def test_growth_of_the_second_half_alone_counts() -> None:
     assert table(samples(1.0))[1] == ["memory_mb rank 0"]
 
 
-def test_a_sample_holds_this_process(tmp_path: Path) -> None:
+OPENS_FILES = """
+import sys
+print("started", flush=True)
+sys.stdin.readline()
+files = [open("/dev/null") for _ in range(8)]
+print("opened", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_sample_holds_what_a_process_holds(tmp_path: Path) -> None:
     (tmp_path / "server.log").write_bytes(b"x" * 2**20)
-    before = take_sample(os.getpid(), tmp_path, 1).values
-    files = [(tmp_path / f"{n}").open("w") for n in range(8)]
-    after = take_sample(os.getpid(), tmp_path, 2).values
-    for file in files:
-        file.close()
-    (name,) = [name for name in after if name.startswith("descriptors")]
-    assert after[name] - before[name] == 8 and after["logs_mb all"] == 1.0
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", OPENS_FILES], stdin=PIPE, stdout=PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        before = take_sample(process.pid, tmp_path, 1).values
+        print(file=process.stdin, flush=True)
+        process.stdout.readline()
+        after = take_sample(process.pid, tmp_path, 2).values
+        print(file=process.stdin, flush=True)
+    assert after["descriptors others"] - before["descriptors others"] == 8
+    assert after["logs_mb all"] == 1.0
 
 
 def write_ledger(folder: Path) -> list[dict[str, object]]:
