@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
@@ -29,7 +30,7 @@ from megavlm.checkpointing.folder import (
     locate_step,
 )
 from megavlm.checkpointing.random_states import random_states_file, restore_random_states
-from megavlm.checkpointing.reader import StepReader
+from megavlm.checkpointing.reader import StepReader, read_values
 from megavlm.checkpointing.state import current_layout, replica_group, sharded_state
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ def load_checkpoint(
         if rank == 0:
             check_hf_files(path.parent)
 
+    random_states: list[Any] = []  # this rank's, if the layout is the same
+
     def compare() -> tuple[set[str], set[str]]:
         """Return the keys that this rank's part of the model reads, and those of the step's
         adapters.
@@ -90,6 +93,9 @@ def load_checkpoint(
         reader = StepReader(path)
         _check_tensors(tensors, reader, path, trains=optimizer is not None)
         wanted = {part.key for value in tensors for part in _parts(value)}
+        read_values(path / COMMON_STATE_FNAME)  # which megatron-core reads below
+        if optimizer is not None and manifest.layout == current_layout():
+            random_states.append(read_values(random_states_file(path, rank)))
         return wanted, adapter_keys(reader.tensors)
 
     # All files are checked before a rank reads one that another rank finds damaged.
@@ -116,9 +122,9 @@ def load_checkpoint(
         scheduler.load_state_dict(state["scheduler"])
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
-        if manifest.layout == current_layout():
-            restore_random_states(random_states_file(path, rank))
-        elif rank == 0:
+        for states in random_states:
+            restore_random_states(states)
+        if not random_states and rank == 0:
             logger.warning(
                 "%s was saved under another layout (%s): random states start from the seed.",
                 path,

@@ -1,6 +1,7 @@
 """Random states of a rank: Python, numpy, torch, the device, and megatron-core's named ones."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def write_random_states(file: Path) -> None:
     torch.save(states, file)
 
 
-def restore_random_states(file: Path) -> None:
-    states = torch.load(file, weights_only=True)
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Restore what `write_random_states` wrote."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     megatron_random._set_cuda_rng_state(states["device"])

@@ -58,6 +58,18 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def read_values(path: Path) -> Any:
+    """Return what torch.save wrote of tensors and plain values.
+
+    Raises ValueError for a damaged file, and for one of anything else, which could run code.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, *_BROKEN) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} cannot be read as a file of a checkpoint: {reason}") from error
+
+
 def read_metadata(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[Any, Any]]:
     """Return the tensors of a step's table of contents by key, and the places of their pieces.
 
