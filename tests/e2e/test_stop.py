@@ -179,12 +179,12 @@ def test_sigterm_stops_after_the_step_and_the_run_goes_on(world: World) -> None:
     resumed = world.megavlm("train", stopped)
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stderr.count("does not name a complete step") == 1, "one warning, of one rank"
-    assert world.megavlm("train", recipe(world, "through")).returncode == 0
-    losses = [[one["loss"] for one in world.metrics(name)] for name in ("stopped", "through")]
+    assert world.megavlm("train", recipe(world, "unstopped")).returncode == 0
+    losses = [[one["loss"] for one in world.metrics(name)] for name in ("stopped", "unstopped")]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS and losses[0][0] > losses[0][-1]
     readers = [
         StepReader(step_folder(world.root / name / "checkpoints", STEPS))
-        for name in ("stopped", "through")
+        for name in ("stopped", "unstopped")
     ]
     assert set(readers[0].tensors) == set(readers[1].tensors)
     for key in readers[0].tensors:
