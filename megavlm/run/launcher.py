@@ -203,11 +203,20 @@ def _agent(parent: str, *arguments: str) -> int:
         code = int(failure.exitcode)
         if -code in STOP_SIGNALS:  # before the rank could handle it
             return ExitCode.STOPPED
-        if not os.path.exists(os.environ[REASON_FILE]):
+        if not is_explained(Path(os.environ[REASON_FILE]), code):
             how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             print(f"megavlm: rank {rank} ended with {how}", file=sys.stderr)
         return code if code >= 0 else 128 - code
     return 0
+
+
+def is_explained(reason: Path, code: int) -> bool:
+    """Return True if a rank has said why the run ends, or no more is to be said. A rank that
+    torchrun stops because another failed explains nothing.
+    """
+    if not reason.exists():
+        return False
+    return reason.read_text() != str(int(ExitCode.STOPPED)) or code == ExitCode.STOPPED
 
 
 def _forward(number: int, _: FrameType | None) -> None:

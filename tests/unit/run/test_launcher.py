@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from megavlm.run.exit_codes import ExitCode
+from megavlm.run.launcher import is_explained
 
 FAKE_TRAINING = Path(__file__).parent / "fake_training"
 WAIT = 60  # seconds after which something hangs
@@ -183,6 +184,25 @@ def test_a_killed_command_leaves_no_rank(write_recipe: WriteRecipe) -> None:
     with working(write_recipe()) as (process, family):
         process.kill()
         assert all_gone([handle for handle in family if handle.name() != "sleep"])
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "explained"),
+    [
+        (None, -9, False),
+        ("75", -9, False),  # by a rank that torchrun stopped because this one was killed
+        ("75", 75, True),
+        ("69", -9, True),
+        ("", -9, True),  # Ctrl-C
+    ],
+)
+def test_who_has_explained_the_end(
+    tmp_path: Path, said: str | None, code: int, explained: bool
+) -> None:
+    reason = tmp_path / "reason"
+    if said is not None:
+        reason.write_text(said)
+    assert is_explained(reason, code) == explained
 
 
 @pytest.mark.slow
