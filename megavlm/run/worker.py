@@ -68,7 +68,11 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
             _explain(error, ExitCode.TRANSIENT, config)
         if isinstance(error, NotFiniteError):
             _explain(error, ExitCode.NOT_FINITE, config)
-        if (code := reason_given()) is not None:
+        try:
+            code = reason_given()
+        except Stopped:  # torchrun stops this rank, as another has failed
+            leave(ExitCode.STOPPED)
+        if code is not None:
             leave(code)
         raise
     if not is_complete:

@@ -75,6 +75,7 @@ def replay(world: World, recorded: Path, name: str, **sections: Any) -> Path:
     return world.root / name
 
 
+@pytest.mark.slow
 def test_a_replay_is_the_run_again(world: World, recorded: Path) -> None:
     """To the last bit of the weights and of each step's metrics."""
     replayed = replay(world, recorded, "replayed")
