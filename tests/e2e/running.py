@@ -24,11 +24,13 @@ class Running:
         self._reader.start()
 
     def _read(self) -> None:
-        self.output, _ = self.process.communicate(timeout=WAIT)
+        self.output, _ = self.process.communicate()
 
     def wait_until(self, fact: Callable[[], bool]) -> None:
-        """Block until `fact` is true or the run ends."""
+        """Block until `fact` is true or the run ends; not longer than WAIT seconds."""
+        deadline = time.monotonic() + WAIT
         while self.process.poll() is None and not fact():
+            assert time.monotonic() < deadline, "what the test waits for does not come"
             time.sleep(0.02)
 
     def wait_for_steps(self, count: int) -> None:
@@ -48,13 +50,14 @@ class Running:
 
     def wait(self) -> int:
         """Return the exit code, when the run has ended."""
-        self._reader.join()
+        self._reader.join(WAIT)
+        assert not self._reader.is_alive(), f"the run did not end within {WAIT} s"
         return self.process.returncode
 
 
 @contextmanager
 def running(recipe: Path, run_dir: Path) -> Iterator[Running]:
-    """Start a run of the recipe, which is waited for at the end."""
+    """Start a run of the recipe, which is waited for at the end, and killed if the test fails."""
     with subprocess.Popen(
         [sys.executable, "-m", "megavlm", "train", str(recipe)],
         stdout=subprocess.PIPE,
@@ -63,5 +66,8 @@ def running(recipe: Path, run_dir: Path) -> Iterator[Running]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as process:
         run = Running(process, run_dir / "metrics.jsonl")
-        yield run
-        run.wait()
+        try:
+            yield run
+            run.wait()
+        finally:
+            process.kill()
