@@ -9,7 +9,7 @@ class Phases:
     """Timer of named phases; a phase may run several times.
 
     current: the phase that runs. beats: the number of signs of progress so far, by which the
-    watchdog of a run (parallel/watchdog.py) sees that this process gets on.
+    watchdog of a run (parallel/watchdog.py) sees that this process makes progress.
     """
 
     def __init__(

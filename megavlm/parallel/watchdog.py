@@ -1,10 +1,10 @@
-"""Watchdog of a run: a thread of each rank that ends the run when no rank gets on any more.
+"""Watchdog of a run: a thread of each rank that ends the run when no rank makes progress any more.
 
-A rank gets on when a phase of a step begins or ends, when a microbatch or a response is done, and
-when a rollout server works (observability/phases.py counts all of these). The ranks add their
-signs of progress to one counter in the store that torchrun keeps for them. When that counter has
-stood still for `run.watchdog` seconds, each rank writes the stacks of its threads, and tells the
-others what it is doing; so the one that the others wait for can be named.
+A rank makes progress when a phase of a step begins or ends, when a microbatch or a response is
+done, and when a rollout server works (observability/phases.py counts all of these). The ranks add
+their signs of progress to one counter in the store that torchrun keeps for them. When that counter
+has stood still for `run.watchdog` seconds, each rank writes the stacks of its threads and reports
+to the others what it does, so that the one that the others wait for can be named.
 
 The thread works while the main thread waits in a call of C. Where such a call holds the
 interpreter's lock, a timer of C (faulthandler) writes the stacks of that rank.
@@ -30,7 +30,7 @@ from megavlm.observability.phases import Phases
 from megavlm.observability.text import duration
 
 TICK = 5.0  # longest pause between looks, in seconds
-GRACE = 10.0  # seconds in which each rank tells the others what it is doing
+GRACE = 10.0  # seconds in which each rank reports what it does
 STDERR = 2
 STACKS = "stacks"  # folder in the run directory
 
@@ -49,9 +49,10 @@ class WatchedServers(Protocol):
 
 
 @dataclass(frozen=True)
-class LastWords:
-    """A rank's last words. phase: of its step. seconds: since its last sign of progress. waits:
-    its main thread is in a collective of torch, where it waits for others. place: where it is.
+class RankReport:
+    """State of a rank as the run hangs. phase: of its step. seconds: since its last sign of
+    progress. waits: its main thread is in a collective of torch, where it waits for others. place:
+    where it is.
     """
 
     phase: str
@@ -61,7 +62,7 @@ class LastWords:
 
 
 class Watchdog:
-    """Context. Calls `end` with a sentence if no rank gets on for `seconds`; 0 turns it off.
+    """Context. Calls `end` with a sentence if no rank makes progress for `seconds`; 0 turns it off.
 
     store: that all ranks share; the watchdog needs a connection of its own. servers: on the driver.
     folder: gets a file of each rank's stacks.
@@ -130,7 +131,7 @@ class Watchdog:
 
     def _exchange(self) -> int:
         """Tell the other ranks of this one's signs of progress. Returns the number of all, or -1 if
-        another rank's watchdog has found that no rank gets on.
+        another rank's watchdog has found that no rank makes progress.
         """
         if self._store.check([_key("end")]):
             return -1
@@ -144,7 +145,7 @@ class Watchdog:
         print(f"megavlm: stacks of rank {self._rank}:\n{stacks}", file=sys.stderr, flush=True)
         self._in_time(lambda: self._keep(stacks), GRACE)
         main = sys._current_frames()[self._main]
-        report = LastWords(
+        report = RankReport(
             self._phases.current,
             time.monotonic() - self._own[1],
             _waits(main),
@@ -157,7 +158,7 @@ class Watchdog:
             "resume from its last checkpoint"
         )
 
-    def _tell(self, report: LastWords) -> dict[int, LastWords]:
+    def _tell(self, report: RankReport) -> dict[int, RankReport]:
         """Return the reports of all ranks that give one within GRACE seconds."""
         self._store.set(_key("end"), "")
         self._store.set(_key(self._rank), json.dumps(asdict(report)))
@@ -166,7 +167,7 @@ class Watchdog:
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
             time.sleep(0.1)
         return {
-            rank: LastWords(**json.loads(self._store.get(key)))
+            rank: RankReport(**json.loads(self._store.get(key)))
             for rank, key in keys.items()
             if self._store.check([key])
         }
@@ -189,7 +190,7 @@ class Watchdog:
         thread.join(seconds)
 
 
-def behind(reports: Mapping[int, LastWords], world_size: int) -> str:
+def behind(reports: Mapping[int, RankReport], world_size: int) -> str:
     """Return which rank the others wait for, as part of a sentence."""
     silent = [rank for rank in range(world_size) if rank not in reports]
     if silent:

@@ -37,8 +37,8 @@ class SyncAttempt:
     targets: servers that take part. layouts: by URL. refitted: URLs of the servers that get every
     tensor; the others get what training can change. compared: URLs of the servers whose checksums
     can be computed here. parameters: by URL, the names of those that a server takes in slices;
-    servers that are not in it take whole tensors only. senders: the ranks that send. meeting: what
-    rank 0's transport tells the others.
+    servers that are not in it take whole tensors only. senders: the ranks that send. rendezvous:
+    what the other ranks' transports need from rank 0's.
     """
 
     targets: tuple[Target, ...]
@@ -47,7 +47,7 @@ class SyncAttempt:
     compared: tuple[str, ...]
     parameters: Mapping[str, frozenset[str]] = field(default_factory=dict)
     senders: tuple[int, ...] = (0,)
-    meeting: Any = None
+    rendezvous: Any = None
 
     @property
     def urls(self) -> tuple[str, ...]:

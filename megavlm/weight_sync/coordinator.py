@@ -100,7 +100,7 @@ class SyncCoordinator:
                 sliced,
                 self._senders,
             )
-            attempt = replace(attempt, meeting=self._transport.open(servers, attempt))
+            attempt = replace(attempt, rendezvous=self._transport.open(servers, attempt))
         except WeightSyncError:
             self._resume(failed, everyone=True)
             raise

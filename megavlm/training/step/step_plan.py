@@ -15,9 +15,7 @@ from megavlm.parallel.collectives import json_array
 from megavlm.parallel.mesh import Layout
 from megavlm.training.step.image_plan import ImagePlan
 from megavlm.training.step.pack_plan import Schedule, SegmentCosts, assign
-from megavlm.training.step.rank_images import (
-    ImageSource,
-)
+from megavlm.training.step.rank_images import ImageSource
 from megavlm.training.step.tree_arrays import trees_to_arrays
 
 Minibatches = list[list[list[Tree]]]  # trees of each pack of each minibatch; none: padding

@@ -27,7 +27,7 @@ class Transport(Protocol):
     def open(self, servers: Servers, attempt: SyncAttempt) -> Any:
         """Prepare to send to the servers of an attempt, after any earlier one, complete or not.
 
-        On rank 0, returns what the other ranks need, as `attempt.meeting`.
+        On rank 0, returns what the other ranks need, as `attempt.rendezvous`.
         """
 
     def send(self, bucket: TensorBucket) -> int:

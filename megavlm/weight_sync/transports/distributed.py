@@ -6,7 +6,7 @@ with our loaders is sent slices another way: the first ranks of all servers, the
 so on, each make a group with every stage, in which the stage broadcasts what these ranks store. A
 rank receives from all stages at the same time, and stores every byte that it is sent.
 
-Sending goes in rounds. In each, every stage has a bucket ready and says in rank 0's store what is
+Sending goes in rounds. In each, every stage has a bucket ready and writes to rank 0's store what is
 in it; rank 0 sends one request to each server, which receives all of them. As rank 0 alone makes
 requests, all servers receive in the same order, and no broadcast waits for another. To a server
 without our loaders rank 0 sends a request for each stage.
@@ -29,8 +29,14 @@ from megavlm.inference.errors import WeightSyncError
 from megavlm.parallel import platform
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
-from megavlm.weight_sync.transports.board import POLL, Board, Meeting, RoundFailure, connect
 from megavlm.weight_sync.transports.groups import ServerGroups
+from megavlm.weight_sync.transports.rendezvous import (
+    POLL,
+    Rendezvous,
+    RoundFailure,
+    StageMessages,
+    connect,
+)
 from megavlm.weight_sync.transports.rounds import (
     Bodies,
     BroadcastPart,
@@ -70,12 +76,12 @@ class DistributedTransport:
         self._is_broken = False
         self._groups = ServerGroups()
 
-    def open(self, servers: Servers, attempt: SyncAttempt) -> Meeting:
-        meeting, rank = attempt.meeting, dist.get_rank()
+    def open(self, servers: Servers, attempt: SyncAttempt) -> Rendezvous:
+        rendezvous, rank = attempt.rendezvous, dist.get_rank()
         self._count += 1
         try:
             if self._store is None:
-                host, port = (self._address, 0) if rank == 0 else (meeting.host, meeting.port)
+                host, port = (self._address, 0) if rank == 0 else (rendezvous.host, rendezvous.port)
                 self._store = connect(host, port, self._limit, master=rank == 0)
         except RuntimeError as error:
             raise WeightSyncError(f"the store of rank 0 cannot be reached: {error}") from error
@@ -85,23 +91,26 @@ class DistributedTransport:
             unsure = any(target.needs_all for target in attempt.targets)
             if unsure or self._is_broken or self._urls != {*attempt.urls}:
                 token = f"megavlm_{secrets.token_hex(4)}"
-            meeting = Meeting(self._address, self._store.port, token, self._count)
-        if self._token != meeting.token:
+            rendezvous = Rendezvous(self._address, self._store.port, token, self._count)
+        if self._token != rendezvous.token:
             self._leave()
         self._servers, self._attempt = servers, attempt
         self._stage, self._round = attempt.senders.index(rank), 0
-        self._groups.prefix = f"{meeting.token}_{self._stage}"
-        self._board, self._token = Board(self._store, meeting, self._timeout), meeting.token
+        self._groups.prefix = f"{rendezvous.token}_{self._stage}"
+        self._messages, self._token = (
+            StageMessages(self._store, rendezvous, self._timeout),
+            rendezvous.token,
+        )
         self._urls, self._is_broken = {*attempt.urls}, False
         self._sending = {*range(1, len(attempt.senders))}  # on rank 0: other stages with buckets
         self._pool = ThreadPoolExecutor(len(attempt.urls), "requests")
-        return meeting
+        return rendezvous
 
     def send(self, bucket: TensorBucket) -> int:
         parts = bucket_parts(bucket, self._attempt, self._groups.name)
         with self._round_failures():
             if self._stage:
-                self._board.say(self._round, self._stage, [part.values() for part, _ in parts])
+                self._messages.send(self._round, self._stage, [part.values() for part, _ in parts])
                 self._round += 1
             broadcast = self._start_broadcast(parts)
             if not self._stage:
@@ -112,7 +121,7 @@ class DistributedTransport:
     def finish(self) -> None:
         with self._round_failures():
             if self._stage:
-                self._board.say(self._round, self._stage, None)
+                self._messages.send(self._round, self._stage, None)
             while self._sending and not self._stage:
                 self._ask(self._requests([]))
         self._pool.shutdown(wait=False)
@@ -129,23 +138,23 @@ class DistributedTransport:
         """
         parts = [*own]
         for stage in sorted(self._sending):
-            message = self._board.hear(self._round, stage)
+            message = self._messages.receive(self._round, stage)
             if message is None:
                 self._sending.discard(stage)
             else:
                 parts += map(BroadcastPart.of, message)
-        meeting = self._board.meeting
+        rendezvous = self._messages.rendezvous
         bodies, answers = slice_requests(
-            parts, self._attempt, meeting, number=self._round, timeout=self._timeout
+            parts, self._attempt, rendezvous, number=self._round, timeout=self._timeout
         )
-        self._board.expect(answers)
+        self._messages.expect(answers)
         self._round += 1
         requests = [(UPDATE, bodies)]
         for part in parts:
             if part.rank is None:
                 if part.group not in self._groups.invited:
                     self._groups.invited[part.group] = part.urls
-                    requests.append((JOIN, invitations(part, self._attempt, meeting)))
+                    requests.append((JOIN, invitations(part, self._attempt, rendezvous)))
                 requests.append((BROADCAST, whole_requests(part)))
         return requests
 
@@ -167,7 +176,9 @@ class DistributedTransport:
     def _broadcast(self, parts: Sequence[tuple[BroadcastPart, Tensor]]) -> None:
         works = []
         for part, tensor in parts:
-            group = self._groups.group(part.group, part.size, self._board.meeting, self._limit)
+            group = self._groups.group(
+                part.group, part.size, self._messages.rendezvous, self._limit
+            )
             content = tensor.to(platform.device()).view(torch.uint8)
             works.append(dist.broadcast(content, group=group, group_src=0, async_op=True))
         for work in works:
@@ -186,7 +197,7 @@ class DistributedTransport:
             for url, body in bodies.items():
                 answers[self._pool.submit(self._servers.request, url, path, body)] = url
             self._wait(answers, broadcast)
-        if refused := self._board.refusals(all_answered=True):
+        if refused := self._messages.refusals(all_answered=True):
             raise RoundFailure(refused)
 
     def _wait(
@@ -205,7 +216,7 @@ class DistributedTransport:
                 raise RoundFailure(refused, repr(next(iter(failed.values()))))
             if other is not None and (error := _error(other)):
                 raise RoundFailure({}, repr(error))
-            self._board.check()
+            self._messages.check()
             if waiting and time.monotonic() > deadline:
                 raise RoundFailure({}, f"weights were not sent within {self._timeout:g} s")
 
@@ -227,11 +238,11 @@ class DistributedTransport:
         """
         self._is_broken = True
         self._pool.shutdown(wait=False)
-        self._board.fail(str(failure))
+        self._messages.fail(str(failure))
         if self._stage:
             return
         dead: dict[str, str] = {}
-        refused = {**failure.refused, **self._board.refusals(all_answered=False)}
+        refused = {**failure.refused, **self._messages.refusals(all_answered=False)}
         deadline = time.monotonic() + (0.0 if refused else PROBE_WINDOW)
         while True:
             for url in self._attempt.urls:

@@ -10,7 +10,7 @@ from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server_support.megavlm_weights import join
 from megavlm.parallel import platform
 from megavlm.weight_sync.server_api import CLEANUP_TIMEOUT, Servers
-from megavlm.weight_sync.transports.board import Meeting, connect
+from megavlm.weight_sync.transports.rendezvous import Rendezvous, connect
 
 
 class ServerGroups:
@@ -30,11 +30,13 @@ class ServerGroups:
         """Return the name of the group with rank `rank` of each server; None: with all ranks."""
         return self._names.setdefault((urls, rank), f"{self.prefix}_{len(self._names)}")
 
-    def group(self, name: str, size: int, meeting: Meeting, limit: timedelta) -> dist.ProcessGroup:
+    def group(
+        self, name: str, size: int, rendezvous: Rendezvous, limit: timedelta
+    ) -> dist.ProcessGroup:
         """Return a group, which this rank joins first if it has not yet."""
         if name not in self._groups:
             # Through a store of its own, as this one blocks and the other is listened to.
-            store = connect(meeting.host, meeting.port, limit)
+            store = connect(rendezvous.host, rendezvous.port, limit)
             self._groups[name] = join(store, name, 0, size, platform.backend(), limit)
         return self._groups[name]
 

@@ -15,8 +15,8 @@ from megavlm.parallel import platform
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_parameters import Flat, rank_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors
-from megavlm.weight_sync.transports.board import Meeting
 from megavlm.weight_sync.transports.payload import payload
+from megavlm.weight_sync.transports.rendezvous import Rendezvous
 
 Bodies = dict[str, dict[str, Any]]  # by URL
 
@@ -76,7 +76,7 @@ def bucket_parts(
 def slice_requests(
     parts: Sequence[BroadcastPart],
     attempt: SyncAttempt,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     *,
     number: int,
     timeout: float,
@@ -93,15 +93,15 @@ def slice_requests(
             continue
         contents = []
         for rank in range(attempt.layouts[url].tensor_parallel):
-            key = meeting.answer(number, place, rank)
+            key = rendezvous.answer(number, place, rank)
             answers[key] = url, rank
             task = {
-                "host": meeting.host,
-                "port": meeting.port,
+                "host": rendezvous.host,
+                "port": rendezvous.port,
                 "backend": platform.backend(),
                 "timeout": timeout,
-                "token": meeting.token,
-                "fault": meeting.fault,
+                "token": rendezvous.token,
+                "fault": rendezvous.fault,
                 "answer": key,
                 "receive": [
                     (part.group, 1 + part.urls.index(url), part.size, part.flat)
@@ -118,12 +118,12 @@ def slice_requests(
     return bodies, answers
 
 
-def invitations(part: BroadcastPart, attempt: SyncAttempt, meeting: Meeting) -> Bodies:
+def invitations(part: BroadcastPart, attempt: SyncAttempt, rendezvous: Rendezvous) -> Bodies:
     """Return the request to each server without our loaders to join a part's group."""
     return {
         url: {
-            "master_address": meeting.host,
-            "master_port": meeting.port,
+            "master_address": rendezvous.host,
+            "master_port": rendezvous.port,
             "world_size": part.size,
             "group_name": part.group,
             "backend": platform.backend(),

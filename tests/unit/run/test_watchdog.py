@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megavlm.observability.phases import Phases
 from megavlm.parallel import watchdog
-from megavlm.parallel.watchdog import LastWords, Watchdog, behind
+from megavlm.parallel.watchdog import RankReport, Watchdog, behind
 from megavlm.run.exit_codes import ExitCode
 from tests.timeouts import scaled
 from tests.unit.run.test_launcher import train
@@ -84,8 +84,8 @@ def test_zero_turns_it_off(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-WAITING = LastWords("sync", 900.0, True, "broadcast (mesh.py:1)")
-WORKING = LastWords("reward", 600.0, False, "score (pool.py:7)")
+WAITING = RankReport("sync", 900.0, True, "broadcast (mesh.py:1)")
+WORKING = RankReport("reward", 600.0, False, "score (pool.py:7)")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ WORKING = LastWords("reward", 600.0, False, "score (pool.py:7)")
     ],
 )
 def test_the_rank_that_does_not_wait_is_behind(
-    reports: dict[int, LastWords], sentence: str
+    reports: dict[int, RankReport], sentence: str
 ) -> None:
     """However much longer the others have waited, as they do for the driver."""
     assert behind(reports, 2).startswith(sentence)

@@ -1,5 +1,5 @@
-"""Messages of a distributed update, between the ranks that send and with the ranks of servers, in a
-store that rank 0 serves.
+"""Messages of a distributed weight sync in a store that rank 0 serves: between the ranks that send,
+and with the ranks of servers.
 """
 
 import json
@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-POLL = 0.02  # seconds between looks at what others say
+POLL = 0.02  # seconds between reads of the store
 
 Message = list[dict[str, Any]]  # a stage's parts of a round
 
 
 class RoundFailure(Exception):
-    """Failure of a round. refused: reasons of servers that said so, by URL."""
+    """Failure of a round. refused: reasons that servers gave, by URL."""
 
     def __init__(self, refused: Mapping[str, str], reason: str = "") -> None:
         super().__init__(reason or "; ".join(refused.values()))
@@ -25,7 +25,7 @@ class RoundFailure(Exception):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Address of rank 0's store in an attempt, and its names.
 
     token: the beginning of the names of process groups. attempt: number of the attempt.
@@ -46,26 +46,26 @@ class Meeting:
         return f"{self.attempt}/{number}/{stage}"
 
     def answer(self, number: int, server: int, rank: int) -> str:
-        """Return the key under which a rank of a server says "" or why it did not load a round."""
+        """Return the key of a server rank's answer: "", or why it did not load a round."""
         return f"{self.attempt}/{number}/answers/{server}/{rank}"
 
 
-class Board:
-    """Messages of a rank that sends, in one attempt. timeout: seconds to wait for another's."""
+class StageMessages:
+    """Messages from and to a rank that sends, in one attempt. timeout: seconds to wait for one."""
 
-    def __init__(self, store: dist.Store, meeting: Meeting, timeout: float) -> None:
-        self.meeting = meeting
+    def __init__(self, store: dist.Store, rendezvous: Rendezvous, timeout: float) -> None:
+        self.rendezvous = rendezvous
         self._store, self._timeout = store, timeout
         self._answers: dict[str, tuple[str, int]] = {}
 
-    def say(self, number: int, stage: int, message: Message | None) -> None:
-        """Tell rank 0 what a stage broadcasts in a round; None: it has sent everything."""
+    def send(self, number: int, stage: int, message: Message | None) -> None:
+        """Send rank 0 what a stage broadcasts in a round; None: it has sent everything."""
         self.check()
-        self._store.set(self.meeting.message(number, stage), json.dumps(message))
+        self._store.set(self.rendezvous.message(number, stage), json.dumps(message))
 
-    def hear(self, number: int, stage: int) -> Message | None:
-        """Return what a stage says. Raises RoundFailure if it says nothing in time."""
-        key, deadline = self.meeting.message(number, stage), time.monotonic() + self._timeout
+    def receive(self, number: int, stage: int) -> Message | None:
+        """Return a stage's message of a round. Raises RoundFailure if none comes in time."""
+        key, deadline = self.rendezvous.message(number, stage), time.monotonic() + self._timeout
         while not self._store.check([key]):
             self.check()
             if time.monotonic() > deadline:
@@ -77,12 +77,12 @@ class Board:
 
     def check(self) -> None:
         """Raise RoundFailure if anything has failed anywhere."""
-        if self._store.check([self.meeting.fault]):
-            raise RoundFailure({}, self._store.get(self.meeting.fault).decode())
+        if self._store.check([self.rendezvous.fault]):
+            raise RoundFailure({}, self._store.get(self.rendezvous.fault).decode())
 
     def fail(self, reason: str) -> None:
         """End the attempt for all."""
-        self._store.set(self.meeting.fault, reason)
+        self._store.set(self.rendezvous.fault, reason)
 
     def expect(self, answers: Mapping[str, tuple[str, int]]) -> None:
         """Note the keys of the ranks, (URL, rank), that answer in a round."""
@@ -94,7 +94,7 @@ class Board:
         all_answered: every rank must have answered; one that has not could not reach rank 0.
         """
         refused: dict[str, str] = {}
-        address = f"{self.meeting.host}:{self.meeting.port}"
+        address = f"{self.rendezvous.host}:{self.rendezvous.port}"
         for key, (url, rank) in self._answers.items():
             answer = f"it did not reach {address}" if all_answered else ""
             if self._store.check([key]):
