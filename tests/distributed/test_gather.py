@@ -130,6 +130,24 @@ def test_shards_of_any_layout_arrive_whole(model: str, layout: str, source_ranks
     assert result["source_ranks"] == source_ranks
 
 
+def dtypes(folder: Path, ranks: Ranks) -> dict[str, torch.dtype]:
+    """Return the dtypes in which a model in bfloat16 arrives, by HF name."""
+    config, options = inputs_of(folder).config, ModelOptions(dtype=torch.bfloat16)
+    mesh, entries, chunks = build(folder, config, ranks, options)
+    trainer = TrainerRanks.of(config, mesh.layout, mesh.world_size, options)
+    plan = SyncPlan(entries, trainer, trained_entries(entries, options, None))
+    shards = local_shards(plan, chunks)
+    everything = range(len(plan.entries))
+    return {name: x.dtype for name, x in gather(plan, everything, shards, torch.bfloat16, to=0)}
+
+
+def test_what_is_kept_in_fp32_is_sent_in_it() -> None:
+    found, _ = launch(2, dtypes, model_folder("qwen3_5"), LAYOUTS["TP2"])
+    kept = {name for name, dtype in found.items() if dtype == torch.float32}
+    assert kept == {name for name in found if name.endswith(".A_log")} != set()
+    assert {found[name] for name in found.keys() - kept} == {torch.bfloat16}
+
+
 def test_a_stack_of_experts_comes_in_pieces_in_order() -> None:
     result = run(model_folder("qwen3_vl_moe"), "EP2", full=False)
     stacks = [name for name in result["tensors"] if ".mlp.experts." in name]

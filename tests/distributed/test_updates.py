@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavlm.config.lora import LoRA
 from megavlm.config.optimizer import Optimizer
@@ -188,6 +189,35 @@ def test_what_is_not_finite_on_one_rank_is_known_on_all(
     """In the last chunk, and in an expert's gradient."""
     results = launch(2, not_finite, model_folder(model), ALL_LAYOUTS[layout], number)
     assert results == [finite, finite]
+
+
+class Memory(TorchDispatchMode):
+    """Sums the bytes that operators write to new memory."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        held = {x.untyped_storage().data_ptr() for x in args if torch.is_tensor(x)}
+        if torch.is_tensor(result) and result.untyped_storage().data_ptr() not in held:
+            self.num_bytes += result.nbytes
+        return result
+
+
+def memory_of_the_check(folder: Path) -> tuple[int, int]:
+    run = start(folder, LAYOUTS["one rank"], frozen=True)
+    gradients = sum(buffer.grad_data.nbytes for buffer in run.updater.chunks[0].buffers)
+    with Memory() as memory:
+        assert run.updater.gradients_are_finite()
+    return memory.num_bytes, gradients
+
+
+def test_the_check_for_finite_gradients_copies_none_of_them(folder: Path) -> None:
+    """Not even as booleans: gradients are most of what a GPU holds then."""
+    ((new, gradients),) = launch(1, memory_of_the_check, folder)
+    assert 0 < new < 100 < gradients
 
 
 def frozen_step(folder: Path, ranks: Ranks) -> list[Any]:

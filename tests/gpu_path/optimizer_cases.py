@@ -201,6 +201,19 @@ def test_bytes_of_a_parameter_are_those_of_the_plan(
     assert launch(1, state_bytes, hf, LAYOUTS["one rank"], keys) == [size]
 
 
+def rounded_states(hf: Path, ranks: Ranks, keys: dict[str, Any]) -> set[str]:
+    """Return the names of the states in bfloat16."""
+    run = start(hf, ranks, **HALF, optimizer=AWARE | keys)
+    states = run.updater.optimizer.chained_optimizers[0].optimizer.state.values()
+    return {name for state in states for name, x in state.items() if x.dtype == torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_moment_has_the_dtype_of_its_own_key(hf: Path, name: str) -> None:
+    keys = {f"{name}_dtype": "bfloat16"}
+    assert launch(1, rounded_states, hf, LAYOUTS["one rank"], keys) == [{name}]
+
+
 def two_dtypes(hf: Path, ranks: Ranks) -> str:
     try:
         start(hf, ranks, **HALF, optimizer=AWARE | {"grad_reduce_in_bf16": True})

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.inference.server_args import ServerOptions
-from megavlm.parallel import platform
+from megavlm.parallel import platform, torchvision_ops
 
 
 def test_install_is_idempotent() -> None:
@@ -85,6 +85,28 @@ def test_adam_equals_torch(weight_decay: float, decoupled: bool, seed: int) -> N
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     assert optimizers[0].param_groups[0]["step"] == 3
     assert set(optimizers[0].state[ours]) == {"exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("name", ["_C.so", "_C_stable.so"])
+@pytest.mark.parametrize("loads", [True, False])
+def test_operators_are_defined_where_torchvision_s_extension_does_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, loads: bool
+) -> None:
+    """By the name that torchvision gives it from 0.29 on, too."""
+    (tmp_path / "torchvision").mkdir()
+    for file in ("__init__.py", "image.so", name):
+        (tmp_path / "torchvision" / file).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    tried = list[str]()
+
+    def load_library(path: Path) -> None:
+        tried.append(path.name)
+        if not loads:
+            raise OSError("undefined symbol")
+
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    assert torchvision_ops._extension_loads() is loads
+    assert tried == [name]
 
 
 def test_ranks_and_servers_agree_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,13 @@
 """Which layouts a model can have, and what the refusal says."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.build import build_model
@@ -19,6 +22,7 @@ from tests.unit.models.families import part, small_config
 from tests.unit.models.releases import released_config
 
 SEQUENCE = ModelOptions(sequence=True)
+KEYS_AND_VALUES = re.compile(r"self_attn\.[kv]_proj\.")
 
 
 def check(release: str, folder: Path, layout: Layout, options: ModelOptions, **text: Any) -> None:
@@ -177,13 +181,15 @@ def _refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen2_5_vl", "TP2"), ("qwen3_vl", "TP2+SP")], ids=str
+    ("family", "layout"),
+    [("qwen2_5_vl", "TP2"), ("qwen3_vl", "TP2+SP"), ("qwen3_5", "TP2")],
+    ids=str,
 )
 def test_ranks_that_share_a_key_value_head_equal_transformers(
     family: str, layout: str, tmp_path: Path
 ) -> None:
-    """More tensor ranks than key-value heads, which megatron-core repeats; with biases and with
-    norms of queries and keys.
+    """More tensor ranks than key-value heads, which megatron-core repeats; with biases, with norms
+    of queries and keys, and with gates.
     """
     launch(1, _one_head, tmp_path, family)
     inputs = Inputs(tmp_path)
@@ -203,10 +209,20 @@ def _one_head(folder: Path, family: str) -> None:
         seed=3,
         family=family,
         num_layers=2,
-        num_kv_heads=1,
-        init_std=0.05,
+        num_kv_heads=2,
+        init_std=0.02 if family == "qwen3_5" else 0.05,  # well conditioned: see parity.models
         randomise_norms_and_biases=True,
     )
+    # Gated DeltaNet's key heads, which are as many, must divide over the ranks.
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["num_key_value_heads"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / "model.safetensors"
+    tensors = {
+        name: x.chunk(2)[0].contiguous() if KEYS_AND_VALUES.search(name) else x
+        for name, x in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
 
 
 def test_recomputed_regions_divide_a_chunk() -> None:
