@@ -114,6 +114,12 @@ class Rollout(Section):
     more for each token that it may sample: 3,277 s more for `rollout.max_new_tokens` of 32,768.
     Requests for responses and for weight updates are tried again."""
 
+    timed_out: Literal["fail", "drop", "requeue"] = "fail"
+    """Handling of a training group whose request times out in all four attempts. `fail` ends the
+    run, which can resume from its last checkpoint. `drop` leaves the group out, and `requeue` asks
+    its prompt again in a later step; the step takes a further prompt instead. The run still ends
+    where more groups of a step time out than it trains on, or a request of an evaluation does."""
+
     patience: float = bounded(60, above=0)
     """Seconds that a server may answer no health probe and show no work before it is taken for
     hung. A server that works is busy, however long: on a CPU by the CPU time of its processes, else

@@ -62,6 +62,7 @@ class RolloutClient:
         begun: Sequence[Sequence[Response]] | None = None,
         enough: int | None = None,
         follow: Follow | None = None,
+        skip_timed_out: bool = False,
     ) -> list[list[Response]]:
         """Return n responses to each prompt, in the order of the prompts.
 
@@ -74,13 +75,23 @@ class RolloutClient:
                 responses, and some may be empty.
             follow: runs for each of these groups as soon as it is complete, with the place of its
                 prompt, its responses, and a function that gets a response to a further prompt.
+            skip_timed_out: as of GenerationBatch; it needs `follow`.
 
         Raises RolloutRequestError if a server refuses a request or counts other prompt tokens than
         the trainer, RolloutServerError if all attempts failed or too few servers are left, and what
         `follow` raises.
         """
         version = None if weight_version is None else str(weight_version)
-        batch = self._batch(prompts, n, sampling, begun, enough, follow, version=version)
+        batch = self._batch(
+            prompts,
+            n,
+            sampling,
+            begun,
+            enough,
+            follow,
+            version=version,
+            skip_timed_out=skip_timed_out,
+        )
         try:
             while not self.runner.run(batch.run()):
                 if refit is None:
@@ -103,6 +114,7 @@ class RolloutClient:
         refit: Callable[[], Awaitable[None]],
         groups: list[list[Response]],
         follow: Follow,
+        skip_timed_out: bool = False,
     ) -> None:
         """Generate n responses to each prompt while weights are pushed, in `runner`; several of
         these may run at once.
@@ -112,10 +124,20 @@ class RolloutClient:
             refit: waits until a server can answer, when none can without a push.
             groups: what there is of each prompt's group, filled in place.
             follow: as of `generate`, for all groups.
+            skip_timed_out: as of GenerationBatch.
 
         Raises as `generate`.
         """
-        batch = self._batch(prompts, n, sampling, None, None, follow, accepts=accepts)
+        batch = self._batch(
+            prompts,
+            n,
+            sampling,
+            None,
+            None,
+            follow,
+            accepts=accepts,
+            skip_timed_out=skip_timed_out,
+        )
         batch.groups = groups
         try:
             while not await batch.run():
@@ -131,7 +153,7 @@ class RolloutClient:
         begun: Sequence[Sequence[Response]] | None,
         enough: int | None,
         follow: Follow | None,
-        **versions: Any,
+        **options: Any,
     ) -> GenerationBatch:
         return GenerationBatch(
             prompts=list(prompts),
@@ -147,7 +169,7 @@ class RolloutClient:
             follow=follow,
             loads=self._loads,
             peers=self._peers,
-            **{"version": None, **versions},
+            **{"version": None, **options},
         )
 
     def sample_by(self, sampling: Sampling) -> None:

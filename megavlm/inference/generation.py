@@ -1,6 +1,7 @@
 """Generation of a batch: requests in flight at all servers until enough groups are complete."""
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -17,6 +18,7 @@ from megavlm.inference.requests import (
     Request,
     RequestFailed,
     RequestLimits,
+    RequestTimedOut,
     make_requests,
 )
 from megavlm.inference.server_pool.routing import Address, Outlook, Routing, choose_server
@@ -24,12 +26,15 @@ from megavlm.inference.server_pool.routing import Address, Outlook, Routing, cho
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
 
+logger = logging.getLogger(__name__)
+
 POLL_EVERY = 0.5  # seconds between checks of what no event reports
 ABORT_TIMEOUT = 30.0  # seconds in which aborted requests must be answered
 
 ResponseTask = asyncio.Task[list[list[Response]]]
 Ask = Callable[["Prompt"], Awaitable[Response]]  # returns one response to a further prompt
-# Called with a prompt's place and its responses as soon as they are complete.
+# Called with a prompt's place and its responses as soon as they are complete, or with none if its
+# request timed out (GenerationBatch.skip_timed_out).
 Follow = Callable[[int, list[Response], Ask], Coroutine[Any, Any, None]]
 
 
@@ -41,7 +46,9 @@ class GenerationBatch:
     empty. version: of the weights that must answer; None: any that `accepts`, and then responses
     that a push of weights aborts are continued without end. wanted: complete groups after which the
     rest is aborted. follow: runs for each of the first `wanted` groups that are complete, while
-    others are generated; what it asks is appended to prompts and groups. show: called with a line
+    others are generated; what it asks is appended to prompts and groups. skip_timed_out: a group
+    whose request times out in all attempts stays empty, and is followed without responses; a next
+    turn raises RequestTimedOut where it was asked. show: called with a line
     about how far it is. beat: called with each answer. loads: slots taken by server, and peers:
     what runs now; both are shared by batches that run at the same time.
     """
@@ -58,11 +65,13 @@ class GenerationBatch:
     show: Callable[[str], object]
     beat: Callable[[], object]
     follow: Follow | None = None
+    skip_timed_out: bool = False
     accepts: Callable[[str], bool] | None = None
     loads: Counter[str] = field(default_factory=Counter)
     peers: "list[GenerationBatch]" = field(default_factory=list)
     _num_first: int = field(init=False)  # prompts that were given; those after them were asked
     _followed: set[int] = field(init=False, default_factory=set)  # places
+    _timed_out: set[int] = field(init=False, default_factory=set)  # places
     _followers: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
     _asked: dict[int, asyncio.Future[Response]] = field(init=False, default_factory=dict)
     _changed: asyncio.Event = field(init=False)
@@ -88,7 +97,7 @@ class GenerationBatch:
             try:
                 self._waiting = deque(self._make_requests())
                 self._follow_complete()
-                while self._num_complete < self.wanted or self._followers:
+                while self._num_complete < self._num_wanted or self._followers:
                     self._changed.clear()
                     self._move_lost()
                     self._send_waiting()
@@ -119,7 +128,7 @@ class GenerationBatch:
 
     def _make_requests(self) -> list[Request]:
         first, requests = self._num_first, []
-        if self._num_complete < self.wanted:
+        if self._num_complete < self._num_wanted:
             requests = make_requests(
                 self.prompts[:first],
                 self.n,
@@ -128,6 +137,7 @@ class GenerationBatch:
                 self.limits,
                 num_servers=max(len(self.routing.routable(self.version)), 1),
                 single=self.wanted < first,
+                skipped=self._timed_out,
             )
         return [*requests, *map(self._next_turn, self._asked)]
 
@@ -154,9 +164,18 @@ class GenerationBatch:
                 return
             if place not in self._followed and is_complete(group):
                 self._followed.add(place)
-                follower = asyncio.create_task(self.follow(place, group, self._ask))
-                follower.add_done_callback(lambda _: self._wake())
-                self._followers[place] = follower
+                self._start_follower(place, group)
+
+    def _start_follower(self, place: int, responses: list[Response]) -> None:
+        assert self.follow is not None
+        follower = asyncio.create_task(self.follow(place, responses, self._ask))
+        follower.add_done_callback(lambda _: self._wake())
+        self._followers[place] = follower
+
+    @property
+    def _num_wanted(self) -> int:
+        """The complete groups that there can be, up to `wanted`."""
+        return min(self.wanted, self._num_first - len(self._timed_out))
 
     @property
     def _num_complete(self) -> int:
@@ -221,7 +240,7 @@ class GenerationBatch:
                 answers = task.result()
             except RequestFailed as error:
                 self.routing.request_failed(address.url, str(error))
-                self._retry(request, address, str(error))
+                self._retry(request, address, str(error), isinstance(error, RequestTimedOut))
                 continue
             if others := self._other_versions(answers, request):
                 reason = (
@@ -262,22 +281,39 @@ class GenerationBatch:
             peer._wake()
         return request
 
-    def _retry(self, request: Request, address: Address, problem: str) -> None:
+    def _retry(
+        self, request: Request, address: Address, problem: str, timed_out: bool = False
+    ) -> None:
         if self._aborting:
             return  # enough groups are complete; a later batch continues this one
         self._attempts.update(request.places)
         attempts = max(self._attempts[place] for place in request.places)
         if attempts >= ATTEMPTS:
-            raise RolloutServerError(
+            reason = (
                 f"{address.url}/generate did not answer the request of {request.source} in "
                 f"{ATTEMPTS} attempts; the last problem: {problem}; if requests take too long, "
                 "raise rollout.request_timeout, or lower rollout.concurrency, "
                 "rollout.image_tokens or rollout.max_new_tokens"
             )
+            if not (timed_out and self.skip_timed_out):
+                raise RolloutServerError(reason)
+            self._skip(request, reason)
+            return
         now = asyncio.get_running_loop().time()
         request.not_before = now + self.limits.pause(attempts)
         request.last_url = address.url
         self._waiting.append(request)
+
+    def _skip(self, request: Request, reason: str) -> None:
+        """Leave the groups of a request out, and end the episodes that asked for it."""
+        logger.warning("left out as rollout.timed_out says: %s", reason)
+        for place in request.places:
+            self.groups[place] = []
+            if place in self._asked:
+                self._asked.pop(place).set_exception(RequestTimedOut(reason))
+            else:
+                self._timed_out.add(place)
+                self._start_follower(place, [])
 
     def _other_versions(self, answers: list[list[Response]], request: Request) -> list[str]:
         """Return the weight versions of new tokens that are not the required one."""

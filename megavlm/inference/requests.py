@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,10 @@ class RequestFailed(Exception):
     """An attempt that may be made again, at another server."""
 
 
+class RequestTimedOut(RequestFailed):
+    """An attempt whose answer did not come in time."""
+
+
 @dataclass(eq=False)
 class Request:
     """Request for n new responses to each of `prompts`, or for the rest of one prompt's `begun`.
@@ -122,7 +126,7 @@ class Request:
                 try:
                     await asyncio.wait_for(reply.aread(), limits.body)
                 except TimeoutError as error:
-                    raise RequestFailed(f"its body took more than {limits.body:g} s") from error
+                    raise RequestTimedOut(f"its body took more than {limits.body:g} s") from error
             if reply.is_client_error:
                 raise RolloutRequestError(
                     f"{url} returned HTTP {reply.status_code} for the request of {self.source}: "
@@ -131,7 +135,7 @@ class Request:
             reply.raise_for_status()
             return self.parse(reply.json(), sampling)
         except TimeoutError as error:
-            raise RequestFailed(
+            raise RequestTimedOut(
                 f"no whole answer within {seconds:g} s (rollout.request_timeout="
                 f"{limits.total:g}, and {limits.token:g} s for each of "
                 f"{sampling.max_new_tokens} tokens)"
@@ -180,11 +184,13 @@ def make_requests(
     *,
     num_servers: int,
     single: bool,
+    skipped: Collection[int] = (),
 ) -> list[Request]:
     """Return requests for all prompts whose groups are not complete, the begun ones first.
 
     Args:
         begun: what each prompt's group has so far.
+        skipped: places of prompts without a request.
         single: one request per prompt, so that no response waits for another prompt's.
     """
     continued = [
@@ -192,7 +198,7 @@ def make_requests(
         for place, responses in enumerate(begun)
         if any(not r.is_complete for r in responses)
     ]
-    fresh = [place for place, responses in enumerate(begun) if not responses]
+    fresh = [p for p, responses in enumerate(begun) if not responses and p not in skipped]
     needed = sum(limits.slots(prompts[place]) for place in fresh)
     size = min(  # in slots
         PROMPTS_PER_REQUEST,

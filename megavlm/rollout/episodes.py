@@ -10,7 +10,7 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from megavlm.environments.base import Observation, Step
 from megavlm.environments.remote import make_environments
 from megavlm.inference.generation import Ask
 from megavlm.inference.protocol import Response
+from megavlm.inference.requests import RequestTimedOut
 from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, RewardFailure
 from megavlm.rewards.manager import RewardManager
@@ -154,9 +155,13 @@ class EpisodeRunner:
             group.responses = tuple(found)
 
     async def play_group(self, group: Group, responses: Sequence[Response], ask: Ask) -> None:
-        """Play the started episodes of a group to their end, from their first responses."""
-        pairs = zip(group.episodes, responses, strict=True)
-        await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
+        """Play the started episodes of a group to their end, from their first responses, or
+        until their next request times out. responses: none if the first one timed out.
+        """
+        if responses:
+            pairs = zip(group.episodes, responses, strict=True)
+            await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
+        group.timed_out = not group.is_played
 
     def close(self) -> None:
         self._environments.close()
@@ -214,10 +219,11 @@ class EpisodeRunner:
             raise RewardFailure("value", f"{self._name(prompt)}: {error}") from error
 
     async def _play(self, episode: Episode, response: Response, ask: Ask) -> None:
-        """Play an episode to its end, from its first response."""
+        """Play an episode from its first response, to its end or until a request times out."""
         await self._step(episode, response)
-        while episode.next_prompt is not None:
-            await self._step(episode, await ask(episode.next_prompt))
+        with suppress(RequestTimedOut):
+            while episode.next_prompt is not None:
+                await self._step(episode, await ask(episode.next_prompt))
 
     async def _step(self, episode: Episode, response: Response) -> None:
         text, prompt = self._processor.decode(response.token_ids), episode.next_prompt

@@ -11,15 +11,48 @@ import torch
 from torch import Tensor
 
 from megavlm.data.processor import Prompt
+from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Response, VersionSpan
 from megavlm.rollout.trajectory import Group
+
+
+class TimedOutGroups:
+    """Groups of a step whose requests timed out: counted, and dropped or kept for a later step
+    (rollout.timed_out).
+    """
+
+    def __init__(self, handling: str, most: int) -> None:
+        """most: groups of a step that may time out, those that it trains on."""
+        self._handling, self._most = handling, most
+        self._kept: list[Group] = []
+        self._count = 0
+
+    def add(self, group: Group) -> None:
+        """Count a group. Raises RolloutServerError after too many."""
+        self._count += 1
+        if self._handling == "requeue":
+            self._kept.append(Group(group.prompt))
+        if self._count > self._most:
+            raise RolloutServerError(
+                f"the requests of {self._count} groups of a step timed out, more than the "
+                f"algorithm.prompts_per_step={self._most} groups that it trains on: raise "
+                "rollout.request_timeout, or lower rollout.concurrency, rollout.image_tokens or "
+                "rollout.max_new_tokens; the run can resume from its last checkpoint"
+            )
+
+    def end_step(self) -> tuple[list[Group], dict[str, float]]:
+        """Return the groups that a later step asks again, and the step's metrics."""
+        kept, self._kept = self._kept, []
+        count, self._count = self._count, 0
+        return kept, {} if self._handling == "fail" else {"timed_out_groups": float(count)}
 
 
 class PartialRolloutBuffer:
     """Groups that earlier steps have drawn and not trained on, the oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, timed_out: TimedOutGroups) -> None:
         self._waiting: list[Group] = []
+        self._timed_out = timed_out
 
     def take(self, count: int, draw: Callable[[int], list[Prompt]]) -> list[Group]:
         """Return `count` groups to roll out: waiting ones first, then new prompts."""
@@ -28,11 +61,21 @@ class PartialRolloutBuffer:
 
     def split(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups that were played. The others wait for the next step, with the responses
-        that they have.
+        that they have. Raises RolloutServerError if too many timed out.
         """
-        unfinished = [Group(g.prompt, g.responses) for g in groups if not g.is_played]
+        for group in groups:
+            if group.timed_out:
+                self._timed_out.add(group)
+        left = (g for g in groups if not g.is_played and not g.timed_out)
+        unfinished = [Group(group.prompt, group.responses) for group in left]
         self._waiting = unfinished + self._waiting
         return [group for group in groups if group.is_played]
+
+    def end_step(self) -> dict[str, float]:
+        """Return the step's metrics. What timed out in it and is asked again waits from now on."""
+        kept, metrics = self._timed_out.end_step()
+        self._waiting += kept
+        return metrics
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return row indices and sampled responses as plain values."""

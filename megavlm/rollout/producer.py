@@ -6,7 +6,7 @@ GPU. It starts a prompt only when the trainer allows one, so that never more tha
 (max_staleness + 1) steps' worth are started and not trained on, and hands groups over in the order
 in which their prompts were drawn: a slow response is waited for, not left out, and no group is
 older than max_staleness steps. One that is all the same, as after a resume with a lower bound, is
-dropped and counted.
+dropped and counted, and so is one whose request times out (rollout.timed_out).
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from megavlm.parallel import platform
 from megavlm.rewards.base import RewardStop
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.group_arrays import send_groups
-from megavlm.rollout.partial_rollouts import oldest_version, response_of
+from megavlm.rollout.partial_rollouts import TimedOutGroups, oldest_version, response_of
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
 from megavlm.signals import leave_to_parent
@@ -107,6 +107,7 @@ class Producer:
         self._wanted: int | None = None  # groups that the trainer waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropped = 0
+        self._timed_out = TimedOutGroups(config.rollout.timed_out, algorithm.prompts_per_step)
         self._idle = 0.0  # seconds since the trainer last got groups
         if setup.state is not None:
             self._load(setup.state)
@@ -213,6 +214,7 @@ class Producer:
             refit=self._wait_for_push,
             groups=generated,
             follow=follow,
+            skip_timed_out=self._config.rollout.timed_out != "fail",
         )
 
     async def _start(self, item: StartedPrompt) -> None:
@@ -245,10 +247,14 @@ class Producer:
         if self._wanted is None:
             return
         oldest = self._version - self._staleness
-        for item in [item for item in self._started if item.group.is_played]:
-            if oldest_version(item.group) < oldest:
+        for item in list(self._started):
+            group = item.group
+            is_old = group.is_played and oldest_version(group) < oldest
+            if is_old or group.timed_out:
                 self._started.remove(item)
-                self._dropped += 1
+                self._dropped += is_old
+                if group.timed_out:
+                    self._timed_out.add(group)
                 self._allow(1)
         first = list(self._started)[: self._wanted]
         if len(first) < self._wanted or not all(item.group.is_played for item in first):
@@ -256,7 +262,10 @@ class Producer:
         for _ in first:
             self._started.popleft()
         self._wanted = None
+        kept, timed_out = self._timed_out.end_step()
+        self._restored += [StartedPrompt(group, self._version) for group in kept]
         measures = {
+            **timed_out,
             "dropped_groups": float(self._dropped),
             "servers_idle": self._idle,
             **self._stream.measures(),

@@ -67,12 +67,14 @@ class Group:
     """A prompt and the episodes that start from it; none before their start.
 
     responses: to the first turn, as far as they are sampled: empty, or one for each episode, some
-    of them aborted and to be continued by a later step.
+    of them aborted and to be continued by a later step. timed_out: a request of an episode was
+    given up (rollout.timed_out), and not all of them are played.
     """
 
     prompt: Prompt
     responses: Sequence[Response] = ()
     episodes: list[Episode] = field(default_factory=list)
+    timed_out: bool = False
 
     @property
     def is_played(self) -> bool:

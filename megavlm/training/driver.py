@@ -26,7 +26,7 @@ from megavlm.observability.trackers import Trackers
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.episodes import EpisodeRunner
-from megavlm.rollout.partial_rollouts import PartialRolloutBuffer
+from megavlm.rollout.partial_rollouts import PartialRolloutBuffer, TimedOutGroups
 from megavlm.rollout.producer import ProducerSetup
 from megavlm.rollout.producer_handle import RolloutProducer
 from megavlm.rollout.recorded import ROLLOUTS_FOLDER, RecordedRollouts
@@ -84,7 +84,7 @@ class Driver:
             batch_size=size,
             held="nothing" if isinstance(algorithm, SFT) else "requests",
         )
-        self.partial_rollouts = PartialRolloutBuffer()
+        self.partial_rollouts = PartialRolloutBuffer(TimedOutGroups(config.rollout.timed_out, size))
         self.best_metric = BestMetricTracker(config.checkpoint.best_metric)
         self.curriculum = Curriculum(config.curriculum)
         if connection is not None:
@@ -132,7 +132,10 @@ class Driver:
     def record(
         self, step: int, metrics: dict[str, float], samples: Sequence[Mapping[str, Any]]
     ) -> None:
-        metrics |= self.stream.measures() if self.producer is None else self.producer.measures
+        if self.producer is None:
+            metrics |= self.stream.measures() | self.partial_rollouts.end_step()
+        else:
+            metrics |= self.producer.measures
         if self.config.curriculum.stages:
             metrics["curriculum_stage"] = float(self.curriculum.number + 1)
             self.curriculum.record(metrics["reward"])

@@ -108,6 +108,7 @@ class PolicyTrainer(BaseTrainer):
             sampling=at_version(config, self.sampling, version),
             weight_version=version,
             refit=self.weights.refit,
+            skip_timed_out=config.rollout.timed_out != "fail",
         )
         sampled: list[Group] = []
         for _ in range(1 + settings.dynamic_sampling):
@@ -118,13 +119,15 @@ class PolicyTrainer(BaseTrainer):
                 with phases("rollout"):  # the wait for it
                     sampled += driver.take_groups(missing, version, self.weights.refit)
                 continue
-            with phases("data"):
-                count = math.ceil(missing * config.rollout.oversample)
-                groups = driver.partial_rollouts.take(count, driver.stream.take)
-            with phases("reward"):
-                groups = driver.start_groups(groups, settings.responses_per_prompt, version)
-            driver.episode_runner.play(groups, generate, enough=missing, phases=phases)
-            sampled += driver.partial_rollouts.split(groups)
+            enough = len(sampled) + missing
+            while (missing := enough - len(sampled)) > 0:  # again where requests timed out
+                with phases("data"):
+                    count = math.ceil(missing * config.rollout.oversample)
+                    groups = driver.partial_rollouts.take(count, driver.stream.take)
+                with phases("reward"):
+                    groups = driver.start_groups(groups, settings.responses_per_prompt, version)
+                driver.episode_runner.play(groups, generate, enough=missing, phases=phases)
+                sampled += driver.partial_rollouts.split(groups)
         return sampled
 
     def select(self, sampled: Sequence[Group]) -> Sequence[Group]:

@@ -1,12 +1,14 @@
 """What follows a complete group while others are generated: order of events, refits, and errors."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from megavlm.inference.client import RolloutClient
+from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Response, Sampling
-from megavlm.inference.requests import RequestLimits
+from megavlm.inference.requests import RequestLimits, RequestTimedOut
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer
 from tests.unit.inference.prompts import make_prompt
@@ -74,6 +76,80 @@ def test_a_next_turn_waits_for_a_refit_and_is_asked_again() -> None:
                 follow=follow,
             )
     assert refits == [1]
+
+
+SHORT = RequestLimits(total=0.2, retry_delay=0.0)
+
+
+def test_a_group_whose_requests_time_out_is_left_out_and_the_others_are_answered() -> None:
+    """Also after a refit, which another group's next turn needs."""
+    events: list[Any] = []
+    with FakeServer(weight_version="1") as fake, external(fake) as pool:
+        push(pool, 1)
+        fake.held = {2}
+        gone = asyncio.Event()
+
+        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+            events.append((place, len(responses)))
+            if place == 1:
+                fake.weight_version = "0"
+                gone.set()
+                return
+            await gone.wait()
+            events.append((await ask(make_prompt(first_id=9))).weight_version)
+
+        with RolloutClient(pool, SHORT) as client:
+            groups = client.generate(
+                [make_prompt(first_id=1), make_prompt(first_id=2)],
+                n=1,
+                sampling=SAMPLING,
+                weight_version=1,
+                refit=lambda: push(pool, 1, (fake,)),
+                follow=follow,
+                skip_timed_out=True,
+            )
+    assert events == [(0, 1), (1, 0), "1"]
+    assert len(groups[0]) == 1 and groups[1] == []
+    asked = [body["input_ids"][0][0] for body in fake.bodies("/generate")]
+    assert asked.count(2) == 4, "all attempts, and none after the refit"
+
+
+def test_what_timed_out_is_not_asked_again_with_what_a_refit_leaves() -> None:
+    with RolloutClient(FixedServers("http://127.0.0.1:9"), SHORT) as client:
+        prompts = [make_prompt(first_id=i) for i in range(3)]
+        batch = client._batch(prompts, 1, SAMPLING, None, None, None, skip_timed_out=True)
+        batch._timed_out = {1}
+        assert [request.places for request in batch._make_requests()] == [[0], [2]]
+
+
+def test_a_next_turn_that_times_out_raises_where_it_was_asked() -> None:
+    told: list[str] = []
+    with FakeServer() as fake, RolloutClient(FixedServers(fake.url), SHORT) as client:
+        fake.held = {9}
+
+        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+            try:
+                await ask(make_prompt(first_id=9))
+            except RequestTimedOut as error:
+                told.append(str(error))
+
+        arguments: Any = {"n": 1, "sampling": SAMPLING, "follow": follow}
+        client.generate([make_prompt(first_id=1)], **arguments, skip_timed_out=True)
+        with pytest.raises(RolloutServerError, match=r"raise rollout\.request_timeout"):
+            client.generate([make_prompt(first_id=1)], **arguments)
+    assert len(told) == 1 and "4 attempts" in told[0]
+
+
+def test_only_what_timed_out_is_left_out() -> None:
+    """A server that fails otherwise ends the generation."""
+
+    async def follow(place: int, responses: list[Response], ask: Any) -> None: ...
+
+    with FakeServer(*["500"] * 4) as fake, RolloutClient(FixedServers(fake.url), SHORT) as client:
+        with pytest.raises(RolloutServerError, match="500"):
+            client.generate(
+                [make_prompt()], n=1, sampling=SAMPLING, follow=follow, skip_timed_out=True
+            )
 
 
 def test_an_error_of_what_follows_ends_the_generation() -> None:

@@ -10,6 +10,7 @@ from megavlm.data.chat import Message
 from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
+from megavlm.inference.requests import RequestTimedOut
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.groups import policy_trees, rollout_metrics
 from megavlm.rollout.trajectory import Group, group_tree
@@ -47,6 +48,18 @@ def test_turns_send_tokens_back_as_they_came_and_show_images(
     assert [p.key for p in again.images] == [start.images[0].key] * 2
     assert again.short_ids.count(processor.image_token_id) == 2
     assert policy.asked[1][1] == 1 and first.text == "5\n\n3"
+
+
+def test_an_episode_whose_next_request_times_out_ends_unplayed(
+    processor: Processor, manager: RewardManager
+) -> None:
+    class Unanswered(Policy):
+        async def ask(self, prompt: Any) -> Any:
+            raise RequestTimedOut("no answer")
+
+    policy = Unanswered(processor, "5", "3")
+    first, second = play(processor, manager, policy, "vqa_retry", **TWO_TURNS)
+    assert not first.has_ended and second.has_ended, "the other one was right at once"
 
 
 def test_the_whole_conversation_is_what_a_template_makes_of_it(

@@ -18,7 +18,7 @@ class Rollouts:
         self.rewards, self.counts = iter(rewards), list[int]()
         self.client = SimpleNamespace(generate=print)
         self.stream = SimpleNamespace(take=None)
-        self.producer = None
+        self.producer, self.times_out = None, 0  # groups, of those that are played first
         self.partial_rollouts: Any = self
         self.episode_runner: Any = self
 
@@ -38,14 +38,16 @@ class Rollouts:
         assert options["enough"] == len(groups)
 
     def split(self, groups: list[Any]) -> list[Any]:
-        return groups
+        self.times_out, lost = 0, self.times_out
+        return groups[lost:]
 
 
 def sample(rollouts: Rollouts, wanted: int, further_rounds: int) -> tuple[list[Any], list[Any]]:
     """Return the rewards of all groups, and of those that are trained on."""
     trainer: Any = PolicyTrainer.__new__(PolicyTrainer)
     trainer.settings = GRPO(prompts_per_step=wanted, dynamic_sampling=further_rounds)
-    config = SimpleNamespace(rollout=SimpleNamespace(oversample=1.0, lora="merged", pause="abort"))
+    settings = {"oversample": 1.0, "lora": "merged", "pause": "abort", "timed_out": "drop"}
+    config = SimpleNamespace(rollout=SimpleNamespace(**settings))
     trainer.train_state = SimpleNamespace(config=config, step=0, phases=lambda _: nullcontext())
     trainer.driver, trainer.sampling = rollouts, Sampling(1.0, 4)
     trainer.weights = SimpleNamespace(refit=None)
@@ -79,3 +81,10 @@ def test_it_ends_where_nothing_teaches_and_a_step_has_all_its_groups(rounds: int
     _, kept = sample(rollouts, 4, rounds)
     assert rollouts.counts == [4] * (1 + rounds)
     assert kept == [FLAT] * 4
+
+
+def test_groups_that_time_out_are_replaced_in_their_round() -> None:
+    rollouts = Rollouts([TEACHES, FLAT, (1.0, 0.0), TEACHES])
+    rollouts.times_out = 1
+    _, kept = sample(rollouts, 3, 0)
+    assert rollouts.counts == [3, 1] and kept == [FLAT, (1.0, 0.0), TEACHES]

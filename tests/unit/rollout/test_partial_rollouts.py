@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from megavlm.data.processor import Prompt
+from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Response, VersionSpan, is_complete
 from megavlm.rollout.partial_rollouts import (
     PartialRolloutBuffer,
+    TimedOutGroups,
     stale_tokens,
     staleness_metrics,
 )
@@ -40,6 +42,10 @@ class Stream:
         return [make_prompt(first_id=i) for i in range(self.next - count, self.next)]
 
 
+def make_buffer(handling: str = "fail") -> PartialRolloutBuffer:
+    return PartialRolloutBuffer(TimedOutGroups(handling, most=2))
+
+
 def rows(partial_rollouts: PartialRolloutBuffer) -> list[int]:
     return [item["row"] for item in partial_rollouts.state_dict()]
 
@@ -57,7 +63,7 @@ def rolled_out(groups: list[Group], answers: list[list[Response]], enough: int) 
 
 
 def test_what_is_not_needed_waits_and_is_taken_first() -> None:
-    buffer, stream = PartialRolloutBuffer(), Stream()
+    buffer, stream = make_buffer(), Stream()
     groups = buffer.take(3, stream.draw)
     assert [group.prompt.row.index for group in groups] == [0, 1, 2]
     assert buffer.split(rolled_out(groups, [PART, DONE, DONE], 2)) == groups[1:]
@@ -72,7 +78,7 @@ def test_what_is_not_needed_waits_and_is_taken_first() -> None:
 
 
 def test_a_group_too_many_is_trained_on_in_the_next_step() -> None:
-    buffer, stream = PartialRolloutBuffer(), Stream()
+    buffer, stream = make_buffer(), Stream()
     groups = buffer.take(4, stream.draw)
     assert buffer.split(rolled_out(groups, [DONE] * 4, 2)) == groups[:2]
     again = buffer.take(2, stream.draw)
@@ -81,7 +87,7 @@ def test_a_group_too_many_is_trained_on_in_the_next_step() -> None:
 
 
 def test_what_a_smaller_round_does_not_take_keeps_waiting() -> None:
-    buffer, stream = PartialRolloutBuffer(), Stream()
+    buffer, stream = make_buffer(), Stream()
     buffer.split(rolled_out(buffer.take(4, stream.draw), [PART] * 4, 4))
     groups = buffer.take(2, stream.draw)
     assert [group.prompt.row.index for group in groups] == [0, 1] and rows(buffer) == [2, 3]
@@ -90,13 +96,38 @@ def test_what_a_smaller_round_does_not_take_keeps_waiting() -> None:
 
 
 def test_a_checkpoint_keeps_prompts_and_tokens() -> None:
-    buffer, stream = PartialRolloutBuffer(), Stream()
+    buffer, stream = make_buffer(), Stream()
     mixed = [response("abort", ("2", 1), ("3", 2)), response("stop", ("2", 2))]
     buffer.split(rolled_out(buffer.take(3, stream.draw), [mixed, [], DONE], 1))
     state = json.loads(json.dumps(buffer.state_dict()))
-    resumed = PartialRolloutBuffer()
+    resumed = make_buffer()
     resumed.load_state_dict(state, lambda index: make_prompt(first_id=index))
     assert [list(group.responses) for group in resumed.take(2, stream.draw)] == [mixed, []]
+
+
+@pytest.mark.parametrize(("handling", "asked_again"), [("drop", []), ("requeue", [0])])
+def test_a_group_that_timed_out_is_counted_and_dropped_or_kept_for_the_next_step(
+    handling: str, asked_again: list[int]
+) -> None:
+    buffer, stream = make_buffer(handling), Stream()
+    groups = rolled_out(buffer.take(2, stream.draw), [[], DONE], 1)
+    groups[0].timed_out = True
+    assert buffer.split(groups) == groups[1:] and rows(buffer) == []
+    assert buffer.end_step() == {"timed_out_groups": 1.0} and rows(buffer) == asked_again
+    assert buffer.end_step() == {"timed_out_groups": 0.0}
+
+
+def test_a_step_in_which_more_groups_time_out_than_it_needs_ends_the_run() -> None:
+    buffer, stream = make_buffer("requeue"), Stream()
+    groups = buffer.take(3, stream.draw)
+    for group in groups:
+        group.timed_out = True
+    buffer.split(groups[:2])
+    with pytest.raises(
+        RolloutServerError, match=r"3 groups .*algorithm.prompts_per_step=2 .*raise"
+    ):
+        buffer.split(groups[2:])
+    assert make_buffer("fail").end_step() == {}
 
 
 def test_tokens_of_older_weights() -> None:

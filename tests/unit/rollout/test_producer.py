@@ -26,13 +26,14 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.requests import RequestLimits
+from megavlm.inference.server_pool.state import State
 from megavlm.rollout import producer_handle
 from megavlm.rollout.producer import ProducerSetup, serve
 from megavlm.rollout.producer_handle import RolloutProducer
 from megavlm.rollout.trajectory import Group
 from tests.conftest import row, write_rows
 from tests.fakes.server import PROMPT_IDS, FakeServer
-from tests.unit.inference.server_pools import external, push, wait_for
+from tests.unit.inference.server_pools import external, push, state, wait_for
 
 SIZE, N = 2, 2  # prompts of a step, responses to each
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=256)
@@ -103,8 +104,14 @@ def order(config: Config, count: int) -> list[int]:
     return [prompt.row.index for prompt in stream.take(count)]
 
 
-def started(config: Config, pool: Any, state: Any = None, version: int = 0) -> RolloutProducer:
-    limits = RequestLimits(retry_delay=0.0)
+def started(
+    config: Config,
+    pool: Any,
+    state: Any = None,
+    version: int = 0,
+    timeout: float = 300.0,
+) -> RolloutProducer:
+    limits = RequestLimits(total=timeout, retry_delay=0.0)
     return RolloutProducer(ProducerSetup(config, SAMPLING, limits, state, version), pool)
 
 
@@ -242,6 +249,52 @@ def test_groups_that_are_too_old_are_dropped_and_counted(config: Config, fake: A
         producer.close()
     assert producer.measures["dropped_groups"] == SIZE
     assert rows_of(groups) == order(config, 3 * SIZE)[2 * SIZE :]
+
+
+@pytest.mark.parametrize("handling", ["drop", "requeue"])
+@pytest.mark.usefixtures("in_thread")
+def test_a_group_whose_requests_time_out_is_dropped_or_asked_again(
+    config: Config, fake: Any, handling: Any
+) -> None:
+    config = replace(config, rollout=replace(config.rollout, timed_out=handling))
+    rows = order(config, 4 * SIZE)
+    lost, hung, answer = rows[1], [], fake.answer
+    problems = Rows(config.data.train_files, config.data)
+    ids = Processor(config.model.folder, config.data).prompt(problems[lost]).short_ids
+
+    def answer_others(path: str, body: Any) -> Any:
+        if path == "/generate" and tuple(body["input_ids"][0]) == ids and len(hung) < 4:
+            hung.append(1)
+            fake.closed.wait()
+        return answer(path, body)
+
+    fake.answer = answer_others
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool, timeout=0.3)
+        taken, counted = [], []
+        for version in range(3):
+            taken += rows_of(producer.take(SIZE, version, None, no_refit))
+            counted.append(producer.measures["timed_out_groups"])
+            wait_for(lambda: state(pool, fake.url) is State.HEALTHY)  # a time-out is suspicious
+            push(pool, version + 1, (fake,))
+        producer.close()
+    left = [row for row in rows if row != lost]
+    again = [lost] if handling == "requeue" else []
+    assert counted == [1, 0, 0] and len(hung) == 4
+    assert taken == [*left[: 2 * SIZE], *again, *left[2 * SIZE :]][: 3 * SIZE]
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_step_in_which_everything_times_out_ends_the_run(config: Config, fake: Any) -> None:
+    config = replace(config, rollout=replace(config.rollout, timed_out="requeue"))
+    fake.held = {fake.first_id}
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool, timeout=0.1)
+        with pytest.raises(RolloutServerError, match=f"algorithm.prompts_per_step={SIZE} "):
+            producer.take(SIZE, 0, None, no_refit)
+        producer.close()
 
 
 @pytest.mark.usefixtures("in_thread")

@@ -67,7 +67,9 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     mesh = SimpleNamespace(is_driver=True, context_rank=0)
     config = SimpleNamespace(
         run=SimpleNamespace(record_rollouts=False),
-        rollout=SimpleNamespace(oversample=1.0, lora="merged", pause="abort", replay=None),
+        rollout=SimpleNamespace(
+            oversample=1.0, lora="merged", pause="abort", replay=None, timed_out="fail"
+        ),
     )
     trainer.train_state = SimpleNamespace(
         step=0,

@@ -35,6 +35,7 @@ def driver(path: Path) -> Iterator[Any]:
         producer=None,
         connection=None,
         stream=SimpleNamespace(measures=dict, close=lambda: None),
+        partial_rollouts=SimpleNamespace(end_step=dict),
         metrics=MetricsWriter(config.run.dir),
         samples=SampleWriter(config.run.dir, num_steps=10),
         trackers=Trackers([], config.run.dir, {}, 0),
