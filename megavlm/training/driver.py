@@ -21,6 +21,7 @@ from megavlm.models.registry import family
 from megavlm.observability.console import legend, step_line
 from megavlm.observability.metrics import MetricsWriter, evaluation_scalars
 from megavlm.observability.progress import Progress
+from megavlm.observability.records import append_record, keep_records
 from megavlm.observability.samples import SampleWriter
 from megavlm.observability.trackers import Trackers
 from megavlm.parallel import platform
@@ -45,6 +46,7 @@ from megavlm.training.step.step_plan import (
 )
 from megavlm.training.utilization import StepFlops, utilization
 
+SKIPPED_FILE = "skipped_updates.jsonl"  # in the run directory: rows of steps with such an update
 LINE_EVERY = 1.0  # seconds between printed steps; the records have all
 
 
@@ -66,6 +68,7 @@ class Driver:
         """
         self.config, self.mesh, self.connection = config, mesh, connection
         self._progress, self._beat = progress, beat
+        self._planned: list[str] = []  # sources of the step's rows
         self._last_line: float | None = None  # when a step was last printed
         parts = family(hf_config.model_type)
         self._cost = ModelCost.of(parts.mapping(hf_config), parts.architecture(hf_config))
@@ -117,6 +120,7 @@ class Driver:
         self.metrics = MetricsWriter(run_dir, step)
         self.samples = SampleWriter(run_dir, step, num_steps=num_steps)
         self.trackers = Trackers(config.run.trackers, run_dir, config.to_dict(), step)
+        keep_records(Path(run_dir) / SKIPPED_FILE, lambda record: record["step"] <= step)
         self.recorded = RecordedRollouts(Path(run_dir) / ROLLOUTS_FOLDER)
         if config.run.record_rollouts:
             self.recorded.remove_after(step)
@@ -147,6 +151,10 @@ class Driver:
         progress.attempt("metrics", lambda: self.metrics.write(step, metrics))
         self.trackers.scalars(step, metrics)
         self.best_metric.step(metrics)
+        if metrics.get("skipped_updates"):
+            path = Path(self.config.run.dir) / SKIPPED_FILE
+            record = {"step": step, "rows": self._planned}
+            progress.attempt("skipped updates", lambda: append_record(path, record))
         written = progress.attempt("samples", lambda: self.samples.write(step, samples))
         self.trackers.samples(step, written or (), self.samples.folder)
         now, num_steps = time.monotonic(), self.config.algorithm.steps
@@ -241,6 +249,7 @@ class Driver:
         """Return the plan of a step: trees of each minibatch, packed and balanced, with the images
         of `prompts`. drawn: the prompts as the data has them, whose images ranks read themselves.
         """
+        self._planned = [prompt.row.source for prompt in drawn]
         images = {image.key: image for prompt in prompts for image in prompt.images}
         trees = [tree for group in minibatches for tree in group]
         self._tower_trained = tower_trained

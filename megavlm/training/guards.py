@@ -33,7 +33,7 @@ class SkipCounter:
         if self.in_a_row > MAX_SKIPPED:
             raise NotFiniteError(
                 f"step {step}: the gradient was not finite {self.in_a_row} updates in a row; "
-                "lower optimizer.lr, or look at the last samples of the run."
+                "lower optimizer.lr, or look at the rows in skipped_updates.jsonl of the run."
             )
 
 

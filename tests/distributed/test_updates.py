@@ -26,6 +26,7 @@ from megavlm.models.registry import family
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import compute_logprobs, forward_backward
+from megavlm.training.guards import MAX_SKIPPED, NotFiniteError
 from megavlm.training.losses import supervised_loss
 from megavlm.training.optimizer import Updater, build_updater
 from megavlm.training.reference import reference
@@ -218,6 +219,50 @@ def test_the_check_for_finite_gradients_copies_none_of_them(folder: Path) -> Non
     """Not even as booleans: gradients are most of what a GPU holds then."""
     ((new, gradients),) = launch(1, memory_of_the_check, folder)
     assert 0 < new < 100 < gradients
+
+
+def skips(folder: Path, ranks: Ranks) -> list[Any]:
+    """Updates of which the last rank's loss is NaN, after a good one: whether each was skipped,
+    whether parameters, moments and learning rate are bit for bit as before, and how many a
+    row of them may have.
+    """
+    run = start(folder, ranks, frozen=True)
+    updater, features, is_last = run.updater, run.features(), run.mesh.rank == ranks.world_size - 1
+    good = supervised_loss(20)
+
+    def bad(pack: Pack, scores: Any) -> Any:
+        loss, measures = good(pack, scores)
+        return (loss * math.nan if is_last else loss), measures
+
+    def state() -> list[torch.Tensor]:
+        return [*run.parameters(), *(x.clone() for x in updater.state_tensors())]
+
+    updater.update(run.packs, features, good, step=1)
+    before, rate, skipped = state(), updater.learning_rate, []
+    for step in range(2, 2 + MAX_SKIPPED):
+        skipped.append(updater.update(run.packs, features, bad, step=step)["skipped_updates"])
+    same = all(x.equal(y) for x, y in zip(before, state(), strict=True))
+    is_same = same and updater.learning_rate == rate
+    error = ""
+    try:
+        updater.update(run.packs, features, bad, step=9)
+    except NotFiniteError as raised:
+        error = str(raised)
+    updater.skips.record(False, 10)  # a good one begins the count anew
+    skipped.append(updater.update(run.packs, features, bad, step=11)["skipped_updates"])
+    moments = any(x.abs().sum() > 0 for x in updater.state_tensors())
+    return [skipped, is_same, error, moments]
+
+
+@pytest.mark.parametrize("layout", ["DP2", *slow("TP2", "PP2")])
+def test_a_nan_on_one_rank_skips_the_update_of_all_and_six_in_a_row_end_the_run(
+    layout: str,
+) -> None:
+    """The exit code is of tests/unit/run/test_worker.py."""
+    results = launch(2, skips, model_folder("qwen2_5_vl"), LAYOUTS[layout])
+    for skipped, is_same, error, moments in results:
+        assert skipped == [1.0] * (MAX_SKIPPED + 1) and is_same and moments
+        assert error.startswith("step 9: the gradient was not finite 6 updates in a row; ")
 
 
 def frozen_step(folder: Path, ranks: Ranks) -> list[Any]:

@@ -1,16 +1,26 @@
 """What a disk does to a step after it was saved."""
 
+import errno
 import logging
 from pathlib import Path
 
 import pytest
+import torch
 
+from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.checkpointing.atomic import partial_path
-from megavlm.checkpointing.folder import latest_step, publish, step_folder
-from megavlm.checkpointing.save import SaveTarget
+from megavlm.checkpointing.folder import (
+    Manifest,
+    complete_steps,
+    latest_step,
+    publish,
+    step_folder,
+)
+from megavlm.checkpointing.retention import Retention, prune
+from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.checkpointing.saver import Saver
 from tests.distributed.fork import launch
-from tests.unit.checkpoints.ranks import ONE_RANK, make_hf, start
+from tests.unit.checkpoints.ranks import ONE_RANK, Name, Run, make_hf, start
 
 
 def damage(hf: Path, folder: Path) -> list[str]:
@@ -56,6 +66,55 @@ def test_a_truncated_file_is_named_and_the_step_before_loads(tmp_path: Path) -> 
     for message in messages:
         assert str(step_folder(tmp_path / "run", 2)) in message and "\n" not in message
     assert "bytes; its manifest lists" in messages[0]
+
+
+def damaged_newest(hf: Path, folder: Path) -> None:
+    """Damages the newest of two steps, resumes from the other, and saves again, at first in vain;
+    only the last step is to be kept.
+    """
+    run, states = start(hf, ONE_RANK), []
+    for step in (1, 2):
+        run.train(range(step, step + 1))
+        run.save(folder, step)
+        states.append(run.weights())
+    shard = step_folder(folder, 2) / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+    def resumed(step: int | None, expected: dict[Name, torch.Tensor]) -> Run:
+        run = start(hf, ONE_RANK, seed=99)
+        run.load(folder, step)
+        found = run.weights()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+        return run
+
+    with pytest.raises(ValueError, match=r"step_00000002/__0_0\.distcp"):
+        start(hf, ONE_RANK).load(folder)
+    prune(folder, 1, Retention(last=1))
+    run = resumed(1, states[0])
+    assert complete_steps(folder) == [1, 2]
+    run.train(range(2, 3))
+    target = SaveTarget(folder, retention=Retention(last=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Manifest, "write", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save_checkpoint(target, 2, run.updater, extra={})
+    resumed(1, states[0])
+    save_checkpoint(target, 2, run.updater, extra={})
+    assert complete_steps(folder) == [2], "now that it is good"
+    resumed(None, run.weights())
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.distributed
+def test_the_only_good_step_is_not_deleted_for_a_damaged_newest_one(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", num_layers=1)
+    launch(1, damaged_newest, hf, tmp_path / "run")
 
 
 def test_a_damaged_tracker_is_never_replaced_silently(

@@ -17,7 +17,7 @@ from megavlm.observability.progress import Progress
 from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER, SampleWriter
 from megavlm.observability.trackers import Trackers
 from megavlm.training.best_metric import BestMetricTracker
-from megavlm.training.driver import Driver
+from megavlm.training.driver import SKIPPED_FILE, Driver
 
 # TensorBoard's thread ends with its error.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -61,6 +61,17 @@ def fill_tensorboard(run: Path) -> Path:
     events.unlink(missing_ok=True)
     events.symlink_to(FULL)
     return events
+
+
+def test_the_rows_of_a_step_whose_update_was_skipped_are_written(
+    write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    with driver(write_recipe()) as trained:
+        for step, skipped in ((1, 0.0), (2, 1.0)):
+            trained._planned = [f"rows.parquet:{step}", "rows.parquet:9"]
+            Driver.record(trained, step, METRICS | {"skipped_updates": skipped}, [GROUP])
+    (line,) = (tmp_path / "run" / SKIPPED_FILE).read_text().splitlines()
+    assert json.loads(line) == {"step": 2, "rows": ["rows.parquet:2", "rows.parquet:9"]}
 
 
 def test_a_full_disk_is_logged_once_and_counted(
