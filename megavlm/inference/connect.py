@@ -19,6 +19,7 @@ from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.inference.server_pool.router import BehindRouter
 from megavlm.inference.server_pool.state import RestartPolicy
 from megavlm.observability.progress import Progress
+from megavlm.observability.records import SERVERS_FILE
 from megavlm.parallel import platform
 
 # Keys of servers that were started elsewhere; never in a recipe, which is written to the run
@@ -62,7 +63,7 @@ def connect(
     )
     handles = server_handles(config, model_folder, needs_refit=needs_refit)
     progress.begin(_waiting(config, len(handles)))
-    server_pool = ServerPool(handles, policy, log=progress.line)
+    server_pool = ServerPool(handles, policy, progress.line, Path(config.run.dir) / SERVERS_FILE)
     with server_pool, _client(rollout, server_pool, progress.show, beat) as client:
         if not rollout.colocate:
             yield Connection(client, server_pool)

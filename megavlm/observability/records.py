@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+SERVERS_FILE = "servers.json"  # states of the rollout servers, while a run goes on
 
 
 def read_records(path: Path) -> list[Record]:

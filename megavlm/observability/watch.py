@@ -21,7 +21,7 @@ from yaml import YAMLError
 from megavlm.observability.console import metric_rows
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE, evaluation_scalars
 from megavlm.observability.progress import Output
-from megavlm.observability.records import Record
+from megavlm.observability.records import SERVERS_FILE, Record
 from megavlm.observability.report import CONFIG_FILE
 from megavlm.observability.result import RESULT_FILE
 from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER
@@ -30,6 +30,7 @@ from megavlm.observability.text import duration, number, percent, shorten, visib
 
 RECENT = 20  # steps that means and the time left are of
 SAMPLES, RESPONSES, LINE = 2, 3, 100  # groups, responses of each, characters of a line
+OLD = 30.0  # seconds after which the servers' states are said to be old
 QUIET = 10.0  # times the mean step without a record, after which the view says so
 
 
@@ -77,6 +78,7 @@ class WatchedRun:
         self.samples: deque[Record] = deque(maxlen=SAMPLES)
         self.num_steps: int | None = None
         self.is_finished = False
+        self.servers: Record | None = None
 
     def read(self) -> None:
         """Read what was written since the last call."""
@@ -95,6 +97,9 @@ class WatchedRun:
         self.evaluations += evaluations
         self.samples += samples
         self.is_finished = (self.folder / RESULT_FILE).exists()
+        self.servers = None
+        with suppress(FileNotFoundError):  # a run without servers, or one that has ended
+            self.servers = json.loads((self.folder / SERVERS_FILE).read_bytes())
         with suppress(OSError, YAMLError, OmegaConfBaseException):  # not there yet
             config = OmegaConf.load(self.folder / CONFIG_FILE)
             self.num_steps = OmegaConf.select(config, "algorithm.steps")
@@ -125,6 +130,8 @@ def view(run: WatchedRun, now: float) -> RenderableType:
         columns = Table.grid(padding=(0, 4))
         columns.add_row(_metrics(run), _phases(run))
         parts += [Text(), columns]
+    if run.servers is not None:
+        parts += [Text(), _servers(run.servers, now)]
     if run.evaluations:
         parts.append(Text("\n" + _evaluation(run.evaluations[-1])))
     parts += [Text("\n" + _sample(group), no_wrap=True) for group in run.samples]
@@ -175,6 +182,28 @@ def _phases(run: WatchedRun) -> Table:
         table.add_row(phase.replace("_", " "), duration(value), share)
     table.add_row("all", duration(total), "")
     return table
+
+
+def _servers(status: Record, now: float) -> RenderableType:
+    table = _table(["server", "state", "for", "weights", "running", "waiting", "restarts"])
+    notes = []
+    for server in status["servers"]:
+        running, waiting = server["queue"] or ("-", "-")
+        table.add_row(
+            server["url"],
+            server["state"],
+            duration(server["seconds"]),
+            server["version"] or "-",
+            str(running),
+            str(waiting),
+            str(server["restarts"]),
+        )
+        if server["state"] != "healthy" and server["reason"]:
+            notes.append(Text(f"{server['url']}: {_line(server['reason'])}", no_wrap=True))
+    age = now - status["time"]
+    if age > OLD:
+        notes.append(Text(f"the states of the servers are {duration(age)} old"))
+    return Group(table, *notes)
 
 
 def _evaluation(record: Record) -> str:

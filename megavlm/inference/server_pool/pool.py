@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from megavlm.inference.server_pool.handle import ServerHandle
@@ -26,17 +27,18 @@ class ServerPool(ServerRecords):
         handles: Sequence[ServerHandle],
         policy: RestartPolicy,
         log: Callable[[str], None] = print,
+        states_file: Path | None = None,
     ) -> None:
+        """states_file: where the servers' states are written for `megavlm watch`."""
         super().__init__(handles, policy, log)
-        self._supervisor = Supervisor(self)
+        self._supervisor = Supervisor(self, states_file)
 
     def __enter__(self) -> "ServerPool":
-        self._supervisor.start()
-        try:
+        with ExitStack() as stack:
+            self._supervisor.start()
+            stack.callback(self._supervisor.close)  # on Ctrl-C, too: no process may be left
             self.wait_for_starts()
-        except BaseException:  # KeyboardInterrupt too: no process may be left
-            self._supervisor.close()
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(

@@ -10,6 +10,7 @@ from megavlm.inference.server_pool.requirements import check_version
 
 QUICK = 10.0  # seconds for an answer that needs no model
 WORK_COUNTERS = ("total_prefill_uncached_tokens", "num_used_tokens")  # of each scheduler
+QUEUE_COUNTERS = ("num_running_reqs", "num_waiting_reqs")
 SLOW = 30.0  # SGLang itself gives up on a generated token after 20 s
 
 
@@ -68,10 +69,19 @@ class Probes:
         """Return counters that change while the server prefills and samples. Its first process
         answers for the schedulers, which write them between forward passes.
         """
+        loads = await self._loads(handle)
+        return [[load.get(name) for name in WORK_COUNTERS] for load in loads]
+
+    async def _loads(self, handle: ServerHandle) -> list[Any]:
         loads = (await self._info(handle, "/v1/loads?include=core", QUICK)).get("loads")
         if not isinstance(loads, list):
             raise ProbeError("/v1/loads: no loads, which SGLang reports")
-        return [[load.get(name) for name in WORK_COUNTERS] for load in loads]
+        return loads
+
+    async def queue(self, handle: ServerHandle) -> list[int]:
+        """Return how many requests the server computes, and how many wait in it."""
+        loads = await self._loads(handle)
+        return [sum(load.get(name) or 0 for load in loads) for name in QUEUE_COUNTERS]
 
     async def _resume(self, handle: ServerHandle) -> None:
         """Resume generation. A trainer that dies during a push leaves the server paused, and

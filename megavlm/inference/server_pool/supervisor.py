@@ -8,6 +8,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from megavlm.inference.errors import RolloutServerError
@@ -15,6 +17,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import ProbeError, Probes, Refused, Unreachable
 from megavlm.inference.server_pool.records import ServerRecords
 from megavlm.inference.server_pool.state import GONE, Action, Event, EventKind, State
+from megavlm.inference.server_pool.status import write_states
 from megavlm.inference.server_pool.work import WorkReading, read_work
 
 TICK = 0.2  # seconds between looks at a process
@@ -25,8 +28,9 @@ LOOK_EVERY = 30.0  # seconds between looks for an external server that is away
 class Supervisor:
     """One task per server, all on one thread's event loop."""
 
-    def __init__(self, records: ServerRecords) -> None:
-        self._records = records
+    def __init__(self, records: ServerRecords, states_file: Path | None) -> None:
+        """states_file: where the servers' states are written for `megavlm watch`."""
+        self._records, self._states_file = records, states_file
         self._thread = threading.Thread(target=self._main, name="server-pool", daemon=True)
         self._closing = threading.Event()
         self._looked: dict[str, float] = {}  # when a server that is away was last looked for
@@ -41,20 +45,29 @@ class Supervisor:
         self._thread.join()
 
     def _main(self) -> None:
-        try:
+        with ExitStack() as stack:
+            stack.push(self._report)
             asyncio.run(self._watch_all())
-        except BaseException as error:
+
+    def _report(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
             self._records.supervisor_failed(error)
-            raise
 
     async def _watch_all(self) -> None:
         self._probes = Probes()
         handles = list(self._records.handles.values())
+        file, status = self._states_file, None
+        if file is not None:
+            status = asyncio.create_task(write_states(self._records, self._probes, file))
         try:
             async with asyncio.TaskGroup() as tasks:
                 for handle in handles:
                     tasks.create_task(self._watch(handle))
         finally:
+            if status is not None and file is not None:
+                status.cancel()
+                await asyncio.wait({status})
+                file.unlink(missing_ok=True)
             servers = [handle.server for handle in handles if handle.server is not None]
             await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers))
             await self._probes.close()

@@ -1,5 +1,6 @@
 """Faults of servers in a pool: stubs that run as processes of their own, and fakes."""
 
+import json
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ from megavlm.inference.protocol import Sampling
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
-from megavlm.inference.server_pool import supervisor
+from megavlm.inference.server_pool import status, supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.routing import Outlook
@@ -30,6 +31,7 @@ from tests.unit.inference.server_pools import POLICY, external, push, state, wai
 STUB = Path(__file__).resolve().parents[2] / "fakes" / "stub_sglang"
 NO_DELAY = RequestLimits(retry_delay=0.0)
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
+QUEUE = {"num_running_reqs": 2, "num_waiting_reqs": 3}  # of each of a server's schedulers
 
 
 @pytest.fixture(autouse=True)
@@ -316,3 +318,28 @@ def test_a_suspect_that_missed_a_push_is_stale_when_it_comes_back() -> None:
         assert push(pool, 2) == [b.url]
         a.ill.clear()
         wait_for(lambda: state(pool, a.url) is State.STALE)
+
+
+def test_the_states_of_servers_are_written_while_the_pool_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "WRITE_EVERY", 0.05)
+    path = tmp_path / "servers.json"
+
+    def servers() -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = json.loads(path.read_bytes())["servers"]
+        return rows
+
+    with FakeServer() as first, FakeServer() as second:
+        with external(first, second, states_file=path) as pool:
+            wait_for(lambda: path.exists() and servers()[1]["state"] == "stale")
+            push(pool, 4, (first, second))
+            pool.wrong_version(second.url, "it restarted")
+            first.answer = lambda path, body: {"loads": [QUEUE, QUEUE]}  # type: ignore[method-assign]
+            with pool.in_use(lambda: None):
+                wait_for(lambda: servers()[0]["queue"] == [4, 6])
+            row, other = servers()
+            assert (row["url"], row["state"], row["version"]) == (first.url, "healthy", "4")
+            assert other["state"] == "stale" and "it restarted" in other["reason"]
+            assert other["queue"] is None
+        assert not path.exists()

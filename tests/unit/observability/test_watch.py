@@ -59,6 +59,26 @@ def test_a_finished_run_and_one_without_a_step(tmp_path: Path) -> None:
     assert shown(watched(tmp_path)).splitlines()[0] == f"{tmp_path.name}: step 5 of 3, finished"
 
 
+def test_the_servers_of_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    healthy = {"url": "http://a:1", "state": "healthy", "seconds": 65.0, "version": "7"}
+    away = {"url": "http://b:2", "state": "away", "seconds": 9.0, "version": None}
+    rows = [
+        healthy | {"queue": [12, 3], "restarts": 1, "reason": "it died"},
+        away | {"queue": None, "restarts": 0, "reason": "gone for 300 s"},
+    ]
+    (tmp_path / "servers.json").write_text(json.dumps({"time": 1000.0, "servers": rows}))
+    lines = shown(watched(tmp_path), now=1010.0).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("server "))
+    assert lines[start].split() == "server state for weights running waiting restarts".split()
+    assert lines[start + 1].split() == "http://a:1 healthy 1 min 05 s 7 12 3 1".split()
+    assert lines[start + 2].split() == "http://b:2 away 9.0 s - - - 0".split()
+    assert lines[start + 3] == "http://b:2: gone for 300 s" and "it died" not in "".join(lines)
+    assert "servers are 1 min 00 s old" in shown(watched(tmp_path), now=1060.0)
+    (tmp_path / "servers.json").unlink()
+    assert "server " not in shown(watched(tmp_path))
+
+
 def test_records_are_read_once_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     tail = Tail(path)

@@ -1,0 +1,42 @@
+"""File of the states of a pool's servers, for `megavlm watch`."""
+
+import asyncio
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.probes import ProbeError, Probes
+from megavlm.inference.server_pool.records import ServerRecords
+from megavlm.inference.server_pool.state import State
+from megavlm.observability.records import write_whole
+
+WRITE_EVERY = 5.0  # seconds
+
+
+async def write_states(records: ServerRecords, probes: Probes, path: Path) -> None:
+    """Write the servers' states to `path` every few seconds, until it is cancelled."""
+    while True:
+        rows = [_row(records, probes, handle) for handle in records.handles.values()]
+        status = {"time": round(time.time(), 3), "servers": await asyncio.gather(*rows)}
+        with suppress(OSError):  # a full disk: what a run cannot do without tells of it
+            await asyncio.to_thread(write_whole, path, json.dumps(status).encode())
+        await asyncio.sleep(WRITE_EVERY)
+
+
+async def _row(records: ServerRecords, probes: Probes, handle: ServerHandle) -> dict[str, Any]:
+    record, queue = records.record(handle.url), None
+    if record.state is State.HEALTHY and records.is_generating and not record.busy:
+        with suppress(ProbeError):
+            queue = await probes.queue(handle)
+    return {
+        "url": handle.url,
+        "state": "busy" if record.busy else record.state.value,
+        "seconds": round(records.seconds_in_state(handle.url), 1),
+        "version": record.version,
+        "queue": queue,
+        "restarts": record.restarts,
+        "reason": record.reason.split("; the end of")[0],
+    }
