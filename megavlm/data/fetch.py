@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 MAX_BYTES = 2**25  # 32 MiB of an encoded image
@@ -107,16 +108,14 @@ def _connect(parts: SplitResult, deadline: float) -> socket.socket:
     for _, address in addresses:
         _check_public(parts.geturl(), address)
     family, address = addresses[0]
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
         connection.connect((address, port))
         if parts.scheme == "https":
             context = ssl.create_default_context()
-            return context.wrap_socket(connection, server_hostname=host)
-    except BaseException:
-        connection.close()
-        raise
+            connection = context.wrap_socket(connection, server_hostname=host)
+        stack.pop_all()  # closed only where one of these fails
     return connection
 
 

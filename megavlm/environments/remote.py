@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent import futures
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -63,11 +64,11 @@ class EnvironmentPool:
         loop = asyncio.get_running_loop()
 
         def talk(process: LimitedProcess) -> dict[str, Any]:
-            try:
-                return self._talk(process, request, context, loop)
-            except BaseException:
-                process.kill()  # it may be in the middle of a conversation
-                raise
+            with ExitStack() as stack:
+                stack.callback(process.kill)  # it may be in the middle of a conversation
+                reply = self._talk(process, request, context, loop)
+                stack.pop_all()
+            return reply
 
         return await asyncio.wrap_future(self._pool.submit(talk))
 

@@ -27,11 +27,10 @@ def main() -> None:
     setup = receive(control)
     limit(setup["memory_bytes"], setup["parent"])
     options = setup["options"]
-    try:
-        cls = registry.load_environment(setup["name"], options)
-    except Exception as error:  # an import of the user's, which may do anything
-        control.sendall(frame({"error": str(error)}))
-        return
+    # An import of the user's, which may raise anything: it ends the process, which tells why.
+    sys.excepthook = lambda kind, error, _: control.sendall(frame({"error": str(error)}))
+    cls = registry.load_environment(setup["name"], options)
+    sys.excepthook = sys.__excepthook__
     control.sendall(frame({}))
     while (request := receive(control)) is not None:
         limit_cpu(request["cpu_seconds"])
@@ -137,7 +136,7 @@ class RemoteScorer:
 def _pickled(environment: Environment) -> str:
     try:
         return base64.b64encode(pickle.dumps(environment)).decode()
-    except Exception as error:  # by the user's own methods, too
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"it cannot be pickled between its turns ({error})") from error
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -79,11 +79,10 @@ class ManagedServer:
 
     def __enter__(self) -> "ManagedServer":
         self.launch()
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.stop)  # on Ctrl-C, too: no process may be left
             self._wait_until_healthy(time.monotonic() + self.start_timeout)
-        except BaseException:  # KeyboardInterrupt too: no process may be left
-            self.stop()
-            raise
+            stack.pop_all()
         return self
 
     def launch(self) -> None:
@@ -105,11 +104,10 @@ class ManagedServer:
                 start_new_session=True,  # its own process group, out of Ctrl-C's reach
             )
         self._log_mode = "ab"  # a restart keeps the log of the process that died
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.stop)
             self._send_keys(self._process)
-        except BaseException:
-            self.stop()
-            raise
+            stack.pop_all()
 
     def __exit__(
         self,

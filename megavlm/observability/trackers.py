@@ -6,11 +6,10 @@ import importlib.util
 import json
 import logging
 import math
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -91,53 +90,51 @@ def _caption(group: Mapping[str, Any]) -> str:
 
 
 class TrackerThread:
-    """Thread that makes a tracker's run and sends it records, one after another."""
+    """Thread that makes a tracker's run and sends it records, one after another. Its package works
+    over a network and may raise anything: an error is one of the record's, which the pool reports.
+    """
 
     def __init__(self, name: str, run: TrackedRun, begun: Callable[[str, str], None]) -> None:
         """Start the thread. begun: called with the name and the id of a run that has begun."""
         self._name, self._run, self._begun = name, run, begun
-        self.failures = 0
-        self._work: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(WAITING)
-        self._thread = threading.Thread(target=self._loop, name=f"tracker {name}", daemon=True)
-        self._thread.start()
+        self._tracker: Tracker | None = None
+        self._num_sent = self._num_done = self.failures = 0
+        self._pool = ThreadPool(1)  # of daemon threads: one that hangs does not outlive the run
+        self._work(self._start)
 
     def send(self, work: Callable[[Tracker], None]) -> None:
         """Have the thread do `work`, or count a failure if too much waits."""
-        try:
-            self._work.put_nowait(work)
-        except queue.Full:
+        if self._num_sent - self._num_done > WAITING:
             self._failed("it takes records more slowly than they come")
+        else:
+            self._work(lambda: work(self._start()))
 
     def close(self) -> None:
-        with suppress(queue.Full):
-            self._work.put(None, timeout=CLOSE_SECONDS)
-            self._thread.join(CLOSE_SECONDS)
+        self._work(self._end).wait(CLOSE_SECONDS)
+        self._pool.close()
 
-    def _loop(self) -> None:
-        tracker = self._start()
-        while (work := self._work.get()) is not None:
-            tracker = tracker or self._start()  # its network may be back
-            if tracker is not None:
-                self._attempt(work, tracker)
-            self._work.task_done()
-        if tracker is not None:
-            self._attempt(lambda tracker: tracker.close(), tracker)
+    def _work(self, work: Callable[[], object]) -> "AsyncResult[object]":
+        self._num_sent += 1
+        return self._pool.apply_async(work, callback=self._done, error_callback=self._raised)
 
-    def _start(self) -> Tracker | None:
-        try:
+    def _done(self, result: object = None) -> None:
+        self._num_done += 1
+
+    def _raised(self, error: BaseException) -> None:
+        self._done()
+        self._failed(repr(error))
+
+    def _start(self) -> Tracker:
+        """Return the tracker; one that could not begin is tried again: its network may be back."""
+        if self._tracker is None:
             tracker = TRACKERS[self._name](self._run)
             self._begun(self._name, tracker.id)
-        # Another package over a network: it may raise anything, and is not worth the run.
-        except Exception as error:
-            self._failed(repr(error))
-            return None
-        return tracker
+            self._tracker = tracker
+        return self._tracker
 
-    def _attempt(self, work: Callable[[Tracker], None], tracker: Tracker) -> None:
-        try:
-            work(tracker)
-        except Exception as error:  # as above
-            self._failed(repr(error))
+    def _end(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
 
     def _failed(self, reason: str) -> None:
         if not self.failures:

@@ -28,11 +28,12 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = receive(control)
     limit(setup["memory_bytes"], setup["parent"])
-    try:
-        functions = [registry.load_reward(name, options) for name, options in setup["rewards"]]
-    except Exception as error:  # an import of the user's, which may do anything
-        control.sendall(frame({"error": f"{type(error).__name__}: {error}"}))
-        return
+    # An import of the user's, which may raise anything: it ends the process, which tells why.
+    sys.excepthook = lambda kind, error, _: control.sendall(
+        frame({"error": f"{kind.__name__}: {error}"})
+    )
+    functions = [registry.load_reward(name, options) for name, options in setup["rewards"]]
+    sys.excepthook = sys.__excepthook__
     takes = [sorted(registry.arguments(function)) for function in functions]
     control.sendall(frame({"takes": takes}))
     while (request := receive(control)) is not None:

@@ -77,6 +77,25 @@ def test_files_and_folders_are_small() -> None:
     assert long == [] and full == []
 
 
+BROAD = re.compile(r"except( \(?(Base)?Exception\b.*)?:")
+# Where a user's code runs, which may raise anything, and is one of many.
+OF_USERS = {
+    "megavlm.environments.worker": 1,
+    "megavlm.rewards.worker": 1,
+    "megavlm.rollout.timed_environment": 1,
+}
+
+
+def test_no_error_is_caught_that_is_not_named() -> None:
+    found = {name: len(BROAD.findall(path.read_text())) for path, name in MODULES}
+    assert {name: count for name, count in found.items() if count} == OF_USERS
+
+
+@pytest.mark.parametrize("line", ["except:", "except Exception:", "except BaseException as e:"])
+def test_a_broad_clause_is_found(line: str) -> None:
+    assert BROAD.search(line) and not BROAD.search("except (ValueError, OSError) as error:")
+
+
 def test_a_public_class_has_a_name_of_its_own() -> None:
     places: dict[str, list[str]] = collections.defaultdict(list)
     for path, name in MODULES:

@@ -1,6 +1,7 @@
 """Trackers over stand-ins of their packages, whose functions have the same signatures."""
 
 import json
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,6 +16,8 @@ from megavlm.config.run import RunConfig
 from megavlm.observability import trackers as module
 from megavlm.observability.tracker_packages import TRACKERS
 from megavlm.observability.trackers import Trackers, check_trackers
+from tests.timeouts import scaled
+from tests.unit.inference.server_pools import wait_for
 
 CONFIG = {"run": {"dir": "x"}, "optimizer": {"lr": 1e-3}}
 
@@ -193,13 +196,30 @@ def test_a_network_that_comes_back(name: str, log: Log, tmp_path: Path) -> None:
     """A run that could not begin begins with a later record."""
     log.fails = {"init"}
     trackers = Trackers([name], tmp_path, CONFIG, 0)
-    (thread,) = trackers._threads
     trackers.scalars(1, {"reward": 0.5})
-    thread._work.join()
+    wait_for(lambda: trackers.failures == 2)
     log.fails = set()
     trackers.scalars(2, {"reward": 0.5})
     trackers.close()
     assert trackers.failures == 2 and [step for step, _ in log.of("log")] == [2]
+
+
+def test_a_tracker_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+    code = f"""
+import sys, threading, types
+from megavlm.observability import trackers
+sys.modules["wandb"] = types.SimpleNamespace(
+    Settings=dict, init=lambda **_: threading.Event().wait()
+)
+trackers.CLOSE_SECONDS = 0.1
+tracking = trackers.Trackers(["wandb"], {str(tmp_path)!r}, {{}}, 0)
+tracking.scalars(1, {{"reward": 0.5}})
+tracking.close()
+print("closed")
+"""
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=scaled(60), check=True)
+    assert done.stdout == "closed\n" and not done.stderr
 
 
 def test_a_slow_tracker_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
