@@ -5,7 +5,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from megavlm.version_option import add_version
 if TYPE_CHECKING:
     from megavlm.config.schema import Config
     from megavlm.run.launcher import Nodes
+    from megavlm.run.preflight import Phase
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -118,6 +119,15 @@ def evaluate(
         if value is not None
     ]
     _run("evaluate", recipe, [*(overrides or []), *given], dry_run)
+
+
+@app.command()
+def rollout(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Sample the rollouts of RECIPE's steps with the model that it starts from, without training.
+
+    They are written to RUN_DIR/rollouts, on which rollout.replay trains without servers.
+    """
+    _run("rollout", recipe, overrides or [], False)
 
 
 @app.command()
@@ -327,7 +337,7 @@ app.command()(launch)
 
 
 def _run(
-    phase: Literal["train", "evaluate"],
+    phase: "Phase",
     recipe: Path,
     overrides: list[str],
     dry_run: bool,
@@ -359,7 +369,7 @@ def _run(
     from megavlm.run.launcher import ONE_NODE, run_workers
 
     nodes = nodes or ONE_NODE
-    num_ranks = nodes.ranks_of_each(config.parallel.num_ranks)
+    num_ranks = 1 if phase == "rollout" else nodes.ranks_of_each(config.parallel.num_ranks)
     raise typer.Exit(run_workers([phase, str(recipe), *overrides], num_ranks, nodes))
 
 

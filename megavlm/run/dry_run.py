@@ -5,7 +5,6 @@ A run makes the latter as it goes. They take seconds of imports, so that only a 
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from megavlm.checkpointing.folder import experts_form, locate_step
 from megavlm.config.dump import to_yaml
@@ -24,7 +23,7 @@ NOT_CHECKED = (
 )
 
 
-def dry_run(config: Config, *, world_size: int, phase: Literal["train", "evaluate"]) -> str:
+def dry_run(config: Config, *, world_size: int, phase: preflight.Phase) -> str:
     """Return the resolved configuration as YAML, followed by comments on what was checked and what
     was not. Starts and writes nothing.
 
@@ -34,7 +33,7 @@ def dry_run(config: Config, *, world_size: int, phase: Literal["train", "evaluat
     platform.install()
     checked = [check_tensors(config)]
     processor = Processor(config.model.folder, config.data)
-    files = {"train_files": config.data.train_files} if phase == "train" else {}
+    files = {"train_files": config.data.train_files} if phase != "evaluate" else {}
     if preflight.evaluates(config, phase):
         files["test_files"] = config.data.test_files
     for key, names in files.items():

@@ -38,12 +38,14 @@ from megavlm.run.run_lock import check_free
 
 SAMPLE = 2000  # rows of a data set whose images are decoded
 
+Phase = Literal["train", "evaluate", "rollout"]  # the command
+
 
 def check(
     config: Config,
     *,
     world_size: int,
-    phase: Literal["train", "evaluate"] = "train",
+    phase: Phase = "train",
     files: bool = True,
 ) -> None:
     """Raise ValueError for the first thing that would end the run later.
@@ -58,9 +60,9 @@ def check(
         check_algorithm(config.algorithm)
     for part in reward_parts(config):
         registry.check_reward_name(part.name)
-    key = "data.train_files" if phase == "train" else "data.test_files"
-    train_files = config.data.train_files if phase == "train" else ()
-    if not (train_files if phase == "train" else config.data.test_files):
+    key = "data.train_files" if phase != "evaluate" else "data.test_files"
+    train_files = config.data.train_files if phase != "evaluate" else ()
+    if not (train_files if phase != "evaluate" else config.data.test_files):
         raise ValueError(f"{key}=[] names no data: add {key}=[FILE.parquet]")
     if not files:
         return
@@ -75,12 +77,12 @@ def check(
     check_trackers(config.run.trackers)
     check_server_args(config.rollout)
     check_gpus(config.rollout)
-    if phase == "train":
+    if phase != "evaluate":
         check_free(config.run.dir)
     else:
         check_model_paths(config)
     check_ports(config.rollout)
-    if phase == "train":
+    if phase != "evaluate":
         check_handles(config.rollout)
     check_data(train_files, config, "sft" if isinstance(config.algorithm, SFT) else "rewards")
     check_data(config.data.test_files, config, "rewards" if evaluates(config, phase) else None)
@@ -137,10 +139,11 @@ def check_replay(config: Config) -> None:
         )
 
 
-def evaluates(config: Config, phase: str) -> bool:
+def evaluates(config: Config, phase: Phase) -> bool:
     """Return True if the run asks the questions of data.test_files."""
     evaluation = config.evaluation
-    return phase == "evaluate" or bool(evaluation.every or evaluation.before or evaluation.after)
+    during = evaluation.every or evaluation.before or evaluation.after
+    return phase == "evaluate" or bool(phase == "train" and during)
 
 
 def check_data(files: Sequence[str], config: Config, use: Literal["sft", "rewards"] | None) -> None:

@@ -7,7 +7,7 @@ because they lost that peer print nothing, and end with its exit code.
 
 import os
 import warnings
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
@@ -21,9 +21,13 @@ from megavlm.run.launcher import AGENT_PID, die_with
 from megavlm.run.reason import claim_reason, end_run, keep_traceback, leave, reason_given
 from megavlm.signals import Stopped, stop_at_once
 
+if TYPE_CHECKING:
+    from megavlm.run.preflight import Phase
 
-def run(phase: Literal["train", "evaluate"], config: Config) -> None:
-    """Train on this rank, or evaluate, which rank 0 does alone. Returns if it completes.
+
+def run(phase: "Phase", config: Config) -> None:
+    """Train on this rank, or evaluate or roll out, which rank 0 does alone. Returns if it
+    completes.
 
     Otherwise the process exits at once: interpreter shutdown with open process groups can abort,
     which would hide the exit code.
@@ -47,10 +51,14 @@ def run(phase: Literal["train", "evaluate"], config: Config) -> None:
                 from megavlm.run.train import train
 
                 is_complete = train(config, progress)
-            elif is_first:
+            elif is_first and phase == "evaluate":
                 from megavlm.run.evaluate import evaluate_models
 
                 evaluate_models(config, progress)
+            elif is_first:
+                from megavlm.run.rollout import record_rollouts
+
+                record_rollouts(config, progress)
     except KeyboardInterrupt:
         leave(130)
     except Stopped:

@@ -78,12 +78,14 @@ def test_train_starts_a_rank_for_each_place_of_the_layout(
     assert megavlm("train", recipe)[0] == 5
     assert megavlm("evaluate", recipe, "parallel.data=3")[0] == 5
     assert megavlm("train", recipe, *layout)[0] == 5
+    assert megavlm("rollout", recipe, *layout)[0] == 5
     some = ("--nodes", 2, "--node-rank", 1, "--master", "node0:29500")
     assert megavlm("train", recipe, *layout, *some)[0] == 5
     assert started == [
         (["train", str(recipe)], 2, Nodes()),
         (["evaluate", str(recipe), "parallel.data=3"], 6, Nodes()),
         (["train", str(recipe), *layout], 8, Nodes()),
+        (["rollout", str(recipe), *layout], 1, Nodes()),
         (["train", str(recipe), *layout], 4, Nodes(2, 1, "node0:29500")),
     ]
 
