@@ -15,6 +15,7 @@ setup(
     install_requires=[
         "fsspec>=2024.6",
         "httpx>=0.28",
+        "huggingface-hub>=1.0",
         "jinja2>=3.1",
         "math-verify==0.9.0",
         "matplotlib>=3.10",

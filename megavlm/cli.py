@@ -276,6 +276,23 @@ def watch(
 
 
 @app.command()
+def data(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Data set: geo3k.")],
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="DIR", help="Folder (default: data/ and its name there)."),
+    ] = None,
+) -> None:
+    """Download a published data set, check its first rows, and print the recipe's keys for it.
+
+    Stopped in the middle, it goes on where it was.
+    """
+    from megavlm.data.published import fetch_data
+
+    typer.echo(fetch_data(name, to), nl=False)
+
+
+@app.command()
 def demo(
     overrides: Overrides = None,
     data: Annotated[
@@ -374,9 +391,9 @@ def _run(
 
 
 def main() -> None:
-    """Run the command. A user's error is one sentence on stderr and exit code 2."""
+    """Run the command. An error is one sentence and exit code 2, or 69 where a network fails."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, ConnectionError) as error:
         print(f"megavlm: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, ValueError) else 69)
