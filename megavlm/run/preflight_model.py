@@ -19,9 +19,10 @@ from megavlm.checkpointing.folder import (
     locate_step,
     saved_config,
 )
+from megavlm.config.algorithm import SFT
 from megavlm.config.schema import Config
 from megavlm.data import git_lfs
-from megavlm.models.registry import FAMILIES, quantization
+from megavlm.models.registry import FAMILIES, family, quantization
 from megavlm.run.preflight_layout import Values, check_sizes
 
 # Ends of the names of the values in a config.json that fix shapes of tensors.
@@ -48,6 +49,8 @@ def check_model(folder: Path, config: Config) -> Values:
             "take the model in bfloat16"
         )
     check_sizes(config, values, folder)
+    if not isinstance(config.algorithm, SFT):
+        _check_served(folder, values)
     check_weights(folder)
     if (folder / PEFT_CONFIG).is_file():
         raise ValueError(
@@ -74,6 +77,22 @@ def check_model(folder: Path, config: Config) -> Values:
             "copy it from where the model came from"
         )
     return values
+
+
+def _check_served(folder: Path, values: Values) -> None:
+    """Raise ValueError if the config.json lacks a value that SGLang reads, whose server would end
+    with a traceback.
+    """
+    sections = [name for name in ("text_config", "vision_config") if name in values]
+    if len(sections) < 2:
+        return  # an older folder, of a family that SGLang reads as it is
+    served = family(values["model_type"]).served_config(values)
+    for section in sections:
+        for name in sorted(served[section].keys() - values[section].keys()):
+            raise ValueError(
+                f"model.folder={folder}: its config.json has no {section}.{name}, which SGLang "
+                f"reads: add {json.dumps({name: served[section][name]})[1:-1]} to its {section}"
+            )
 
 
 def _check_fetched(folder: Path) -> None:

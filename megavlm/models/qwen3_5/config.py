@@ -74,7 +74,8 @@ def served_config(values: Mapping[str, Any]) -> dict[str, Any]:
         text.setdefault("full_attention_interval", interval)
     rope = text.get("rope_parameters") or {}
     factor = rope.get("partial_rotary_factor", PARTIAL_ROTARY_FACTOR)
-    text.setdefault("partial_rotary_factor", factor)
+    if factor != PARTIAL_ROTARY_FACTOR:  # SGLang's default, too
+        text.setdefault("partial_rotary_factor", factor)
     vision.setdefault("deepstack_visual_indexes", [])  # SGLang assumes three levels
     return {**values, "text_config": text, "vision_config": vision}
 
