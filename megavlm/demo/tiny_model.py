@@ -172,24 +172,16 @@ def _save_processor(
 ) -> None:
     define_torchvision_operators()
     from transformers import (
-        Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
-        Qwen2VLProcessor,
         Qwen2VLVideoProcessor,
         Qwen3VLProcessor,
         Qwen3VLVideoProcessor,
     )
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     factor = config.vision_config.patch_size * config.vision_config.spatial_merge_size
     bounds = {"min_pixels": (2 * factor) ** 2, "max_pixels": max_pixels or 1280 * factor**2}
-    processor_class = {
-        "qwen2_vl": Qwen2VLProcessor,
-        "qwen2_5_vl": Qwen2_5_VLProcessor,
-        "qwen3_vl": Qwen3VLProcessor,
-        "qwen3_vl_moe": Qwen3VLProcessor,
-        "qwen3_5": Qwen3VLProcessor,
-        "qwen3_5_moe": Qwen3VLProcessor,
-    }[config.model_type]
+    processor_class: Any = PROCESSOR_MAPPING[type(config)]
     if processor_class is Qwen3VLProcessor:
         half = [0.5] * 3
         images = Qwen2VLImageProcessor(**bounds, patch_size=16, image_mean=half, image_std=half)
