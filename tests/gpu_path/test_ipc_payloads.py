@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.sglang
 
 RECEIVER = Path(__file__).with_name("sglang_receiver.py")
 SUPPORT = Path(megavlm_weights.__file__).parent
-URL, OFFSET = "http://server", 512
+URLS, OFFSET = ("http://server", "http://other"), 512
 
 
 class SenderMemory:
@@ -61,13 +61,14 @@ class SenderMemory:
 class Recorder(Servers):
     """Servers that record the updates."""
 
-    def __init__(self, target: Target) -> None:
-        super().__init__([target], http=None)  # type: ignore[arg-type]
-        self.bodies = list[Mapping[str, Any]]()
+    def __init__(self, targets: Sequence[Target]) -> None:
+        super().__init__(targets, http=None)  # type: ignore[arg-type]
+        self.bodies: dict[str, list[Mapping[str, Any]]] = {url: [] for url in URLS}
 
     def request_each(self, path: str, bodies: Any = None) -> Answers:
         assert path == UPDATE
-        self.bodies.append(bodies[URL])
+        for url in URLS:
+            self.bodies[url].append(bodies[url])
         return {}
 
 
@@ -93,25 +94,26 @@ def weights(dtype: torch.dtype) -> dict[str, Tensor]:
 
 def send(
     monkeypatch: pytest.MonkeyPatch, tensors: Mapping[str, Tensor], layout: ServerLayout
-) -> tuple[SenderMemory, list[Mapping[str, Any]], list[dict[str, Tensor]]]:
-    """Send tensors in buckets of four, to a server of one rank without our loaders. Returns the
-    sender's memory, the request bodies, and the parameters of each of the server's ranks.
+) -> tuple[SenderMemory, list[list[Mapping[str, Any]]], list[dict[str, Tensor]]]:
+    """Send tensors in buckets of four to two servers, to those of one rank without our loaders.
+    Returns the sender's memory, the request bodies of each server, and the parameters of each of a
+    server's ranks.
     """
     ranks = [dict(server_tensors(tensors, layout, rank)) for rank in range(layout.tensor_parallel)]
-    target = Target(URL, layout.tensor_parallel, "cuda", True)
-    servers = Recorder(target)
-    sliced = {URL: loaded_in_slices({*ranks[0]}, layout, with_experts=False)}
+    targets = tuple(Target(url, layout.tensor_parallel, "cuda", True) for url in URLS)
+    servers, layouts = Recorder(targets), dict.fromkeys(URLS, layout)
+    sliced = dict.fromkeys(URLS, loaded_in_slices({*ranks[0]}, layout, with_experts=False))
     if layout.tensor_parallel == 1:
         sliced = {}
-    attempt = SyncAttempt((target,), {URL: layout}, (URL,), (URL,), sliced)
+    attempt = SyncAttempt(targets, layouts, URLS, URLS, sliced)
     with monkeypatch.context() as patch:
         memory = SenderMemory(patch)
         transport = TensorTransport()
         transport.open(servers, attempt)
         items = list(tensors.items())
         for start in range(0, len(items), 4):
-            transport.send(TensorBucket(items[start : start + 4], (URL,), True))
-    return memory, servers.bodies, ranks
+            transport.send(TensorBucket(items[start : start + 4], URLS, True))
+    return memory, list(servers.bodies.values()), ranks
 
 
 @pytest.mark.slow
@@ -125,16 +127,19 @@ def test_every_rank_loads_what_was_sent(monkeypatch: pytest.MonkeyPatch, tmp_pat
         layout, tensors = ServerLayout(size, num_kv_heads=2), weights(dtype)
         memory, bodies, ranks = send(monkeypatch, tensors, layout)
         shapes = [{name: (x.shape, x.dtype) for name, x in rank.items()} for rank in ranks]
-        cases.append({"memory": memory.allocations, "bodies": bodies, "parameters": shapes})
-        expected.append([stored(tensors, layout, rank) for rank in range(size)])
-    for case, of_ranks, loaded in zip(cases, expected, received(cases, tmp_path), strict=True):
+        for its in bodies:
+            cases.append({"memory": memory.allocations, "bodies": its, "parameters": shapes})
+            expected.append([stored(tensors, layout, rank) for rank in range(size)])
+    results = [*zip(cases, expected, received(cases, tmp_path), strict=True)]
+    for servers in zip(results[::2], results[1::2], strict=True):
         opened: Counter[Any] = Counter()
-        for wanted, (found, counters) in zip(of_ranks, loaded, strict=True):
-            opened.update(counters)
-            assert found.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
-        assert len(opened) == len(case["memory"]), "everything that was shared is read"
+        for _, of_ranks, loaded in servers:
+            for wanted, (found, counters) in zip(of_ranks, loaded, strict=True):
+                opened.update(counters)
+                assert found.keys() == wanted.keys()
+                for name, tensor in wanted.items():
+                    assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
+        assert len(opened) == len(servers[0][0]["memory"]), "everything that was shared is read"
         assert set(opened.values()) == {1}
 
 

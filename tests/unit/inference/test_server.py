@@ -236,6 +236,7 @@ def test_the_log_rotates_and_its_end_is_shown(
             with server.log_path.open("ab") as log:
                 log.write(b"x" * 1000 + f"\n{number}".encode())
             server.rotate_log()
+            assert server.log_path.stat().st_size == 0
         server.rotate_log()  # an empty one stays
         os.kill(psutil.Process(server.pid).pid, signal.SIGABRT)  # it writes to the file it has open
         wait_until(lambda: server.log_path.stat().st_size > 0)

@@ -78,9 +78,12 @@ def test_the_rule_equals_the_recurrence(sizes: list[int]) -> None:
 
 
 def test_strong_decay_loses_no_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32, where a running sum of log decays of 64 tokens is large and the stretches short."""
+    """In fp32, where the running sum of log decays is large and the stretches between the later
+    tokens, which forget little, are short.
+    """
     torch.manual_seed(0)
-    inputs = random_inputs(64, strength=8.0)
+    q, k, v, decay, beta = random_inputs(64, strength=8.0)
+    inputs = (q, k, v, torch.cat([decay[:32], 0.02 * decay[32:]]), beta)
     bounds = torch.tensor([0, 64])
     arguments = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": bounds}
     exact, _ = chunk_gated_delta_rule(*(x[None] for x in inputs), **arguments)

@@ -1,5 +1,6 @@
 """Weight pushes: retries, work on the driver alone, and the pushes that it may request."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,9 +121,9 @@ def recorded() -> list[Any]:
     )
     trainer.driver = SimpleNamespace(  # type: ignore[assignment]
         record=lambda step, metrics, samples: records.append(metrics),
-        utilization=lambda passes, seconds: {},
+        utilization=lambda passes, seconds: {"passes": sum(passes.values())},
     )
-    trainer.passes = {"reference": 1.0}  # type: ignore[assignment]
+    trainer.passes = Counter(reference=1.0)  # of the first step alone
     for _ in range(2):
         trainer.record({}, num_tokens=1)
     return records
@@ -132,3 +133,4 @@ def test_metrics_of_a_step_count_what_was_sent_and_compared() -> None:
     ((first, second),) = launch(1, recorded)
     assert (first["sync_bytes"], first["sync_checked"], first["sync_servers"]) == (14, 6, 1)
     assert not [name for name in second if name.startswith("sync")]
+    assert first["passes"] == 1.0 + second["passes"]
