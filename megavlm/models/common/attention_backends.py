@@ -1,9 +1,9 @@
 """Backends of the core attention: functions of one signature, chosen by name.
 
-"sdpa" is dense, tree by tree, and runs anywhere. "flash" (PyTorch's kernel) and
-"transformer_engine" compute causal sequences of variable length: the keys of a shared prompt are
-read once for each of its responses, without a mask. "flex" compiles the tree mask into its kernel
-and skips blocks in which nothing is attended. Attention has no dropout.
+"sdpa" is dense, many causal sequences at a time, and runs anywhere. "flash" (PyTorch's kernel) and
+"transformer_engine" compute causal sequences of variable length, without a mask. In all three the
+keys of a shared prompt are read once for each of its responses. "flex" compiles the tree mask into
+its kernel and skips blocks in which nothing is attended. Attention has no dropout.
 """
 
 import importlib.util
@@ -44,20 +44,28 @@ def choose_backend(name: str, dtype: torch.dtype) -> Backend:
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """Run PyTorch's dot-product attention, with a dense mask per tree and none for a sequence."""
+    """Run PyTorch's dot-product attention over batches of causal sequences, with a dense mask. Keys
+    that several sequences share are gathered for each.
+    """
+    batches, order = layout.batches
     outputs = []
-    for tree in layout.trees:
+    for batch in batches:
         output = F.scaled_dot_product_attention(
-            _heads_first(query[tree.queries]),
-            _heads_first(key[tree.keys]),
-            _heads_first(value[tree.keys]),
-            attn_mask=tree.mask,
-            is_causal=tree.mask is None,
+            _rows(query, batch.queries),
+            _rows(key, batch.keys),
+            _rows(value, batch.keys),
+            attn_mask=batch.mask,
+            is_causal=batch.mask is None,
             scale=scale,
             enable_gqa=query.size(1) != key.size(1),
         )
-        outputs.append(output.squeeze(0).transpose(0, 1))
-    return torch.cat(outputs)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, order)
+
+
+def _rows(tokens: Tensor, index: Tensor) -> Tensor:
+    """Return [B, heads, n, D] of tokens [T, heads, D] by an index [B, n]."""
+    return tokens.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:

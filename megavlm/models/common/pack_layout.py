@@ -6,11 +6,10 @@ of this rank's tokens that is a causal sequence: its keys are the ancestors' tok
 then the segment up to the stretch's end, and the queries are the last of them.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -19,6 +18,8 @@ from torch import Tensor
 
 from megavlm.data.context_parallel import SegmentRun
 from megavlm.data.packing import Pack
+
+PADDING = 1.25
 
 
 class CausalSequence(NamedTuple):
@@ -34,12 +35,16 @@ class CausalSequence(NamedTuple):
         return sum(end - first for first, end in self.keys)
 
 
-class TreeRows(NamedTuple):
-    """Tokens of one tree that this rank holds."""
+class SequenceBatch(NamedTuple):
+    """Causal sequences of similar length as the batch of one call, padded at their ends.
 
-    queries: slice  # among this rank's tokens
-    keys: slice  # all of the tree, in the pack
-    mask: Tensor | None  # [queries, keys] true where attended; None: plain causal
+    queries: [B, q] of this rank's tokens, keys: [B, k] of the pack. mask: [B, 1, q, k] true where
+    attended; None: plain causal.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -97,25 +102,31 @@ class PackLayout(PackedSeqParams):
         return self.tree_bounds[-1]
 
     @cached_property
-    def trees(self) -> list[TreeRows]:
-        """Trees for a dense kernel, without those that this rank holds no token of."""
-        return list(self._trees())
-
-    def _trees(self) -> Iterator[TreeRows]:
-        held = 0
-        for tree, runs in groupby(
-            self.runs, key=lambda run: bisect_right(self.tree_bounds, run.first) - 1
-        ):
-            start, end = self.tree_bounds[tree : tree + 2]
-            sequences = causal_sequences(runs, self.parents, self.segment_bounds)
-            count = sum(sequence.num_queries for sequence in sequences)
+    def batches(self) -> tuple[list[SequenceBatch], Tensor]:
+        """Batches of causal sequences for a dense kernel, and for each of this rank's tokens its
+        place among their queries, one batch after the other.
+        """
+        sequences = causal_sequences(self.runs, self.parents, self.segment_bounds)
+        starts = [*accumulate((sequence.num_queries for sequence in sequences), initial=0)]
+        order, places = torch.empty(starts[-1], dtype=torch.long), 0
+        batches: list[SequenceBatch] = []
+        device = self.token_index.device
+        for rows in similar([(item.num_queries, item.num_keys) for item in sequences]):
+            q = torch.tensor([sequences[row].num_queries for row in rows])[:, None]
+            k = torch.tensor([sequences[row].num_keys for row in rows])[:, None]
+            in_q, in_k = torch.arange(int(q.max())), torch.arange(int(k.max()))
+            # Places beyond a sequence's end repeat its last token.
+            queries = torch.tensor([starts[row] for row in rows])[:, None] + in_q.minimum(q - 1)
+            keys = torch.stack([_padded(sequences[row].keys, len(in_k)) for row in rows])
             mask = None
-            if sequences[0].num_queries < end - start:  # else one sequence is the whole tree
-                tokens = self.token_index[held : held + count]
-                keys = torch.arange(start, end, device=tokens.device)
-                mask = attends(tokens[:, None], keys[None, :], self.segment_ids, self.ancestors)
-            yield TreeRows(slice(held, held + count), slice(start, end), mask)
-            held += count
+            if len(rows) > 1 or len(in_q) < len(in_k):
+                last = k - q + in_q.minimum(q - 1)  # key of each query's own token
+                mask = (in_k <= last[:, :, None])[:, None].to(device)
+            own = in_q < q
+            order[queries[own]] = places + torch.arange(queries.numel()).view_as(queries)[own]
+            places += queries.numel()
+            batches.append(SequenceBatch(queries.to(device), keys.to(device), mask))
+        return batches, order.to(device)
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -162,6 +173,28 @@ def causal_sequences(
         sequences.append(CausalSequence(num_queries + run.end - run.first, (*keys, own)))
         previous = run
     return sequences
+
+
+def similar(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Yield the indices of (queries, keys) whose batch, padded, has at most PADDING times their own
+    pairs. Those with as many queries as keys, which need no mask, are by themselves.
+    """
+    rows, pairs, longest = list[int](), 0, 0
+    for row in sorted(range(len(sizes)), key=lambda row: sizes[row]):
+        q, k = sizes[row]
+        pairs, longest = pairs + q * k, max(longest, k)
+        alone = q == k or (rows and sizes[rows[-1]][0] == sizes[rows[-1]][1])
+        if rows and (alone or (len(rows) + 1) * q * longest > PADDING * pairs):
+            yield rows
+            rows, pairs, longest = [], q * k, k
+        rows.append(row)
+    yield rows
+
+
+def _padded(stretches: Iterable[tuple[int, int]], length: int) -> Tensor:
+    """Return the tokens of stretches, and the last one again up to `length`."""
+    tokens = torch.cat([torch.arange(first, end) for first, end in stretches])
+    return tokens[torch.arange(length).clamp(max=len(tokens) - 1)]
 
 
 def _path(

@@ -20,7 +20,13 @@ from megavlm.models.common import attention_backends
 from megavlm.models.common.attention import TreeAttention
 from megavlm.models.common.attention_backends import BACKENDS, choose_backend
 from megavlm.models.common.config import LanguageConfig
-from megavlm.models.common.pack_layout import CausalSequence, PackLayout, causal_sequences
+from megavlm.models.common.pack_layout import (
+    PADDING,
+    CausalSequence,
+    PackLayout,
+    causal_sequences,
+    similar,
+)
 from megavlm.parallel import platform
 from tests.unit.models import kernels as gpu_kernels
 from tests.unit.models.forests import (
@@ -173,15 +179,25 @@ def test_what_layers_share_is_made_once(kernels: None) -> None:
     for _ in range(2):
         for name in BACKENDS:
             BACKENDS[name](query, key, value, layout, SCALE)
-        made.append((layout.trees, layout.sequences, layout.block_mask))
+        made.append((layout.batches, layout.sequences, layout.block_mask))
     assert all(x is y for x, y in zip(*made, strict=True)) and made[0][2] is not None
+
+
+def test_batches_are_padded_little_and_a_sequence_without_a_prefix_is_alone() -> None:
+    sizes = [(57, 57), (32, 57), (32, 57), (8, 33), (30, 55), (57, 57), (100, 900)]
+    found = list(similar(sizes))
+    assert sorted(row for rows in found for row in rows) == list(range(len(sizes)))
+    assert [0] in found and [5] in found and [1, 2] in [sorted({1, 2} & {*rows}) for rows in found]
+    for rows in found:
+        padded = max(sizes[row][0] for row in rows) * max(sizes[row][1] for row in rows)
+        assert padded * len(rows) <= PADDING * sum(sizes[row][0] * sizes[row][1] for row in rows)
 
 
 @pytest.mark.parametrize("name", ["one sequence", "one response"])
 def test_a_sequence_needs_neither_mask_nor_gathered_keys(name: str) -> None:
     pack = make_pack(forest(FORESTS[name]), vision_token_ids=())
     layout = PackLayout.of(pack)
-    assert [tree.mask for tree in layout.trees] == [None]
+    assert [batch.mask for batch in layout.batches[0]] == [None]
     assert layout.sequences.key_index is None and layout.sequences.query_bounds.tolist() == [
         0,
         pack.num_tokens,
