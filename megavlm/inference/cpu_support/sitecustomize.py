@@ -1,7 +1,7 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
 Python imports `sitecustomize` in every process whose PYTHONPATH holds this directory: in the server
-and in the workers that it starts. Stock SGLang needs exactly four things, and gets two more:
+and in the workers that it starts. Stock SGLang needs exactly four things, and gets three more:
 
 1. torchvision must be importable beside a CPU build of torch: its two missing operators are
    defined right before the first `import torchvision`, never earlier, so that a process that does
@@ -12,6 +12,7 @@ and in the workers that it starts. Stock SGLang needs exactly four things, and g
 5. Its vision towers attend image by image (segment_attention.py), not over all images of a batch.
 6. Its workers are forked: spawned ones import torch and SGLang again, 10 s each. Without a GPU and
    with one thread (OMP_NUM_THREADS) nothing in the process forbids that.
+7. Its sequences attend to the KV cache many at a time (cache_attention.py), not one by one.
 """
 
 import importlib.abc
@@ -82,6 +83,12 @@ def _attend_by_image(module: ModuleType) -> None:
     segment_attention.install()
 
 
+def _attend_many(module: ModuleType) -> None:
+    import cache_attention  # type: ignore[import-not-found]
+
+    cache_attention.install(module)
+
+
 def _gate_shared_expert(module: ModuleType) -> None:
     def launch(hidden: Any, weight: Any, shared: Any, output: Any, *, do_add: bool) -> None:
         gated = (hidden.float() @ weight.float()).sigmoid()[:, None] * shared.float()
@@ -97,6 +104,7 @@ def _gate_norm(module: ModuleType) -> None:
 
 REPLACEMENTS = {
     "sglang.srt.layers.attention.vision": _attend_by_image,
+    "sglang.srt.layers.attention.torch_native_backend": _attend_many,
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,
     "sglang.kernels.ops.elementwise.elementwise": _gate_shared_expert,
 }

@@ -1,0 +1,31 @@
+"""Attention over SGLang's KV cache, of many sequences at a time: what SGLang's own computes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megavlm.inference.server_args import ServerOptions
+
+pytestmark = pytest.mark.sglang
+
+PROGRAM = Path(__file__).with_name("caches.py")
+
+
+def test_all_kinds_of_sequences_give_the_same_attention() -> None:
+    """Decoding, prompts, and prompts with a prefix in the cache, of equal and uneven lengths."""
+    options = ServerOptions("m", dtype="float32", device="cpu")
+    done = subprocess.run(
+        [sys.executable, "-P", str(PROGRAM)],
+        env=os.environ | options.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 5
+    for name, (difference, _) in found.items():
+        assert difference < 1e-5, name
