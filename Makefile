@@ -18,7 +18,7 @@ TESTS ?= tests
 JOBS ?= 2
 CASES ?=
 
-.PHONY: help setup demo test test-slow test-all test-gpu-path parity pushes gpu style bench soak chaos docs
+.PHONY: help setup demo test test-slow test-all test-gpu-path parity pushes gpu style bench bench-trl soak chaos docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -27,16 +27,21 @@ help: ## list the targets
 	@echo '  ENV=vqa_retry (geo3k, geo3k_calculator, vqa, caption, geospot) and OVERRIDES="algorithm.steps=3"'
 	@echo 'make test takes TESTS=tests/unit/data and JOBS=8, make parity takes CASES=..., any target PYTHON=python3.12'
 
+# Interpreter, lock files. Where the package index serves torch for CUDA only, its libraries come as
+# dependencies.
+define install
+	@$(1) launch/install.py $(2)
+	@$(1) -c 'import torch' 2>/dev/null || \
+		$(1) -m pip install --quiet --disable-pip-version-check $$(grep -h '^torch==' $(2) | tail -1)
+endef
+
 setup: $(STAMP) ## create .venv with the pinned packages (3 GB)
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "megavlm needs Python 3.11 or newer; choose one with: make PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python launch/install.py $(LOCK)
-	@# Where the package index serves torch for CUDA only, its libraries come as dependencies.
-	@$(BIN)/python -c 'import torch' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep -h '^torch==' $(LOCK) | tail -1)
+	$(call install,$(BIN)/python,$(LOCK))
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@# Apart, because megatron-core would take it for the whole of Transformer Engine (tests/gpu_path).
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --upgrade \
@@ -88,6 +93,20 @@ style: setup ## run the linter, the formatter (check only) and the type checker
 
 bench: setup ## run and print the benchmarks; nothing passes or fails by them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks -q -s -o python_files="bench_*.py" -o python_functions="bench_*"
+
+TRL_VENV := .venv-trl
+TRL_LOCK := launch/requirements-trl.txt
+TRL_STAMP := $(TRL_VENV)/installed-$(shell cksum < $(TRL_LOCK) | cut -d' ' -f1)
+
+$(TRL_STAMP):
+	@test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
+	$(call install,$(TRL_VENV)/bin/python,$(TRL_LOCK))
+	@rm -f $(TRL_VENV)/installed-*
+	@touch $@
+
+bench-trl: setup $(TRL_STAMP) ## compare steps with TRL's, in an environment of its own (1.2 GB); write tests/benchmarks/RESULTS.md
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.benchmarks.bench_trl $(TRL_VENV)/bin/python $(CASES)
+	$(if $(CASES),,OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.benchmarks.bench_trl.curve)
 
 STEPS ?= 2000
 

@@ -2,7 +2,7 @@
 
 The configuration reference is read from the dataclasses in megavlm/config: type, default, range and
 the docstring under each field. The command-line reference is what typer prints. The changelog and
-the parity results are copied from the repository, the import order from its test.
+the results of parity and benchmarks are copied from the repository, the import order from its test.
 """
 
 import ast
@@ -40,6 +40,7 @@ def on_files(files: Any, config: Any) -> Any:
         "reference/cli.md": command_page(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         "parity-results.md": (ROOT / "tests/parity/RESULTS.md").read_text(encoding="utf-8"),
+        "benchmarks.md": benchmark_page(),
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -49,6 +50,12 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in what pages take from the code. Called by mkdocs."""
     return markdown.replace("IMPORT_ORDER", import_order())
+
+
+def benchmark_page() -> str:
+    """Return the results of the benchmarks, whose links are from their own folder."""
+    text = (ROOT / "tests/benchmarks/RESULTS.md").read_text(encoding="utf-8")
+    return text.replace("](../../docs/", "](")
 
 
 def import_order() -> str:

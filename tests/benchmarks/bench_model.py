@@ -10,6 +10,7 @@ medians of runs in turn. They differ between machines, and so does their ratio, 
 
 import gc
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -61,11 +62,14 @@ THREADS = {"tiny": 1, "0.3B": 2}
 
 @dataclass(frozen=True)
 class Shape:
-    """`text`: tokens of the question beside the image's. `answers`: how many of which length."""
+    """`text`: tokens of the question beside the images'. `answers`: how many of which length.
+    `images`: their grids of patches.
+    """
 
     name: str
     text: int
     answers: tuple[int, int]
+    images: tuple[tuple[int, int, int], ...] = (GRID,)
 
 
 ONE = Shape("an image, one answer of 64", 40, (1, 64))
@@ -136,21 +140,26 @@ def in_transformers(config: Any) -> Any:
 def inputs(config: Any, shape: Shape) -> tuple[Prompt, list[list[int]]]:
     generator = torch.Generator().manual_seed(1)
     count, length = shape.answers
-    words = torch.randint(len(TOKEN_IDS), VOCABULARY, (shape.text - 2,), generator=generator)
+    num_words = shape.text - 2 * len(shape.images)
+    words = torch.randint(len(TOKEN_IDS), VOCABULARY, (num_words,), generator=generator)
     start, end, source = (
         config.vision_start_token_id,
         TOKEN_IDS["<|vision_end|>"],
         config.image_token_id,
     )
     merge = config.vision_config.spatial_merge_size
-    num_tokens = GRID[0] * GRID[1] * GRID[2] // merge**2
-    ids = torch.cat([torch.tensor([start] + [source] * num_tokens + [end]), words])
+    shown = [[start, *[source] * (math.prod(grid) // merge**2), end] for grid in shape.images]
+    before = torch.tensor(list(itertools.chain(*shown)), dtype=torch.long)
+    ids = torch.cat([before, words])
     positions, following = mrope_positions(
-        ids, [Span(GRID)], vision_token_ids=[source], merge_size=merge
+        ids, [Span(grid) for grid in shape.images], vision_token_ids=[source], merge_size=merge
     )
-    image = random_image("image", config.vision_config, GRID, generator)
+    images = tuple(
+        random_image(f"image {number}", config.vision_config, grid, generator)
+        for number, grid in enumerate(shape.images)
+    )
     row = Row(0, "", "", (), "", "")
-    prompt = Prompt(row, ids, tuple(ids.tolist()), positions, following, (image,))
+    prompt = Prompt(row, ids, tuple(ids.tolist()), positions, following, images)
     answers = torch.randint(len(TOKEN_IDS), VOCABULARY, (count, length), generator=generator)
     return prompt, answers.tolist()
 
@@ -180,9 +189,12 @@ def their_step(model: Any, config: Any, prompt: Prompt, answers: list[list[int]]
         "attention_mask": torch.ones_like(ids),
         "labels": labels,
         "mm_token_type_ids": (ids == config.image_token_id).long(),
-        "pixel_values": torch.cat([prompt.images[0].patches()] * len(answers)),
-        "image_grid_thw": torch.tensor([GRID] * len(answers)),
     }
+    if prompt.images:
+        patches = [image.patches() for image in prompt.images]
+        grids = [image.grid for image in prompt.images]
+        batch["pixel_values"] = torch.cat(patches * len(answers))
+        batch["image_grid_thw"] = torch.tensor(grids * len(answers))
 
     def step() -> float:
         model.zero_grad()

@@ -38,6 +38,7 @@ def test_generated_pages_are_built(site: Path) -> None:
     commands = (site / "reference/cli.html").read_text(encoding="utf-8")
     assert "megavlm train" in commands and "megavlm-convert import" in commands
     assert (site / "changelog.html").is_file() and (site / "parity-results.html").is_file()
+    assert 'src="images/cost.svg"' in (site / "benchmarks.html").read_text(encoding="utf-8")
 
 
 def test_a_broken_link_fails(tmp_path: Path) -> None:

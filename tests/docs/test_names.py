@@ -19,7 +19,9 @@ assert SPECIFICATION and SPECIFICATION.loader
 hooks = importlib.util.module_from_spec(SPECIFICATION)
 SPECIFICATION.loader.exec_module(hooks)
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests/benchmarks/RESULTS.md"]
+)
 CURRENT = [path for path in PAGES if path.name != "CHANGELOG.md"]  # it also names what is gone
 FOLDERS = "megavlm|checkpoint_tools|recipes|launch|docs|tests|\\.github|\\.ci"
 SECTIONS = {
@@ -43,7 +45,8 @@ def code(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_links_between_files_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    generated = {"configuration.md", "cli.md", "changelog.md", "parity-results.md"}
+    generated = {"configuration.md", "cli.md", "changelog.md"}
+    generated |= {"parity-results.md", "benchmarks.md"}
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if not re.match(r"https?://", target) and Path(target).name not in generated:
             assert (page.parent / target).exists(), f"{relative(page)} links to {target}"

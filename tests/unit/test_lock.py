@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "launch" / "requirements-cpu.txt"
 GPU_LOCK = ROOT / "launch" / "requirements-gpu-path.txt"
+TRL_LOCK = ROOT / "launch" / "requirements-trl.txt"
 
 # What sglang 0.5.23 requires and a CPU does without. Each is imported only by GPU code or by a
 # feature that megavlm does not use; the rollout tests run the server without them.
@@ -45,7 +46,7 @@ def locked(lock: Path) -> dict[str, str]:
     return pins
 
 
-PINS, GPU_PINS = locked(LOCK), locked(GPU_LOCK)
+PINS, GPU_PINS, TRL_PINS = locked(LOCK), locked(GPU_LOCK), locked(TRL_LOCK)
 ABSENT_NAMES = {name for names in ABSENT.values() for name in names.split()}
 
 
@@ -111,6 +112,21 @@ def test_the_gpu_path_has_what_the_gpu_image_has() -> None:
     assert argument in (ROOT / "Dockerfile").read_text()
 
 
+def test_the_environment_of_trl_is_complete_and_of_the_same_versions() -> None:
+    assert TRL_PINS.items() <= PINS.items()
+    used = {"trl", "torchvision", "pillow"}
+    for name in TRL_PINS:
+        used |= {canonicalize_name(item.name) for item in requirements(name)}
+    assert used == TRL_PINS.keys()
+
+
 def test_no_file_names_a_package_index() -> None:
-    for path in (LOCK, GPU_LOCK, ROOT / "Makefile", ROOT / "setup.py", ROOT / "pyproject.toml"):
+    for path in (
+        LOCK,
+        GPU_LOCK,
+        TRL_LOCK,
+        ROOT / "Makefile",
+        ROOT / "setup.py",
+        ROOT / "pyproject.toml",
+    ):
         assert not re.search(r"https?://|--(extra-)?index-url|--find-links", path.read_text())
