@@ -154,11 +154,16 @@ SIZES = {"hidden_size": 128, "ffn_size": 320, "num_heads": 4, "num_kv_heads": 2}
 
 
 def kept_bytes(
-    family: str, num_layers: int, recompute: str, modules: tuple[str, ...], layout: Layout
+    family: str,
+    num_layers: int,
+    recompute: str,
+    modules: tuple[str, ...],
+    layout: Layout,
+    sizes: dict[str, int] = SIZES,
 ) -> int:
     """Bytes that autograd keeps of a forward, each storage once, without the parameters."""
     experts = {"dense_layers": []} if family == "qwen3_vl_moe" else {}
-    hf_config = small_config(family, num_layers=num_layers, **SIZES, **experts)
+    hf_config = small_config(family, num_layers=num_layers, **sizes, **experts)
     options = ModelOptions(
         recompute=recompute,  # type: ignore[arg-type]
         recompute_modules=modules,
@@ -222,16 +227,20 @@ def test_activations_are_what_autograd_keeps(
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen2_5_vl", Layout(tensor=2)), ("qwen3_vl", Layout(context=2))],
+    [("qwen2_5_vl", Layout(tensor=2)), ("qwen3_vl", Layout(context=4))],
 )
 def test_activations_of_a_layout_are_what_autograd_keeps(
     family: str, layout: Layout, write_recipe: Any
 ) -> None:
-    """Of two layers more, in fp32, on one rank."""
+    """Of two layers more, in fp32, on one rank; with small MLPs and as many keys as queries, so
+    that what context ranks gather is more than the bound.
+    """
+    sizes, ranks = SIZES | {"ffn_size": 64, "num_kv_heads": 4}, layout.model_size
     fewer, more = (
-        sum(launch(2, kept_bytes, family, layers, "none", (), layout)) / 2 for layers in (2, 4)
+        sum(launch(ranks, kept_bytes, family, layers, "none", (), layout, sizes)) / ranks
+        for layers in (2, 4)
     )
-    hf_config = small_config(family, num_layers=4, **SIZES)
+    hf_config = small_config(family, num_layers=4, **sizes)
     config = load(
         write_recipe(),
         [
@@ -244,7 +253,7 @@ def test_activations_of_a_layout_are_what_autograd_keeps(
             f"parallel.context={layout.context}",
         ],
     )
-    held = rank_parameters(hf_config, layout, 2, 0, ModelOptions(sequence=layout.tensor > 1))
+    held = rank_parameters(hf_config, layout, ranks, 0, ModelOptions(sequence=layout.tensor > 1))
     kept, _ = activation_bytes(config, hf_config, held)
     # What only CPUs keep, as above, and SDPA's mask of the tokens that other ranks hold, too.
     tokens, head = TOKENS // layout.context, 16 if family.startswith("qwen3") else 32
