@@ -14,7 +14,7 @@ from megavlm.parallel import watchdog
 from megavlm.parallel.watchdog import RankReport, Watchdog, behind
 from megavlm.run.exit_codes import ExitCode
 from tests.timeouts import scaled
-from tests.unit.run.test_launcher import train
+from tests.unit.run.test_launcher import FAKE_TRAINING, train
 
 SECONDS = 0.4
 
@@ -116,4 +116,7 @@ def test_a_rank_that_hangs_in_a_call_of_c_is_named(
     assert named in done.stderr
     stacks = {path.name for path in (tmp_path / "run" / watchdog.STACKS).iterdir()}
     assert stacks >= {"rank_0.txt"} | (set() if holds_interpreter else {"rank_1.txt"})
+    source = (FAKE_TRAINING / "sitecustomize.py").read_text().splitlines()
+    (line,) = [number for number, text in enumerate(source, 1) if "library.sleep(" in text]
+    assert f"line {line} in hang\n" in done.stderr, "the stack of rank 1 while it hangs"
     assert done.stderr.count("in hang\n") >= 2, "the stacks of both ranks"

@@ -100,6 +100,7 @@ def hang(config: Any, rank: int, *, holds_interpreter: bool) -> None:
             dist.barrier()
         with phases("update"):
             if rank == 1:
+                time.sleep(config.run.watchdog / 2)  # until the watchdog has set its timer
                 library = ctypes.PyDLL(None) if holds_interpreter else ctypes.CDLL(None)
                 library.sleep(1000)
             dist.barrier()
