@@ -16,12 +16,17 @@ pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("runs")]
 
 GRPO = {
     "name": "grpo",
-    "steps": 3,
+    "steps": 4,
     "prompts_per_step": 4,
     "responses_per_prompt": 4,
     "minibatches": 2,
     "entropy_coefficient": 0.01,  # the gradient is never zero, even where no response is right
     "kl_coefficient": 0.01,
+}
+SECTIONS: dict[str, Any] = {
+    "algorithm": GRPO,
+    "optimizer": {"lr": 1e-3, "warmup_steps": 2, "schedule": "cosine"},
+    "checkpoint": {"every": 2, "keep_last": None, "export_hf": False},
 }
 OF_TRAINING = (
     "seconds/", "sync_", "skipped_bad", "skipped_long", "time", "tokens_per_second",
@@ -42,44 +47,42 @@ def values(record: dict[str, Any]) -> dict[str, Any]:
 def recorded(world: World, running: Running) -> Path:
     """The run directory of a run that stopped after two steps and resumed."""
     recipe = world.recipe(
-        "recorded",
-        run={"record_rollouts": True},
-        algorithm=GRPO,
-        optimizer={"lr": 1e-3},
-        rollout=running.rollout,
-        checkpoint={"every": 1, "export_hf": False},
+        "recorded", **SECTIONS, run={"record_rollouts": True}, rollout=running.rollout
     )
     for more in ([], ["run.summary=false"]):
         done = world.megavlm("train", recipe, *more, **running.keys)
         assert done.returncode == 0, done.stderr
         if not more:  # as if it had been killed while it trained on step 3
-            shutil.rmtree(step_folder(world.root / "recorded/checkpoints", 3))
+            shutil.rmtree(step_folder(world.root / "recorded/checkpoints", 4))
     folder = world.root / "recorded"
     names = sorted(path.name for path in (folder / "rollouts").iterdir())
-    assert names == [f"step_00000{step}.safetensors" for step in (1, 2, 3)]
+    assert names == [f"step_00000{step}.safetensors" for step in (1, 2, 3, 4)]
     return folder
 
 
-def replay(world: World, recorded: Path, name: str, **sections: Any) -> Path:
+def replay(world: World, recorded: Path, name: str, **sections: Any) -> str:
+    """Replay the recorded run in a run directory `name`. Returns what is printed."""
     recipe = world.recipe(
-        name,
-        algorithm=GRPO,
-        optimizer={"lr": 1e-3},
-        rollout={"replay": str(recorded / "rollouts")},
-        checkpoint={"export_hf": False},
-        **sections,
+        name, **SECTIONS, rollout={"replay": str(recorded / "rollouts")}, **sections
     )
     done = world.megavlm("train", recipe)
     assert done.returncode == 0, done.stderr
     assert not list((world.root / name).glob("rollout_server*"))
-    return world.root / name
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(world: World, recorded: Path) -> Path:
+    """The run directory of a replay on two ranks."""
+    replay(world, recorded, "replayed_on_two", parallel={"tensor": 2})
+    return world.root / "replayed_on_two"
 
 
 @pytest.mark.slow
 def test_a_replay_is_the_run_again(world: World, recorded: Path) -> None:
     """To the last bit of the weights and of each step's metrics."""
-    replayed = replay(world, recorded, "replayed")
-    before, after = weights(recorded), weights(replayed)
+    replay(world, recorded, "replayed")
+    before, after = weights(recorded), weights(world.root / "replayed")
     assert before.keys() == after.keys() and len(before) > 5
     assert all(torch.equal(before[key], after[key]) for key in before)
     ours, theirs = world.metrics("replayed"), world.metrics("recorded")
@@ -89,9 +92,8 @@ def test_a_replay_is_the_run_again(world: World, recorded: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_replay_on_other_ranks(world: World, recorded: Path) -> None:
-    replayed = replay(world, recorded, "replayed_on_two", parallel={"tensor": 2})
-    before, after = weights(recorded), weights(replayed)
+def test_a_replay_on_other_ranks(world: World, recorded: Path, on_two_ranks: Path) -> None:
+    before, after = weights(recorded), weights(on_two_ranks)
     for key in before:
         torch.testing.assert_close(after[key], before[key], rtol=1e-3, atol=1e-4)
     ours, theirs = world.metrics("replayed_on_two"), world.metrics("recorded")
@@ -116,33 +118,14 @@ def test_rollouts_without_a_trainer_are_trained_on(world: World, running: Runnin
 
 @pytest.mark.slow
 def test_a_policy_run_that_stops_and_resumes_is_the_run_again(
-    world: World, running: Running
+    world: World, recorded: Path, on_two_ranks: Path
 ) -> None:
-    """Six steps, or three, a stop and three more: whatever a checkpoint holds is equal in bits."""
-    six = {**GRPO, "steps": 6}
-    sections: dict[str, Any] = {
-        "algorithm": six,
-        "optimizer": {"lr": 1e-3, "warmup_steps": 2, "schedule": "cosine"},
-        "checkpoint": {"every": 3, "keep_last": None, "export_hf": False},
-        "parallel": {"tensor": 2},
-    }
-    recording = world.recipe(
-        "six", **sections, run={"record_rollouts": True}, rollout=running.rollout
-    )
-    done = world.megavlm("train", recording, **running.keys)
-    assert done.returncode == 0, done.stderr
+    """Four steps, or two, a stop and two more: whatever a checkpoint holds is equal in bits."""
     resumed = world.root / "resumed/checkpoints"
-    for name in ("through", "resumed"):
-        if name == "resumed":  # as if it had been stopped after step 3
-            third = step_folder(world.root / "through/checkpoints", 3)
-            shutil.copytree(third, step_folder(resumed, 3))
-        recipe = world.recipe(
-            name, **sections, rollout={"replay": str(world.root / "six/rollouts")}
-        )
-        done = world.megavlm("train", recipe)
-        assert done.returncode == 0, done.stderr
-        assert ("resumed from step 3 of 6" in done.stdout) == (name == "resumed")
-    ours, theirs = (step_folder(world.root / n / "checkpoints", 6) for n in ("through", "resumed"))
+    shutil.copytree(step_folder(on_two_ranks / "checkpoints", 2), step_folder(resumed, 2))
+    output = replay(world, recorded, "resumed", parallel={"tensor": 2})
+    assert "resumed from step 2 of 4" in output
+    ours, theirs = step_folder(on_two_ranks / "checkpoints", 4), step_folder(resumed, 4)
     readers = StepReader(ours), StepReader(theirs)
     assert set(readers[0].tensors) == set(readers[1].tensors)
     assert any(key.startswith("optimizer.") for key in readers[0].tensors), "moments, too"
@@ -152,6 +135,6 @@ def test_a_policy_run_that_stops_and_resumes_is_the_run_again(
     assert len(small) == 3, "the data order, the curriculum; random states of two ranks"
     for name in small:
         assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
-    assert [values(r) for r in world.metrics("through")[3:]] == [
+    assert [values(r) for r in world.metrics("replayed_on_two")[2:]] == [
         values(r) for r in world.metrics("resumed")
     ]

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -99,49 +101,41 @@ def second_rank(run: "subprocess.Popen[str]") -> list[psutil.Process]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGUSR1, ExitCode.STOPPED), (signal.SIGKILL, 128 + signal.SIGKILL)],
-)
-def test_a_signal_to_one_rank_ends_all(
-    world: World, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
-    """A request to stop: all agree on the step and save. A kill: no process, port or file is left,
-    and the last checkpoint is whole.
+def listening(connections: Iterable[Any]) -> set[int]:
+    """Return the ports that are listened at."""
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+def signal_second_rank(run: "subprocess.Popen[str]", number: int, temporary: Path) -> str:
+    """Signal rank 1 alone. Returns the output of the run, of which no process, port or file is left
+    in its directory for temporary files.
     """
-    path = recipe(world, f"signal{number}")
-    folder = world.root / f"signal{number}/checkpoints"
+    assert run.stdout is not None
+    started = time.monotonic()
+    family = psutil.Process(run.pid).children(recursive=True)
+    ports = listening(one for process in family for one in process.net_connections("tcp"))
+    second_rank(run)[0].send_signal(number)
+    output = run.stdout.read()
+    assert time.monotonic() - started < WAIT
+    assert not any(process.is_running() for process in family)
+    assert ports and not ports & listening(psutil.net_connections("tcp"))
+    assert not list(temporary.glob("megavlm-*"))
+    return output
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all(world: World, tmp_path: Path) -> None:
+    path, folder = recipe(world, "killed"), world.root / "killed/checkpoints"
     command = [sys.executable, "-m", "megavlm", "train", str(path), "algorithm.steps=100000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as run:
-        assert run.stdout is not None
         wait_for_checkpoint(run, folder)
-        started = time.monotonic()
-        family = psutil.Process(run.pid).children(recursive=True)
-        ports = {
-            one.laddr.port
-            for process in family
-            for one in process.net_connections("tcp")
-            if one.status == psutil.CONN_LISTEN
-        }
-        second_rank(run)[0].send_signal(number)
-        output = run.stdout.read()
-    assert run.returncode == code, output
-    assert time.monotonic() - started < WAIT
-    assert not any(process.is_running() for process in family)
-    listening = {
-        one.laddr.port for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN
-    }
-    assert ports and not ports & listening
-    assert not list(tmp_path.glob("megavlm-*"))
-    step = latest_step(folder)
-    assert step is not None and step in complete_steps(folder)
-    told = f"Stopped after step {step}; the same command goes on from there."
-    killed = "megavlm: rank 1 ended with SIGKILL"
-    assert (told if number == signal.SIGUSR1 else killed) in output
+        output = signal_second_rank(run, signal.SIGKILL, tmp_path)
+    assert run.returncode == 128 + signal.SIGKILL, output
+    assert latest_step(folder) in complete_steps(folder), "it is whole"
+    assert "megavlm: rank 1 ended with SIGKILL" in output
 
 
 def wait_for_checkpoint(run: "subprocess.Popen[str]", folder: Path) -> None:
@@ -153,17 +147,17 @@ def wait_for_checkpoint(run: "subprocess.Popen[str]", folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_stops_after_the_step_and_the_run_goes_on(world: World) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_step_and_the_run_goes_on(
+    world: World, tmp_path: Path
+) -> None:
     stopped, folder = recipe(world, "stopped"), world.root / "stopped/checkpoints"
     command = [sys.executable, "-m", "megavlm", "train", str(stopped)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as run:
-        assert run.stdout is not None
         wait_for_checkpoint(run, folder)
-        run.send_signal(signal.SIGTERM)
-        output = run.stdout.read()
+        output = signal_second_rank(run, signal.SIGUSR1, tmp_path)
     assert run.returncode == ExitCode.STOPPED, output
     step = latest_step(folder)
     assert step is not None and 2 <= step < STEPS, "it was stopped in time"
