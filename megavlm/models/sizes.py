@@ -18,8 +18,11 @@ from megavlm.models.common.components import ModelPart, model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import LocalTensor, local_tensors
 from megavlm.models.common.lora import add_adapters
+from megavlm.models.registry import family
 from megavlm.parallel.fake import fake_rank, without_memory
 from megavlm.parallel.mesh import Layout, build_mesh, check_world
+
+LAYER_KINDS = ("moe_layer_freq", "linear_attention_freq")  # which layers have what, 0 or 1 of each
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,14 @@ def equal_ranks(
     Raises ValueError as `rank_parameters` does.
     """
     per_stage = world_size // layout.pipeline
+    architecture = family(hf_config.model_type).architecture(hf_config)
+    alternates = any(len({*architecture.get(name, ())}) > 1 for name in LAYER_KINDS)
     found: EqualRanks | None = None
+    parameters: list[ParameterSize] = []
     for first in range(0, world_size, per_stage):  # the pipeline is megatron-core's slowest axis
-        parameters = rank_parameters(hf_config, layout, world_size, first, options, lora)
+        is_like_the_last = per_stage < first < world_size - per_stage and not alternates
+        if not is_like_the_last:  # of stages between the ends, equally many layers of one kind
+            parameters = rank_parameters(hf_config, layout, world_size, first, options, lora)
         ranks = range(first, first + per_stage)
         if found is not None and _shapes(found.parameters) == _shapes(parameters):
             found = EqualRanks(range(found.ranks.start, ranks.stop), found.parameters)

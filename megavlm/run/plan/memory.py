@@ -96,16 +96,17 @@ class RunMemory:
         world_size: int,
         gpu: float = GPU,
         ranks: Iterable[EqualRanks] | None = None,
+        server: ServerRankMemory | None = None,
     ) -> Self:
-        """Return a recipe's. `hf_config`: transformers' configuration. ranks: `trainer_ranks`, if
-        they are known.
+        """Return a recipe's. `hf_config`: transformers' configuration. ranks, server:
+        `trainer_ranks` and `server_memory`, if they are known.
 
         Raises ValueError for a layout that does not fit the model or the world size.
         """
         groups = trainer_ranks(config, hf_config, world_size) if ranks is None else ranks
         stages = [_stage(config, hf_config, group, world_size) for group in groups]
-        generates = isinstance(config.algorithm, PolicyOptimization)
-        server = server_memory(config, hf_config, gpu) if generates else None
+        if server is None and isinstance(config.algorithm, PolicyOptimization):
+            server = server_memory(config, hf_config, gpu)
         return cls(stages, server, config.rollout.colocate, gpu)
 
     @property

@@ -11,11 +11,15 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
+from megavlm.models.common.config import ModelOptions
 from megavlm.models.registry import family
 from megavlm.models.sizes import EqualRanks
-from megavlm.run.plan.memory import GB, GPU, RunMemory, trainer_ranks
+from megavlm.run.plan.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks
 from megavlm.run.plan.overview import Load, step_model
+from megavlm.weight_sync.plan import numel
+from megavlm.weight_sync.trainable import trained_entries
 
 NODE = 8  # GPUs, over which a tensor axis may reach
 SHOWN = 12  # layouts
@@ -76,6 +80,10 @@ def search(
 ) -> Iterator[Found]:
     """Yield all layouts that fit."""
     layouts = [*_layouts(hf_config, world_size)]
+    recipe = load()
+    dense, experts = _least_bytes(recipe, hf_config)
+    generates = isinstance(recipe.algorithm, PolicyOptimization)
+    server = server_memory(recipe, hf_config, gpu) if generates else None
     known: dict[tuple[str, ...], list[EqualRanks]] = {}
     module = "moe" if _num_experts(hf_config) > 1 else "mlp"
     selective = (f"recompute.modules=[{module}]",)
@@ -85,15 +93,34 @@ def search(
             overrides = (*axes, *context, f"recompute.language={recompute}", *keys)
             try:
                 config = load(*overrides)
+                parallel = config.parallel
+                cut = dense / parallel.tensor + experts / (parallel.expert * parallel.expert_tensor)
+                if cut / parallel.pipeline > BUDGET * gpu:
+                    break  # the fullest stage has no less than the mean
                 if axes not in known:
                     known[axes] = [*trainer_ranks(config, hf_config, world_size)]
-                memory = RunMemory.of(config, hf_config, world_size, gpu, known[axes])
+                memory = RunMemory.of(config, hf_config, world_size, gpu, known[axes], server)
             except ValueError:
                 break  # a layout that the model or the recipe cannot have
             if any(memory.problems()):
                 continue
             model = step_model(config, hf_config, world_size, memory)
             yield Found(config, model.seconds()["total"], memory.fullest)
+
+
+def _least_bytes(config: Config, hf_config: Any) -> tuple[float, float]:
+    """Return the bytes of all weights and gradients, of experts apart: what a run has at least, cut
+    over its axes.
+    """
+    options = ModelOptions.from_config(config)
+    entries = family(hf_config.model_type).mapping(hf_config)
+    trained = () if config.lora.rank else trained_entries(entries, options, None)
+    gradient = 2 if config.optimizer.grad_reduce_in_bf16 else 4
+    found = {False: 0.0, True: 0.0}
+    for index, entry in enumerate(entries):
+        each = options.dtype.itemsize + gradient * (index in trained)
+        found[entry.expert is not None] += each * numel(entry)
+    return found[False], found[True]
 
 
 def _layouts(hf_config: Any, world_size: int) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -124,14 +124,11 @@ def stored_bytes(entries: Iterable[Entry], servers: ServerLayout, itemsize: int)
     ]
 
 
-def received_bytes(rows: Mapping[str, SyncRow]) -> dict[str, int]:
-    """Return the bytes that one rank of a server receives in a weight update, by transport."""
-    stored = sum(row.stored for row in rows.values())
-    return {
-        "tensor": stored,
-        "distributed": stored,
-        "disk": sum(row.changed for row in rows.values()),
-    }
+def received_bytes(changed: int, stored: int) -> dict[str, int]:
+    """Return the bytes that one rank of a server receives in a weight sync, by transport. changed,
+    stored: bytes of the tensors that training can change, all and on this rank.
+    """
+    return {"tensor": stored, "distributed": stored, "disk": changed}
 
 
 def _render(
@@ -167,7 +164,7 @@ def _render(
         f"stored: bytes of the changed tensors on one rank of a server, the least that it must be "
         f"sent: {_size(bound)} an update."
     )
-    for way, num_bytes in received_bytes(rows).items():
+    for way, num_bytes in received_bytes(total.changed, total.stored).items():
         sent_by = "rank 0" if way == "tensor" else _ranks(senders)
         ratio = f", {num_bytes / bound:.2f} x the least" if bound else ""
         lines.append(f"  {way:12} each receives {_size(num_bytes)}{ratio}; sent by {sent_by}")

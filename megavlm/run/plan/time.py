@@ -21,17 +21,11 @@ from megavlm.models.cost import H100_FLOPS, LANGUAGE_SHARE, TOWER_SHARE, ModelCo
 from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
 from megavlm.run.plan.memory import RunMemory, ServerRankMemory, image_tokens
-from megavlm.run.plan.sync import (
-    ASSUMED_RANK,
-    ASSUMED_TARGETS,
-    received_bytes,
-    server_layout,
-    sync_table,
-)
+from megavlm.run.plan.sync import received_bytes, server_layout, stored_bytes
 from megavlm.training.step.balance import TreeSize
 from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
 from megavlm.training.step.step_plan import schedule_of
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
+from megavlm.weight_sync.plan import numel
 from megavlm.weight_sync.trainable import trained_entries
 
 TEXT_TOKENS = 128  # of a prompt, beside its image
@@ -308,34 +302,29 @@ class StepModel:
                 parts[name] += numel(entry)
         return 1 - parts["attention"] / max(sum(parts.values()), 1.0)
 
-    def sync_bytes(self) -> dict[str, float]:
-        """Return the bytes that a server's rank receives in a sync, by transport."""
-        layout = Layout.from_config(self._config.parallel)
-        lora = self._config.lora
-        trainer = TrainerRanks.of(self._hf_config, layout, self._world_size, self._options)
-        changed = trained_entries(self._entries, self._options, lora.targets if lora.rank else None)
+    @cached_property
+    def sync_bytes(self) -> dict[str, int]:
+        """Bytes that a server's rank receives in a sync, by transport."""
+        lora, itemsize = self._config.lora, self._options.dtype.itemsize
+        indices = trained_entries(self._entries, self._options, lora.targets if lora.rank else None)
+        changed = [self._entries[index] for index in indices]
         servers = server_layout(self._config, self._hf_config)
-        rows = sync_table(
-            SyncPlan(self._entries, trainer, changed),
-            servers,
-            itemsize=self._options.dtype.itemsize,
-            lora=(lora.rank or ASSUMED_RANK, lora.targets if lora.rank else ASSUMED_TARGETS),
-        )
-        return {name: float(num) for name, num in received_bytes(rows).items()}
+        stored = max(stored_bytes(changed, servers, itemsize))
+        return received_bytes(itemsize * sum(map(numel, changed)), stored)
 
     @property
     def received(self) -> float:
         """Bytes that a server's rank receives in a sync by the recipe's transport."""
-        return self.sync_bytes()[self._config.rollout.sync]
+        return self.sync_bytes[self._config.rollout.sync]
 
     def _sync(self) -> float:
         """Return the seconds to gather the changed tensors and to send them."""
         way, rates = self._config.rollout.sync, self.rates
-        received = self.sync_bytes()
+        received = self.sync_bytes
         local = self._config.rollout.mode == "managed"
         link = rates.nvlink if local else rates.network
         gathered = received["disk"] / self._config.parallel.pipeline  # on a rank of each stage
-        sent = received[way]
+        sent: float = received[way]
         if way == "distributed":  # which sends as much to the ranks of a server together
             sent = max(sent, gathered)
         if way == "tensor":  # each server's rank reads from rank 0's GPU
