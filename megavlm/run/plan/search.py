@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.parallel import Parallel
 from megavlm.config.schema import Config
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.registry import family
@@ -81,7 +82,7 @@ def search(
     """Yield all layouts that fit."""
     layouts = [*_layouts(hf_config, world_size)]
     recipe = load()
-    dense, experts = _least_bytes(recipe, hf_config)
+    dense, experts = held_bytes(recipe, hf_config)
     generates = isinstance(recipe.algorithm, PolicyOptimization)
     server = server_memory(recipe, hf_config, gpu) if generates else None
     known: dict[tuple[str, ...], list[EqualRanks]] = {}
@@ -93,10 +94,8 @@ def search(
             overrides = (*axes, *context, f"recompute.language={recompute}", *keys)
             try:
                 config = load(*overrides)
-                parallel = config.parallel
-                cut = dense / parallel.tensor + experts / (parallel.expert * parallel.expert_tensor)
-                if cut / parallel.pipeline > BUDGET * gpu:
-                    break  # the fullest stage has no less than the mean
+                if least_bytes(config.parallel, dense, experts) > BUDGET * gpu:
+                    break  # so that no model is built that cannot fit
                 if axes not in known:
                     known[axes] = [*trainer_ranks(config, hf_config, world_size)]
                 memory = RunMemory.of(config, hf_config, world_size, gpu, known[axes], server)
@@ -108,10 +107,16 @@ def search(
             yield Found(config, model.seconds()["total"], memory.fullest)
 
 
-def _least_bytes(config: Config, hf_config: Any) -> tuple[float, float]:
-    """Return the bytes of all weights and gradients, of experts apart: what a run has at least, cut
-    over its axes.
+def least_bytes(parallel: Parallel, dense: float, experts: float) -> float:
+    """Return the bytes of weights and gradients on a rank of a mean pipeline stage, of which the
+    fullest stage has no less. dense, experts: `held_bytes`.
     """
+    cut = dense / parallel.tensor + experts / (parallel.expert * parallel.expert_tensor)
+    return cut / parallel.pipeline
+
+
+def held_bytes(config: Config, hf_config: Any) -> tuple[float, float]:
+    """Return the bytes of the whole model's weights and gradients, without experts and of them."""
     options = ModelOptions.from_config(config)
     entries = family(hf_config.model_type).mapping(hf_config)
     trained = () if config.lora.rank else trained_entries(entries, options, None)

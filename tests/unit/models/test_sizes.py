@@ -128,6 +128,18 @@ def test_a_layout_of_72b_to_the_byte(tmp_path: Path) -> None:
     assert by_component(last.parameters)["output"] == bf16(hidden * vocabulary // 8 + hidden)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_equal_ranks_hold_what_each_stage_holds(family: str) -> None:
+    """Stages between the ends too: the mixture has experts in layers 0, 2 and 3 of four."""
+    config, layout = small_config(family, num_layers=4), Layout(pipeline=4)
+    groups = [*equal_ranks(config, layout, 4)]
+    assert [rank for group in groups for rank in group.ranks] == [0, 1, 2, 3]
+    for group in groups:
+        held = by_component(group.parameters)
+        for rank in group.ranks:
+            assert by_component(rank_parameters(config, layout, 4, rank)) == held
+
+
 def layout_of(release: str) -> tuple[Layout, int, ModelOptions]:
     cluster = CLUSTERS[release]
     return cluster.layout, cluster.world_size, cluster.options

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from megavlm.cli import app
 from megavlm.config.load import load
-from megavlm.run.plan.search import changes
+from megavlm.config.schema import Config
+from megavlm.run.plan.search import changes, held_bytes, least_bytes, search
 from tests.levels import slow
 from tests.unit.config.test_recipes import RECIPES
 from tests.unit.models.releases import released_config
@@ -72,6 +73,19 @@ def test_a_search_finds_layouts_that_fit(
     assert rows and seconds == sorted(seconds) and all(float(row[1]) <= 72 for row in rows)
     found = plan(tmp_path, recipe, *urls, *rows[0][2:], "--gpus", str(gpus))
     assert "fit" not in found and f"{'total':14}{seconds[0]:8.1f} s" in found
+
+
+def test_only_layouts_that_cannot_fit_are_left_out_unseen(tmp_path: Path) -> None:
+    config = released_config("Qwen2.5-VL-3B", tmp_path)
+
+    def recipe(*keys: str) -> Config:
+        return load(GRPO / "qwen2_5_vl_3b_geo3k.yaml", [f"model.folder={tmp_path}", *keys])
+
+    held = held_bytes(recipe(), config)
+    found = [*search(recipe, config, 4, 1e15, lambda *_: None)]
+    assert len(found) > 10, "with so much memory all fit"
+    for layout in found:
+        assert 0 < least_bytes(layout.config.parallel, *held) < layout.memory
 
 
 def test_no_layout_that_fits_is_an_error(tmp_path: Path) -> None:
