@@ -80,7 +80,8 @@ def balance(
     items: Sequence[Item], sizes: Sequence[TreeSize], num_parts: int, max_tokens: float
 ) -> list[list[Item]] | None:
     """Distribute items over parts of at most max_tokens so that the costliest part costs little,
-    cutting further where it helps. Returns None if the items do not fit.
+    cutting further where it helps. Items of a tree become one where they are in one part. Returns
+    None if the items do not fit.
     """
     spread = _spread(items, num_parts, max_tokens)
     if spread is None:
@@ -90,7 +91,7 @@ def balance(
         pass
     while _improve(parts, partial(_cuts, max_tokens, sizes), SLACK):
         pass
-    return [part.items for part in parts]
+    return [_merged(part.items, sizes) for part in parts]
 
 
 def _spread(items: Sequence[Item], num_parts: int, max_tokens: float) -> list[list[Item]] | None:

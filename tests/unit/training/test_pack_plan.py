@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megavlm.data.packing import Segment, Tree
@@ -36,6 +36,7 @@ def lengths(tree: Tree) -> list[float]:
 FANS = st.builds(fan, st.integers(1, 9), st.lists(st.integers(1, 20), max_size=6))
 
 
+@example([fan(1, [9]), fan(1, [1, 10, 18])], 1, SCHEDULES[1])
 @given(st.lists(FANS, max_size=12), st.integers(1, 6), st.sampled_from(SCHEDULES))
 def test_every_branch_once_behind_its_root(
     trees: list[Tree], num_ranks: int, schedule: Schedule
