@@ -80,8 +80,7 @@ def balance(
     items: Sequence[Item], sizes: Sequence[TreeSize], num_parts: int, max_tokens: float
 ) -> list[list[Item]] | None:
     """Distribute items over parts of at most max_tokens so that the costliest part costs little,
-    cutting further where it helps. Items of a tree become one where they are in one part. Returns
-    None if the items do not fit.
+    cutting further where it helps. Returns None if the items do not fit.
     """
     spread = _spread(items, num_parts, max_tokens)
     if spread is None:
@@ -91,7 +90,7 @@ def balance(
         pass
     while _improve(parts, partial(_cuts, max_tokens, sizes), SLACK):
         pass
-    return [_merged(part.items, sizes) for part in parts]
+    return [part.items for part in parts]
 
 
 def _spread(items: Sequence[Item], num_parts: int, max_tokens: float) -> list[list[Item]] | None:
@@ -215,10 +214,11 @@ def best_fit(items: Sequence[Item], sizes: Sequence[TreeSize], max_tokens: int) 
             left, pack = room.pop(fit)
         packs[pack].append(item)
         insort(room, (left - item.tokens, pack))
-    return [_merged(pack, sizes) for pack in packs]
+    return [merged(pack, sizes) for pack in packs]
 
 
-def _merged(pack: list[Item], sizes: Sequence[TreeSize]) -> list[Item]:
+def merged(pack: list[Item], sizes: Sequence[TreeSize]) -> list[Item]:
+    """Return a pack's items, those of a tree as one."""
     if len({item.tree for item in pack}) == len(pack):
         return pack
     branches: dict[int, list[int]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megavlm.data.packing import Tree
-from megavlm.training.step.balance import Item, TreeSize, balance, best_fit
+from megavlm.training.step.balance import Item, TreeSize, balance, best_fit, merged
 
 SegmentCosts = Callable[[Tree], Sequence[float]]
 SIZES = 16  # sizes of packs that are tried, and then of those near the best
@@ -121,7 +121,7 @@ def _in_turns(
     turns = -(-sum(item.tokens for item in items) // (num_ranks * max_tokens))
     while (packs := balance(items, sizes, num_ranks * turns, max_tokens)) is None:
         turns += 1
-    return _deal(packs, num_ranks)
+    return _deal([merged(pack, sizes) for pack in packs], num_ranks)
 
 
 def costs_of(plan: Sequence[Sequence[Sequence[Item]]]) -> list[list[float]]:
