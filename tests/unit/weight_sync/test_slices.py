@@ -59,6 +59,35 @@ def bucket_tensors(plan: SyncPlan, indices: Sequence[int]) -> list[tuple[str, Te
     return tensors
 
 
+def rows(*numbers: int) -> Tensor:
+    return torch.tensor(numbers)[:, None].expand(-1, 3)
+
+
+@pytest.mark.parametrize(
+    ("rank", "attention", "mlp"),
+    [
+        (0, [0, 1, 100, 200], [0, 1, 100, 101]),
+        (1, [2, 3, 100, 200], [2, 3, 102, 103]),
+        (2, [4, 5, 101, 201], [4, 5, 104, 105]),
+        (3, [6, 7, 101, 201], [6, 7, 106, 107]),
+    ],
+)
+def test_rows_that_a_rank_stores(rank: int, attention: list[int], mlp: list[int]) -> None:
+    """Of eight query heads and two key-value heads, which neighbouring ranks share; of a gated MLP
+    a part of the gate above the same part of the other.
+    """
+    layer = "model.layers.0"
+    tensors = {
+        f"{layer}.self_attn.q_proj.weight": rows(*range(8)),
+        f"{layer}.self_attn.k_proj.weight": rows(100, 101),
+        f"{layer}.self_attn.v_proj.weight": rows(200, 201),
+        f"{layer}.mlp.gate_proj.weight": rows(*range(8)),
+        f"{layer}.mlp.up_proj.weight": rows(*range(100, 108)),
+    }
+    stored = dict(server_tensors(tensors, ServerLayout(4, num_kv_heads=2), rank))
+    assert [tensor[:, 0].tolist() for tensor in stored.values()] == [attention, mlp]
+
+
 @pytest.mark.parametrize("release", [*[*RELEASES][:-1], *slow([*RELEASES][-1])])
 def test_a_rank_is_sent_little_more_than_it_stores(release: str, tmp_path: Path) -> None:
     """Of four layers, which are as all others."""
