@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,14 @@ WAIT = scaled(500)  # seconds for a command; below pytest's own limit, so that i
 @dataclass(frozen=True)
 class World:
     root: Path
+    tests: dict[str, str] = field(default_factory=dict, repr=False)  # that made each recipe
 
     def recipe(self, name: str, **sections: dict[str, Any]) -> Path:
-        """A recipe of this world's model and data, which `sections` complete or change."""
+        """A recipe of this world's model and data, which `sections` complete or change. Its name is
+        also that of its run directory, which belongs to one test.
+        """
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        assert self.tests.setdefault(name, test) == test, f"{self.tests[name]} has {name!r} too"
         data = {
             "train_files": [str(self.root / "data/train.parquet")],
             "test_files": [str(self.root / "data/test.parquet")],

@@ -125,7 +125,7 @@ def signal_second_rank(run: "subprocess.Popen[str]", number: int, temporary: Pat
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_all(world: World, tmp_path: Path) -> None:
-    path, folder = recipe(world, "killed"), world.root / "killed/checkpoints"
+    path, folder = recipe(world, "killed_rank"), world.root / "killed_rank/checkpoints"
     command = [sys.executable, "-m", "megavlm", "train", str(path), "algorithm.steps=100000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     with subprocess.Popen(

@@ -8,7 +8,6 @@ started again. The ledger is the record of the samples that each step trained on
 """
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -21,34 +20,14 @@ from pathlib import Path
 import psutil
 
 from megavlm.run.exit_codes import ExitCode
-from tests.cache import cached_folder
-from tests.e2e.conftest import World, make_world
 from tests.soak.growth import kind_of
-from tests.soak.run import steps_done
+from tests.soak.run import PROMPTS, RESPONSES, command, start, steps_done
 
-STEPS, FAULTS, PROMPTS, RESPONSES = 50, 20, 4, 4
+STEPS, FAULTS = 50, 20
 ROWS = 48  # of the world's training file: an epoch is 12 steps
 AGAIN = (ExitCode.STOPPED, ExitCode.TRANSIENT, ExitCode.HUNG, 128 + signal.SIGKILL)
 KINDS = ("kill server", "still server", "kill rank", "ask rank", "kill reward")
 STILL = 3.0  # seconds
-
-
-def recipe(world: World) -> Path:
-    return world.recipe(
-        "chaos",
-        parallel={"data": 2},
-        algorithm={
-            "name": "grpo",
-            "steps": STEPS,
-            "prompts_per_step": PROMPTS,
-            "responses_per_prompt": RESPONSES,
-            "entropy_coefficient": 0.01,
-        },
-        optimizer={"lr": 1e-5},
-        rollout={"max_restarts": FAULTS, "max_new_tokens": 16},
-        checkpoint={"every": 2},
-        data={"pack_tokens": 1024},
-    )
 
 
 def victims(run: "subprocess.Popen[bytes]", kind: str) -> list[psutil.Process]:
@@ -88,20 +67,25 @@ def strike(run: "subprocess.Popen[bytes]", kind: str, rng: random.Random) -> boo
     return True
 
 
-def chaos(world: World, seed: int) -> tuple[Counter[str], Counter[int]]:
+def chaos(root: Path, seed: int) -> tuple[Counter[str], Counter[int]]:
     """Return how often each fault was made, and how often the run ended with each exit code."""
     rng = random.Random(seed)
     due = sorted(rng.sample(range(1, STEPS), FAULTS))
     kinds = [rng.choice(KINDS) for _ in due]
-    command = [sys.executable, "-m", "megavlm", "train", str(recipe(world))]
+    words = command(
+        root,
+        "chaos",
+        STEPS,
+        rollout={"max_restarts": FAULTS, "max_new_tokens": 16},
+        checkpoint={"every": 2},
+        data={"pack_tokens": 1024},
+    )
     made: Counter[str] = Counter()
     codes: Counter[int] = Counter()
-    metrics = world.root / "chaos/metrics.jsonl"
-    with (world.root / "output.txt").open("a") as output:
+    metrics = root / "chaos/metrics.jsonl"
+    with (root / "output.txt").open("a") as output:
         while not codes[ExitCode.DONE]:
-            run = subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
+            run = start(words, output)
             before = steps_done(metrics)
             while run.poll() is None:
                 time.sleep(0.05)
@@ -112,7 +96,7 @@ def chaos(world: World, seed: int) -> tuple[Counter[str], Counter[int]]:
                     print(f"step {due.pop(0)}: {kinds.pop(0)}", flush=True)
                 before = min(before, done)
             codes[run.returncode] += 1
-            text = (world.root / "output.txt").read_text()
+            text = (root / "output.txt").read_text()
             assert run.returncode in (ExitCode.DONE, *AGAIN), text[-5000:]
     assert not due, f"faults that were not made: {due}"
     return made, codes
@@ -138,11 +122,8 @@ def check_ledger(folder: Path) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        made_world = cached_folder("world", None, make_world)
-        for name in ("data", "model"):
-            (root / name).symlink_to(made_world / name)
         started = time.monotonic()
-        made, codes = chaos(World(root), int(sys.argv[1]))
+        made, codes = chaos(root, int(sys.argv[1]))
         check_ledger(root / "chaos")
     ends = {int(code): count for code, count in codes.items()}
     print(f"{dict(made)}, ends by exit code {ends}, {time.monotonic() - started:.0f} s")

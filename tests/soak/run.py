@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import IO, Any
 
 from tests.cache import cached_folder
 from tests.e2e.conftest import World, make_world
@@ -19,21 +20,33 @@ SAMPLES = 100  # of a whole run
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
-def recipe(world: World, steps: int) -> Path:
-    return world.recipe(
-        "soak",
+PROMPTS, RESPONSES = 4, 4  # of a step
+
+
+def command(root: Path, name: str, steps: int, **sections: dict[str, Any]) -> list[str]:
+    """Make the world of a run in `root`, and return the command that trains there for `steps`."""
+    made = cached_folder("world", None, make_world)
+    for part in ("data", "model"):
+        (root / part).symlink_to(made / part)
+    recipe = World(root).recipe(
+        name,
         parallel={"data": 2},
         algorithm={
             "name": "grpo",
             "steps": steps,
-            "prompts_per_step": 4,
-            "responses_per_prompt": 4,
+            "prompts_per_step": PROMPTS,
+            "responses_per_prompt": RESPONSES,
             "entropy_coefficient": 0.01,
         },
         optimizer={"lr": 1e-5},
-        checkpoint={"every": 10, "keep_last": 2},
-        evaluation={"every": 50, "sampled": False, "shuffled": False},
+        **sections,
     )
+    return [sys.executable, "-m", "megavlm", "train", str(recipe)]
+
+
+def start(command: list[str], output: IO[str]) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 
 def steps_done(metrics: Path) -> int:
@@ -42,17 +55,18 @@ def steps_done(metrics: Path) -> int:
 
 def soak(root: Path, steps: int) -> tuple[list[Sample], float]:
     """Run, and return the samples and the seconds from the first step to the last."""
-    made = cached_folder("world", None, make_world)
-    for name in ("data", "model"):
-        (root / name).symlink_to(made / name)
-    world, run_dir = World(root), root / "soak"
-    command = [sys.executable, "-m", "megavlm", "train", str(recipe(world, steps))]
+    run_dir = root / "soak"
+    words = command(
+        root,
+        "soak",
+        steps,
+        checkpoint={"every": 10, "keep_last": 2},
+        evaluation={"every": 50, "sampled": False, "shuffled": False},
+    )
     samples: list[Sample] = []
     every, started = max(1, steps // SAMPLES), 0.0
     with (root / "output.txt").open("w") as output:
-        run = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        run = start(words, output)
         try:
             while run.poll() is None:
                 time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What the soak run calls growth."""
+"""The soak and chaos runs: what growth is, the ledger, and the world of a run."""
 
 import json
 import subprocess
@@ -8,6 +8,7 @@ from subprocess import PIPE
 
 import pytest
 
+from tests.e2e.conftest import World
 from tests.soak.chaos import ROWS, STEPS, check_ledger
 from tests.soak.growth import Sample, table, take_sample
 
@@ -78,3 +79,14 @@ def test_the_ledger_shows_gaps_and_doubles(tmp_path: Path) -> None:
     write_groups(tmp_path, [*groups[:-1], {**groups[-1], "source": groups[-2]["source"]}])
     with pytest.raises(AssertionError, match="no gap and no double"):
         check_ledger(tmp_path)
+
+
+def test_two_tests_do_not_share_a_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    world.recipe("mine")
+    assert world.recipe("mine") == tmp_path / "mine.yaml", "a test may change its own recipe"
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "tests/e2e/test_other.py::test_x (call)")
+    with pytest.raises(AssertionError, match=r"test_two_tests_do_not_share.* has 'mine' too"):
+        world.recipe("mine")
