@@ -1,10 +1,13 @@
-"""Signals that ask a run to stop."""
+"""Requests to processes of a run: signals to stop, and a file that asks for stacks."""
 
 import signal
 from types import FrameType
 
 # A preemption, Slurm's warning before the time limit, and the end of a terminal.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Folder in the run directory that the watchdog writes stacks to, and a file in it: when that is not
+# empty, servers on the rollout nodes of a Slurm job write theirs to their logs.
+STACKS, STACKS_WANTED = "stacks", "wanted_of_servers"
 
 
 class Stopped(BaseException):

@@ -18,13 +18,11 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.inference.server_pool.router import BehindRouter
 from megavlm.inference.server_pool.state import RestartPolicy
+from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from megavlm.observability.progress import Progress
 from megavlm.observability.records import SERVERS_FILE
 from megavlm.parallel import platform
 
-# Keys of servers that were started elsewhere; never in a recipe, which is written to the run
-# directory.
-API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
 TOKEN_SECONDS = 0.1  # that a token of a long response may take besides rollout.request_timeout
 IMAGE_TOKENS = {"cuda": 65536, "cpu": 8192}  # rollout.image_tokens by device
 

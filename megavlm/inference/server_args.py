@@ -84,9 +84,16 @@ class ServerOptions:
         text = json.loads(path.read_bytes()).get("text_config", {}) if path.is_file() else {}
         return "linear_num_key_heads" in text
 
-    def image_variables(self) -> dict[str, str]:
-        """Return the environment variables that turn the cache of image features off."""
-        return {} if self.cache_images else {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of a server on any machine."""
+        variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        variables["PYTHONFAULTHANDLER"] = "1"  # stacks in the log, see ServerProcess.abort
+        if not self.cache_images:
+            variables["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+        if self.dtype == "float32":
+            # SGLang's default, bfloat16 in a float32 model too, moves log-probs by 1e-1.
+            variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
+        return variables
 
     def environment(self, first_core: int = 0) -> dict[str, str]:
         """Return this process's environment without torchrun's variables and with SGLang's.
@@ -99,12 +106,7 @@ class ServerOptions:
             for name, value in os.environ.items()
             if not any(word in name for word in torchrun)
         }
-        variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        variables["PYTHONFAULTHANDLER"] = "1"  # stacks in the log, see ManagedServer.abort
-        variables |= self.image_variables()
-        if self.dtype == "float32":
-            # SGLang's default, bfloat16 in a float32 model too, moves log-probs by 1e-1.
-            variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
+        variables |= self.variables()
         if self.device == "cpu":
             paths = [str(CPU_SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
             variables |= {

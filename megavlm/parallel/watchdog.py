@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from megavlm.observability.phases import Phases
 from megavlm.observability.text import duration
+from megavlm.signals import STACKS_WANTED
 
 TICK = 5.0  # longest pause between looks, in seconds
 GRACE = 10.0  # seconds in which each rank reports what it does
 STDERR = 2
-STACKS = "stacks"  # folder in the run directory
 
 T = TypeVar("T")
 
@@ -141,6 +141,7 @@ class Watchdog:
     def _fire(self) -> None:
         if self.servers is not None:
             self.servers.write_stacks()
+            self._in_time(self._want_stacks, GRACE)
         stacks = _stacks()
         print(f"megavlm: stacks of rank {self._rank}:\n{stacks}", file=sys.stderr, flush=True)
         self._in_time(lambda: self._keep(stacks), GRACE)
@@ -175,6 +176,12 @@ class Watchdog:
     def _keep(self, stacks: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / f"rank_{self._rank}.txt").write_text(stacks)
+
+    def _want_stacks(self) -> None:
+        """Ask for the stacks of servers on other nodes, if there is someone to ask."""
+        wanted = self._folder / STACKS_WANTED
+        if wanted.exists():
+            wanted.write_text("yes")
 
     def _ask(self, question: Callable[[], T], seconds: float) -> T | None:
         """Return the store's answer; None if it gives none in time."""

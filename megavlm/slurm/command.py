@@ -57,6 +57,17 @@ def launch(
     sbatch: Annotated[
         list[str] | None, typer.Option(metavar="OPTION", help="Further option of sbatch.")
     ] = None,
+    rollout_sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION",
+            help="Option of sbatch for rollout nodes alone, which other nodes than the trainer's "
+            "are then (a heterogeneous job): --partition=inference.",
+        ),
+    ] = None,
+    rollout_gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a rollout node; else --gpus-per-node.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")
     ] = False,
@@ -69,12 +80,18 @@ def launch(
     from megavlm.slurm.script import Job, batch_script, freeze
 
     given = overrides or []
+    if any("SLURM_ARRAY_TASK_ID" in override for override in given):
+        raise ValueError(
+            "an override has SLURM_ARRAY_TASK_ID, which no shell replaces there: write %a for the "
+            "number of the task in an array"
+        )
     later = tuple(override for override in given if "%a" in override)
     now = [override for override in given if "%a" not in override]
     addresses = []
     if rollout_nodes:
         any_number = load(recipe, [*now, *_addresses(1), "rollout.min_servers=1"])
-        servers_of_each = gpus_per_node // any_number.rollout.tensor_parallel
+        rollout_gpus = rollout_gpus_per_node or gpus_per_node
+        servers_of_each = rollout_gpus // any_number.rollout.tensor_parallel
         addresses = _addresses(rollout_nodes * max(servers_of_each, 1))
     config = load(recipe, [*now, *addresses])
     name = Path(config.run.dir).name
@@ -98,6 +115,8 @@ def launch(
         setup=setup,
         variables=tuple(env or ()),
         arguments=tuple(sbatch or ()),
+        rollout_arguments=tuple(rollout_sbatch or ()),
+        rollout_gpus_per_node=rollout_gpus_per_node,
     )
     folder = Path(config.run.dir, "launch", time.strftime("%Y%m%d-%H%M%S")).absolute()
     if dry_run:

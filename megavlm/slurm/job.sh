@@ -2,8 +2,11 @@
 # with a recipe and overrides as arguments. Runs on the first node of the job.
 #
 # The last ROLLOUT_NODES nodes run SGLang servers, as many of rollout.tensor_parallel GPUs as fit on a
-# node; the others run a rank for each GPU. The batch script may set two arrays before: srun_options
-# (for a container by pyxis, say), and in_container, the words before each program (apptainer exec ...).
+# node; the others run a rank for each GPU. Of a heterogeneous job those of the second component run the
+# servers, with ROLLOUT_GPUS_PER_NODE GPUs each.
+#
+# The batch script may set two arrays before: srun_options (for a container by pyxis, say), and
+# in_container, the words before each program (apptainer exec ...).
 set -euo pipefail
 
 : "${1:?usage: sbatch launch/slurm.sbatch RECIPE [key=value ...]}"
@@ -14,10 +17,10 @@ overrides=("${@//%a/${SLURM_ARRAY_TASK_ID:-0}}")
 recipe=${recipe//%a/${SLURM_ARRAY_TASK_ID:-0}}
 declare -a srun_options=(${srun_options[@]+"${srun_options[@]}"})
 declare -a in_container=(${in_container[@]+"${in_container[@]}"})
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 rollout_nodes=${ROLLOUT_NODES:-1}
 gpus=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
+server_gpus=${ROLLOUT_GPUS_PER_NODE:-$gpus}
 # Jobs that share a node have ports of their own.
 port=${ROLLOUT_PORT:-$((10000 + SLURM_JOB_ID % 480 * 20))}
 max_requeues=${MAX_REQUEUES:-10}
@@ -28,18 +31,31 @@ if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS
 export SLURM_EXPORT_ENV=ALL SLURM_KILL_BAD_EXIT=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 fail() { echo "megavlm: $*" >&2; exit 2; }
+case "$recipe ${overrides[*]}" in *SLURM_ARRAY_TASK_ID*)
+    fail "write %a where an override has the number of the task in an array, not SLURM_ARRAY_TASK_ID" ;;
+esac
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
+    mapfile -t servers < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
+    rollout_nodes=${#servers[@]}
+    nodes+=("${servers[@]}")
+fi
 trainer_nodes=$((${#nodes[@]} - rollout_nodes))
 if [ "$trainer_nodes" -lt 1 ]; then
     fail "${#nodes[@]} nodes cannot hold $rollout_nodes rollout nodes (ROLLOUT_NODES) and a trainer"
 fi
-servers=("${nodes[@]:trainer_nodes}")
+trainers=("${nodes[@]:0:trainer_nodes}") servers=("${nodes[@]:trainer_nodes}")
 join() { local IFS=,; echo "$*"; }
-# Set `step` to the words that start a process on each of the given nodes. Not a function that runs
-# it: in the background that would be a shell, and not srun, that a signal goes to.
+# Set `step` to the words that start a process on each of the given nodes, of one component. Not a
+# function that runs it: in the background that would be a shell, and not srun, that a signal goes to.
 on() { # NODE...
-    step=(srun --nodes $# --ntasks $# --ntasks-per-node 1 --nodelist "$(join "$@")"
+    local component=()
+    if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
+        component=(--het-group=0)
+        [[ " ${servers[*]} " != *" $1 "* ]] || component=(--het-group=1)
+    fi
+    step=(srun "${component[@]}" --nodes $# --ntasks $# --ntasks-per-node 1 --nodelist "$(join "$@")"
         "${srun_options[@]}" "${in_container[@]}")
 }
 
@@ -61,9 +77,9 @@ MEGAVLM_ROLLOUT_ADMIN_KEY=$(random_key)
 export MEGAVLM_ROLLOUT_API_KEY MEGAVLM_ROLLOUT_ADMIN_KEY
 
 if [ "$rollout_nodes" -gt 0 ]; then
-    count=$((gpus / tensor_parallel))
+    count=$((server_gpus / tensor_parallel))
     if [ "$count" -lt 1 ]; then
-        fail "rollout.tensor_parallel=$tensor_parallel is more than the $gpus GPUs of a node"
+        fail "rollout.tensor_parallel=$tensor_parallel is more than the $server_gpus GPUs of a node"
     fi
     urls=()
     for node in "${servers[@]}"; do
@@ -81,11 +97,15 @@ WORLD_SIZE=$((trainer_nodes * gpus)) "${step[@]}" \
 mkdir -p "$run_dir"
 token=$run_dir/.job-$SLURM_JOB_ID
 : > "$token"
-on "${nodes[@]}"
-"${step[@]}" bash -c 'for ((i = 0; i < 30; i++)); do
-    [ -e "$0" ] && exit 0; sleep 1; done
-    echo "megavlm: $(hostname) does not see run.dir=${0%/*}: put it on a file system of all nodes" >&2
-    exit 2' "$token"
+for names in "${trainers[*]}" "${servers[*]}"; do
+    if [ -z "$names" ]; then continue; fi
+    # shellcheck disable=SC2086
+    on $names
+    "${step[@]}" bash -c 'for ((i = 0; i < 30; i++)); do
+        [ -e "$0" ] && exit 0; sleep 1; done
+        echo "megavlm: $(hostname) does not see run.dir=${0%/*}: put it on a file system of all nodes" >&2
+        exit 2' "$token"
+done
 rm -f "$token"
 progress() { cat "$run_dir/checkpoints/latest" 2>/dev/null || true; }
 before=$(progress)
@@ -94,9 +114,9 @@ server_steps=()
 for node in "${servers[@]}"; do
     # A server listens on the address that the other nodes use, not on every interface.
     on "$node"
-    "${step[@]}" env "${server_environment[@]}" bash "$here/servers.sh" "$node" "$port" "$count" \
-        "$tensor_parallel" "${server_arguments[@]}" --mem-fraction-static "${MEM_FRACTION:-0.85}" \
-        >> "$run_dir/servers_$node.log" 2>&1 &
+    "${step[@]}" env "${server_environment[@]}" python -P -m megavlm.slurm.servers "$run_dir" "$node" \
+        "$port" "$count" "$tensor_parallel" "${server_arguments[@]}" \
+        --mem-fraction-static "${MEM_FRACTION:-0.85}" &
     server_steps+=($!)
 done
 # The servers end with the trainer, whatever ends it.
@@ -106,7 +126,7 @@ stop_servers() {
 }
 trap stop_servers EXIT
 
-on "${nodes[@]:0:trainer_nodes}"
+on "${trainers[@]}"
 # Nodes that stop end a moment apart, each with its code; those that hang have two minutes.
 SLURM_KILL_BAD_EXIT=0 SLURM_WAIT=120 MEGAVLM_NODES=$trainer_nodes MEGAVLM_MASTER="${nodes[0]}:$((port + 19))" \
     "${step[@]}" megavlm train "$recipe" "${given[@]}" &

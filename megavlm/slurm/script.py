@@ -2,7 +2,8 @@
 
 import shlex
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,8 @@ JOB = Path(__file__).with_name("job.sh")
 class Job:
     """Options of a job; None and empty ones are left to Slurm. `setup`: a shell command that
     prepares the environment, such as `source env.sh`. `variables`: NAME=VALUE. `arguments`: of
-    sbatch, as written in an #SBATCH line.
+    sbatch, as written in an #SBATCH line. rollout_arguments, rollout_gpus_per_node: of the rollout
+    nodes, which are a component of their own where one of these is given.
     """
 
     name: str
@@ -39,7 +41,9 @@ class Job:
     mounts: tuple[str, ...] = ()
     setup: str | None = None
     variables: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = field(default_factory=tuple)
+    arguments: tuple[str, ...] = ()
+    rollout_arguments: tuple[str, ...] = ()
+    rollout_gpus_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.rollout_nodes >= self.nodes:
@@ -51,28 +55,50 @@ class Job:
             if not variable.partition("=")[0].isidentifier() or "=" not in variable:
                 raise ValueError(f"--env {variable} is not NAME=VALUE: write NCCL_DEBUG=INFO, say")
 
+        if self.is_heterogeneous and (self.array or not self.rollout_nodes):
+            raise ValueError(
+                "--rollout-sbatch and --rollout-gpus-per-node make a heterogeneous job, which "
+                "needs --rollout-nodes, and of which Slurm makes no --array: leave them out"
+            )
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        return bool(self.rollout_arguments or self.rollout_gpus_per_node)
+
     @property
     def directives(self) -> list[str]:
         """Return the #SBATCH options."""
         log = "%x-%A_%a.log" if self.array else "%x-%j.log"
-        given = {
+        of_batch = {
             "job-name": self.name,
-            "account": self.account,
-            "partition": self.partition,
-            "qos": self.qos,
             "array": self.array,
-            "nodes": self.nodes,
-            "ntasks-per-node": 1,
-            "gpus-per-node": self.gpus_per_node,
-            "cpus-per-task": self.cpus_per_task,
-            "time": self.time,
             "output": log,
             "open-mode": "append",
             "signal": f"B:USR1@{self.warning}",
         }
-        options = [f"--{name}={value}" for name, value in given.items() if value is not None]
-        exclusive = ["--exclusive", "--mem=0"] if self.is_exclusive else []
-        return [*options, "--requeue", *exclusive, *self.arguments]
+        options = [*_options(of_batch), "--requeue"]
+        if not self.is_heterogeneous:
+            return [*options, *self._component(self.nodes, self.gpus_per_node), *self.arguments]
+        rollout_gpus = self.rollout_gpus_per_node or self.gpus_per_node
+        return [
+            *(*options, *self._component(self.nodes - self.rollout_nodes, self.gpus_per_node)),
+            *(*self.arguments, "hetjob", *self._component(self.rollout_nodes, rollout_gpus)),
+            *self.rollout_arguments,
+        ]
+
+    def _component(self, nodes: int, gpus_per_node: int) -> list[str]:
+        """Return the options by which nodes are chosen."""
+        given = {
+            "account": self.account,
+            "partition": self.partition,
+            "qos": self.qos,
+            "nodes": nodes,
+            "ntasks-per-node": 1,
+            "gpus-per-node": gpus_per_node,
+            "cpus-per-task": self.cpus_per_task,
+            "time": self.time,
+        }
+        return [*_options(given), *(["--exclusive", "--mem=0"] if self.is_exclusive else [])]
 
     @property
     def srun_options(self) -> list[str]:
@@ -94,6 +120,7 @@ def batch_script(job: Job, recipe: Path, overrides: tuple[str, ...], code: Path)
     variables = {
         "ROLLOUT_NODES": job.rollout_nodes,
         "GPUS_PER_NODE": job.gpus_per_node,
+        "ROLLOUT_GPUS_PER_NODE": job.rollout_gpus_per_node or job.gpus_per_node,
         "MAX_REQUEUES": job.max_requeues,
     }
     body = code / JOB.relative_to(Path(megavlm.__file__).parents[1])
@@ -115,6 +142,10 @@ def batch_script(job: Job, recipe: Path, overrides: tuple[str, ...], code: Path)
         f"source {shlex.quote(str(body))} {shlex.join([str(recipe), *overrides])}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _options(given: Mapping[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
 
 def freeze(config: Config, folder: Path) -> tuple[Path, Path]:

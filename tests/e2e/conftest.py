@@ -15,9 +15,9 @@ import pytest
 from megavlm.demo.data import DemoData
 from megavlm.demo.shapes import write_dataset
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.inference.connect import ADMIN_KEY, API_KEY
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
+from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from tests.cache import cached_folder
 from tests.glossary import unexplained
 from tests.timeouts import scaled

@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megavlm.inference.connect import ADMIN_KEY, API_KEY
 from megavlm.inference.server import ManagedServer, free_port
 from megavlm.inference.server_args import ServerOptions
+from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from tests.e2e.conftest import World
 from tests.timeouts import scaled
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -58,7 +58,9 @@ def submit(
     tmp_path: Path,
     write_recipe: WriteRecipe,
 ) -> Callable[..., str]:
-    def submit(seed: int, nodes: int, rollout_nodes: int, *overrides: str) -> str:
+    def submit(
+        seed: int, nodes: int, rollout_nodes: int, *overrides: str, options: Sequence[str] = ()
+    ) -> str:
         layout = f"parallel.data={nodes - rollout_nodes}"
         model = cached_folder(
             "cli-model", "", lambda path: make_tiny_model(path, ["red"] * 9, seed=0)
@@ -68,10 +70,12 @@ def submit(
         )
         script = tmp_path / "job.sbatch"
         script.write_text((ROOT / "launch/slurm.sbatch").read_text() + "\n")
+        first = nodes - rollout_nodes if ":" in options else nodes  # of components
         arguments = [
-            *("--nodes", str(nodes), "--gpus-per-node=1", "--cpus-per-task=2", "--time=10"),
+            *(f"--nodes={first}", "--gpus-per-node=1", "--cpus-per-task=2", "--time=10"),
             *("--mem=100", "--signal=B:USR1@10", f"--chdir={ROOT}"),
             f"--output={tmp_path}/job.log",
+            *options,
         ]
         variables = environment | {"ROLLOUT_NODES": str(rollout_nodes)}
         text = script.read_text().replace('"$@"', f'"{recipe}" {layout} {" ".join(overrides)}')
@@ -145,8 +149,19 @@ def test_servers_start_again_on_their_node_and_end_with_the_trainer(
     assert shown["JobState"] == "COMPLETED", text
     (url,) = (tmp_path / "run/restarted").read_text().split()
     assert url.startswith("http://node2:")
-    assert "it starts again in 1 s" in (tmp_path / "run/servers_node2.log").read_text()
+    assert "ended with exit code -9; the end of" in text and "it starts again in 1 s" in text
+    assert (tmp_path / "run/rollout_server_node2_0.log").read_text().count("all arguments") == 2
     assert "error" not in text, "the servers' step ended as it should"
+    assert left_behind(tmp_path) == []
+
+
+def test_a_run_that_hangs_leaves_the_stacks_of_its_servers(
+    cluster: Cluster, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    shown = cluster.wait(submit(8, 3, 1, "run.watchdog=3"), WAIT)
+    text = (tmp_path / "job.log").read_text()
+    assert (shown["JobState"], shown["ExitCode"]) == ("FAILED", "71:0"), text
+    assert "most recent call first" in (tmp_path / "run/rollout_server_node2_0.log").read_text()
     assert left_behind(tmp_path) == []
 
 
@@ -154,6 +169,26 @@ def test_a_sweep_numbers_its_runs(
     cluster: Cluster, submit: Callable[..., str], tmp_path: Path
 ) -> None:
     """%a of an override is the number of the task; outside of an array it is 0."""
-    shown = cluster.wait(submit(0, 1, 0, f"run.dir={tmp_path}/sweep-%a"), WAIT)
-    assert shown["JobState"] == "COMPLETED", (tmp_path / "job.log").read_text()
-    assert (tmp_path / "sweep-0/ran-0").exists()
+    job = submit(0, 1, 0, f"run.dir={tmp_path}/sweep-%a", options=["--array=1-2"])
+    for task in (1, 2):
+        shown = cluster.wait(f"{job}_{task}", WAIT)
+        assert shown["JobState"] == "COMPLETED", (tmp_path / "job.log").read_text()
+        assert (tmp_path / f"sweep-{task}/ran-0").exists()
+
+
+def test_a_heterogeneous_job_has_its_servers_in_the_second_component(
+    cluster: Cluster,
+    submit: Callable[..., str],
+    environment: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """Two trainer nodes, which are stopped and queued again, and one of two servers."""
+    environment["ROLLOUT_GPUS_PER_NODE"] = "2"
+    component = [":", "--nodes=1", "--gpus-per-node=2", "--cpus-per-task=1", "--mem=100"]
+    job = submit(6, 3, 1, options=component)
+    shown, text = signalled(cluster, job, tmp_path / "job.log", signal.SIGUSR1)
+    assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), text
+    assert {path.name for path in (tmp_path / "run").glob("saved-*")} == {"saved-0", "saved-1"}
+    logs = {path.name for path in (tmp_path / "run").glob("rollout_server_*.log")}
+    assert logs == {"rollout_server_node2_0.log", "rollout_server_node2_1.log"}
+    assert left_behind(tmp_path) == []

@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from megavlm.inference.server import free_port
+from megavlm.inference.server import HOST, free_port
+from megavlm.inference.server_process import LOG_BYTES
+from megavlm.signals import STACKS, STACKS_WANTED
+from tests.timeouts import scaled
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/grpo/qwen2_5_vl_7b_geo3k_nodes.yaml"
@@ -25,7 +29,7 @@ PROGRAMS = {
     + 'if [ "$1" = plan ]; then echo "$PLAN"; exit; fi\n'
     + 'case "$*" in *--dry-run)\n'
     + '    echo "WORLD_SIZE=$WORLD_SIZE" >> "$NOTES"; exit ${MEGAVLM_CODE:-0};; esac\n'
-    + 'for port in ${PORTS:-}; do until [ -s "$NOTES.$port" ]; do sleep 0.05; done; done\n'
+    + 'for file in ${UNTIL:-}; do until [ -s "$file" ]; do sleep 0.05; done; done\n'
     + 'env > "$NOTES.env"\n'
     + 'if [ -n "${MEGAVLM_SAVED:-}" ]; then mkdir -p "$MEGAVLM_SAVED"; date +%N > "$_/latest"; fi\n'
     + "exit ${MEGAVLM_END:-0}\n",
@@ -34,19 +38,14 @@ PROGRAMS = {
     + "while [ $# -gt 0 ]; do\n"
     + 'case "$1" in env|bash|megavlm) exec "$@";; esac; shift; done; exit 9\n',
 }
-# Stands for the server: its parent's process id, its keys, and then it serves until it is ended.
-SERVER = """#!{python}
-import os, sys, time
-if sys.argv[1] == "-c":
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-port = sys.argv[sys.argv.index("--port") + 1]
-leads = os.getpgid(0) == os.getpid()
-with open(os.environ["NOTES"] + "." + port, "w") as notes:
-    print(int(sys.argv[3]) == os.getppid(), leads, *sys.argv[4:], file=notes)
-    print(sys.stdin.readline().strip(), file=notes)
-    print(*os.environ, os.environ.get("SGLANG_X"), os.environ["TMPDIR"], file=notes)
-while int(sys.argv[3]) == os.getppid():
-    time.sleep(0.05)
+# Stands for the servers of a node: its arguments and environment, until SIGUSR2.
+SERVERS = """#!{python}
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+with open(os.environ["NOTES"] + ".servers", "w") as notes:
+    print(sys.argv[1:], file=notes)
+    print(*(os.environ.get(name) for name in ("{keys[0]}", "{keys[1]}", "SGLANG_X")), file=notes)
+signal.sigwait([signal.SIGUSR2])
 """
 PLAN = """run_dir=RUN_DIR
 tensor_parallel=4
@@ -61,7 +60,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, body in PROGRAMS.items():
         (programs / name).write_text(f"#!{shutil.which('bash')}\n{body}")
         (programs / name).chmod(0o755)
-    (programs / "python").write_text(SERVER.format(python=sys.executable))
+    (programs / "python").write_text(SERVERS.format(python=sys.executable, keys=KEYS))
     (programs / "python").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
@@ -90,7 +89,7 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
     notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = 10000 + 77 * 20
-    monkeypatch.setenv("PORTS", f"{port} {port + 1}")
+    monkeypatch.setenv("UNTIL", f"{notes}.servers")
     done = launch("slurm.sbatch", RECIPE, "run.seed=1")
     assert (done.returncode, done.stderr) == (0, "")
     text = notes.read_text()
@@ -112,17 +111,11 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
     )
     api_key, admin_key = (environment[key] for key in KEYS)
     assert len({api_key, admin_key}) == 2 and len(api_key) == 64
-    folders = set()
-    for index in range(2):
-        words, keys, names = notes.with_name(f"notes.{port + index}").read_text().splitlines()
-        assert words == (
-            "True True --model-path models/m m --tp-size 4 --mem-fraction-static 0.85 "
-            f"--host node2 --port {port + index} --base-gpu-id {4 * index}"
-        )
-        assert keys == f'{{"api_key": "{api_key}", "admin_api_key": "{admin_key}"}}'
-        assert not set(KEYS) & set(names.split()) and "  0  " in names
-        folders.add(names.split()[-1])
-    assert len(folders) == 2, "each is removed with its server"
+    words, variables = notes.with_name("notes.servers").read_text().splitlines()
+    place = [f"{notes.parent}/run", "node2", str(port), "2", "4"]
+    sglang = ["--model-path", "models/m m", "--tp-size", "4", "--mem-fraction-static", "0.85"]
+    assert words == str(["-P", "-m", "megavlm.slurm.servers", *place, *sglang])
+    assert variables == f"{api_key} {admin_key}  0 "
     for key in KEYS:
         assert environment[key] not in text  # no argument list has one
 
@@ -155,6 +148,7 @@ def test_the_exit_code_tells_whether_the_job_is_queued_again(
 
 def test_slurm_needs_nodes_and_gpus(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RECIPE" in launch("slurm.sbatch").stderr
+    assert "write %a" in launch("slurm.sbatch", RECIPE, "run.seed=$SLURM_ARRAY_TASK_ID").stderr
     monkeypatch.setenv("GPUS_PER_NODE", "2")
     done = launch("slurm.sbatch", RECIPE)
     assert done.returncode == 2 and "rollout.tensor_parallel=4 is more than the 2" in done.stderr
@@ -164,36 +158,76 @@ def test_slurm_needs_nodes_and_gpus(notes: Path, monkeypatch: pytest.MonkeyPatch
     assert "srun" not in notes.read_text().replace("srun --nodes 1 --ntasks 1", "", 1)
 
 
-def test_servers_of_a_node_start_again_and_end_with_its_process(
+@pytest.fixture
+def node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The real server_main.py, with a stub of SGLang under it."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/fakes/stub_sglang"))
+) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
+    """The servers of a node, with a stub of SGLang under the real server_main.py, and their
+    addresses. Nothing is left of them but their logs.
+    """
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests/fakes/stub_sglang'}")
     monkeypatch.setenv("STUB", "ok")
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # as `megavlm plan --servers` has it
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for key in KEYS:
         monkeypatch.setenv(key, key.lower())
     port = free_port()
-    command = [str(ROOT / "megavlm/slurm/servers.sh"), "127.0.0.1", str(port), "2", "4"]
-    node = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
-    try:
-        urls = [f"http://127.0.0.1:{port + index}/health" for index in range(2)]
-        servers = [wait_for_server(url, node) for url in urls]
-        started = psutil.Process(node.pid).children(recursive=True)
-        servers[0].kill()
-        servers[0].wait()
-        assert httpx.get(urls[1], headers=KEY).is_success and node.poll() is None
-        node.send_signal(signal.SIGTERM)  # Slurm's, to every process of the job
-        servers[1].send_signal(signal.SIGTERM)
-        assert wait_for_server(urls[0], node).pid != servers[0].pid
-        assert servers[1].is_running() and httpx.get(urls[1], headers=KEY).is_success
-        started += psutil.Process(node.pid).children(recursive=True)
-    finally:
-        node.send_signal(signal.SIGUSR2)
-        node.wait()
-    _, alive = psutil.wait_procs(started, timeout=60)
-    assert not alive and not list(tmp_path.iterdir())
+    command = [sys.executable, "-P", "-m", "megavlm.slurm.servers", str(tmp_path / "run")]
+    with subprocess.Popen([*command, HOST, str(port), "2", "4"], cwd=ROOT) as process:
+        try:
+            yield process, [f"http://{HOST}:{port + index}/health" for index in range(2)]
+        finally:
+            process.send_signal(signal.SIGUSR2)
+    assert process.returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def log_of(tmp_path: Path, index: int) -> Path:
+    return tmp_path / f"run/rollout_server_{HOST}_{index}.log"
+
+
+def test_servers_of_a_node_start_again_and_end_with_its_process(
+    node: tuple[subprocess.Popen[bytes], list[str]], tmp_path: Path
+) -> None:
+    process, urls = node
+    servers = [wait_for_server(url, process) for url in urls]
+    assert [server.cmdline()[-2:] for server in servers] == [
+        ["--base-gpu-id", "0"],
+        ["--base-gpu-id", "4"],
+    ]
+    started = psutil.Process(process.pid).children(recursive=True)
+    for server in started:
+        assert not {key.lower() for key in KEYS} & {*server.environ().values(), *server.cmdline()}
+    servers[0].kill()
+    servers[0].wait()
+    assert httpx.get(urls[1], headers=KEY).is_success and process.poll() is None
+    process.send_signal(signal.SIGTERM)  # Slurm's, to every process of the job
+    servers[1].send_signal(signal.SIGTERM)
+    assert wait_for_server(urls[0], process).pid != servers[0].pid
+    assert servers[1].is_running() and httpx.get(urls[1], headers=KEY).is_success
+    started += psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGUSR2)
+    process.wait(scaled(60))
+    _, alive = psutil.wait_procs(started, timeout=scaled(60))
+    assert not alive
+
+
+def test_the_logs_of_a_node_are_bounded_and_stacks_come_when_they_are_wanted(
+    node: tuple[subprocess.Popen[bytes], list[str]], tmp_path: Path
+) -> None:
+    process, urls = node
+    for url in urls:
+        wait_for_server(url, process)
+    os.truncate(log_of(tmp_path, 0), LOG_BYTES)
+    deadline = time.monotonic() + scaled(60)
+    while log_of(tmp_path, 0).stat().st_size >= LOG_BYTES:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    assert log_of(tmp_path, 0).with_suffix(".log.1").stat().st_size == LOG_BYTES
+    (tmp_path / "run" / STACKS / STACKS_WANTED).write_text("yes")
+    process.wait(scaled(60))
+    for index in range(2):
+        assert "most recent call first" in log_of(tmp_path, index).read_text()
 
 
 KEY = {"Authorization": "Bearer megavlm_rollout_admin_key"}

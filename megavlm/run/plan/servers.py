@@ -13,7 +13,7 @@ def server_plan(config: Config) -> str:
     arguments except for the address and the GPUs.
     """
     options = ServerOptions.from_config(config, config.model.folder, "cuda")
-    variables = options.image_variables() | {EXPOSE_ENVIRONMENT: "1"}
+    variables = options.variables() | {EXPOSE_ENVIRONMENT: "1"}
     lines = [
         f"run_dir={shlex.quote(config.run.dir)}",
         f"tensor_parallel={options.tensor_parallel}",

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megavlm.inference import server as server_module
+from megavlm.inference import server_process
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import ManagedServer, free_port
 from megavlm.inference.server_args import ServerOptions, command_line
@@ -230,7 +231,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_log_rotates_and_its_end_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "LOG_BYTES", 1000)
+    monkeypatch.setattr(server_process, "LOG_BYTES", 1000)
     with managed(tmp_path) as server:
         for number in range(5):
             with server.log_path.open("ab") as log:
@@ -262,8 +263,8 @@ def test_shared_memory_of_killed_servers_is_removed(
     """Of a server's own processes when it ends; of dead processes when one starts."""
     begin = f"{SHARED_MEMORY}_shm_test_{os.getpid()}"
     left, young, held = (Path(f"{begin}_{name}") for name in ("left", "young", "held"))
-    monkeypatch.setattr(server_module, "LEFT_FOR", 0.0)
-    monkeypatch.setattr(server_module, "SHARED_MEMORY", begin)
+    monkeypatch.setattr(server_process, "LEFT_FOR", 0.0)
+    monkeypatch.setattr(server_process, "SHARED_MEMORY", begin)
     try:
         left.touch()
         held.write_bytes(b"x" * 4096)
@@ -271,7 +272,7 @@ def test_shared_memory_of_killed_servers_is_removed(
             assert not left.exists(), "nobody has it"
             assert held.exists(), "this process has it"
             assert str(held) in shared_memory_of(os.getpgid(0))
-        monkeypatch.setattr(server_module, "LEFT_FOR", 3600.0)
+        monkeypatch.setattr(server_process, "LEFT_FOR", 3600.0)
         young.touch()
         with managed(tmp_path):
             assert young.exists()

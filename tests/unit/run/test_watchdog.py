@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from megavlm.observability.phases import Phases
-from megavlm.parallel import watchdog
 from megavlm.parallel.watchdog import RankReport, Watchdog, behind
 from megavlm.run.exit_codes import ExitCode
+from megavlm.signals import STACKS, STACKS_WANTED
 from tests.timeouts import scaled
 from tests.unit.run.test_launcher import FAKE_TRAINING, train
 
@@ -67,11 +67,14 @@ def test_progress_of_one_rank_or_of_a_server_is_progress_of_all(
 def test_stacks_of_all_ranks_are_written_and_the_oldest_sign_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    wanted = tmp_path / STACKS_WANTED  # of servers on other nodes, which look at it
+    wanted.touch()
     with watched(tmp_path) as ranks, ranks.phases[1]("update"):
         for _ in range(3):
             ranks.phases[0].beat()
             assert not ranks.fired.wait(SECONDS / 4)
         assert ranks.fired.wait(scaled(30))
+    assert wanted.read_text()
     assert all("rank 1 is behind, in phase update for" in sentence for sentence in ranks.ended)
     for rank in range(2):
         assert "test_stacks_of_all_ranks" in (tmp_path / f"rank_{rank}.txt").read_text()
@@ -114,7 +117,7 @@ def test_a_rank_that_hangs_in_a_call_of_c_is_named(
     assert done.stderr.count("no progress for 3.0 s (run.watchdog)") == 1
     named = "rank 1 gave no answer" if holds_interpreter else "rank 1 is behind, in phase update"
     assert named in done.stderr
-    stacks = {path.name for path in (tmp_path / "run" / watchdog.STACKS).iterdir()}
+    stacks = {path.name for path in (tmp_path / "run" / STACKS).iterdir()}
     assert stacks >= {"rank_0.txt"} | (set() if holds_interpreter else {"rank_1.txt"})
     source = (FAKE_TRAINING / "sitecustomize.py").read_text().splitlines()
     (line,) = [number for number, text in enumerate(source, 1) if "library.sleep(" in text]

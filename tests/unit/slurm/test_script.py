@@ -83,10 +83,25 @@ def test_options_of_the_job() -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)  # noqa: S607
 
 
+def test_rollout_nodes_of_another_kind_are_a_component() -> None:
+    text = script(
+        nodes=5, rollout_nodes=2, rollout_gpus_per_node=4, rollout_arguments=("--constraint=l40",)
+    )
+    trainer, rollout = text.split("#SBATCH hetjob\n")
+    assert "--nodes=3\n" in trainer and "--gpus-per-node=8\n" in trainer
+    assert "--nodes=2\n" in rollout and "--gpus-per-node=4\n" in rollout
+    assert "--constraint" in rollout and "--constraint" not in trainer
+    assert "--signal" in trainer and "--signal" not in rollout
+    assert "export ROLLOUT_GPUS_PER_NODE=4\n" in text
+    assert "hetjob" not in script()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"nodes": 2, "rollout_nodes": 2}, "--nodes 2 cannot hold --rollout-nodes 2 and a trainer"),
+        ({"rollout_gpus_per_node": 4, "array": "0-3"}, "makes no --array: leave them out"),
+        ({"rollout_arguments": ("-x",), "rollout_nodes": 0}, "which needs --rollout-nodes"),
         ({"variables": ("NCCL_DEBUG",)}, "--env NCCL_DEBUG is not NAME=VALUE"),
     ],
 )
@@ -116,8 +131,15 @@ def test_the_recipe_and_the_code_are_frozen(
     assert text.splitlines()[-1] == (
         f"source {folder}/code/megavlm/slurm/job.sh {folder}/recipe.yaml run.seed=%a"
     )
-    for name in ("megavlm/slurm/servers.sh", "megavlm/cli.py", "checkpoint_tools/cli.py"):
+    for name in ("megavlm/slurm/servers.py", "megavlm/cli.py", "checkpoint_tools/cli.py"):
         assert (folder / "code" / name).exists(), name
+
+
+def test_the_number_of_a_task_is_not_the_shell_s(
+    launch: Callable[..., tuple[int, str, str]], write_recipe: WriteRecipe
+) -> None:
+    code, _, err = launch(write_recipe(), "run.dir=runs/$SLURM_ARRAY_TASK_ID", "--array", "0-3")
+    assert code == 2 and "write %a for the number of the task" in err
 
 
 def test_without_slurm_the_script_is_left(

@@ -76,16 +76,21 @@ def hang(config: Any, rank: int, *, holds_interpreter: bool) -> None:
     """Hang on rank 1, in a call of C, while rank 0 waits for it in a collective."""
     import ctypes
     from functools import partial
+    from types import SimpleNamespace
 
     import torch.distributed as dist
 
     from megavlm.observability.phases import Phases
     from megavlm.parallel.mesh import own_store
-    from megavlm.parallel.watchdog import STACKS, Watchdog
+    from megavlm.parallel.watchdog import Watchdog
     from megavlm.run.exit_codes import ExitCode
     from megavlm.run.reason import end_run
+    from megavlm.signals import STACKS
 
     dist.init_process_group("gloo")
+    if config.rollout.urls:
+        wait_for_servers(config.rollout.urls)
+    dist.barrier()
     phases = Phases()
     with Watchdog(
         config.run.watchdog,
@@ -95,7 +100,9 @@ def hang(config: Any, rank: int, *, holds_interpreter: bool) -> None:
         store=own_store(),
         rank=rank,
         world_size=dist.get_world_size(),
-    ):
+    ) as watchdog:
+        if rank == 0:
+            watchdog.servers = SimpleNamespace(work_seen=0, write_stacks=lambda: None)
         with phases("vision"):
             dist.barrier()
         with phases("update"):
@@ -107,24 +114,28 @@ def hang(config: Any, rank: int, *, holds_interpreter: bool) -> None:
 
 
 def restart_servers(urls: list[str]) -> None:
-    import httpx
     import psutil
 
+    wait_for_servers(urls)
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "server_main.py" in " ".join(words) and urls[0].split(":")[-1] in words:
+            process.kill()
+            process.wait()
+    wait_for_servers(urls)
+
+
+def wait_for_servers(urls: list[str]) -> None:
+    import httpx
+
     key = {"Authorization": f"Bearer {os.environ['MEGAVLM_ROLLOUT_API_KEY']}"}
-    for wait in ("until they answer", "until they answer again"):
-        for url in urls:
-            while True:
-                try:
-                    httpx.get(f"{url}/server_info", headers=key).raise_for_status()
-                    break
-                except httpx.HTTPError:
-                    time.sleep(0.1)
-        if wait == "until they answer":
-            for process in psutil.process_iter(["cmdline"]):
-                words = process.info["cmdline"] or []
-                if "server_main.py" in " ".join(words) and urls[0].split(":")[-1] in words:
-                    process.kill()
-                    process.wait()
+    for url in urls:
+        while True:
+            try:
+                httpx.get(f"{url}/server_info", headers=key).raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.1)
 
 
 module = types.ModuleType("megavlm.run.train")

@@ -1,0 +1,191 @@
+"""Processes of one SGLang server on this machine, with their log."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+
+from megavlm.inference.server_main import SHARED_MEMORY, remove, shared_memory_of
+
+# Environment variables with the keys of servers that were started elsewhere; never in a recipe,
+# which is written to the run directory.
+API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
+SERVER_MAIN = Path(__file__).resolve().with_name("server_main.py")
+TAIL_LINES, TAIL_BYTES = 30, 2**16
+LEFT_FOR = 3600.0  # seconds
+LOG_BYTES, LOG_KEPT = 32 * 2**20, 2
+
+
+class ServerProcess:
+    """Processes of an SGLang server, from `launch` to `stop`; both may follow each other again.
+
+    `stop` ends all of them: SIGTERM, a deadline, then SIGKILL to their process group. If this
+    process dies in any other way, the kernel ends the server (see server_main.py). For the kernel,
+    the parent is the thread that launched it: use a thread that lives as long.
+
+    host, port: that the server listens on. arguments: further ones of SGLang, as words. keys: for
+    requests and for the administrator. log_path: output of the server, appended; a file of
+    LOG_BYTES becomes its first of LOG_KEPT older ones (`rotate_log`). stop_timeout: seconds to end
+    after SIGTERM.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        keys: tuple[str, str],
+        log_path: str | Path,
+        stop_timeout: float,
+    ) -> None:
+        self.host, self.port, self.url = host, port, f"http://{host}:{port}"
+        self.api_key, self.admin_key = keys
+        self.log_path = Path(log_path)
+        self._arguments = ["--host", host, "--port", str(port), *arguments]
+        self._environment = dict(environment)
+        self._stop_timeout = stop_timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def launch(self) -> None:
+        """Start the processes."""
+        assert self._process is None, "it is running"
+        remove_leftovers()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = tempfile.TemporaryDirectory(prefix="megavlm-rollout-")
+        command = [sys.executable, "-P", str(SERVER_MAIN), str(os.getpid())]
+        with ExitStack() as stack:
+            stack.callback(self._temporary.cleanup)
+            with open(self.log_path, "ab") as log:  # appending, or a rotation would leave a gap
+                self._process = subprocess.Popen(
+                    command + self._arguments,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment | {"TMPDIR": self._temporary.name},  # of its sockets
+                    start_new_session=True,  # its own process group, out of Ctrl-C's reach
+                )
+            stack.callback(self.stop)
+            self._send_keys(self._process)
+            stack.pop_all()
+
+    def death(self) -> str | None:
+        """Return why the server died, with the end of its log; None while it runs."""
+        assert self._process is not None, "the server was not started"
+        if (code := self._process.poll()) is None:
+            return None
+        return self.with_log(f"the SGLang server on port {self.port} ended with exit code {code}")
+
+    @property
+    def running(self) -> bool:
+        """Return True from `launch` to `stop`, even if the server has died."""
+        return self._process is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Return the id of the server's first process; None if it was not launched."""
+        return None if self._process is None else self._process.pid
+
+    def abort(self) -> None:
+        """End the server's processes by SIGABRT, upon which they write their stacks to the log."""
+        if self._process is None:
+            return
+        for process in _family(self._process.pid):
+            try:
+                # A core file of a GPU server has tens of gigabytes.
+                process.rlimit(resource.RLIMIT_CORE, (0, 0))
+                process.send_signal(signal.SIGABRT)
+            except psutil.NoSuchProcess:
+                pass
+
+    def rotate_log(self) -> None:
+        """Copy a log of LOG_BYTES to LOG.1, the one there to LOG.2, and go on with an empty file:
+        the server's processes keep theirs open. Lines that they write meanwhile are lost; on a full
+        disk, those that cannot be copied too.
+        """
+        older = [self.log_path.with_name(f"{self.log_path.name}.{n}") for n in (1, LOG_KEPT)]
+        with suppress(OSError):
+            if self.log_path.stat().st_size < LOG_BYTES:
+                return
+            try:
+                if older[0].exists():
+                    older[0].replace(older[1])
+                shutil.copyfile(self.log_path, older[0])
+            finally:
+                os.truncate(self.log_path, 0)
+
+    def stop(self) -> None:
+        """End the server and all its workers. Does nothing if it is stopped already."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        files = shared_memory_of(process.pid)
+        try:
+            process.terminate()
+            process.wait(self._stop_timeout)
+        except subprocess.TimeoutExpired:
+            pass  # it may ignore SIGTERM while a request hangs
+        finally:  # after a second Ctrl-C, too
+            _kill_group(process.pid)
+            process.wait()
+            remove(files)
+            assert self._temporary is not None
+            self._temporary.cleanup()
+
+    def with_log(self, message: str) -> str:
+        """Return the message with the end of the server's log."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        tail = "\n".join(f"  {line[:500]}" for line in lines)
+        return f"{message}; the end of {self.log_path}:\n{tail}"
+
+    def _send_keys(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        keys = {"api_key": self.api_key, "admin_api_key": self.admin_key}
+        try:
+            with process.stdin as pipe:
+                pipe.write(json.dumps(keys).encode() + b"\n")
+        except BrokenPipeError:
+            pass  # it is dead already, and the next look reports it with the end of the log
+
+
+def remove_leftovers() -> None:
+    """Remove this user's files of SGLang in shared memory that no process has mapped any more, of
+    runs that were killed as a whole. Those of the last hour stay: a process may be about to map
+    them, or be in another container.
+    """
+    old = {
+        str(path)
+        for path in Path(SHARED_MEMORY).parent.glob(f"{Path(SHARED_MEMORY).name}*")
+        if (stat := path.lstat()).st_uid == os.getuid() and time.time() - stat.st_ctime > LEFT_FOR
+    }
+    if old:
+        remove(old - shared_memory_of(None))
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """Return the descendants of a process, the youngest first, and itself."""
+    try:
+        root = psutil.Process(pid)
+        return [*reversed(root.children(recursive=True)), root]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # all gone
