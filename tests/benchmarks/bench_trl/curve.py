@@ -147,7 +147,7 @@ def plot(
         axes.set_xlabel(name.replace(", ", ",\n").replace(" in a", "\nin a"), fontsize=8)
         axes.set_ylim(bottom=0)
         axes.grid(color="#e5e5e5")
-    figure.axes[0].set_ylabel("processor seconds of forward and backward")
+    figure.axes[0].set_ylabel("processor seconds", fontsize=8)
     figure.axes[0].legend(fontsize=8)
     with matplotlib.rc_context({"svg.hashsalt": "megavlm"}):
         figure.savefig(path, metadata={"Date": None})
