@@ -60,11 +60,14 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: f
             enable_gqa=query.size(1) != key.size(1),
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, order)
+    whole = torch.cat(outputs)
+    return whole if order is None else whole.index_select(0, order)
 
 
-def _rows(tokens: Tensor, index: Tensor) -> Tensor:
-    """Return [B, heads, n, D] of tokens [T, heads, D] by an index [B, n]."""
+def _rows(tokens: Tensor, index: Tensor | slice) -> Tensor:
+    """Return [B, heads, n, D] of tokens [T, heads, D] by an index [B, n], or a slice of one."""
+    if isinstance(index, slice):
+        return tokens[index].transpose(0, 1)[None]
     return tokens.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
 
 

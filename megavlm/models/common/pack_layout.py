@@ -34,16 +34,22 @@ class CausalSequence(NamedTuple):
     def num_keys(self) -> int:
         return sum(end - first for first, end in self.keys)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the keys follow one another in the pack."""
+        return self.keys[-1][1] - self.keys[0][0] == self.num_keys
+
 
 class SequenceBatch(NamedTuple):
     """Causal sequences of similar length as the batch of one call, padded at their ends.
 
-    queries: [B, q] of this rank's tokens, keys: [B, k] of the pack. mask: [B, 1, q, k] true where
-    attended; None: plain causal.
+    queries: [B, q] of this rank's tokens, keys: [B, k] of the pack; slices of them for one sequence
+    whose keys follow one another, so that nothing is copied and kept for the backward pass. mask:
+    [B, 1, q, k] true where attended; None: plain causal.
     """
 
-    queries: Tensor
-    keys: Tensor
+    queries: Tensor | slice
+    keys: Tensor | slice
     mask: Tensor | None
 
 
@@ -102,16 +108,20 @@ class PackLayout(PackedSeqParams):
         return self.tree_bounds[-1]
 
     @cached_property
-    def batches(self) -> tuple[list[SequenceBatch], Tensor]:
+    def batches(self) -> tuple[list[SequenceBatch], Tensor | None]:
         """Batches of causal sequences for a dense kernel, and for each of this rank's tokens its
-        place among their queries, one batch after the other.
+        place among their queries, one batch after the other; None: they are in order.
         """
         sequences = causal_sequences(self.runs, self.parents, self.segment_bounds)
         starts = [*accumulate((sequence.num_queries for sequence in sequences), initial=0)]
         order, places = torch.empty(starts[-1], dtype=torch.long), 0
         batches: list[SequenceBatch] = []
         device = self.token_index.device
-        for rows in similar([(item.num_queries, item.num_keys) for item in sequences]):
+        gathered = [row for row, item in enumerate(sequences) if not item.is_contiguous]
+        sizes = [(sequences[row].num_queries, sequences[row].num_keys) for row in gathered]
+        groups = [[row] for row, item in enumerate(sequences) if item.is_contiguous]
+        groups += [[gathered[place] for place in places] for places in similar(sizes)]
+        for rows in groups:
             q = torch.tensor([sequences[row].num_queries for row in rows])[:, None]
             k = torch.tensor([sequences[row].num_keys for row in rows])[:, None]
             in_q, in_k = torch.arange(int(q.max())), torch.arange(int(k.max()))
@@ -125,8 +135,15 @@ class PackLayout(PackedSeqParams):
             own = in_q < q
             order[queries[own]] = places + torch.arange(queries.numel()).view_as(queries)[own]
             places += queries.numel()
-            batches.append(SequenceBatch(queries.to(device), keys.to(device), mask))
-        return batches, order.to(device)
+            first = sequences[rows[0]]
+            if first.is_contiguous:
+                own_rows = slice(starts[rows[0]], starts[rows[0] + 1])
+                own_keys = slice(first.keys[0][0], first.keys[-1][1])
+                batches.append(SequenceBatch(own_rows, own_keys, mask))
+            else:
+                batches.append(SequenceBatch(queries.to(device), keys.to(device), mask))
+        in_order = torch.equal(order, torch.arange(len(order)))
+        return batches, None if in_order else order.to(device)
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -177,18 +194,18 @@ def causal_sequences(
 
 def similar(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
     """Yield the indices of (queries, keys) whose batch, padded, has at most PADDING times their own
-    pairs. Those with as many queries as keys, which need no mask, are by themselves.
+    pairs.
     """
     rows, pairs, longest = list[int](), 0, 0
     for row in sorted(range(len(sizes)), key=lambda row: sizes[row]):
         q, k = sizes[row]
         pairs, longest = pairs + q * k, max(longest, k)
-        alone = q == k or (rows and sizes[rows[-1]][0] == sizes[rows[-1]][1])
-        if rows and (alone or (len(rows) + 1) * q * longest > PADDING * pairs):
+        if rows and (len(rows) + 1) * q * longest > PADDING * pairs:
             yield rows
             rows, pairs, longest = [], q * k, k
         rows.append(row)
-    yield rows
+    if rows:
+        yield rows
 
 
 def _padded(stretches: Iterable[tuple[int, int]], length: int) -> Tensor:

@@ -142,6 +142,8 @@ def test_ports_of_ours_are_none_that_the_kernel_gives_away(
 def test_a_port_of_ours_that_another_program_has_taken(tmp_path: Path) -> None:
     server = managed(tmp_path)
     with socket.socket() as taken:
+        # Connections of a server that had the port before may be left in TIME_WAIT.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", server.port))
         taken.listen()
         with pytest.raises(RolloutServerError, match=rf"port {server.port}, .* is in use"):
