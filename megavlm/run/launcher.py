@@ -232,4 +232,8 @@ def _forward(number: int, _: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_agent(*sys.argv[1:]))
+    result = _agent(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python resets the handlers as it shuts down: a signal then would be the exit code.
+    os._exit(result)
