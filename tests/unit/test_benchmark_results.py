@@ -28,4 +28,5 @@ def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_the_page_has_the_parts_that_are_written(name: str, tmp_path: Path) -> None:
     copy = tmp_path / "RESULTS.md"
     copy.write_text(RESULTS.read_text(encoding="utf-8"))
-    replace_part(name, "text", copy)
+    replace_part(name, "one line", copy)
+    assert f"<!-- {name} -->\n\none line\n\n<!-- end of {name} -->" in copy.read_text()
