@@ -58,9 +58,9 @@ def full_files(run: Path) -> list[Path]:
 def fill_tensorboard(run: Path) -> Path:
     """Put a full disk under the event file, which is opened for each write."""
     (events,) = (run / "tensorboard").iterdir()
-    events.unlink(missing_ok=True)
-    events.symlink_to(FULL)
-    return events
+    link = run / "full"
+    link.symlink_to(FULL)
+    return link.replace(events)  # at once: a thread may write, and would make the file again
 
 
 def test_the_rows_of_a_step_whose_update_was_skipped_are_written(
