@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -100,12 +99,7 @@ class SafetensorsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         close_written(self._file, is_whole=error is None)
         assert error is not None or self._left == 0, (
             f"{self._left} bytes of the header were not written"

@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from megavlm.checkpointing.atomic import close_written
@@ -78,12 +77,7 @@ class SummedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         close_written(self._file, is_whole=error is None)
 
 

@@ -6,7 +6,6 @@ import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 
@@ -67,12 +66,7 @@ class ManagedServer(ServerProcess):
             stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def launch(self) -> None:

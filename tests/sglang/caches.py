@@ -50,7 +50,7 @@ def compare(before: list[int], new: list[int]) -> tuple[float, list[float]]:
         output = torch.full_like(query, torch.nan)
         backend = cls.__new__(cls)
         start = time.process_time()
-        getattr(backend, name)(query, output, *inputs, **options)
+        getattr(backend, name)(query, output, *inputs, None, **options)
         seconds.append(time.process_time() - start)
         outputs.append(output)
     return (outputs[0] - outputs[1]).abs().max().item(), seconds

@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import pytest
 
@@ -108,12 +107,7 @@ class Cluster:
             assert time.monotonic() < deadline, self._run("sinfo", "-N", "-l")
             time.sleep(0.2)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._run("scancel", "--user=root")
         self._stop()
 

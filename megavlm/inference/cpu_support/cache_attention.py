@@ -24,55 +24,29 @@ MOST_TOKENS, MOST_PAIRS = 2**16, 2**22
 class CacheAttention(torch_native_backend.TorchNativeAttnBackend):
     """SGLang's own backend, but for plain attention over the cache."""
 
+    # SGLang gives without names, here as `place`: k_cache, v_cache, req_to_token, req_pool_indices,
+    # seq_lens, for an extension extend_prefix_lens and extend_seq_lens, and encoder_lens.
+
     def _run_sdpa_forward_decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        **options: Any,
+        self, query: Tensor, output: Tensor, *place: Any, **options: Any
     ) -> Tensor:
-        if encoder_lens is None and is_plain(query, k_cache, options):
-            lengths = seq_lens.tolist()
-            # Rows are as long as the model's context: only what is used is gathered.
-            caches = k_cache, v_cache, req_to_token[:, : max(lengths)][req_pool_indices]
-            return attend(query, output, *caches, lengths, [1] * len(lengths), options["scaling"])
-        place = req_to_token, req_pool_indices, seq_lens, encoder_lens
-        return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *place, **options)
+        if not is_plain(query, place, options):
+            return super()._run_sdpa_forward_decode(query, output, *place, **options)
+        return attend(query, output, *place[:5], new=[1] * len(query), scale=options["scaling"])
 
     def _run_sdpa_forward_extend(
-        self,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        extend_prefix_lens: Tensor,
-        extend_seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        **options: Any,
+        self, query: Tensor, output: Tensor, *place: Any, **options: Any
     ) -> Tensor:
-        if encoder_lens is None and options["causal"] and is_plain(query, k_cache, options):
-            lengths, new = seq_lens.tolist(), extend_seq_lens.tolist()
-            caches = k_cache, v_cache, req_to_token[:, : max(lengths)][req_pool_indices]
-            return attend(query, output, *caches, lengths, new, options["scaling"])
-        place = req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens
-        return super()._run_sdpa_forward_extend(
-            query, output, k_cache, v_cache, *place, encoder_lens, **options
-        )
+        if not is_plain(query, place, options) or not options["causal"]:
+            return super()._run_sdpa_forward_extend(query, output, *place, **options)
+        return attend(query, output, *place[:5], new=place[6].tolist(), scale=options["scaling"])
 
 
-def is_plain(query: Tensor, k_cache: Tensor, options: dict[str, Any]) -> bool:
+def is_plain(query: Tensor, place: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Return True for attention to all cached tokens of a sequence, in the cache's own type."""
-    window = options.get("sliding_window_size")
-    own = not options.get("is_cross_attn") and (window is None or window < 0)
-    return own and query.dtype == k_cache.dtype
+    k_cache, encoder_lens, window = place[0], place[-1], options.get("sliding_window_size")
+    own = encoder_lens is None and not options.get("is_cross_attn")
+    return own and (window is None or window < 0) and query.dtype == k_cache.dtype
 
 
 def attend(
@@ -80,18 +54,21 @@ def attend(
     output: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slots: Tensor,
-    lengths: Sequence[int],
+    req_to_token: Tensor,
+    requests: Tensor,
+    seq_lens: Tensor,
     new: Sequence[int],
     scale: float | None,
 ) -> Tensor:
     """Write the attention of all new tokens to `output` and return it.
 
     query, output: [T, heads, head size], the new tokens of each sequence one after the other.
-    k_cache, v_cache: [slots, KV heads, head size]. slots: [S, longest] of each sequence's tokens,
-    those beyond its length unused. lengths, new: [S] tokens of each sequence, and those of them
-    that are new, at its end.
+    k_cache, v_cache: [slots, KV heads, head size]. req_to_token: [requests, model's context] slots
+    of each request's tokens, those beyond its length unused. requests, seq_lens: [S] request of
+    each sequence, and its tokens. new: [S] those of them that are new, at its end.
     """
+    lengths = seq_lens.tolist()
+    slots = req_to_token[:, : max(lengths)][requests]  # a copy, of what is used alone
     starts = [0, *accumulate(new)]
     for rows in calls(lengths, new):
         count, longest = new[rows[0]], lengths[rows[-1]]

@@ -8,7 +8,6 @@ probed with a generated token or restarted (`ServerPool.resting`).
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -96,10 +95,5 @@ class ServerMemory:
     def __enter__(self) -> "ServerMemory":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.records import ServerRecords
@@ -41,12 +40,7 @@ class ServerPool(ServerRecords):
             stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._supervisor.close()
 
     def write_stacks(self) -> None:
