@@ -32,14 +32,14 @@ class CacheAttention(torch_native_backend.TorchNativeAttnBackend):
     ) -> Tensor:
         if not is_plain(query, place, options):
             return super()._run_sdpa_forward_decode(query, output, *place, **options)
-        return attend(query, output, *place[:5], new=[1] * len(query), scale=options["scaling"])
+        return attend(query, output, place[:5], [1] * len(query), options["scaling"])
 
     def _run_sdpa_forward_extend(
         self, query: Tensor, output: Tensor, *place: Any, **options: Any
     ) -> Tensor:
         if not is_plain(query, place, options) or not options["causal"]:
             return super()._run_sdpa_forward_extend(query, output, *place, **options)
-        return attend(query, output, *place[:5], new=place[6].tolist(), scale=options["scaling"])
+        return attend(query, output, place[:5], place[6].tolist(), options["scaling"])
 
 
 def is_plain(query: Tensor, place: tuple[Any, ...], options: dict[str, Any]) -> bool:
@@ -52,21 +52,18 @@ def is_plain(query: Tensor, place: tuple[Any, ...], options: dict[str, Any]) -> 
 def attend(
     query: Tensor,
     output: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    requests: Tensor,
-    seq_lens: Tensor,
+    place: Sequence[Tensor],
     new: Sequence[int],
     scale: float | None,
 ) -> Tensor:
     """Write the attention of all new tokens to `output` and return it.
 
     query, output: [T, heads, head size], the new tokens of each sequence one after the other.
-    k_cache, v_cache: [slots, KV heads, head size]. req_to_token: [requests, model's context] slots
-    of each request's tokens, those beyond its length unused. requests, seq_lens: [S] request of
-    each sequence, and its tokens. new: [S] those of them that are new, at its end.
+    place: k_cache and v_cache [slots, KV heads, head size]; req_to_token [requests, model's
+    context], slots of each request's tokens, those beyond its length unused; [S] request of each
+    sequence, and its tokens. new: [S] those of them that are new, at its end.
     """
+    k_cache, v_cache, req_to_token, requests, seq_lens = place
     lengths = seq_lens.tolist()
     slots = req_to_token[:, : max(lengths)][requests]  # a copy, of what is used alone
     starts = [0, *accumulate(new)]
