@@ -83,12 +83,12 @@ class RolloutClient:
         version = None if weight_version is None else str(weight_version)
         batch = self._batch(
             prompts,
-            n,
-            sampling,
-            begun,
-            enough,
-            follow,
+            [list(group) for group in begun or [()] * len(prompts)],
+            n=n,
+            sampling=sampling,
             version=version,
+            wanted=len(prompts) if enough is None else min(enough, len(prompts)),
+            follow=follow,
             skip_timed_out=skip_timed_out,
         )
         try:
@@ -129,15 +129,14 @@ class RolloutClient:
         """
         batch = self._batch(
             prompts,
-            n,
-            sampling,
-            None,
-            None,
-            follow,
+            groups,
+            n=n,
+            sampling=sampling,
+            wanted=len(prompts),
             accepts=accepts,
+            follow=follow,
             skip_timed_out=skip_timed_out,
         )
-        batch.groups = groups
         try:
             while not await batch.run():
                 await refit()
@@ -145,30 +144,19 @@ class RolloutClient:
             await batch.close()
 
     def _batch(
-        self,
-        prompts: Sequence["Prompt"],
-        n: int,
-        sampling: Sampling,
-        begun: Sequence[Sequence[Response]] | None,
-        enough: int | None,
-        follow: Follow | None,
-        **options: Any,
+        self, prompts: Sequence["Prompt"], groups: list[list[Response]], **options: Any
     ) -> GenerationBatch:
         return GenerationBatch(
             prompts=list(prompts),
-            groups=[[] for _ in prompts] if begun is None else [list(group) for group in begun],
-            n=n,
-            sampling=sampling,
-            wanted=len(prompts) if enough is None else min(enough, len(prompts)),
+            groups=groups,
             routing=self._routing,
             http=self._http,
             limits=self.limits,
             show=self._show,
             beat=self._beat,
-            follow=follow,
             loads=self._loads,
             peers=self._peers,
-            **{"version": None, **options},
+            **options,
         )
 
     def sample_by(self, sampling: Sampling) -> None:

@@ -57,13 +57,13 @@ class GenerationBatch:
     groups: list[list[Response]]
     n: int
     sampling: Sampling
-    version: str | None
     wanted: int
     routing: Routing
     http: httpx.AsyncClient
     limits: RequestLimits
     show: Callable[[str], object]
     beat: Callable[[], object]
+    version: str | None = None
     follow: Follow | None = None
     skip_timed_out: bool = False
     accepts: Callable[[str], bool] | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from megavlm.data.context_parallel import SegmentRun
 from megavlm.data.packing import Pack
 
-PADDING = 1.25
+PADDING = 1.25  # most (query, key) pairs of a padded batch, over those of its sequences
 
 
 class CausalSequence(NamedTuple):
@@ -114,32 +114,23 @@ class PackLayout(PackedSeqParams):
         """
         sequences = causal_sequences(self.runs, self.parents, self.segment_bounds)
         starts = [*accumulate((sequence.num_queries for sequence in sequences), initial=0)]
-        order, places = torch.empty(starts[-1], dtype=torch.long), 0
-        batches: list[SequenceBatch] = []
-        device = self.token_index.device
         gathered = [row for row, item in enumerate(sequences) if not item.is_contiguous]
         sizes = [(sequences[row].num_queries, sequences[row].num_keys) for row in gathered]
         groups = [[row] for row, item in enumerate(sequences) if item.is_contiguous]
-        groups += [[gathered[place] for place in places] for places in similar(sizes)]
+        groups += [[gathered[index] for index in indices] for indices in similar(sizes)]
+        device = self.token_index.device
+        order, place = torch.empty(starts[-1], dtype=torch.long), 0
+        batches: list[SequenceBatch] = []
         for rows in groups:
-            q = torch.tensor([sequences[row].num_queries for row in rows])[:, None]
-            k = torch.tensor([sequences[row].num_keys for row in rows])[:, None]
-            in_q, in_k = torch.arange(int(q.max())), torch.arange(int(k.max()))
-            # Places beyond a sequence's end repeat its last token.
-            queries = torch.tensor([starts[row] for row in rows])[:, None] + in_q.minimum(q - 1)
-            keys = torch.stack([_padded(sequences[row].keys, len(in_k)) for row in rows])
-            mask = None
-            if len(rows) > 1 or len(in_q) < len(in_k):
-                last = k - q + in_q.minimum(q - 1)  # key of each query's own token
-                mask = (in_k <= last[:, :, None])[:, None].to(device)
-            own = in_q < q
-            order[queries[own]] = places + torch.arange(queries.numel()).view_as(queries)[own]
-            places += queries.numel()
-            first = sequences[rows[0]]
-            if first.is_contiguous:
-                own_rows = slice(starts[rows[0]], starts[rows[0] + 1])
-                own_keys = slice(first.keys[0][0], first.keys[-1][1])
-                batches.append(SequenceBatch(own_rows, own_keys, mask))
+            first = starts[rows[0]]
+            queries, keys, own, mask = _padded_batch([sequences[row] for row in rows])
+            queries += torch.tensor([starts[row] for row in rows])[:, None]
+            order[queries[own]] = place + torch.arange(queries.numel()).view_as(queries)[own]
+            place += queries.numel()
+            mask = None if mask is None else mask.to(device)
+            if sequences[rows[0]].is_contiguous:
+                stretch = slice(int(keys[0, 0]), int(keys[0, -1]) + 1)
+                batches.append(SequenceBatch(slice(first, first + queries.numel()), stretch, mask))
             else:
                 batches.append(SequenceBatch(queries.to(device), keys.to(device), mask))
         in_order = torch.equal(order, torch.arange(len(order)))
@@ -206,6 +197,24 @@ def similar(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
         rows.append(row)
     if rows:
         yield rows
+
+
+def _padded_batch(
+    sequences: Sequence[CausalSequence],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return of sequences that are padded to the longest: the queries' places in their sequence
+    [B, q], the keys' in the pack [B, k], which queries are not padding [B, q], and the mask of a
+    SequenceBatch. Places beyond a sequence's end repeat its last token.
+    """
+    q = torch.tensor([sequence.num_queries for sequence in sequences])[:, None]
+    k = torch.tensor([sequence.num_keys for sequence in sequences])[:, None]
+    in_q, in_k = torch.arange(int(q.max())), torch.arange(int(k.max()))
+    queries = in_q.minimum(q - 1)
+    keys = torch.stack([_padded(sequence.keys, len(in_k)) for sequence in sequences])
+    mask = None
+    if len(sequences) > 1 or len(in_q) < len(in_k):
+        mask = (in_k <= (k - q + queries)[:, :, None])[:, None]  # up to each query's own token
+    return queries, keys, in_q < q, mask
 
 
 def _padded(stretches: Iterable[tuple[int, int]], length: int) -> Tensor:

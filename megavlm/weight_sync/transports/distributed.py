@@ -97,10 +97,8 @@ class DistributedTransport:
         self._servers, self._attempt = servers, attempt
         self._stage, self._round = attempt.senders.index(rank), 0
         self._groups.prefix = f"{rendezvous.token}_{self._stage}"
-        self._messages, self._token = (
-            StageMessages(self._store, rendezvous, self._timeout),
-            rendezvous.token,
-        )
+        self._messages = StageMessages(self._store, rendezvous, self._timeout)
+        self._token = rendezvous.token
         self._urls, self._is_broken = {*attempt.urls}, False
         self._sending = {*range(1, len(attempt.senders))}  # on rank 0: other stages with buckets
         self._pool = ThreadPoolExecutor(len(attempt.urls), "requests")

@@ -117,7 +117,10 @@ def test_a_group_whose_requests_time_out_is_left_out_and_the_others_are_answered
 def test_what_timed_out_is_not_asked_again_with_what_a_refit_leaves() -> None:
     with RolloutClient(FixedServers("http://127.0.0.1:9"), SHORT) as client:
         prompts = [make_prompt(first_id=i) for i in range(3)]
-        batch = client._batch(prompts, 1, SAMPLING, None, None, None, skip_timed_out=True)
+        groups = [list[Response]() for _ in prompts]
+        batch = client._batch(
+            prompts, groups, n=1, sampling=SAMPLING, wanted=3, skip_timed_out=True
+        )
         batch._timed_out = {1}
         assert [request.places for request in batch._make_requests()] == [[0], [2]]
 
