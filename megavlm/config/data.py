@@ -31,7 +31,8 @@ class Data(Section):
     """Prompt of every row where `data.prompt_key` is null."""
 
     answer_key: str | None = "answer"
-    """Column of the reference answer, which rewards compare with and SFT learns."""
+    """Column of the reference answer, which rewards compare with and SFT learns: text, a number, or
+    a list of them, of which the first is taken."""
 
     image_keys: tuple[str, ...] = ("images",)
     """Columns of images, each with an image or a list of them: bytes, base64, a path beside the

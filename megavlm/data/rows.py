@@ -65,7 +65,8 @@ class Rows(Sequence[Row]):
     `frames`, a list of images, and `fps`, the frames per second. Null or an empty list is a row
     without; an empty text, such as an empty cell of a CSV file, is a missing image. Extra columns
     are kept unchanged, and as text in CSV; an answer column that is one of them may be null, then
-    "". In JSONL a key that a line lacks is null. So is NaN, which pandas writes for missing values.
+    "". Of a list of answers the first is taken. In JSONL a key that a line lacks is null. So is
+    NaN, which pandas writes for missing values.
 
     May be used after a fork, and be pickled.
     """
@@ -249,7 +250,8 @@ class _RowMaker:
         name = self.data.answer_key
         if name is None or (name in self.data.extra_keys and self.record.get(name) is None):
             return ""
-        return _text(self.record, name)
+        value = self.record.get(name)
+        return _text(value[0] if isinstance(value, list) and value else value, name)
 
     def _prompt(self) -> tuple[tuple[Message, ...], list[Any]]:
         """Return the chat, and the images that its messages hold."""
@@ -261,7 +263,7 @@ class _RowMaker:
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             chat = read_chat(value)
             return chat.messages, list(chat.images)
-        return (Message("user", _text(self.record, column)),), []
+        return (Message("user", _text(value, column)),), []
 
     def _image(self, column: str, value: object) -> bytes | None:
         """Return an encoded image, None for one that is not fetched. Errors name the column."""
@@ -320,8 +322,7 @@ def _check_columns(file: DataFile, names: Sequence[str] | None, data: Data) -> N
             )
 
 
-def _text(record: Mapping[str, Any], column: str) -> str:
-    value = record.get(column)
+def _text(value: object, column: str) -> str:
     if not isinstance(value, str | int | float):
         raise ValueError(f"{column!r} is {value!r:.200}; it must be text or a number")
     return str(value)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megavlm.evaluation.attempts import Candidate
 from megavlm.observability import page
-from megavlm.rewards.coordinates import Point, on_earth
+from megavlm.rewards.coordinates import Point, named_point
 from megavlm.rewards.geospot import read
 
 WIDTH, HEIGHT = 720, 360  # of land.svg
@@ -57,14 +57,14 @@ class WorldMap:
 
 
 def spots(candidates: Sequence[Candidate]) -> list[Spot]:
-    """Return the places of the first model's questions whose rows have `lat` and `lon`."""
+    """Return the places of the first model's questions whose rows have coordinates."""
     others = [
         {question.row.index: question for question in candidate.questions}
         for candidate in candidates
     ]
     found = []
     for question in candidates[0].questions:
-        truth = on_earth(question.row.extra.get("lat"), question.row.extra.get("lon"))
+        truth = named_point(question.row.extra)
         if truth is None:
             continue
         answers = [

@@ -5,8 +5,11 @@ Latitude: 48.8566, Longitude: 2.3522      48.8566^\circ N and 2.3522^\circ E
 """
 
 import re
+from collections.abc import Mapping
 
 Point = tuple[float, float]  # latitude, longitude in degrees
+
+_NAMES = (("lat", "latitude"), ("lon", "longitude", "lng"))
 
 # In the signs that _ANGLE knows: ° ' " N S E W.
 _SPELLED = (
@@ -69,3 +72,9 @@ def on_earth(lat: object, lon: object) -> Point | None:
     except ValueError:
         return None
     return found if abs(found[0]) <= 90 and abs(found[1]) <= 180 else None
+
+
+def named_point(values: Mapping[str, object]) -> Point | None:
+    """Return the point of `lat` or `latitude`, and `lon`, `longitude` or `lng`, if there is one."""
+    lat, lon = (next((values[name] for name in names if name in values), None) for names in _NAMES)
+    return on_earth(lat, lon)

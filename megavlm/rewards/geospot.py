@@ -18,7 +18,7 @@ from typing import Any
 
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
-from megavlm.rewards.coordinates import Point, on_earth, read_point
+from megavlm.rewards.coordinates import Point, named_point, read_point
 from megavlm.rewards.options import check_number, check_weights
 from megavlm.rewards.places import (
     city_name,
@@ -38,7 +38,6 @@ _LABEL = re.compile(
     re.I | re.M,
 )
 _NAMES = {"state": "region", "province": "region", "town": "city"}
-_COORDINATES = (("lat", "latitude"), ("lon", "longitude", "lng"))
 _MARKS = re.compile(r"\\(?:boxed|text(?:bf)?)\s?\{|\\[()\[\]]|\*\*|\$")
 _AROUND = " \t\r\n*_`\"'.,;|{}"  # a value
 
@@ -156,10 +155,7 @@ def _read_json(response: str) -> dict[str, Any]:
             name = _NAMES.get(label, label)
             if name in ("country", "region", "city") and isinstance(item, str) and item:
                 claim[name] = item
-        lat, lon = (
-            next((names[key] for key in keys if key in names), None) for keys in _COORDINATES
-        )
-        if (point := on_earth(lat, lon)) is not None:
+        if (point := named_point(names)) is not None:
             claim["point"] = point
     return claim
 
@@ -172,7 +168,7 @@ def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
         "country": _text(row.get("country")) or _text(row.get("answer")),
         "region": _text(row.get("region")),
         "city": _text(row.get("city")),
-        "point": on_earth(row.get("lat"), row.get("lon")),
+        "point": named_point(row),
     }
 
 

@@ -1,5 +1,6 @@
 """Reading Parquet: every form of the image column, and every mistake named by file and row."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,17 @@ def test_reads_every_real_set() -> None:
         rows = read_rows([str(file)])
         assert rows and all(row.images and row.answer and row.category for row in rows)
         assert {row.dataset for row in rows} == {f"{file.parent.name}/{file.stem}"}
+
+
+def test_the_first_of_a_list_of_answers_is_the_answer(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"problem": "?", "label": label}) for label in (["14", "15"], [7], "x")]
+    path.write_text("\n".join(lines))
+    rows = read_rows([str(path)], answer_key="label", image_keys=())
+    assert [row.answer for row in rows] == ["14", "7", "x"]
+    path.write_text('{"problem": "?", "label": []}\n')
+    with pytest.raises(ValueError, match=r"'label' is \[\]; it must be text or a number"):
+        read_rows([str(path)], answer_key="label", image_keys=())
 
 
 def test_extra_columns_are_kept_for_rewards(tmp_path: Path) -> None:

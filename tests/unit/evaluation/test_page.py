@@ -156,7 +156,7 @@ def test_rewards_that_failed_are_told(tmp_path: Path) -> None:
 
 
 def test_map_of_places(tmp_path: Path) -> None:
-    place = {"lat": 29.9, "lon": 78.1}
+    place = {"latitude": "29.9", "longitude": "78.1"}
     row = question(0, "x", extra=place).row
     said = Attempt("Country: India\nCoordinates: 28.61, 77.21", 0.5, True, 9, "stop")
     mute = Attempt("India", 0.3, True, 2, "stop")

@@ -262,6 +262,8 @@ def test_what_a_row_does_not_know_does_not_count() -> None:
     table = {"country": "France", "region": "", "city": "", "lat": "", "lon": ""}
     assert geospot.score("France", table).reward == 1.0
     assert geospot.score("48.9, 2.4", table | {"lat": "48.9", "lon": "2.4"}).reward == 0.5
+    named = {"answer": "FR", "latitude": "48.9", "longitude": "2.4"}
+    assert geospot.score("48.9, 2.4", named).reward == 0.5
     assert geospot.score("Spain", row).reward == 0.0
     nan = float("nan")
     for lat, lon in ((nan, nan), ("NaN", "NaN"), (91.0, 0.0), ("0", "-181"), ("?", "?"), (1.0, "")):
