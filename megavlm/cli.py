@@ -277,7 +277,7 @@ def watch(
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Data set: geo3k.")],
+    name: Annotated[str, typer.Argument(help="Data set: geo3k, chartqa, flickr30k, streetview.")],
     to: Annotated[
         Path | None,
         typer.Option("--to", metavar="DIR", help="Folder (default: data/ and its name there)."),

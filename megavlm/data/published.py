@@ -1,12 +1,13 @@
 """`megavlm data`: published data sets that recipes use as they are, from the HuggingFace hub."""
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from omegaconf import OmegaConf
 
 from megavlm.config.data import Data
@@ -17,13 +18,13 @@ SAMPLE = 20  # rows of each split that are read, with their images
 
 @dataclass(frozen=True)
 class PublishedData:
-    """A data set of the hub. train, test: its files. keys: of the `data` section, and `sections`
-    of others, that fit it.
+    """A data set of the hub. train, test: its files, as globs. keys: of the `data` section, and
+    `sections` of others, that fit it.
     """
 
     repository: str
-    train: str
-    test: str
+    train: str = "data/train-*.parquet"
+    test: str = "data/test-*.parquet"
     keys: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Any] = field(default_factory=dict)
 
@@ -35,6 +36,50 @@ PUBLISHED = {
         "data/test-00000-of-00001.parquet",
         keys={"category_key": None},
         sections={"environment": {"name": "geo3k"}},
+    ),
+    "chartqa": PublishedData(
+        "HuggingFaceM4/ChartQA",
+        keys={
+            "image_keys": ("image",),
+            "prompt_key": "query",
+            "answer_key": "label",
+            "category_key": "human_or_machine",
+        },
+        # A number may be 5 % off, as in the relaxed accuracy by which ChartQA is reported.
+        sections={"environment": {"name": "vqa"}, "reward": {"options": {"relative": 0.05}}},
+    ),
+    "flickr30k": PublishedData(
+        "umaru97/flickr30k_train_val_test",
+        keys={
+            "image_keys": ("image",),
+            "prompt_key": None,
+            "question": "Describe the image in one sentence.",
+            "answer_key": "caption",
+            "category_key": None,
+            "extra_keys": ("caption",),
+        },
+        sections={
+            "environment": {"name": "caption"},
+            "reward": {"options": {"reference_key": "caption"}},
+        },
+    ),
+    # It has one split: the last of its six files is tested on.
+    "streetview": PublishedData(
+        "stochastic/random_streetview_images_pano_v0.0.2",
+        "data/train-0000[0-4]-of-00006-*.parquet",
+        "data/train-00005-of-00006-*.parquet",
+        keys={
+            "image_keys": ("image",),
+            "prompt_key": None,
+            "question": (
+                "Where was this panorama taken? End with two lines: Country: ..., "
+                "Coordinates: LATITUDE, LONGITUDE"
+            ),
+            "answer_key": "country_iso_alpha2",
+            "category_key": None,
+            "extra_keys": ("latitude", "longitude"),
+        },
+        sections={"environment": {"name": "geospot"}},
     ),
 }
 
@@ -49,23 +94,37 @@ def fetch_data(name: str, folder: Path | None) -> str:
     if name not in PUBLISHED:
         raise ValueError(f"megavlm data {name}: there are {', '.join(PUBLISHED)}; name one of them")
     published = PUBLISHED[name]
-    folder = folder or Path("data", published.repository.rpartition("/")[2])
-    files = [published.train, published.test]
+    repository, patterns = published.repository, (published.train, published.test)
+    folder = folder or Path("data", repository.rpartition("/")[2])
     try:
-        snapshot_download(
-            published.repository, repo_type="dataset", local_dir=folder, allow_patterns=files
-        )
+        listed = HfApi().list_repo_files(repository, repo_type="dataset")
+        files = [_matching(listed, pattern, repository) for pattern in patterns]
+        names = [name for matched in files for name in matched]
+        snapshot_download(repository, repo_type="dataset", local_dir=folder, allow_patterns=names)
     except (OSError, httpx.HTTPError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConnectionError(
-            f"{published.repository} cannot be downloaded to {folder} ({reason}): try again; what "
-            "has arrived is kept"
+            f"{repository} cannot be downloaded to {folder} ({reason}): try again; what has "
+            "arrived is kept"
         ) from error
-    train, test = (str(folder / file) for file in files)
+    for pattern, expected in zip(patterns, files, strict=True):
+        found = {str(path.relative_to(folder)) for path in folder.glob(pattern)}
+        if different := sorted(found ^ set(expected)):
+            raise ValueError(
+                f"{folder} is not what {repository} has: remove what there is of "
+                f"{', '.join(different)}, and try again"
+            )
+    train, test = (str(folder / pattern) for pattern in patterns)
     keys = {"train_files": [train], "test_files": [test], **published.keys}
     counts = [_check(file, Data(**published.keys)) for file in (train, test)]
     recipe = OmegaConf.to_yaml(OmegaConf.create({"data": keys, **published.sections}))
     return f"# {counts[0]:,} rows to train on, {counts[1]:,} to test on\n{recipe}"
+
+
+def _matching(listed: Sequence[str], pattern: str, repository: str) -> list[str]:
+    if not (names := fnmatch.filter(listed, pattern)):
+        raise ValueError(f"{repository} has no {pattern} any more; it has {', '.join(listed)}")
+    return names
 
 
 def _check(file: str, data: Data) -> int:

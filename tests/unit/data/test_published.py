@@ -7,20 +7,109 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from typer.main import get_command
 
+import megavlm.cli
 from megavlm.config.load import load
 from megavlm.data.published import PUBLISHED
-from tests.conftest import row, write_rows
+from megavlm.data.rows import Rows
+from megavlm.rewards.base import Example
+from megavlm.rewards.registry import check_reward_row, load_reward
+from megavlm.rollout.rewards import reward_parts
+from tests.conftest import png, row, write_rows
 from tests.timeouts import scaled
 
 SHA = "a" * 40
 REPOSITORY = PUBLISHED["geo3k"].repository
 RECIPES = Path(__file__).parents[3] / "recipes"
+NAMES = ", ".join(PUBLISHED)
+IMAGE = {"bytes": png(), "path": None}
+IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+TEXT, TEXTS = pa.string(), pa.list_(pa.string())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Data set as it is published. recipe: that takes it. train, test, others: its files. columns:
+    with the values of one row. right, wrong: responses to it.
+    """
+
+    recipe: str
+    train: list[str]
+    test: list[str]
+    others: list[str]
+    columns: dict[str, tuple[Any, Any]]  # type, value
+    right: str
+    wrong: str
+
+
+LAYOUTS = {
+    "geo3k": Layout(
+        "grpo/geo3k.yaml",
+        ["data/train-00000-of-00001.parquet"],
+        ["data/test-00000-of-00001.parquet"],
+        ["data/validation-00000-of-00001.parquet"],
+        {"images": (pa.list_(IMAGE_TYPE), [IMAGE]), "problem": (TEXT, "<image>x?")}
+        | {"answer": (TEXT, "48"), "id": (pa.int64(), 1), "choices": (TEXTS, ["3", "48"])}
+        | {"ground_truth": (TEXT, "B")},
+        "<think>?</think> \\boxed{48}",
+        "<think>?</think> \\boxed{49}",
+    ),
+    "chartqa": Layout(
+        "tasks/qwen2_5_vl_7b_vqa.yaml",
+        [
+            "data/train-00000-of-00003-49492f364babfa44.parquet",
+            "data/train-00001-of-00003-7302bae5e425bbc7.parquet",
+            "data/train-00002-of-00003-194c9400785577a2.parquet",
+        ],
+        ["data/test-00000-of-00001-e2cd0b7a0f9eb20d.parquet"],
+        ["data/val-00000-of-00001-0f11003c77497969.parquet", "README.md"],
+        {"image": (IMAGE_TYPE, IMAGE), "query": (TEXT, "How much?"), "label": (TEXTS, ["14.5"])}
+        | {"human_or_machine": (pa.int64(), 1)},
+        "\\boxed{14}",
+        "\\boxed{13}",
+    ),
+    "flickr30k": Layout(
+        "tasks/qwen2_5_vl_7b_caption.yaml",
+        [f"data/train-0000{part}-of-00009-0123456789abcdef.parquet" for part in range(9)],
+        ["data/test-00000-of-00001-f4c5570f14a435eb.parquet"],
+        ["data/val-00000-of-00001-0123456789abcdef.parquet"],
+        {
+            "image": (IMAGE_TYPE, IMAGE),
+            "caption": (TEXTS, ["A dog runs.", "The brown dog runs on grass."]),
+            "sentids": (TEXTS, ["0", "1"]),
+        }
+        | {name: (TEXT, "x") for name in ("split", "img_id", "filename")},
+        "The brown dog runs on grass.",
+        "Two people eat.",
+    ),
+    "streetview": Layout(
+        "tasks/qwen2_5_vl_7b_geospot_ppo.yaml",
+        [
+            "data/train-00000-of-00006-9089804f14aaccce.parquet",
+            "data/train-00001-of-00006-bbdd122ad37de970.parquet",
+            "data/train-00002-of-00006-f8ce946916e330c8.parquet",
+            "data/train-00003-of-00006-f8e97309feb01a88.parquet",
+            "data/train-00004-of-00006-450fd3815b925113.parquet",
+        ],
+        ["data/train-00005-of-00006-a0dd1c677754786b.parquet"],
+        ["dataset_infos.json"],
+        {"image": (IMAGE_TYPE, IMAGE), "country_iso_alpha2": (TEXT, "SK")}
+        | {"latitude": (TEXT, "48.3710587"), "longitude": (TEXT, "19.416553")}
+        | {"address": (TEXT, "050103, Šuľa, Slovakia")},
+        "Country: Slovakia\nCoordinates: 48.3710587, 19.416553",
+        "Country: Slovakia\nCoordinates: 40.3710587, 19.416553",
+    ),
+}
 
 
 class Hub(ThreadingHTTPServer):
@@ -28,8 +117,9 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, repository: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.repository = repository
         self.files: dict[str, bytes] = {}
         self.fetched: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -40,7 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        api = f"/api/datasets/{REPOSITORY}"
+        repository = self.server.repository
+        api = f"/api/datasets/{repository}"
         if path.startswith(f"{api}/tree/"):
             listed = [
                 {"type": "file", "path": name, "size": len(content), "oid": _etag(content)}
@@ -49,9 +140,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(json.dumps(listed).encode())
         elif path.startswith(api):
             siblings = [{"rfilename": name} for name in self.server.files]
-            info = {"id": REPOSITORY, "sha": SHA, "siblings": siblings, "private": False}
+            info = {"id": repository, "sha": SHA, "siblings": siblings, "private": False}
             self._reply(json.dumps(info | {"tags": [], "downloads": 0, "likes": 0}).encode())
-        elif path.startswith(resolved := f"/datasets/{REPOSITORY}/resolve/{SHA}/"):
+        elif path.startswith(resolved := f"/datasets/{repository}/resolve/{SHA}/"):
             name = path.removeprefix(resolved)
             if self.command == "GET":
                 self.server.fetched.append(name)
@@ -78,17 +169,23 @@ def _etag(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()  # noqa: S324  # as git names a file
 
 
+@contextmanager
+def serving(name: str) -> Iterator[Hub]:
+    with Hub(PUBLISHED[name].repository) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    with Hub() as server:
+    with serving("geo3k") as server:
         for split, count in (("train", 3), ("test", 2), ("validation", 1)):
             path = tmp_path / f"{split}.parquet"
             rows = [{k: v for k, v in row().items() if k != "task"} for _ in range(count)]
             write_rows(path, rows)
             server.files[f"data/{split}-00000-of-00001.parquet"] = path.read_bytes()
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
-        server.shutdown()
 
 
 def fetch(folder: Path, endpoint: str, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -104,22 +201,60 @@ def fetch(folder: Path, endpoint: str, *words: str) -> "subprocess.CompletedProc
     )
 
 
-def test_a_data_set_is_downloaded_once_and_its_keys_are_the_recipe_s(
-    hub: Hub, tmp_path: Path
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_data_set_is_downloaded_once_and_fits_its_recipe_and_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for _ in range(2):
-        done = fetch(tmp_path, hub.url, "geo3k")
-        assert done.returncode == 0, done.stderr
-    published = PUBLISHED["geo3k"]
-    assert sorted(hub.fetched) == sorted([published.train, published.test]), "no other split"
+    layout, published = LAYOUTS[name], PUBLISHED[name]
+    schema = pa.schema([(column, kind) for column, (kind, _) in layout.columns.items()])
+    values = {column: value for column, (_, value) in layout.columns.items()}
+    pq.write_table(pa.Table.from_pylist([values] * 2, schema), tmp_path / "rows.parquet")
+    with serving(name) as hub:
+        for file in layout.train + layout.test + layout.others:
+            hub.files[file] = (tmp_path / "rows.parquet").read_bytes()
+        for _ in range(2):
+            done = fetch(tmp_path, hub.url, name)
+            assert done.returncode == 0, done.stderr
+        assert sorted(hub.fetched) == sorted(layout.train + layout.test), "no other file"
+    count = 2 * len(layout.train)
+    assert done.stdout.startswith(f"# {count} rows to train on, 2 to test on\n")
     (tmp_path / "keys.yaml").write_text(done.stdout)
-    assert done.stdout.startswith("# 3 rows to train on, 2 to test on\n")
     printed = load(tmp_path / "keys.yaml", ["run.dir=x", "model.folder=x"])
-    recipe = load(RECIPES / "grpo/qwen2_5_vl_7b_geo3k.yaml")
-    for key in ("train_files", "test_files", "category_key", "prompt_key", "image_keys"):
+    recipe = load(RECIPES / layout.recipe, ["run.dir=x", "model.folder=x"])
+    for key in {"train_files", "test_files", "prompt_key", "image_keys", *published.keys}:
         assert getattr(printed.data, key) == getattr(recipe.data, key), key
     assert printed.environment.name == recipe.environment.name
-    assert "#   megavlm data geo3k\n" in (RECIPES / "grpo/geo3k.yaml").read_text()
+    assert printed.reward.options.items() <= recipe.reward.options.items()
+    assert f" megavlm data {name}" in (RECIPES / layout.recipe).read_text()
+
+    monkeypatch.chdir(tmp_path)
+    rows = Rows(printed.data.train_files, printed.data)
+    assert len(rows) == count and len(Rows(printed.data.test_files, printed.data)) == 2
+    found = Example(rows[0].problem, rows[0].answer, rows[0].category, extra=rows[0].extra)
+    (part,) = reward_parts(printed)
+    check_reward_row(part.name, found.columns(), part.options)
+    score = load_reward(part.name, part.options)
+    assert score(layout.right, found.columns(), **part.options).reward == 1.0
+    assert score(layout.wrong, found.columns(), **part.options).reward < 0.9
+
+
+def test_files_that_the_hub_no_longer_has_are_one_sentence(hub: Hub, tmp_path: Path) -> None:
+    test = PUBLISHED["geo3k"].test
+    hub.files["data/test-00000-of-00002.parquet"] = hub.files.pop(test)
+    done = fetch(tmp_path, hub.url, "geo3k")
+    assert done.returncode == 2 and not hub.fetched
+    assert f"has no {test} any more; it has data/train-" in done.stderr
+    assert "data/test-00000-of-00002.parquet" in done.stderr
+
+
+def test_files_of_an_older_version_are_one_sentence(hub: Hub, tmp_path: Path) -> None:
+    hub.repository = PUBLISHED["chartqa"].repository
+    old = tmp_path / "data/ChartQA/data/train-00000-of-00002.parquet"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"")
+    done = fetch(tmp_path, hub.url, "chartqa")
+    assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
+    assert f"remove what there is of data/{old.name}, and try again" in done.stderr
 
 
 def test_another_layout_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
@@ -134,7 +269,7 @@ def test_another_layout_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [
-        ("geo4k", 2, "megavlm: megavlm data geo4k: there are geo3k; name one of them\n"),
+        ("geo4k", 2, f"megavlm: megavlm data geo4k: there are {NAMES}; name one of them\n"),
         ("geo3k", 69, f"megavlm: {REPOSITORY} cannot be downloaded to data/geometry3k ("),
     ],
 )
@@ -144,3 +279,8 @@ def test_an_unknown_name_and_no_network_are_one_sentence(
     done = fetch(tmp_path, "http://127.0.0.1:9", name)
     assert done.returncode == code and not done.stdout
     assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
+
+
+def test_the_help_names_the_data_sets() -> None:
+    command = get_command(megavlm.cli.app).commands["data"]  # type: ignore[attr-defined]
+    assert command.params[0].help == f"Data set: {NAMES}."
