@@ -277,7 +277,7 @@ def watch(
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(help="Data set: geo3k, chartqa, flickr30k, streetview.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Data set.")],
     to: Annotated[
         Path | None,
         typer.Option("--to", metavar="DIR", help="Folder (default: data/ and its name there)."),
@@ -285,7 +285,7 @@ def data(
 ) -> None:
     """Download a published data set, check its first rows, and print the recipe's keys for it.
 
-    Stopped in the middle, it goes on where it was.
+    Stopped in the middle, it goes on where it was. NAME: geo3k, chartqa, flickr30k, streetview.
     """
     from megavlm.data.published import fetch_data
 
