@@ -102,9 +102,9 @@ def _check_known(section: str, given: Iterable[Any], classes: Mapping[str, Any])
 
 
 def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
-    """Build a section. Keys are merged one at a time, so that an error names its key."""
+    """Build a section. Raises ValueError that names the first wrong key."""
     types, defaults = get_type_hints(cls), _defaults(cls)
-    merged = OmegaConf.structured(cls)
+    changed = {}
     for key, value in values.items():
         if value == MISSING:
             raise ValueError(
@@ -112,18 +112,25 @@ def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
             )
         if types[key] == tuple[str, ...] and isinstance(value, str):
             value = [value]
-        if value == defaults[key] and type(value) is type(defaults[key]):
-            continue  # a merge copies the whole section
-        expected = _words(types[key])
-        mistyped = f"{name}.{key}={_shown(value)} has the wrong type: it must be {expected}"
         # OmegaConf would read 8 as true.
         if types[key] is bool and not isinstance(value, bool | str):
-            raise ValueError(mistyped)
-        try:
-            merged = OmegaConf.merge(merged, {key: value})
-        except (OmegaConfBaseException, TypeError) as error:  # TypeError: keys, not a list
-            raise ValueError(mistyped) from error
-    return OmegaConf.to_object(merged)
+            raise ValueError(_mistyped(f"{name}.{key}", value, bool))
+        if value != defaults[key] or type(value) is not type(defaults[key]):
+            changed[key] = value
+    section = OmegaConf.structured(cls)
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(section, changed))
+    except (OmegaConfBaseException, TypeError):
+        for key, value in changed.items():  # one by one, to find which
+            try:
+                OmegaConf.merge(section, {key: value})
+            except (OmegaConfBaseException, TypeError) as error:  # TypeError: keys, not a list
+                raise ValueError(_mistyped(f"{name}.{key}", value, types[key])) from error
+        raise
+
+
+def _mistyped(key: str, value: Any, kind: Any) -> str:
+    return f"{key}={_shown(value)} has the wrong type: it must be {_words(kind)}"
 
 
 def _words(kind: Any) -> str:
