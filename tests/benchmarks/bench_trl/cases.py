@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ RANKS, SERVERS, PROCESSES = 1, 1, 2
 @dataclass(frozen=True)
 class Case:
     """Sizes of a step. prompt: tokens with those of images; image: tokens in height and width of
-    each of `images`. n: responses to a prompt, of `length` tokens. goal: megavlm's steps an hour
-    over TRL's that are aimed at.
+    each of `images`. n: responses to a prompt, of `length` tokens. staleness: megavlm's
+    rollout.max_staleness. goal: megavlm's steps an hour over TRL's that are aimed at.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Case:
     image: tuple[int, int] = (0, 0)
     prompts: int = PROMPTS
     steps: int = 8
+    staleness: int = 0
     goal: float | None = None
 
     @property
@@ -51,10 +52,11 @@ class Case:
 
 
 TEXT = Case("text", 25, 16, 32, goal=1.5, steps=12)
+TEXT_AHEAD = replace(TEXT, name="text_ahead", staleness=1)
 LONG_TEXT = Case("text_long", 25, 16, 60, steps=10)
 IMAGES = Case("image", 400, 8, 32, images=1, image=(16, 23), goal=5.0, steps=4)
 MANY_IMAGES = Case("image_long", 400, 16, 60, images=1, image=(16, 23), steps=3)
-CASES = (TEXT, LONG_TEXT, IMAGES, MANY_IMAGES)
+CASES = (TEXT, TEXT_AHEAD, LONG_TEXT, IMAGES, MANY_IMAGES)
 
 
 def prepare(case: Case, folder: Path) -> None:
@@ -98,12 +100,13 @@ def ours(case: Case, folder: Path) -> dict[str, Any]:
             "prompts_per_step": case.prompts,
             "responses_per_prompt": case.n,
             "kl_coefficient": 0.0,
-            "importance": "none",
+            "importance": "token" if case.staleness else "none",
         },
         "parallel": {"data": RANKS},
         "rollout": {
             "servers": SERVERS,
             "max_new_tokens": case.length,
+            "max_staleness": case.staleness,
             # The end of a response is sampled and ignored, in TRL it is never sampled.
             "server_args": {"preferred_sampling_params": '{"ignore_eos": true}'},
         },
