@@ -14,6 +14,10 @@ OWNED_SERVER_ARGS = {
     "tp": "rollout.tensor_parallel",
     "tp_size": "rollout.tensor_parallel",
     "tensor_parallel_size": "rollout.tensor_parallel",
+    "nnodes": "rollout.tensor_parallel",
+    "node_rank": "rollout.tensor_parallel",
+    "dist_init_addr": "rollout.tensor_parallel",
+    "nccl_init_addr": "rollout.tensor_parallel",
     "base_gpu_id": "rollout.gpus",
     "enable_memory_saver": "rollout.colocate",
     "dtype": "model.dtype",
@@ -59,7 +63,8 @@ class Rollout(Section):
     """Port of the first managed server; the others follow it. Null chooses free ports."""
 
     tensor_parallel: int = bounded(1, least=1)
-    """Tensor-parallel ranks of each managed server."""
+    """Tensor-parallel ranks of each server. A managed server stays on this machine; one that a
+    Slurm job starts may have a multiple of a rollout node's GPUs, and then takes whole nodes."""
 
     gpus: tuple[int, ...] = bounded((), least=0)
     """GPUs of this machine for the ranks of all managed servers, in order. Empty takes those after

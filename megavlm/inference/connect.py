@@ -106,7 +106,10 @@ def server_handles(
     if rollout.mode == "managed":
         return [ServerHandle.managed(server) for server in managed_servers(config, model_folder)]
     keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
-    required = Requirements(fresh_images=needs_refit and config.trains_tower)
+    required = Requirements(
+        fresh_images=needs_refit and config.trains_tower,
+        one_machine=needs_refit and rollout.sync == "tensor",
+    )
     return [ServerHandle(url.rstrip("/"), *keys, required=required) for url in rollout.urls]
 
 
@@ -144,6 +147,12 @@ def server_gpus(rollout: Rollout, num_gpus: int, num_trainers: int) -> Sequence[
     size, needed = rollout.tensor_parallel, rollout.servers * rollout.tensor_parallel
     if num_gpus == 0:
         return [0] * rollout.servers
+    if size > num_gpus:
+        raise ValueError(
+            f"rollout.tensor_parallel={size} is more than the {num_gpus} GPUs of this machine, on "
+            "which servers of rollout.mode=managed stay: lower it, or start them on rollout nodes "
+            "(megavlm launch --rollout-nodes)"
+        )
     first = 0 if rollout.colocate else num_trainers
     gpus = rollout.gpus or tuple(range(first, first + needed))
     if max(gpus) >= num_gpus:

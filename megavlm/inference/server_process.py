@@ -130,8 +130,9 @@ class ServerProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        files = shared_memory_of(process.pid)
+        files: set[str] = set()
         try:
+            files = shared_memory_of(process.pid)
             process.terminate()
             process.wait(self._stop_timeout)
         except subprocess.TimeoutExpired:
@@ -144,10 +145,13 @@ class ServerProcess:
             self._temporary.cleanup()
 
     def with_log(self, message: str) -> str:
-        """Return the message with the end of the server's log."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        """Return the message with the end of the server's log, or why that cannot be read."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        except OSError as error:
+            return f"{message}; its log cannot be read: {error}"
         tail = "\n".join(f"  {line[:500]}" for line in lines)
         return f"{message}; the end of {self.log_path}:\n{tail}"
 

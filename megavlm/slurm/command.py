@@ -77,7 +77,7 @@ def launch(
     The batch script, the resolved recipe and the code are copied to RUN_DIR/launch.
     """
     from megavlm.config.load import load
-    from megavlm.slurm.script import Job, batch_script, freeze
+    from megavlm.slurm.script import Job, batch_script, freeze, num_servers
 
     given = overrides or []
     if any("SLURM_ARRAY_TASK_ID" in override for override in given):
@@ -90,10 +90,16 @@ def launch(
     addresses = []
     if rollout_nodes:
         any_number = load(recipe, [*now, *_addresses(1), "rollout.min_servers=1"])
-        rollout_gpus = rollout_gpus_per_node or gpus_per_node
-        servers_of_each = rollout_gpus // any_number.rollout.tensor_parallel
-        addresses = _addresses(rollout_nodes * max(servers_of_each, 1))
+        ranks, gpus = any_number.rollout.tensor_parallel, rollout_gpus_per_node or gpus_per_node
+        addresses = _addresses(num_servers(ranks, rollout_nodes, gpus))
     config = load(recipe, [*now, *addresses])
+    ranks = config.rollout.tensor_parallel
+    if config.rollout.mode == "managed" and ranks > gpus_per_node:
+        raise ValueError(
+            f"rollout.tensor_parallel={ranks} is more than the {gpus_per_node} GPUs of a node "
+            "(--gpus-per-node), on which a server of rollout.mode=managed stays: lower it, or give "
+            "the servers nodes of their own (--rollout-nodes)"
+        )
     name = Path(config.run.dir).name
     job = Job(
         name=name,

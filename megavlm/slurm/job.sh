@@ -2,8 +2,8 @@
 # with a recipe and overrides as arguments. Runs on the first node of the job.
 #
 # The last ROLLOUT_NODES nodes run SGLang servers, as many of rollout.tensor_parallel GPUs as fit on a
-# node; the others run a rank for each GPU. Of a heterogeneous job those of the second component run the
-# servers, with ROLLOUT_GPUS_PER_NODE GPUs each.
+# node, or one over several whole nodes; the others run a rank for each GPU. Of a heterogeneous job those
+# of the second component run the servers, with ROLLOUT_GPUS_PER_NODE GPUs each.
 #
 # The batch script may set two arrays before: srun_options (for a container by pyxis, say), and
 # in_container, the words before each program (apptainer exec ...).
@@ -77,14 +77,23 @@ MEGAVLM_ROLLOUT_ADMIN_KEY=$(random_key)
 export MEGAVLM_ROLLOUT_API_KEY MEGAVLM_ROLLOUT_ADMIN_KEY
 
 if [ "$rollout_nodes" -gt 0 ]; then
-    count=$((server_gpus / tensor_parallel))
+    # Servers of a node, and nodes of a server.
+    count=$((server_gpus / tensor_parallel)) span=1
     if [ "$count" -lt 1 ]; then
-        fail "rollout.tensor_parallel=$tensor_parallel is more than the $server_gpus GPUs of a node"
+        count=1 span=$((tensor_parallel / server_gpus))
+        if [ $((tensor_parallel % server_gpus)) -gt 0 ]; then
+            fail "rollout.tensor_parallel=$tensor_parallel is more than the $server_gpus GPUs of a rollout node" \
+                "and no multiple of them: a server over several nodes takes whole nodes"
+        fi
+        if [ $((rollout_nodes % span)) -gt 0 ]; then
+            fail "the number of rollout nodes, $rollout_nodes (ROLLOUT_NODES), is no multiple of the $span nodes of" \
+                "$server_gpus GPUs that a server of rollout.tensor_parallel=$tensor_parallel takes: change one of them"
+        fi
     fi
     urls=()
-    for node in "${servers[@]}"; do
+    for ((place = 0; place < rollout_nodes; place += span)); do
         for ((index = 0; index < count; index++)); do
-            urls+=("'http://$node:$((port + index))'")
+            urls+=("'http://${servers[place]}:$((port + index))'")
         done
     done
     given+=(rollout.mode=external "rollout.urls=[$(join "${urls[@]}")]")
@@ -111,11 +120,17 @@ progress() { cat "$run_dir/checkpoints/latest" 2>/dev/null || true; }
 before=$(progress)
 
 server_steps=()
-for node in "${servers[@]}"; do
+for ((place = 0; place < rollout_nodes; place++)); do
     # A server listens on the address that the other nodes use, not on every interface.
+    node=${servers[place]} among=()
+    if [ "$span" -gt 1 ]; then
+        # SGLang takes up to six more ports after this one.
+        among=(--nnodes "$span" --node-rank $((place % span))
+            --dist-init-addr "${servers[place - place % span]}:$((port + 1))")
+    fi
     on "$node"
     "${step[@]}" env "${server_environment[@]}" python -P -m megavlm.slurm.servers "$run_dir" "$node" \
-        "$port" "$count" "$tensor_parallel" "${server_arguments[@]}" \
+        "$port" "$count" "$tensor_parallel" "${server_arguments[@]}" "${among[@]}" \
         --mem-fraction-static "${MEM_FRACTION:-0.85}" &
     server_steps+=($!)
 done

@@ -115,6 +115,28 @@ class Job:
         return ["apptainer", "exec", "--nv", *mounts, self.container]
 
 
+def num_servers(tensor_parallel: int, nodes: int, gpus: int) -> int:
+    """Return the number of servers of `nodes` rollout nodes of `gpus` GPUs: several on a node, or
+    one over several whole nodes.
+
+    Raises ValueError if these do not come out even, as job.sh does.
+    """
+    if tensor_parallel <= gpus:
+        return nodes * (gpus // tensor_parallel)
+    if tensor_parallel % gpus:
+        raise ValueError(
+            f"rollout.tensor_parallel={tensor_parallel} is more than the {gpus} GPUs of a rollout "
+            "node and no multiple of them: a server over several nodes takes whole nodes"
+        )
+    span = tensor_parallel // gpus
+    if nodes % span:
+        raise ValueError(
+            f"--rollout-nodes {nodes} is no multiple of the {span} nodes of {gpus} GPUs that a "
+            f"server of rollout.tensor_parallel={tensor_parallel} takes: change one of them"
+        )
+    return nodes // span
+
+
 def batch_script(job: Job, recipe: Path, overrides: tuple[str, ...], code: Path) -> str:
     """Return the script that runs `recipe` with the packages in the folder `code`."""
     variables = {

@@ -7,13 +7,19 @@ their logs in RUN_DIR. A server that dies, or cannot be started, is started agai
 trainer gives it the weights anew. They end with this process, which SIGUSR2 ends: Slurm sends the
 other signals to every process of a job, and the trainer still needs its servers to finish the step.
 They also end once the watchdog of the trainer wants their stacks.
+
+A server over several nodes is run so on each of them, with COUNT 1 and SGLang's --nnodes,
+--node-rank and --dist-init-addr. When its process on one node ends, those on the others would wait
+for it in a collective, so all end and start again: a file in RUN_DIR has a byte for each launch of
+such a server that has ended. Byte n is written by every node that sees launch n end, which never
+takes back what another wrote.
 """
 
 import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,28 +33,58 @@ FOR_STACKS = 20.0  # seconds in which servers write their stacks
 
 @dataclass
 class Restarts:
-    """A server, the time at which it may start again, and the pause after its next death [s]."""
+    """A server's process on this node, the time at which it may start again, and the pause after
+    its next end [s].
+
+    ended: file of the launches that have ended, of a server over several nodes. launch: number of
+    the launch that runs.
+    """
 
     server: ServerProcess
+    ended: Path | None = None
+    launch: int = 0
     due: float = 0.0
     pause: float = 1.0
 
     def look(self) -> None:
-        """Start the server if it does not run and that is due, and bound its log."""
-        server = self.server
+        """Start the process if it does not run and that is due, end it if it has ended on another
+        node, and bound its log.
+        """
+        if time.monotonic() >= self.due:
+            try:
+                self._look()
+            except OSError as error:  # the node's other servers go on
+                self._postpone(
+                    f"the SGLang server on port {self.server.port} could not be started or "
+                    f"stopped: {error}"
+                )
+
+    def _look(self) -> None:
+        server, launch = self.server, self._current_launch()
         if not server.running:
-            if time.monotonic() >= self.due:
-                try:
-                    server.launch()
-                except OSError as error:  # the node's other servers go on
-                    self._postpone(
-                        f"the SGLang server on port {server.port} did not start: {error}"
-                    )
+            self.launch = launch
+            server.launch()
+        elif launch > self.launch:
+            self._postpone(f"the SGLang server on port {server.port} ended on another of its nodes")
+            server.stop()
         elif reason := server.death():
             self._postpone(reason)
+            self._end_launch()
             server.stop()
         else:
             server.rotate_log()
+
+    def _current_launch(self) -> int:
+        """Return the number of launches that have ended on any node."""
+        return self.launch if self.ended is None else max(self.launch, len(_content(self.ended)))
+
+    def _end_launch(self) -> None:
+        if self.ended is not None:
+            file = os.open(self.ended, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.pwrite(file, b".", self.launch)
+            finally:
+                os.close(file)
 
     def _postpone(self, reason: str) -> None:
         print(f"megavlm: {reason}\nit starts again in {self.pause:g} s", file=sys.stderr)
@@ -63,33 +99,39 @@ def main() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by the servers
     keys = os.environ.pop(API_KEY), os.environ.pop(ADMIN_KEY)
+    arguments = sys.argv[6:]
+    wanted = Path(run_dir, STACKS, STACKS_WANTED)
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    wanted.write_bytes(b"")
+    ended = None
+    if "--dist-init-addr" in arguments:
+        address = arguments[arguments.index("--dist-init-addr") + 1]
+        ended = Path(run_dir, f"rollout_server_{address.replace(':', '_')}.ended")
+        ended.touch()  # early: network file systems may take long to see a file that was not there
     restarts = [
         Restarts(
             ServerProcess(
                 host,
                 int(port) + index,
-                [*sys.argv[6:], "--base-gpu-id", str(int(gpus) * index)],
+                [*arguments, "--base-gpu-id", str(int(gpus) * index)],
                 os.environ,
                 keys,
                 Path(run_dir, f"rollout_server_{host}_{index}.log"),
                 stop_timeout=0,  # the node is given back
-            )
+            ),
+            ended,
         )
         for index in range(int(count))
     ]
-    wanted = Path(run_dir, STACKS, STACKS_WANTED)
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    wanted.write_bytes(b"")
-    try:
-        while not asked and not _has_content(wanted):
+    with ExitStack() as stack:  # one that cannot be stopped keeps no other
+        for each in restarts:
+            stack.callback(each.server.stop)
+        while not asked and not _content(wanted):
             for each in restarts:
                 each.look()
             time.sleep(TICK)
-        if _has_content(wanted):
+        if _content(wanted):
             write_stacks([each.server for each in restarts])
-    finally:
-        for each in restarts:
-            each.server.stop()
 
 
 def write_stacks(servers: list[ServerProcess]) -> None:
@@ -103,13 +145,13 @@ def write_stacks(servers: list[ServerProcess]) -> None:
         time.sleep(TICK)
 
 
-def _has_content(file: Path) -> bool:
-    """Return True if the file has content. It is opened each time, because network file systems
-    look for changes only then.
+def _content(file: Path) -> bytes:
+    """Return a file's content, b"" if it cannot be read. It is opened each time, because network
+    file systems look for changes only then.
     """
     with suppress(OSError):
-        return bool(file.read_bytes())
-    return False
+        return file.read_bytes()
+    return b""
 
 
 if __name__ == "__main__":

@@ -155,6 +155,23 @@ def test_servers_start_again_on_their_node_and_end_with_the_trainer(
     assert left_behind(tmp_path) == []
 
 
+def test_a_server_over_two_nodes_starts_again_as_a_whole(
+    cluster: Cluster, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    """A trainer node and two rollout nodes of one server, whose first node's process is killed."""
+    shown = cluster.wait(submit(7, 3, 2, "rollout.tensor_parallel=2"), WAIT)
+    text = (tmp_path / "job.log").read_text()
+    assert shown["JobState"] == "COMPLETED", text
+    (url,) = (tmp_path / "run/restarted").read_text().split()
+    assert url.startswith("http://node1:")
+    assert text.count("ended with exit code -9; the end of") == 1
+    assert text.count("ended on another of its nodes") == 1
+    for node in ("node1", "node2"):
+        log = (tmp_path / f"run/rollout_server_{node}_0.log").read_text()
+        assert log.count("all arguments") == 2
+    assert left_behind(tmp_path) == []
+
+
 def test_a_run_that_hangs_leaves_the_stacks_of_its_servers(
     cluster: Cluster, submit: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -42,7 +42,7 @@ PROGRAMS = {
 SERVERS = """#!{python}
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-with open(os.environ["NOTES"] + ".servers", "w") as notes:
+with open(os.environ["NOTES"] + ".servers." + sys.argv[5], "w") as notes:
     print(sys.argv[1:], file=notes)
     print(*(os.environ.get(name) for name in ("{keys[0]}", "{keys[1]}", "SGLANG_X")), file=notes)
 signal.sigwait([signal.SIGUSR2])
@@ -89,7 +89,7 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
     notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = 10000 + 77 * 20
-    monkeypatch.setenv("UNTIL", f"{notes}.servers")
+    monkeypatch.setenv("UNTIL", f"{notes}.servers.node2")
     done = launch("slurm.sbatch", RECIPE, "run.seed=1")
     assert (done.returncode, done.stderr) == (0, "")
     text = notes.read_text()
@@ -111,13 +111,31 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
     )
     api_key, admin_key = (environment[key] for key in KEYS)
     assert len({api_key, admin_key}) == 2 and len(api_key) == 64
-    words, variables = notes.with_name("notes.servers").read_text().splitlines()
+    words, variables = notes.with_name("notes.servers.node2").read_text().splitlines()
     place = [f"{notes.parent}/run", "node2", str(port), "2", "4"]
     sglang = ["--model-path", "models/m m", "--tp-size", "4", "--mem-fraction-static", "0.85"]
     assert words == str(["-P", "-m", "megavlm.slurm.servers", *place, *sglang])
     assert variables == f"{api_key} {admin_key}  0 "
     for key in KEYS:
         assert environment[key] not in text  # no argument list has one
+
+
+def test_a_server_takes_several_nodes(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of two GPUs for a server of four: the first one has its address."""
+    port = 10000 + 77 * 20
+    monkeypatch.setenv("GPUS_PER_NODE", "2")
+    monkeypatch.setenv("ROLLOUT_NODES", "2")
+    monkeypatch.setenv("UNTIL", f"{notes}.servers.node1 {notes}.servers.node2")
+    done = launch("slurm.sbatch", RECIPE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f" rollout.mode=external rollout.urls=['http://node1:{port}']\n" in notes.read_text()
+    for rank, node in enumerate(("node1", "node2")):
+        words, _ = notes.with_name(f"notes.servers.{node}").read_text().splitlines()
+        place = [f"{notes.parent}/run", node, str(port), "1", "4"]
+        among = ["--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", f"node1:{port + 1}"]
+        sglang = ["--model-path", "models/m m", "--tp-size", "4", *among]
+        sglang += ["--mem-fraction-static", "0.85"]
+        assert words == str(["-P", "-m", "megavlm.slurm.servers", *place, *sglang])
 
 
 @pytest.mark.parametrize(
@@ -149,13 +167,16 @@ def test_the_exit_code_tells_whether_the_job_is_queued_again(
 def test_slurm_needs_nodes_and_gpus(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RECIPE" in launch("slurm.sbatch").stderr
     assert "write %a" in launch("slurm.sbatch", RECIPE, "run.seed=$SLURM_ARRAY_TASK_ID").stderr
+    monkeypatch.setenv("GPUS_PER_NODE", "3")
+    done = launch("slurm.sbatch", RECIPE)
+    assert done.returncode == 2 and "rollout.tensor_parallel=4 is more than the 3" in done.stderr
     monkeypatch.setenv("GPUS_PER_NODE", "2")
     done = launch("slurm.sbatch", RECIPE)
-    assert done.returncode == 2 and "rollout.tensor_parallel=4 is more than the 2" in done.stderr
+    assert done.returncode == 2 and "1 (ROLLOUT_NODES), is no multiple of the 2 n" in done.stderr
     monkeypatch.setenv("ROLLOUT_NODES", "3")
     done = launch("slurm.sbatch", RECIPE)
     assert done.returncode == 2 and "3 nodes cannot hold 3 rollout nodes" in done.stderr
-    assert "srun" not in notes.read_text().replace("srun --nodes 1 --ntasks 1", "", 1)
+    assert "srun" not in notes.read_text().replace("srun --nodes 1 --ntasks 1", "", 2)
 
 
 @pytest.fixture

@@ -21,10 +21,12 @@ class Requirements:
     """Requirements on a server that was started elsewhere.
 
     fresh_images: training changes the vision tower, so the server must cache no image features,
-    because SGLang never drops them when weights change.
+    because SGLang never drops them when weights change. one_machine: weights are handed to it in
+    GPU memory of the trainer's machine.
     """
 
     fresh_images: bool = False
+    one_machine: bool = False
 
     def read(self, info: Mapping[str, Any]) -> tuple[int, str]:
         """Return the server's number of ranks and its device.
@@ -39,6 +41,13 @@ class Requirements:
             )
         if not isinstance(info.get("tp_size"), int) or not isinstance(info.get("device"), str):
             raise ValueError("does not report its tp_size and device, as SGLang does")
+        nodes = info.get("nnodes", 1)
+        if self.one_machine and info["device"] == "cuda" and nodes > 1:
+            raise ValueError(
+                f"runs on {nodes} nodes, and rollout.sync=tensor hands its ranks handles of GPU "
+                "memory, which can be opened only on the machine of the trainer's rank 0: set "
+                "rollout.sync=distributed or disk"
+            )
         return info["tp_size"], info["device"]
 
 

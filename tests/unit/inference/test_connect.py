@@ -67,6 +67,8 @@ def test_gpus(write_recipe: Any, keys: dict[str, Any], trainers: int, first: lis
     ("keys", "trainers", "sentence"),
     [
         ({"tensor_parallel": 4}, 5, r"would take GPUs \[5, 6, 7, 8\] .* has 8 and trains on 5"),
+        ({"tensor_parallel": 16}, 8, "16 is more than the 8 GPUs of this machine, on which"),
+        ({"tensor_parallel": 16, "colocate": True}, 8, "managed stay: lower it"),
         ({"gpus": [8]}, 4, r"would take GPUs \[8\]"),
         ({"gpus": [3]}, 4, r"rollout\.gpus=\[3\] names GPUs of the 4 trainer ranks"),
     ],

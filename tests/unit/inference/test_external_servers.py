@@ -32,6 +32,7 @@ def test_external_servers_must_answer_in_time() -> None:
 
 
 FRESH = Requirements(fresh_images=True)
+ONE_MACHINE = Requirements(one_machine=True)
 ENVIRONMENT = "internal_states"
 
 
@@ -45,6 +46,9 @@ ENVIRONMENT = "internal_states"
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "100"}}]}, FRESH, "start it"),
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "0"}}]}, FRESH, None),
         ({"version": "0.6.0rc1"}, Requirements(), None),
+        ({"nnodes": 2, "device": "cuda"}, ONE_MACHINE, r"on 2 nodes, and rollout\.sync=tensor"),
+        ({"nnodes": 2, "device": "cuda"}, Requirements(), None),
+        ({"nnodes": 2, "device": "cpu"}, ONE_MACHINE, None),
     ],
 )
 def test_an_external_server_must_be_as_the_run_needs_it(

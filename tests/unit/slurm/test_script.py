@@ -11,7 +11,7 @@ import yaml
 
 from megavlm import cli
 from megavlm.config.load import load
-from megavlm.slurm.script import Job, batch_script
+from megavlm.slurm.script import Job, batch_script, num_servers
 
 WriteRecipe = Callable[..., Path]
 
@@ -108,6 +108,40 @@ def test_rollout_nodes_of_another_kind_are_a_component() -> None:
 def test_what_cannot_be(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         script(**options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "gpus", "servers"),
+    [(8, 3, 8, 3), (4, 3, 8, 6), (3, 2, 8, 4), (16, 4, 8, 2), (16, 2, 8, 1), (8, 4, 2, 1)],
+)
+def test_servers_share_a_node_or_take_several(
+    ranks: int, nodes: int, gpus: int, servers: int
+) -> None:
+    assert num_servers(ranks, nodes, gpus) == servers
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((12, "--rollout-nodes", 2), "=12 is more than the 8 GPUs of a rollout node and no mult"),
+        ((16, "--rollout-nodes", 3), "--rollout-nodes 3 is no multiple of the 2 nodes of 8 GPUs"),
+        (
+            (16, "--rollout-nodes", 2, "--rollout-gpus-per-node", 4),
+            "--rollout-nodes 2 is no multiple of the 4 nodes of 4 GPUs",
+        ),
+        ((16, "--rollout-nodes", 0), "--gpus-per-node), on which a server of rollout.mode=managed"),
+    ],
+)
+def test_servers_take_whole_nodes(
+    launch: Callable[..., tuple[int, str, str]],
+    write_recipe: WriteRecipe,
+    options: tuple[int, ...],
+    message: str,
+) -> None:
+    ranks, *rest = options
+    given = (write_recipe(), f"rollout.tensor_parallel={ranks}", "--nodes", 4, "--dry-run")
+    code, out, err = launch(*given, *rest)
+    assert (code, out) == (2, "") and message in err
 
 
 def test_the_recipe_and_the_code_are_frozen(

@@ -3,14 +3,18 @@
 ok | busy (answers no /health_generate and computes) | crash (at once) | silent (never listens) |
 stubborn (ignores SIGTERM) | mortal (one launch that answers; later ones crash: the file
 STUB_LAUNCHES counts them) | shared memory (its worker maps a file)
+
+Over several nodes none answers before all have met at the first one's address.
 """
 
 import argparse
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # not the package, which imports torch
@@ -22,6 +26,9 @@ parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int)
 parser.add_argument("--api-key")
 parser.add_argument("--admin-api-key")
+parser.add_argument("--nnodes", type=int, default=1)
+parser.add_argument("--node-rank", type=int, default=0)
+parser.add_argument("--dist-init-addr", default="")
 arguments, _ = parser.parse_known_args()
 mode = os.environ["STUB"]
 logging.basicConfig()
@@ -49,6 +56,18 @@ if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if mode == "silent":
     signal.pause()
+meeting, _, door = arguments.dist_init_addr.partition(":")
+if arguments.node_rank:
+    while True:
+        try:
+            socket.create_connection((meeting, int(door))).close()
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+elif arguments.nnodes > 1:
+    with socket.create_server((meeting, int(door))) as listening:
+        for _ in range(1, arguments.nnodes):
+            listening.accept()
 keys = arguments.api_key, arguments.admin_api_key
 address = {"host": arguments.host, "port": arguments.port}
 with FakeServer(**address, keys=keys, weight_version="default", device="cpu") as fake:

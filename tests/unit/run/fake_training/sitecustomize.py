@@ -119,7 +119,8 @@ def restart_servers(urls: list[str]) -> None:
     wait_for_servers(urls)
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "server_main.py" in " ".join(words) and urls[0].split(":")[-1] in words:
+        address = urls[0].removeprefix("http://").split(":")
+        if "server_main.py" in " ".join(words) and {*address} <= {*words}:
             process.kill()
             process.wait()
     wait_for_servers(urls)

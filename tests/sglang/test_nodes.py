@@ -1,0 +1,106 @@
+"""A real server over two nodes, both this machine at loopback addresses of their own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megavlm.data.processor import Processor
+from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.server import server_ports
+from megavlm.inference.server_args import ServerOptions, command_line
+from megavlm.inference.server_process import ADMIN_KEY, API_KEY, ServerProcess
+from megavlm.signals import STACKS, STACKS_WANTED
+from tests.conftest import DATA
+from tests.distributed.fork import launch
+from tests.parity.reference import Reference
+from tests.sglang.conftest import PLAIN, Served, model_folder
+from tests.sglang.pushes import Trainer, changed, push
+from tests.sglang.test_weights import differences
+from tests.timeouts import scaled
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS = ("127.0.0.1", "127.0.0.2")
+START = scaled(600)  # seconds
+
+pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(1800)]
+
+
+class Nodes:
+    """Processes that run the servers of two nodes, with one rank of a server on each."""
+
+    def __init__(self, folder: Path, run: Path, stack: ExitStack) -> None:
+        keys = ("readers", "administrator")
+        port, store = server_ports(2)
+        options = ServerOptions(folder, "float32", "cpu", tensor_parallel=2, cache_images=False)
+        address = ServerProcess(HOSTS[0], port, [], {}, keys, run / "unused", 0)  # is not launched
+        self.served = Served(folder, Processor(folder, DATA), address, tensor_parallel=2)
+        self.supervisors = []
+        for rank, host in enumerate(HOSTS):
+            place = [str(run), host, str(port), "1", "1", *command_line(options.arguments())]
+            among = ["--nnodes", "2", "--node-rank", str(rank)]
+            among += ["--dist-init-addr", f"{HOSTS[0]}:{store}"]
+            environment = options.environment(first_core=rank)
+            environment |= {API_KEY: keys[0], ADMIN_KEY: keys[1]}
+            path = os.pathsep.join([str(ROOT), environment["PYTHONPATH"]])
+            command = [sys.executable, "-P", "-m", "megavlm.slurm.servers", *place, *among]
+            process = subprocess.Popen(command, env=environment | {"PYTHONPATH": path})
+            stack.callback(process.kill)  # the kernel then ends its server
+            self.supervisors.append(process)
+
+    def mains(self) -> list[psutil.Process]:
+        """Return the first process of the server on each node that has one."""
+        children = (psutil.Process(process.pid).children() for process in self.supervisors)
+        return [child for of_node in children for child in of_node]
+
+    def wait(self, old: list[psutil.Process]) -> list[psutil.Process]:
+        """Wait until the server answers, whose processes are all others than `old`."""
+        deadline = time.monotonic() + START
+        while True:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+            mains = self.mains()
+            if len(mains) == 2 and not {*mains} & {*old}:
+                try:
+                    self.served.get("/model_info")
+                    return mains
+                except WeightSyncError:
+                    pass  # it does not listen yet
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(model_folder(PLAIN), tmp_path / "run", stack)
+
+
+@pytest.mark.slow
+def test_a_server_over_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    """It answers as one on a node, takes weights on both, and starts again as a whole."""
+    served, folder = nodes.served, nodes.served.folder
+    mains = nodes.wait(old=[])
+    before = differences(served, Reference(folder), "default", seed=0)
+    assert max(before.values()) < 1e-4, before
+    for version, kind in enumerate(("distributed", "disk")):
+        weights = changed(folder, tmp_path / kind, tower=True, seed=13 + version)
+        trainer = Trainer(weights, freeze_tower=False)
+        launch(2, push, [served.target], kind, trainer, tmp_path / "scratch", version)
+        after = differences(served, Reference(weights), version, seed=0)
+        assert max(after.values()) < 1e-4, after
+        if version == 0:
+            mains[1].kill()
+            mains = nodes.wait(old=mains)
+            assert served.get("/model_info")["weight_version"] == "default"
+            (ended,) = (tmp_path / "run").glob("*.ended")
+            assert ended.read_bytes()
+    (tmp_path / "run" / STACKS / STACKS_WANTED).write_text("yes")
+    for process, host in zip(nodes.supervisors, HOSTS, strict=True):
+        assert process.wait(scaled(60)) == 0
+        log = (tmp_path / f"run/rollout_server_{host}_0.log").read_text()
+        assert "most recent call first" in log
