@@ -5,6 +5,7 @@ Rules that need files, ports or a world size are in megavlm/run/preflight.py.
 
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
+from typing import Any
 
 from megavlm.config.algorithm import SFT, PolicyOptimization
 from megavlm.config.checkpoint import nearest_metrics
@@ -330,8 +331,9 @@ def _pack_tokens(config: Config) -> int:
 
 
 # In this order: a critic's warmup leaves the policy fewer steps.
-_RULES: dict[str, Callable[[Config], int]] = {
+_RULES: dict[str, Callable[[Config], Any]] = {
     "algorithm.critic_warmup_steps": lambda config: min(config.algorithm.steps // 12, 5),
     "optimizer.warmup_steps": lambda config: min(config.algorithm.policy_steps // 8, 20),
     "data.pack_tokens": _pack_tokens,
+    "rollout.pause": lambda config: "in_place" if config.rollout.max_staleness else "abort",
 }

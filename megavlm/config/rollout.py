@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from megavlm.config.section import Section, bounded
+from megavlm.config.section import Section, bounded, follows
 
 # Options of the server that megavlm sets itself, and the key to set instead.
 OWNED_SERVER_ARGS = {
@@ -145,10 +145,11 @@ class Rollout(Section):
     on GPUs and by value over HTTP on CPUs. `distributed`: the first rank of each pipeline stage
     broadcasts slices by NCCL or gloo. `disk`: stages write to a folder that all share."""
 
-    pause: Literal["abort", "retract", "in_place"] = "abort"
-    """Handling of requests in flight when weights are updated. `abort` ends them, `retract`
-    computes them again under the new weights, `in_place` goes on with the cache that the old
-    weights computed."""
+    pause: Literal["abort", "retract", "in_place"] = follows("abort")
+    """Handling of requests in flight when weights are updated. `abort` ends them, for which SGLang
+    takes a second, `retract` computes them again under the new weights, `in_place` goes on with the
+    cache that the old weights computed. Null takes `in_place` where `rollout.max_staleness` is
+    above 0, and `abort` elsewhere."""
 
     lora: Literal["merged", "adapter"] = "merged"
     """Form in which adapters are sent. `merged` sends the weights that they change, `adapter` the

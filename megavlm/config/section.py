@@ -50,11 +50,12 @@ def bounded(default: Any, **limits: float) -> Any:
     return field(default=default, metadata={"bounds": Bounds(**limits)})
 
 
-def follows(default: int, **limits: float) -> Any:
+def follows(default: Any, **limits: float) -> Any:
     """Return a field that is null in recipes unless they set it: it then follows from other keys,
-    by the rule in derived.py. `default`: its value in a section that is made without a recipe.
+    by the rule in cross_rules.py. `default`: its value in a section that is made without a recipe.
     """
-    return field(default=default, metadata={"bounds": Bounds(**limits), "follows": True})
+    bounds = {"bounds": Bounds(**limits)} if limits else {}
+    return field(default=default, metadata={"follows": True, **bounds})
 
 
 def out_of_range(section: Section) -> Iterator[tuple[str, Any, Bounds]]:

@@ -89,10 +89,12 @@ def test_overrides_are_yaml(tmp_path: Path, override: str, read: Callable[[Confi
             1024 + 8 * (3 * 200 + 2 * 256),
         ),
         (["algorithm.name=sft", "data.max_prompt_tokens=3000"], "data.pack_tokens", 6000),
+        ([], "rollout.pause", "abort"),
+        (["rollout.max_staleness=1"], "rollout.pause", "in_place"),
     ],
 )
 def test_what_follows_from_other_keys_is_shown_and_what_is_given_is_kept(
-    tmp_path: Path, overrides: list[str], key: str, value: int
+    tmp_path: Path, overrides: list[str], key: str, value: object
 ) -> None:
     section, name = key.split(".")
     path = recipe(tmp_path, REQUIRED)
