@@ -17,6 +17,7 @@ from tests.e2e.conftest import World, make_world
 from tests.soak.growth import Sample, table, take_sample
 
 SAMPLES = 100  # of a whole run
+LEAST = 500  # steps: caches and allocators fill in the first few hundred
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
@@ -85,6 +86,8 @@ def soak(root: Path, steps: int) -> tuple[list[Sample], float]:
 
 def main() -> None:
     steps = int(sys.argv[1])
+    if steps < LEAST:
+        sys.exit(f"STEPS={steps} cannot tell growth from a start: take at least {LEAST}")
     with tempfile.TemporaryDirectory() as folder:
         samples, seconds = soak(Path(folder), steps)
     lines, grown = table(samples)

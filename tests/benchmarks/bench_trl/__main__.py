@@ -68,9 +68,11 @@ def phases(case: Case, runs: list[Run]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("python", type=Path)
-    parser.add_argument("cases", nargs="*", choices=[case.name for case in CASES])
+    parser.add_argument("cases", nargs="*", help=", ".join(names := [case.name for case in CASES]))
     parser.add_argument("--rounds", type=int, default=2, help="of TRL and megavlm in turn")
     options = parser.parse_args()
+    if unknown := {*options.cases} - {*names}:
+        parser.error(f"no case {', '.join(unknown)}: choose from {', '.join(names)}")
     chosen = [case for case in CASES if not options.cases or case.name in options.cases]
     results = {case: measured(case, options.python, options.rounds) for case in chosen}
     lines = [row(case, *runs) for case, runs in results.items()]

@@ -22,15 +22,15 @@ IMAGE_FRAME = 2  # the start and the end of an image
 PIXELS = 28  # of a side of an image token
 PROMPTS = 8  # of a step
 LR = 1e-5
-# On two cores: of megavlm, whose trainer and servers take turns, and of TRL.
-RANKS, SERVERS, PROCESSES = 1, 1, 2
+PROCESSES = 2  # of TRL, on two cores
 
 
 @dataclass(frozen=True)
 class Case:
     """Sizes of a step. prompt: tokens with those of images; image: tokens in height and width of
     each of `images`. n: responses to a prompt, of `length` tokens. staleness: megavlm's
-    rollout.max_staleness. goal: megavlm's steps an hour over TRL's that are aimed at.
+    rollout.max_staleness, with so many ranks and as many servers: on two cores two that take turns,
+    or one that works at the same time. goal: megavlm's steps an hour over TRL's that are aimed at.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Case:
     prompts: int = PROMPTS
     steps: int = 8
     staleness: int = 0
+    ranks: int = 2
     goal: float | None = None
 
     @property
@@ -52,7 +53,7 @@ class Case:
 
 
 TEXT = Case("text", 25, 16, 32, goal=1.5, steps=12)
-TEXT_AHEAD = replace(TEXT, name="text_ahead", staleness=1)
+TEXT_AHEAD = replace(TEXT, name="text_ahead", staleness=1, ranks=1)
 LONG_TEXT = Case("text_long", 25, 16, 60, steps=10)
 IMAGES = Case("image", 400, 8, 32, images=1, image=(16, 23), goal=5.0, steps=4)
 MANY_IMAGES = Case("image_long", 400, 16, 60, images=1, image=(16, 23), steps=3)
@@ -102,9 +103,9 @@ def ours(case: Case, folder: Path) -> dict[str, Any]:
             "kl_coefficient": 0.0,
             "importance": "token" if case.staleness else "none",
         },
-        "parallel": {"data": RANKS},
+        "parallel": {"data": case.ranks},
         "rollout": {
-            "servers": SERVERS,
+            "servers": case.ranks,
             "max_new_tokens": case.length,
             "max_staleness": case.staleness,
             # The end of a response is sampled and ignored, in TRL it is never sampled.
