@@ -15,7 +15,7 @@ ALGORITHM ?=
 ENV ?=
 OVERRIDES ?=
 TESTS ?= tests
-JOBS ?= 2
+JOBS ?= 3
 CASES ?=
 
 .PHONY: help setup demo test test-slow test-all test-gpu-path parity pushes gpu style bench bench-trl soak chaos docs

@@ -10,7 +10,7 @@ import pytest
 
 from megavlm.inference.server_args import ServerOptions
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("caches.py")
 
