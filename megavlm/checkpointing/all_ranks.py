@@ -37,7 +37,7 @@ def run_on_all_ranks(
         problem, cause = ValueError(str(error)), error
     except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
         # torch puts the tracebacks of all ranks into its message; the reason is at its end.
-        reason = str(error).strip().splitlines()[-1]
+        reason = str(error).strip().rpartition("\n")[-1] or type(error).__name__
         problem = CheckpointError(f"{what} failed on rank {dist.get_rank()}: {reason}{hint()}")
         cause = error
     answers: list[tuple[T | None, ValueError | CheckpointError | None]]

@@ -102,7 +102,7 @@ def fetch_data(name: str, folder: Path | None) -> str:
         names = [name for matched in files for name in matched]
         snapshot_download(repository, repo_type="dataset", local_dir=folder, allow_patterns=names)
     except (OSError, httpx.HTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConnectionError(
             f"{repository} cannot be downloaded to {folder} ({reason}): try again; what has "
             "arrived is kept"

@@ -1,4 +1,9 @@
-"""Tables of records that are read block by block: a Parquet row group, a run of JSONL lines."""
+"""Tables of records that are read block by block: a Parquet row group, a run of JSONL lines.
+
+No thread of Arrow's gets a Python file: one that lets go of it while the interpreter shuts down
+aborts the process (https://github.com/apache/arrow/issues/34314). So Parquet is read by no thread
+(`use_threads`, `pre_buffer`), and CSV from a copy in Arrow's memory.
+"""
 
 import json
 import os
@@ -77,7 +82,6 @@ class ParquetTable:
 
         def read() -> pa.Table:
             try:
-                # Arrow's threads would not survive a fork.
                 return self._open().read_row_group(block, columns=wanted, use_threads=False)
             except OSError:
                 self._reader = None  # a stale handle stays stale
@@ -92,7 +96,8 @@ class ParquetTable:
         if self._reader is None or self._reader[0] != os.getpid():
             what = f"{self._file.url}: not a readable Parquet file"
             try:
-                reader = read_safely(what, lambda: pq.ParquetFile(self._file.open()))
+                open_file = self._file.open
+                reader = read_safely(what, lambda: pq.ParquetFile(open_file(), pre_buffer=False))
             except pa.ArrowException as error:
                 raise ValueError(f"{what} ({error})") from error
             self._reader = os.getpid(), reader
@@ -107,9 +112,12 @@ class CsvTable:
 
     def __init__(self, file: DataFile, texts: Sequence[str]) -> None:
         options = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
+        content = pa.BufferOutputStream()
         try:
             with file.open() as stream:
-                self._table = pyarrow.csv.read_csv(stream, convert_options=options)
+                content.write(stream.read())
+            reader = pa.BufferReader(content.getvalue())
+            self._table = pyarrow.csv.read_csv(reader, convert_options=options)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{file.url}: not a readable CSV file ({error})") from error
         self.columns: Sequence[str] = self._table.schema.names

@@ -38,54 +38,57 @@ def run(phase: "Phase", config: Config) -> None:
     started = psutil.Process(int(os.environ.get(AGENT_PID, os.getpid()))).create_time()
     stop_at_once()
     try:
-        with Progress(started=started, is_quiet=not is_first) as progress:
-            if AGENT_PID not in os.environ and is_first:
-                from megavlm.run import preflight
+        try:
+            with Progress(started=started, is_quiet=not is_first) as progress:
+                is_complete = _work(phase, config, progress, is_first=is_first)
+        except (ValueError, RewardStop) as error:
+            _explain(error, ExitCode.USER_ERROR, config)
+        except (RolloutServerError, RolloutRequestError, WeightSyncError, OSError) as error:
+            _explain(error, ExitCode.TRANSIENT, config)
+        except RuntimeError as error:
+            # Imports megatron-core, so not before the platform is installed.
+            from megavlm.checkpointing.all_ranks import CheckpointError
+            from megavlm.training.guards import NotFiniteError
 
-                progress.begin("checking the recipe")
-                preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]), phase=phase)
-            progress.begin("loading packages")
-            _prepare()
-            is_complete = True
-            if phase == "train":
-                from megavlm.run.train import train
-
-                is_complete = train(config, progress)
-            elif is_first and phase == "evaluate":
-                from megavlm.run.evaluate import evaluate_models
-
-                evaluate_models(config, progress)
-            elif is_first:
-                from megavlm.run.rollout import record_rollouts
-
-                record_rollouts(config, progress)
+            if isinstance(error, CheckpointError):
+                _explain(error, ExitCode.TRANSIENT, config)
+            if isinstance(error, NotFiniteError):
+                _explain(error, ExitCode.NOT_FINITE, config)
+            if (code := reason_given()) is not None:
+                leave(code)
+            raise
+    # Also while an error is reported: torchrun stops this rank, as another has failed.
     except KeyboardInterrupt:
         leave(130)
     except Stopped:
         is_complete = False
-    except (ValueError, RewardStop) as error:
-        _explain(error, ExitCode.USER_ERROR, config)
-    except (RolloutServerError, RolloutRequestError, WeightSyncError, OSError) as error:
-        _explain(error, ExitCode.TRANSIENT, config)
-    except RuntimeError as error:
-        # Imports megatron-core, so not before the platform is installed.
-        from megavlm.checkpointing.all_ranks import CheckpointError
-        from megavlm.training.guards import NotFiniteError
-
-        if isinstance(error, CheckpointError):
-            _explain(error, ExitCode.TRANSIENT, config)
-        if isinstance(error, NotFiniteError):
-            _explain(error, ExitCode.NOT_FINITE, config)
-        try:
-            code = reason_given()
-        except Stopped:  # torchrun stops this rank, as another has failed
-            leave(ExitCode.STOPPED)
-        if code is not None:
-            leave(code)
-        raise
     if not is_complete:
         claim_reason(ExitCode.STOPPED)
         leave(ExitCode.STOPPED)
+
+
+def _work(phase: "Phase", config: Config, progress: Progress, *, is_first: bool) -> bool:
+    """Return False if the run stopped before its last step, as it was asked to."""
+    if AGENT_PID not in os.environ and is_first:
+        from megavlm.run import preflight
+
+        progress.begin("checking the recipe")
+        preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]), phase=phase)
+    progress.begin("loading packages")
+    _prepare()
+    if phase == "train":
+        from megavlm.run.train import train
+
+        return train(config, progress)
+    if is_first and phase == "evaluate":
+        from megavlm.run.evaluate import evaluate_models
+
+        evaluate_models(config, progress)
+    elif is_first:
+        from megavlm.run.rollout import record_rollouts
+
+        record_rollouts(config, progress)
+    return True
 
 
 def _prepare() -> None:

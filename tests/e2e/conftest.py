@@ -18,6 +18,7 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY
+from megavlm.observability.records import read_records
 from tests.cache import cached_folder
 from tests.glossary import unexplained
 from tests.timeouts import scaled
@@ -67,8 +68,7 @@ class World:
         return done
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
-        lines = (self.root / name / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
+        records = read_records(self.root / name / "metrics.jsonl")
         assert unexplained(set().union(*records)) == set(), "docs/reference/metrics.md lacks them"
         return records
 

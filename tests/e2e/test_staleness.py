@@ -1,10 +1,10 @@
 """Rollouts while training, with the real server: a run, a kill between checkpoints, its ledger."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from megavlm.observability.records import read_records
 from megavlm.run.exit_codes import ExitCode
 from tests.e2e.conftest import World
 from tests.e2e.running import running
@@ -22,11 +22,31 @@ GRPO = {
 
 def rows_of_steps(folder: Path) -> dict[int, list[str]]:
     """Return the rows that each step of the run's records trained on."""
-    lines = (folder / "samples/rollouts.jsonl").read_text().splitlines()
     found: dict[int, list[str]] = {}
-    for record in map(json.loads, lines):
+    for record in read_records(folder / "samples/rollouts.jsonl"):
         found.setdefault(record["step"], []).append(record["source"])
     return found
+
+
+def test_pushes_in_place_under_requests(world: World) -> None:
+    """Weights are pushed while requests for the next step are answered, which go on."""
+    recipe = world.recipe(
+        "in_place",
+        parallel={"tensor": 2},
+        algorithm={**GRPO, "steps": 4},
+        optimizer={"lr": 1e-3},
+        rollout={"max_new_tokens": 60, "max_staleness": 1},
+        data={"pack_tokens": 1024},
+    )
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 0, done.stderr
+    steps = world.metrics("in_place")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert step["episodes"] == 16 and step["dropped_groups"] == 0
+        assert step.get("stale_steps", 0) <= 1
+    trained = [row for rows in rows_of_steps(world.root / "in_place").values() for row in rows]
+    assert len(set(trained)) == len(trained) == 16
 
 
 def test_a_run_that_is_killed_and_resumed(world: World) -> None:

@@ -19,6 +19,7 @@ import torch
 from megavlm.demo.shapes import write_dataset
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.observability.metrics import METRICS_FILE
+from megavlm.observability.records import read_records
 from megavlm.parallel import platform
 from tests.gpu import shapes
 
@@ -106,7 +107,7 @@ def watched(metrics: Path, used: Any, every: float = 0.2) -> Any:
 
 
 def num_steps(metrics: Path) -> int:
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    return len(read_records(metrics))
 
 
 def used_bytes() -> int:
@@ -134,7 +135,7 @@ def run(path: Path, timeout: float) -> tuple[list[dict[str, Any]], Memory]:
         seconds = time.monotonic() - started
         logs = [x.read_text()[-3000:] for x in metrics.parent.glob("rollout_server*.log")]
         raise RuntimeError("\n".join((f"{seconds:.0f} s", done.stdout, done.stderr, *logs)))
-    return [json.loads(line) for line in metrics.read_text().splitlines()], memory
+    return read_records(metrics), memory
 
 
 def drift(memory: Mapping[int, tuple[int, int]], first: int, last: int) -> tuple[int, int]:

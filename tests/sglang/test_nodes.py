@@ -18,11 +18,9 @@ from megavlm.inference.server_args import ServerOptions, command_line
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY, ServerProcess
 from megavlm.signals import STACKS, STACKS_WANTED
 from tests.conftest import DATA
-from tests.distributed.fork import launch
 from tests.parity.reference import Reference
 from tests.sglang.conftest import PLAIN, Served, model_folder
-from tests.sglang.pushes import Trainer, changed, push
-from tests.sglang.test_weights import differences
+from tests.sglang.test_weights import after_push, differences
 from tests.timeouts import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,15 +81,11 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 @pytest.mark.slow
 def test_a_server_over_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
     """It answers as one on a node, takes weights on both, and starts again as a whole."""
-    served, folder = nodes.served, nodes.served.folder
-    mains = nodes.wait(old=[])
-    before = differences(served, Reference(folder), "default", seed=0)
+    served, mains = nodes.served, nodes.wait(old=[])
+    before = differences(served, Reference(served.folder), "default", seed=0)
     assert max(before.values()) < 1e-4, before
     for version, kind in enumerate(("distributed", "disk")):
-        weights = changed(folder, tmp_path / kind, tower=True, seed=13 + version)
-        trainer = Trainer(weights, freeze_tower=False)
-        launch(2, push, [served.target], kind, trainer, tmp_path / "scratch", version)
-        after = differences(served, Reference(weights), version, seed=0)
+        after = after_push(served, kind, version, tmp_path)
         assert max(after.values()) < 1e-4, after
         if version == 0:
             mains[1].kill()

@@ -47,10 +47,14 @@ class Request:
         keys = {"Authorization": f"Bearer {self.served.server.api_key}"}
         url = self.served.server.url + "/generate"
         with httpx.stream("POST", url, json=body, headers=keys, timeout=START) as reply:
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):
-                    self.chunks.append(json.loads(line.removeprefix("data: ")))
-                    self.has_begun.set()
+            rest = b""
+            # Not iter_lines: a text may hold other ends of lines than a newline.
+            for received in reply.iter_bytes():
+                *lines, rest = (rest + received).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        self.chunks.append(json.loads(line.removeprefix(b"data: ")))
+                        self.has_begun.set()
         self.has_begun.set()
 
     @property

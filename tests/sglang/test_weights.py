@@ -50,6 +50,14 @@ def differences(
     return largest
 
 
+def after_push(served: Served, kind: str, version: int, folder: Path) -> dict[str, float]:
+    """Push other weights, the tower's too, from two ranks. Returns the differences from them."""
+    weights = changed(served.folder, folder / kind, tower=True, seed=13 + version)
+    trainer = Trainer(weights, freeze_tower=False)
+    launch(2, push, [served.target], kind, trainer, folder / "scratch", version)
+    return differences(served, Reference(weights), version, seed=0)
+
+
 @pytest.mark.parametrize(
     ("family", "kind", "layout"),
     [
@@ -213,10 +221,7 @@ def test_trained_tower_and_two_server_ranks(folder: Path, started: Served, tmp_p
         before = differences(served, Reference(folder), "default", seed=0)
         assert max(before.values()) < 1e-4, before
         for version, kind in enumerate(("tensor", "distributed")):
-            weights = changed(folder, tmp_path / kind, tower=True, seed=13 + version)
-            trainer = Trainer(weights, freeze_tower=False)
-            launch(2, push, [served.target], kind, trainer, tmp_path / "scratch", version)
-            after = differences(served, Reference(weights), version, seed=0)
+            after = after_push(served, kind, version, tmp_path)
             assert max(after.values()) < 1e-4, after
 
 

@@ -7,7 +7,6 @@ steps. Whenever the run ends with a code after which a batch script would start 
 started again. The ledger is the record of the samples that each step trained on.
 """
 
-import json
 import random
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from megavlm.observability.records import read_records
 from megavlm.run.exit_codes import ExitCode
 from tests.soak.growth import kind_of
 from tests.soak.run import PROMPTS, RESPONSES, command, start, steps_done
@@ -104,14 +104,12 @@ def chaos(root: Path, seed: int) -> tuple[Counter[str], Counter[int]]:
 
 def check_ledger(folder: Path) -> None:
     """Check that each step is recorded once, and each row trained on once an epoch."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
+    steps = read_records(folder / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["episodes"] == PROMPTS * RESPONSES for step in steps)
     epochs: Counter[tuple[int, str]] = Counter()
     groups: Counter[int] = Counter()
-    for line in (folder / "samples/rollouts.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in read_records(folder / "samples/rollouts.jsonl"):
         assert len(record["responses"]) == RESPONSES
         groups[record["step"]] += 1
         epochs[(record["step"] - 1) * PROMPTS // ROWS, record["source"]] += 1

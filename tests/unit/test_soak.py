@@ -8,6 +8,7 @@ from subprocess import PIPE
 
 import pytest
 
+from megavlm.observability.records import write_records
 from tests.e2e.conftest import World
 from tests.soak.chaos import ROWS, STEPS, check_ledger
 from tests.soak.growth import Sample, table, take_sample
@@ -59,15 +60,15 @@ def write_ledger(folder: Path) -> list[dict[str, object]]:
     (folder / "samples").mkdir(exist_ok=True)
     steps = [{"step": step, "episodes": 16} for step in range(1, STEPS + 1)]
     rows = [(1 + i // 4, f"rows:{i % ROWS}") for i in range(4 * STEPS)]
-    groups = [{"step": step, "source": row, "responses": [{}] * 4} for step, row in rows]
+    responses = [{"text": "\x85\u2028"}] * 4  # ends of lines for Python, and none of JSON
+    groups = [{"step": step, "source": row, "responses": responses} for step, row in rows]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     write_groups(folder, groups)
     return groups
 
 
 def write_groups(folder: Path, groups: list[dict[str, object]]) -> None:
-    text = "".join(json.dumps(group) + "\n" for group in groups)
-    (folder / "samples/rollouts.jsonl").write_text(text)
+    write_records(folder / "samples/rollouts.jsonl", groups)
 
 
 def test_the_ledger_shows_gaps_and_doubles(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
+
+from megavlm.observability.records import read_records
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -87,8 +88,7 @@ def megavlm(folder: Path) -> Run:
     """Run megavlm on the files of a case."""
     command = [sys.executable, "-m", "megavlm", "train", str(folder / "ours.yaml")]
     _, spent = run(command, folder, "ours")
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    steps: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    steps = read_records(folder / "run" / "metrics.jsonl")
     counted = steps[FIRST:]
     names = [key for key in counted[0] if key.startswith("seconds/")]
     return Run(

@@ -3,6 +3,7 @@
 import errno
 import logging
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -100,18 +101,16 @@ def damaged_newest(hf: Path, folder: Path) -> list[tuple[list[int], bool]]:
     run = resumed(1, states[0])
     run.train(range(2, 3))
     target = SaveTarget(folder, retention=Retention(last=1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Manifest, "write", full)
-        with pytest.raises(CheckpointError, match="No space left"):
-            save_checkpoint(target, 2, run.updater, extra={})
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for error, named in ((full, "No space left"), (OSError(), "OSError")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Manifest, "write", Mock(side_effect=error))
+            with pytest.raises(CheckpointError, match=named):
+                save_checkpoint(target, 2, run.updater, extra={})
     resumed(1, states[0])
     save_checkpoint(target, 2, run.updater, extra={})
     resumed(None, run.weights())
     return seen
-
-
-def full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.distributed

@@ -1,6 +1,7 @@
 """`megavlm data` against a stand-in of the hub's HTTP, in a process that reads HF_ENDPOINT."""
 
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -13,13 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.main import get_command
 
 import megavlm.cli
 from megavlm.config.load import load
+from megavlm.data import published as published_module
 from megavlm.data.published import PUBLISHED
 from megavlm.data.rows import Rows
 from megavlm.rewards.base import Example
@@ -281,6 +283,14 @@ def test_an_unknown_name_and_no_network_are_one_sentence(
     assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
 
 
+def test_an_error_without_a_message_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise httpx.ReadTimeout("")
+
+    monkeypatch.setattr(published_module.HfApi, "list_repo_files", fail)
+    with pytest.raises(ConnectionError, match=r"\(ReadTimeout\): try again"):
+        published_module.fetch_data("geo3k", None)
+
+
 def test_the_help_names_the_data_sets() -> None:
-    command = get_command(megavlm.cli.app).commands["data"]  # type: ignore[attr-defined]
-    assert f"NAME: {NAMES}." in command.help
+    assert f"NAME: {NAMES}." in inspect.getdoc(megavlm.cli.data)

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,24 @@ def test_texts_read_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (row,) = rows.texts()
     assert (row.problem, row.answer, row.images) == ("<image>a", "1", ())
     assert asked == [["problem", "answer"]]
+
+
+THREADS = """
+import os, sys
+from megavlm.data.files import expand
+from megavlm.data.tables import open_table
+
+before = len(os.listdir("/proc/self/task"))
+(file,) = expand(sys.argv[1:])
+open_table(file).read(0, None)
+assert len(os.listdir("/proc/self/task")) == before
+"""
+
+
+def test_arrow_reads_parquet_without_threads(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"problem": ["a", "b"]}), file)
+    subprocess.run([sys.executable, "-c", THREADS, str(file)], check=True)
 
 
 def test_rows_survive_pickling(tmp_path: Path) -> None:

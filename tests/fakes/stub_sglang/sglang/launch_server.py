@@ -56,16 +56,16 @@ if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if mode == "silent":
     signal.pause()
-meeting, _, door = arguments.dist_init_addr.partition(":")
+first, _, store = arguments.dist_init_addr.partition(":")
 if arguments.node_rank:
     while True:
         try:
-            socket.create_connection((meeting, int(door))).close()
+            socket.create_connection((first, int(store))).close()
             break
         except ConnectionRefusedError:
             time.sleep(0.1)
 elif arguments.nnodes > 1:
-    with socket.create_server((meeting, int(door))) as listening:
+    with socket.create_server((first, int(store))) as listening:
         for _ in range(1, arguments.nnodes):
             listening.accept()
 keys = arguments.api_key, arguments.admin_api_key
