@@ -72,8 +72,8 @@ def expect(folder: Path, cases: Sequence[Sequences], head: str) -> Expected:
     with torch.no_grad():
         scores = [[reference.scores(case.prompt, r) for r in case.responses] for case in cases]
     return {
-        "logits": [[compute_logprobs.logits for compute_logprobs in row] for row in scores],
-        "values": [[compute_logprobs.values for compute_logprobs in row] for row in scores],
+        "logits": [[response.logits for response in row] for row in scores],
+        "values": [[response.values for response in row] for row in scores],
         "gradients": reference.gradients(cases, tokens=head != "values", values=head != "tokens"),
         "value_head": {"weight": reference.value_weight.grad, "bias": reference.value_bias.grad},
     }

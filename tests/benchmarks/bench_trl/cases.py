@@ -56,8 +56,9 @@ TEXT = Case("text", 25, 16, 32, goal=1.5, steps=12)
 TEXT_AHEAD = replace(TEXT, name="text_ahead", staleness=1, ranks=1)
 LONG_TEXT = Case("text_long", 25, 16, 60, steps=10)
 IMAGES = Case("image", 400, 8, 32, images=1, image=(16, 23), goal=5.0, steps=4)
+IMAGES_AHEAD = replace(IMAGES, name="image_ahead", staleness=1, ranks=1, steps=6)
 MANY_IMAGES = Case("image_long", 400, 16, 60, images=1, image=(16, 23), steps=3)
-CASES = (TEXT, TEXT_AHEAD, LONG_TEXT, IMAGES, MANY_IMAGES)
+CASES = (TEXT, TEXT_AHEAD, LONG_TEXT, IMAGES, IMAGES_AHEAD, MANY_IMAGES)
 
 
 def prepare(case: Case, folder: Path) -> None:
