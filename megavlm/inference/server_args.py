@@ -88,6 +88,8 @@ class ServerOptions:
         """Return the environment variables of a server on any machine."""
         variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         variables["PYTHONFAULTHANDLER"] = "1"  # stacks in the log, see ServerProcess.abort
+        # Once an image, and not by every rank for every response.
+        variables["SGLANG_MM_PRECOMPUTE_HASH"] = "1"
         if not self.cache_images:
             variables["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         if self.dtype == "float32":
