@@ -51,6 +51,18 @@ def test_torchvision_imports_and_keeps_its_operators() -> None:
     assert run(program) == "True\n"
 
 
+def test_models_are_looked_for_among_the_qwen_families() -> None:
+    program = """
+import importlib.util, pkgutil
+(folder,) = importlib.util.find_spec("sglang").submodule_search_locations
+for package in ("models", "multimodal.processors", "layers"):
+    path = f"{folder}/srt/{package.replace('.', '/')}"
+    names = [module.name for module in pkgutil.iter_modules([path], f"sglang.srt.{package}.")]
+    print(len(names) > 0, all("qwen" in name for name in names))
+"""
+    assert run(program).splitlines() == ["True True", "True True", "True False"]
+
+
 def test_sgl_kernel_imports_any_name_and_refuses_to_run() -> None:
     program = """
 from sgl_kernel import rmsnorm
