@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
+# Images for containers often set it; then each process would compile all that it imports, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := launch/requirements-cpu.txt
