@@ -147,5 +147,7 @@ class Cluster:
         while (shown := self.show(job))["JobState"] not in FINISHED:
             if time.monotonic() > deadline:
                 pytest.fail(f"job {job} is {shown['JobState']}: {shown.get('Reason')}")
+            if shown["JobState"] == "PENDING":  # jobs of several components start after a change
+                self._run("scontrol", "update", f"JobId={job}", "Comment=waited for")
             time.sleep(0.3)
         return shown
