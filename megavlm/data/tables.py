@@ -96,8 +96,9 @@ class ParquetTable:
         if self._reader is None or self._reader[0] != os.getpid():
             what = f"{self._file.url}: not a readable Parquet file"
             try:
-                open_file = self._file.open
-                reader = read_safely(what, lambda: pq.ParquetFile(open_file(), pre_buffer=False))
+                reader = read_safely(
+                    what, lambda: pq.ParquetFile(self._file.open(), pre_buffer=False)
+                )
             except pa.ArrowException as error:
                 raise ValueError(f"{what} ({error})") from error
             self._reader = os.getpid(), reader

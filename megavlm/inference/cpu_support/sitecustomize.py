@@ -14,7 +14,7 @@ and in the workers that it starts. Stock SGLang needs exactly four things, and g
    with one thread (OMP_NUM_THREADS) nothing in the process forbids that.
 7. Its sequences attend to the KV cache many at a time (cache_attention.py), not one by one.
 8. It looks for models and for processors of images among those of the Qwen families alone: to
-   import all 300, in two processes, takes a third of its start.
+   import all 300, in two processes, takes a quarter of its start.
 """
 
 import importlib.abc
