@@ -11,6 +11,7 @@ import typer
 
 from megavlm.demo import FAMILY
 from megavlm.models.registry import FAMILIES
+from megavlm.process import loading_packages
 from megavlm.slurm.command import launch
 from megavlm.version_option import add_version
 
@@ -364,9 +365,10 @@ def _run(
 
     config = load(recipe, overrides)
     if "RANK" in os.environ and not dry_run:
-        from megavlm.run import worker
+        with loading_packages():
+            from megavlm.run import worker
 
-        return worker.run(phase, config)
+        worker.run(phase, config)
     from megavlm.observability.progress import Progress
 
     world_size = int(os.environ.get("WORLD_SIZE", config.parallel.num_ranks))

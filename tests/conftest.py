@@ -1,5 +1,6 @@
 """Inputs that tests of several folders share: small, real, and made in milliseconds."""
 
+import gc
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -35,6 +36,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         limit = float(mark.args[0] if mark else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(scaled(limit)), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, except in modules, tests and their parameters, which stay."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extensions would report what is left as leaks
 
 
 TINY_CONFIG = {

@@ -10,7 +10,6 @@ dropped and counted, and so is one whose request times out (rollout.timed_out).
 """
 
 import asyncio
-import os
 import signal
 import sys
 from collections import deque
@@ -33,6 +32,7 @@ from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_main import die_with
 from megavlm.inference.server_pool.mirror import Report, ServerMirror
 from megavlm.parallel import platform
+from megavlm.process import leave
 from megavlm.rewards.base import RewardStop
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.group_arrays import send_groups
@@ -321,8 +321,7 @@ def main() -> None:
     die_with(setup.parent, by=signal.SIGKILL)
     leave_to_parent()
     platform.install()
-    if not serve(connection, setup):
-        os._exit(2)  # tasks and threads may still run
+    leave(0 if serve(connection, setup) else 2)  # tasks and threads may still run after an error
 
 
 if __name__ == "__main__":

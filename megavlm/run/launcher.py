@@ -25,6 +25,7 @@ from typing import Self
 
 import psutil
 
+from megavlm.process import leave, loading_packages
 from megavlm.run.exit_codes import ExitCode
 from megavlm.signals import STOP_SIGNALS
 
@@ -186,9 +187,10 @@ def _agent(parent: str, *arguments: str) -> int:
     os.environ[AGENT_PID] = str(os.getpid())
     for number in STOP_SIGNALS:
         signal.signal(number, _forward)
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with loading_packages():
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable(logging.ERROR)  # of torchrun, which alone logs in this process
     options = run.parse_args(list(arguments))
@@ -232,8 +234,5 @@ def _forward(number: int, _: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    result = _agent(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
     # Python resets the handlers as it shuts down: a signal then would be the exit code.
-    os._exit(result)
+    leave(_agent(*sys.argv[1:]))

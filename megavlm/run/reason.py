@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megavlm.config.schema import Config
+from megavlm.process import leave
 from megavlm.run.exit_codes import ExitCode
 from megavlm.run.launcher import REASON_FILE
 
@@ -54,13 +55,3 @@ def keep_traceback(config: Config) -> str:
     except OSError:
         return ""
     return f" (traceback: {path})"
-
-
-def leave(code: int) -> NoReturn:
-    """End the process at once, with its output written."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            pass  # a full disk, or nobody reads it
-    os._exit(code)

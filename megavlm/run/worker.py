@@ -15,22 +15,20 @@ from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError, WeightSyncError
 from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
+from megavlm.process import leave, loading_packages
 from megavlm.rewards.base import RewardStop
 from megavlm.run.exit_codes import ExitCode
 from megavlm.run.launcher import AGENT_PID, die_with
-from megavlm.run.reason import claim_reason, end_run, keep_traceback, leave, reason_given
+from megavlm.run.reason import claim_reason, end_run, keep_traceback, reason_given
 from megavlm.signals import Stopped, stop_at_once
 
 if TYPE_CHECKING:
     from megavlm.run.preflight import Phase
 
 
-def run(phase: "Phase", config: Config) -> None:
-    """Train on this rank, or evaluate or roll out, which rank 0 does alone. Returns if it
-    completes.
-
-    Otherwise the process exits at once: interpreter shutdown with open process groups can abort,
-    which would hide the exit code.
+def run(phase: "Phase", config: Config) -> NoReturn:
+    """Train on this rank, or evaluate or roll out, which rank 0 does alone, and end the process.
+    Raises what is no fault of the user's.
     """
     if AGENT_PID in os.environ:
         die_with(int(os.environ[AGENT_PID]))
@@ -64,7 +62,7 @@ def run(phase: "Phase", config: Config) -> None:
         is_complete = False
     if not is_complete:
         claim_reason(ExitCode.STOPPED)
-        leave(ExitCode.STOPPED)
+    leave(ExitCode.DONE if is_complete else ExitCode.STOPPED)
 
 
 def _work(phase: "Phase", config: Config, progress: Progress, *, is_first: bool) -> bool:
@@ -75,18 +73,16 @@ def _work(phase: "Phase", config: Config, progress: Progress, *, is_first: bool)
         progress.begin("checking the recipe")
         preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]), phase=phase)
     progress.begin("loading packages")
-    _prepare()
-    if phase == "train":
+    with loading_packages():
+        _prepare()
+        from megavlm.run.evaluate import evaluate_models
+        from megavlm.run.rollout import record_rollouts
         from megavlm.run.train import train
-
+    if phase == "train":
         return train(config, progress)
     if is_first and phase == "evaluate":
-        from megavlm.run.evaluate import evaluate_models
-
         evaluate_models(config, progress)
     elif is_first:
-        from megavlm.run.rollout import record_rollouts
-
         record_rollouts(config, progress)
     return True
 

@@ -1,0 +1,1 @@
+"""Nothing: what takes SGLang seconds to import."""

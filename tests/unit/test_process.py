@@ -1,0 +1,37 @@
+"""How a process loads packages and ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import gc, sys
+from megavlm.process import leave, loading_packages
+
+with loading_packages():
+    assert not gc.isenabled()
+    import triton
+assert gc.isenabled()
+assert gc.get_freeze_count() > 10_000, "later collections leave packages out"
+
+class Loud:
+    def __del__(self):
+        print("freed")
+
+loud = Loud()
+print("the last line", end="")
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "output"),
+    [("", 0, "the last linefreed\n"), ("leave(3)", 3, "the last line")],
+    ids=["Python's", "at once"],
+)
+def test_loads_packages_and_ends(end: str, code: int, output: str) -> None:
+    command = [sys.executable, "-c", CODE.format(end=end)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, output), done.stderr
+    assert done.stderr == "", "no leaks are reported"
