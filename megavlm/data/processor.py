@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -90,6 +91,7 @@ class Processor:
             ) from error
         self.vision_token_ids = self.image_token_id, self.video_token_id
         self._tokenizer = processor.tokenizer
+        self._piece_of = lru_cache(2**16)(lambda ids: self._tokenizer.decode(list(ids)))
         self._template = processor.chat_template or self._tokenizer.chat_template
         if self._template is None:
             raise ValueError(f"model.folder: {folder} has no chat template; take an Instruct model")
@@ -219,7 +221,7 @@ class Processor:
         """
         pieces, start = [], 0
         for end in range(1, len(token_ids) + 1):
-            text = self._tokenizer.decode(list(token_ids[start:end]))
+            text = self._piece_of(tuple(token_ids[start:end]))
             if "\ufffd" not in text or end - start == 4 or end == len(token_ids):
                 pieces.append((text, end - start))
                 start = end

@@ -1,7 +1,7 @@
 """Per-token data of the tokens that a policy is trained on: rewards, log-probs, advantages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,8 +61,7 @@ class TargetColumns:
 
     def present(self) -> dict[str, Tensor]:
         """Return the fields that are not None, by name."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: column for name, column in columns.items() if column is not None}
+        return {name: column for name, column in vars(self).items() if column is not None}
 
     def select(self, index: Tensor | slice) -> "TargetColumns":
         """Return the rows of `index`: a slice, or int64 positions."""

@@ -30,17 +30,20 @@ def with_advantages(minibatches: Sequence[Sequence[Tree]], settings: GRPO) -> li
     tables = [concatenate([c for tree in trees for c in _columns(tree)]) for trees in minibatches]
     made = _estimate([_inputs(table) for table in tables], tables, settings)
     result = []
-    for trees, table, advantages in zip(minibatches, tables, made, strict=True):
+    for trees, advantages in zip(minibatches, made, strict=True):
         rows = torch.arange(len(advantages)) if settings.kl_in == "reward" else None
-        table = replace(table, advantages=advantages, rows=rows)
         parts, start = [], 0
         for tree in trees:
             segments = []
             for segment in tree.segments:
                 if segment.columns is not None:
                     end = start + len(segment.token_ids)
-                    segment = replace(segment, columns=table.select(slice(start, end)))
-                    start = end
+                    columns = replace(
+                        segment.columns,
+                        advantages=advantages[start:end],
+                        rows=None if rows is None else rows[start:end],
+                    )
+                    segment, start = replace(segment, columns=columns), end
                 segments.append(segment)
             parts.append(Tree(tuple(segments)))
         result.append(parts)
