@@ -9,6 +9,7 @@ dies, the kernel kills this process, and a reaper forked before anything else ki
 process group: SGLang's workers, at whatever point of their start they are.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -119,7 +120,9 @@ def main() -> None:
     sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "server_support"))
     sys.argv += ["--custom-weight-loader", *LOADERS]
     sys.argv += ["--api-key", keys["api_key"], "--admin-api-key", keys["admin_api_key"]]
-    gc.disable()  # a sixth of the time in which SGLang is imported (megavlm/process.py)
+    # Without garbage collection, as in megavlm/process.py.
+    atexit.register(gc.unfreeze)
+    gc.disable()
     importlib.import_module("sglang.srt.entrypoints.http_server")
     gc.freeze()
     gc.enable()
