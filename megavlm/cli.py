@@ -383,8 +383,7 @@ def _run(
 
             preflight.check(config, world_size=world_size, phase=phase)
     if dry_run:
-        typer.echo(resolved, nl=False)
-        return None
+        return typer.echo(resolved, nl=False)
     from megavlm.run.launcher import ONE_NODE, run_workers
 
     nodes = nodes or ONE_NODE

@@ -14,6 +14,7 @@ LEVELS = [
     {
         "models.registry",
         "version_option",
+        "process",
         "signals",
     },  # the first imports a family's modules when they are used
     {"config", "observability"},
