@@ -25,8 +25,8 @@ def loading_packages() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, with its output written. Python's own end would take a second or two
-    to free each object, and can abort with open process groups, which would hide the exit code.
+    """End the process at once, with its output written. Python would free all objects first, for a
+    second or two, and can abort with open process groups, which would hide the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

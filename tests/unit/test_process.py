@@ -1,5 +1,6 @@
 """How a process loads packages and ends."""
 
+import os
 import subprocess
 import sys
 
@@ -15,11 +16,11 @@ with loading_packages():
 assert gc.isenabled()
 assert gc.get_freeze_count() > 10_000, "later collections leave packages out"
 
-class Loud:
+class Kept:
     def __del__(self):
         print("freed")
 
-loud = Loud()
+kept = Kept()
 print("the last line", end="")
 {end}
 """
@@ -32,6 +33,7 @@ print("the last line", end="")
 )
 def test_loads_packages_and_ends(end: str, code: int, output: str) -> None:
     command = [sys.executable, "-c", CODE.format(end=end)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}  # so that output must be flushed
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout) == (code, output), done.stderr
     assert done.stderr == "", "no leaks are reported"

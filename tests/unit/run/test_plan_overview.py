@@ -59,7 +59,7 @@ def test_what_would_make_a_recipe_fit_is_named_and_fits(tmp_path: Path) -> None:
     ("recipe", "model", "gpus", "memory"),
     [
         ("qwen2_5_vl_3b_geo3k", "Qwen2.5-VL-3B", 2, 80),
-        *slow(("qwen3_vl_30b_a3b_geo3k_nodes", "Qwen3-VL-30B-A3B", 2, 576)),
+        *slow(("qwen3_vl_30b_a3b_geo3k_nodes", "Qwen3-VL-30B-A3B", 4, 288)),
     ],
 )
 def test_a_search_finds_layouts_that_fit(
