@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,12 +29,16 @@ class Part:
 class RewardManager:
     """Scores responses; `failures` counts by kind. Used within one event loop."""
 
-    def __init__(self, parts: Sequence[Part], settings: Reward) -> None:
+    def __init__(
+        self, parts: Sequence[Part], settings: Reward, resources: ExitStack | None = None
+    ) -> None:
         """Start the first reward process. settings: limits, and the policy for failures.
+        resources: what the rewards read, to be closed with them.
 
         Raises ValueError for a reward that cannot be loaded or does not have an option.
         """
         self.parts, self._settings = list(parts), settings
+        self._resources = resources or ExitStack()
         self.failures: Counter[str] = Counter()
         self._remote = {
             part.label: _remote(part, settings.timeout)
@@ -136,6 +141,7 @@ class RewardManager:
             await remote.close()
         if self._pool is not None:
             self._pool.close()
+        self._resources.close()
 
 
 def _checked(found: Mapping[str, Any]) -> Score:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,18 +38,19 @@ def make_reward_manager(config: Config) -> RewardManager:
     """
     remove_leftovers()
     # Reward processes read the corpus whenever one starts: it stays as long as the manager.
-    folder = tempfile.TemporaryDirectory(prefix=PREFIX)
-    lock = os.open(folder.name, os.O_RDONLY)
+    resources = ExitStack()
+    folder = resources.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX))
+    lock = os.open(folder, os.O_RDONLY)
+    resources.callback(os.close, lock)
     fcntl.flock(lock, fcntl.LOCK_SH)
     parts = [
-        replace(part, options=with_corpus(part.options, folder.name))
+        replace(part, options=with_corpus(part.options, folder))
         if part.name == "caption"
         else part
         for part in reward_parts(config)
     ]
-    reward_manager = RewardManager(parts, config.reward)
-    weakref.finalize(reward_manager, folder.cleanup)
-    weakref.finalize(reward_manager, os.close, lock)
+    reward_manager = RewardManager(parts, config.reward, resources)
+    weakref.finalize(reward_manager, resources.close)
     try:
         for stage in config.curriculum.stages:
             reward_manager.check(stage)
