@@ -53,9 +53,16 @@ def fork_reaper() -> None:
 
 def shared_memory_of(group: int | None) -> set[str]:
     """Return the files of SGLang in shared memory that processes of a process group have mapped, or
-    of any process for None. SGLang leaves them behind when it is killed.
+    that its first process has made and not removed; of any process for None. SGLang leaves them
+    behind when it is killed.
     """
     found: set[str] = set()
+    folder, begin = os.path.split(SHARED_MEMORY)
+    for name in os.listdir(folder):
+        maker = name.split("_")[-2:][0]  # sgl_shm_<kind>_<pid>_<random>
+        if name.startswith(begin) and maker.isdecimal():
+            if os.path.exists(f"/proc/{maker}") if group is None else int(maker) == group:
+                found.add(f"{folder}/{name}")
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
             if group is None or os.getpgid(int(pid)) == group:
@@ -124,6 +131,7 @@ def main() -> None:
     atexit.register(gc.unfreeze)
     gc.disable()
     importlib.import_module("sglang.srt.entrypoints.http_server")
+    importlib.import_module("megavlm_images").install()
     gc.freeze()
     gc.enable()
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -44,9 +44,7 @@ def make_reward_manager(config: Config) -> RewardManager:
     resources.callback(os.close, lock)
     fcntl.flock(lock, fcntl.LOCK_SH)
     parts = [
-        replace(part, options=with_corpus(part.options, folder))
-        if part.name == "caption"
-        else part
+        replace(part, options=with_corpus(part.options, folder)) if part.name == "caption" else part
         for part in reward_parts(config)
     ]
     reward_manager = RewardManager(parts, config.reward, resources)

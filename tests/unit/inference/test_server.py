@@ -70,6 +70,7 @@ def test_nothing_is_left(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert len(started) == 3  # the server, its reaper, its worker
         assert server._temporary is not None and Path(server._temporary.name).is_dir()
         temporary = Path(server._temporary.name)
+        assert "pointers by megavlm_images" in server.log_path.read_text()
     _, alive = psutil.wait_procs(started, timeout=scaled(60))
     assert not alive and not temporary.exists()
     server.stop()  # a second time does nothing
@@ -263,23 +264,27 @@ def test_shared_memory_of_killed_servers_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a server's own processes when it ends; of dead processes when one starts."""
-    begin = f"{SHARED_MEMORY}_shm_test_{os.getpid()}"
-    left, young, held = (Path(f"{begin}_{name}") for name in ("left", "young", "held"))
+    begin = f"{SHARED_MEMORY}_shm_test{os.getpid()}"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    names = ("left", f"{ended.pid}_0", "young", "held", f"{os.getpid()}_0")
+    left, dead, young, held, made = (Path(f"{begin}_{name}") for name in names)
     monkeypatch.setattr(server_process, "LEFT_FOR", 0.0)
     monkeypatch.setattr(server_process, "SHARED_MEMORY", begin)
     try:
-        left.touch()
+        for path in (left, dead, made):
+            path.touch()
         held.write_bytes(b"x" * 4096)
         with held.open("r+b") as file, mmap.mmap(file.fileno(), 0), managed(tmp_path):
-            assert not left.exists(), "nobody has it"
-            assert held.exists(), "this process has it"
+            assert not left.exists() and not dead.exists(), "nobody has them"
+            assert held.exists() and made.exists(), "this process has them"
             assert str(held) in shared_memory_of(os.getpgid(0))
         monkeypatch.setattr(server_process, "LEFT_FOR", 3600.0)
         young.touch()
         with managed(tmp_path):
             assert young.exists()
     finally:
-        for path in (left, young, held):
+        for path in (left, dead, young, held, made):
             path.unlink(missing_ok=True)
 
 
@@ -289,12 +294,12 @@ def test_a_server_that_ends_leaves_no_shared_memory(
     monkeypatch.setenv("STUB", "shared memory")
     for kill in (False, True):
         with managed(tmp_path) as server:
-            (path,) = [Path(file) for file in shared_memory_of(server.pid)]
-            assert path.exists()
+            paths = [Path(file) for file in shared_memory_of(server.pid)]
+            assert len(paths) == 2 and all(path.exists() for path in paths)
             if kill:
                 os.kill(psutil.Process(server.pid).pid, signal.SIGKILL)  # its reaper removes it
-                wait_until(lambda path=path: not path.exists())
-        assert not path.exists()
+                wait_until(lambda paths=paths: not any(path.exists() for path in paths))
+        assert not any(path.exists() for path in paths)
 
 
 def wait_until(fact: Callable[[], bool]) -> None:

@@ -2,7 +2,7 @@
 
 ok | busy (answers no /health_generate and computes) | crash (at once) | silent (never listens) |
 stubborn (ignores SIGTERM) | mortal (one launch that answers; later ones crash: the file
-STUB_LAUNCHES counts them) | shared memory (its worker maps a file)
+STUB_LAUNCHES counts them) | shared memory (it makes a file, its worker maps another)
 
 Over several nodes none answers before all have met at the first one's address.
 """
@@ -21,6 +21,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # not the package, wh
 
 from server import FakeServer
 
+from sglang.srt.managers.mm_utils import ShmPointerMMData
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int)
@@ -37,8 +39,10 @@ print("keys in the environment:", arguments.api_key in os.environ.values(), flus
 work = "while True: pass" if mode == "busy" else "import signal; signal.pause()"
 if mode == "shared memory":
     path = f"/dev/shm/sgl_shm_stub_{os.getpid()}"  # noqa: S108
+    Path(f"/dev/shm/sgl_shm_mm_{os.getpid()}_0").touch()  # noqa: S108
     work = f"import mmap, signal; f = open({path!r}, 'w+b'); f.truncate(4096); "
     work += "m = mmap.mmap(f.fileno(), 0); print('mapped', flush=True); signal.pause()"
+print("pointers by", ShmPointerMMData.__init__.__module__, flush=True)
 worker = subprocess.Popen([sys.executable, "-c", work])
 print("worker", worker.pid, flush=True)
 while mode == "shared memory" and not os.path.exists(path):

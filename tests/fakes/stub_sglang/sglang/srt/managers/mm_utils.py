@@ -1,0 +1,5 @@
+"""The class that server_support/megavlm_images.py changes."""
+
+
+class ShmPointerMMData:
+    pass
