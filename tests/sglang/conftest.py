@@ -15,6 +15,7 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
+from megavlm.inference.server_pool.memory import FLUSH_CACHE
 from megavlm.inference.server_pool.targets import Target
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.cache import cached_folder
@@ -60,7 +61,10 @@ class Served:
             return Servers([self.target], http=http).request(self.server.url, path, body)
 
     def restore(self) -> "Served":
-        """Load the folder's weights into the server."""
+        """Load the folder's weights into the server, once its last requests have ended: an aborted
+        one may still be in a batch when it is answered, and the load would be refused.
+        """
+        self.post(FLUSH_CACHE, {})
         self.post(
             "/update_weights_from_disk", {"model_path": str(self.folder), "weight_version": "start"}
         )
