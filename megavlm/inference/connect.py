@@ -10,7 +10,7 @@ from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.requests import RequestLimits
-from megavlm.inference.server import ManagedServer, server_ports
+from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.memory import ServerMemory
@@ -121,14 +121,11 @@ def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedSer
     rollout, count = config.rollout, config.rollout.servers
     options = ServerOptions.from_config(config, model_folder, platform.device().type)
     gpus = server_gpus(rollout, platform.num_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    ports = (
-        server_ports(count) if rollout.port is None else range(rollout.port, rollout.port + count)
-    )
     suffixes = [""] if count == 1 else [f"_{index}" for index in range(count)]
     return [
         ManagedServer(
             options,
-            port=ports[index],
+            port=None if rollout.port is None else rollout.port + index,
             log_path=Path(config.run.dir) / f"rollout_server{suffixes[index]}.log",
             first_gpu=gpus[index],
             first_core=index * rollout.tensor_parallel,

@@ -1,10 +1,13 @@
 """SGLang server as a context manager: no process of it outlives the context."""
 
+import errno
 import random
 import secrets
 import socket
 import time
+import weakref
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -27,8 +30,8 @@ class ManagedServer(ServerProcess):
     Entering returns once the server answers; `launch` returns at once and may follow a `stop`.
     Leaving stops all its processes.
 
-    log_path: output of the server, see ServerProcess. port: None takes one that stays free, see
-    `server_ports`. first_gpu: its ranks take GPUs from this one on. first_core: on a CPU, its ranks
+    log_path: output of the server, see ServerProcess. port: None claims one, see
+    ClaimedPort. first_gpu: its ranks take GPUs from this one on. first_core: on a CPU, its ranks
     are bound to cores from this one on. start_timeout: seconds to become healthy.
 
     Raises RolloutServerError if the port is in use or the server does not become healthy.
@@ -44,10 +47,13 @@ class ManagedServer(ServerProcess):
         first_core: int = 0,
         start_timeout: float = 300.0,
     ) -> None:
+        if port is None:
+            self._claim = ClaimedPort()
+            port = self._claim.number
         gpu: ServerArgs = {} if options.device == "cpu" else {"base_gpu_id": first_gpu}
         super().__init__(
             HOST,
-            server_ports(1)[0] if port is None else port,
+            port,
             command_line({**gpu, **options.arguments()}),
             options.environment(first_core),
             # hex: a key that starts with "-" would read as an option
@@ -108,27 +114,35 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def server_ports(count: int) -> list[int]:
-    """Return different free ports.
+class ClaimedPort:
+    """Free TCP port of this machine that no other run claims as long as this object lives.
 
-    They are below the range from which the kernel picks ports, so that they stay free until the
-    servers listen, and across restarts. If too few of those are free, the kernel picks.
+    A server listens 20 s after its port was chosen, and several runs may start at once. `number` is
+    below the range from which the kernel picks ports, so that it stays free until the server
+    listens, and across restarts. If none of those is free, the kernel picks.
     """
-    kernels = int(KERNEL_PORT_RANGE.read_text().split()[0])
-    below = [port for port in SERVER_PORTS if port < kernels]
-    found: list[int] = []
-    for port in random.SystemRandom().sample(below, len(below)):  # no seed: runs must differ
-        if len(found) == count:
-            break
-        if _is_free(port):
-            found.append(port)
-    return found + [free_port() for _ in range(count - len(found))]
+
+    def __init__(self) -> None:
+        kernels = int(KERNEL_PORT_RANGE.read_text().split()[0])
+        below = [port for port in SERVER_PORTS if port < kernels]
+        chosen = random.SystemRandom().sample(below, len(below))  # no seed: runs must differ
+        # Linux frees a name that starts with a null byte when the process ends (unix(7)).
+        holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        weakref.finalize(self, holder.close)
+        self.number = next(
+            port for port in chain(chosen, iter(free_port, None)) if _claim(holder, port)
+        )
 
 
-def _is_free(port: int) -> bool:
+def _claim(holder: socket.socket, port: int) -> bool:
     try:
         require_free(port)
+        holder.bind(f"\0megavlm-port-{port}")
     except RolloutServerError:
+        return False
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
         return False
     return True
 

@@ -20,7 +20,7 @@ from typing import Any
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.server import require_free, server_ports
+from megavlm.inference.server import ClaimedPort, require_free
 from megavlm.run import doctor_checks as checks
 from megavlm.run import preflight
 from megavlm.run.doctor_checks import Finding, attempt
@@ -137,7 +137,7 @@ def _ports(config: Config | None) -> str:
             f"port {PORT}, of torchrun's rendezvous, is in use: set RDZV_PORT to another"
         ) from error
     if config is None:
-        return f"{PORT} is free, and {server_ports(1)[0]} for a server"
+        return f"{PORT} is free, and {ClaimedPort().number} for a server"
     preflight.check_ports(config.rollout)
     return f"{PORT} is free, and what rollout.port names"
 

@@ -13,7 +13,7 @@ import pytest
 
 from megavlm.data.processor import Processor
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.server import server_ports
+from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_args import ServerOptions, command_line
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY, ServerProcess
 from megavlm.signals import STACKS, STACKS_WANTED
@@ -35,7 +35,8 @@ class Nodes:
 
     def __init__(self, folder: Path, run: Path, stack: ExitStack) -> None:
         keys = ("readers", "administrator")
-        port, store = server_ports(2)
+        self.claims = [ClaimedPort(), ClaimedPort()]
+        port, store = (claim.number for claim in self.claims)
         options = ServerOptions(folder, "float32", "cpu", tensor_parallel=2, cache_images=False)
         address = ServerProcess(HOSTS[0], port, [], {}, keys, run / "unused", 0)  # is not launched
         self.served = Served(folder, Processor(folder, DATA), address, tensor_parallel=2)

@@ -107,6 +107,8 @@ class Probes:
                 handle.url + path, headers=bearer(handle.api_key), timeout=timeout
             )
             if reply.status_code in (401, 403):
+                if handle.server is not None:  # its keys are ours: it cannot listen, and will end
+                    raise ProbeError(f"{path}: another program answers at {handle.url}")
                 raise Refused(
                     f"{handle.url}{path} refused our key (HTTP {reply.status_code}): set "
                     "MEGAVLM_ROLLOUT_API_KEY and MEGAVLM_ROLLOUT_ADMIN_KEY to those that the "

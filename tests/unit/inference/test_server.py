@@ -135,7 +135,8 @@ def test_ports_of_ours_are_none_that_the_kernel_gives_away(
     assert first <= free_port()
     (tmp_path / "range").write_text("20400\t60999\n")
     monkeypatch.setattr(server_module, "KERNEL_PORT_RANGE", tmp_path / "range")
-    ports = server_module.server_ports(300)
+    claims = [server_module.ClaimedPort() for _ in range(300)]
+    ports = [claim.number for claim in claims]
     assert len(set(ports)) == 300 and max(ports) < 20400
     assert managed(tmp_path).port < 20400
 
@@ -155,7 +156,29 @@ def test_a_port_of_ours_that_another_program_has_taken(tmp_path: Path) -> None:
 
 def test_where_no_port_is_below_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "SERVER_PORTS", range(0))
-    assert all(port > 0 for port in server_module.server_ports(2))
+    claims = [server_module.ClaimedPort() for _ in range(2)]
+    assert 0 < claims[0].number != claims[1].number > 0
+
+
+def test_two_runs_that_start_at_once_have_different_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the choice of a port to the end of its server's object, whether or not one listens."""
+    ours = managed(tmp_path)
+    monkeypatch.setattr(server_module, "SERVER_PORTS", [ours.port])
+    program = "from megavlm.inference import server; "
+    program += f"server.SERVER_PORTS = [{ours.port}]; print(server.ClaimedPort().number)"
+
+    def chosen_by_another() -> int:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return int(subprocess.check_output([sys.executable, "-c", program], env=environment))
+
+    assert chosen_by_another() != ours.port != server_module.ClaimedPort().number
+    with ours:
+        pass
+    assert chosen_by_another() != (port := ours.port)
+    del ours
+    assert server_module.ClaimedPort().number == port
 
 
 def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megavlm.inference import server
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Sampling
@@ -46,10 +47,14 @@ def lines() -> list[str]:
     return []
 
 
-def managed(tmp_path: Path, count: int, lines: list[str], **options: Any) -> ServerPool:
+def managed(
+    tmp_path: Path, count: int, lines: list[str], port: int | None = None, **options: Any
+) -> ServerPool:
     servers = [
         ManagedServer(
-            ServerOptions("m", dtype="float32", device="cpu"), log_path=tmp_path / f"{index}.log"
+            ServerOptions("m", dtype="float32", device="cpu"),
+            port=port,
+            log_path=tmp_path / f"{index}.log",
         )
         for index in range(count)
     ]
@@ -102,6 +107,17 @@ def test_a_server_that_does_not_start_at_first_ends_the_run(
         policy = replace(POLICY, start_timeout=1.0) if mode == "silent" else POLICY
         managed(tmp_path, 2, lines, policy=policy).__enter__()
     assert not [p for p in psutil.Process().children() if str(tmp_path) in " ".join(p.cmdline())]
+
+
+def test_a_server_whose_port_another_program_takes_before_it_listens(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of that program, to which our key is wrong, are not taken for the server's."""
+    with FakeServer(keys=("theirs", "theirs")) as another:
+        pool = managed(tmp_path, 1, lines, port=int(another.url.rpartition(":")[2]))
+        monkeypatch.setattr(server, "require_free", lambda port: None)  # it was free at the launch
+        with pytest.raises(RolloutServerError, match=r"exit code 1(.|\n)*in use"):
+            pool.__enter__()
 
 
 def test_a_killed_server_starts_again_and_gets_nothing_before_it_is_refitted(
