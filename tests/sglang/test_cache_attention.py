@@ -26,6 +26,12 @@ def test_all_kinds_of_sequences_give_the_same_attention() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 5
-    for name, (difference, _) in found.items():
+    assert len(found) == 9
+    for name, (difference, _, _) in found.items():
         assert difference < 1e-5, name
+    # Responses that share most of their tokens read them once.
+    read = {name: tokens for name, (_, tokens, _) in found.items()}
+    eights = 2 * (420 + sum(range(11, 19)))  # both of the longer tree's length
+    assert read["decoding, responses"] == eights + 2 * (110 + 11 + 12) + 61
+    assert read["first tokens"] == 421 + 8 + 30 + 299 + 4
+    assert read["decoding, short prompts"] == 32 * 41
