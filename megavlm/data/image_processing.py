@@ -76,7 +76,7 @@ class PatchFormat:
         frames = torch.cat([pixels, *[pixels[-1:]] * missing])
         merge, patch = self.merge, self.patch
         split = frames.view(t, self.temporal, h // merge, merge, patch, w // merge, merge, patch, 3)
-        # Bytes are moved, then normalised with channels before pixels: three times as fast.
+        # Bytes are moved, then normalised with channels before pixels: about half the time.
         moved = split.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, 3, -1)
         mean, std = (torch.tensor(x, device=pixels.device)[:, None] for x in (self.mean, self.std))
         return moved.to(torch.float32).sub_(mean).div_(std).flatten(1)
