@@ -30,9 +30,9 @@ class ManagedServer(ServerProcess):
     Entering returns once the server answers; `launch` returns at once and may follow a `stop`.
     Leaving stops all its processes.
 
-    log_path: output of the server, see ServerProcess. port: None claims one, see
-    ClaimedPort. first_gpu: its ranks take GPUs from this one on. first_core: on a CPU, its ranks
-    are bound to cores from this one on. start_timeout: seconds to become healthy.
+    log_path: output of the server, see ServerProcess. port: None claims one, see ClaimedPort.
+    first_gpu: its ranks take GPUs from this one on. first_core: on a CPU, its ranks are bound to
+    cores from this one on. start_timeout: seconds to become healthy.
 
     Raises RolloutServerError if the port is in use or the server does not become healthy.
     """

@@ -8,12 +8,16 @@ cache_calls.py), with their new tokens alone as queries.
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
-from cache_calls import Call, plan  # type: ignore[import-not-found]
 from sglang.srt.layers.attention import torch_native_backend
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megavlm.inference.cpu_support.cache_calls import Call, plan
+else:  # megavlm itself need not be importable in a server
+    from cache_calls import Call, plan
 
 
 class CacheAttention(torch_native_backend.TorchNativeAttnBackend):

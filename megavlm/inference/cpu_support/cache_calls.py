@@ -16,9 +16,9 @@ from torch import Tensor
 # Bounds of one call: cached tokens that are gathered, shorter sequences padded to the longest, and
 # pairs of a new token and a cached one.
 MOST_TOKENS, MOST_PAIRS = 2**16, 2**22
-# Each response of a tree meets the tokens of all: with more of them than so many times its own,
+# Each response of a group meets the tokens of all: with more of them than so many times its own,
 # sequences by themselves are faster (fp32, two heads of 32, prompts of 25 to 1,300 tokens).
-MOST_IN_TREE = 4
+MOST_IN_GROUP = 4
 
 
 @dataclass
@@ -36,15 +36,19 @@ class Call:
 
 
 @dataclass
-class Run:
-    """Sequences [first, end), with one new token each if they are several. They have the first
-    `common` tokens in common, and `tokens` different ones.
+class PrefixGroup:
+    """Sequences [first, end), with one new token each if they are several. They share their first
+    `prefix` tokens, and have `tokens` different ones.
     """
 
     first: int
     end: int
-    common: int
+    prefix: int
     tokens: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
 
 
 def plan(
@@ -62,40 +66,39 @@ def plan(
     """
     slots = req_to_token[:, : max(lengths)][requests]  # a copy, of what is used alone
     starts = [0, *accumulate(new)]
-    alone, trees = [], []
-    for run in runs(slots, lengths, new):
-        if run.end - run.first == 1:
-            alone.append(run.first)
-        else:
-            trees.append(run)
+    found = list(prefix_groups(slots, lengths, new))
+    groups = [group for group in found if group.size > 1]
+    alone = [group.first for group in found if group.size == 1]
     calls = []
-    for places in batches([tree.tokens for tree in trees], [t.end - t.first for t in trees]):
-        chosen = [trees[place] for place in places]
-        calls.append(_of_trees(slots, lengths, starts, chosen, dtype))
+    for places in batches([group.tokens for group in groups], [group.size for group in groups]):
+        chosen = [groups[place] for place in places]
+        calls.append(_of_groups(slots, lengths, starts, chosen, dtype))
     for places in batches([lengths[row] for row in alone], [new[row] for row in alone]):
         rows = [alone[place] for place in places]
         calls.append(_of_sequences(slots, lengths, starts, rows, dtype))
     return calls
 
 
-def runs(slots: Tensor, lengths: Sequence[int], new: Sequence[int]) -> Iterator[Run]:
-    """Yield all sequences: as one run those that follow each other, share at least half of their
-    tokens and are faster as one tree.
+def prefix_groups(
+    slots: Tensor, lengths: Sequence[int], new: Sequence[int]
+) -> Iterator[PrefixGroup]:
+    """Yield all sequences: as one group those that follow each other, share at least half of their
+    tokens and are faster as one sequence.
     """
     equal = F.pad(slots[1:] == slots[:-1], (0, 1))
     shared = equal.byte().argmin(1).tolist()  # of each with the next: new tokens have own slots
-    run, longest = Run(0, 1, lengths[0], lengths[0]), lengths[0]
+    group, longest = PrefixGroup(0, 1, lengths[0], lengths[0]), lengths[0]
     for row, length in enumerate(lengths[1:], 1):
-        common = min(run.common, shared[row - 1])
-        tokens = run.tokens + (run.end - run.first - 1) * (run.common - common) + length - common
+        prefix = min(group.prefix, shared[row - 1])
+        tokens = group.tokens + (group.size - 1) * (group.prefix - prefix) + length - prefix
         both = max(longest, length)
-        is_faster = 2 * common >= both and tokens <= MOST_IN_TREE * both
-        if new[run.first] == new[row] == 1 and is_faster:
-            run, longest = Run(run.first, row + 1, common, tokens), both
+        is_faster = 2 * prefix >= both and tokens <= MOST_IN_GROUP * both
+        if new[group.first] == new[row] == 1 and is_faster:
+            group, longest = PrefixGroup(group.first, row + 1, prefix, tokens), both
         else:
-            yield run
-            run, longest = Run(row, row + 1, length, length), length
-    yield run
+            yield group
+            group, longest = PrefixGroup(row, row + 1, length, length), length
+    yield group
 
 
 def batches(lengths: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
@@ -114,28 +117,28 @@ def batches(lengths: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
         yield rows
 
 
-def _of_trees(
+def _of_groups(
     slots: Tensor,
     lengths: Sequence[int],
     starts: Sequence[int],
-    trees: Sequence[Run],
+    groups: Sequence[PrefixGroup],
     dtype: torch.dtype,
 ) -> Call:
-    """Return the call of trees of as many responses each. trees: the largest last."""
+    """Return the call of groups of one size. groups: the one with most tokens last."""
     places, masks, positions = [], [], torch.arange(slots.shape[1])
-    for tree in trees:
-        mine, count = slots[tree.first : tree.end], tree.end - tree.first
-        own = torch.tensor(lengths[tree.first : tree.end])
-        rest = (positions >= tree.common) & (positions < own[:, None])
-        place = torch.cat([mine[0, : tree.common], mine[rest]])
+    for group in groups:
+        mine, count = slots[group.first : group.end], group.size
+        own = torch.tensor(lengths[group.first : group.end])
+        rest = (positions >= group.prefix) & (positions < own[:, None])
+        place = torch.cat([mine[0, : group.prefix], mine[rest]])
         owner = rest.nonzero()[:, 0]
-        sees = F.pad(owner == torch.arange(count)[:, None], (tree.common, 0), value=True)
-        padding = (0, trees[-1].tokens - tree.tokens)
+        sees = F.pad(owner == torch.arange(count)[:, None], (group.prefix, 0), value=True)
+        padding = (0, groups[-1].tokens - group.tokens)
         # Never read what another sequence wrote.
         places.append(F.pad(place, padding, value=int(place[0])))
         masks.append(F.pad(sees, padding))
-    new = [starts[row] for tree in trees for row in range(tree.first, tree.end)]
-    mask = _added(torch.stack(masks)[:, None], dtype)
+    new = [starts[row] for group in groups for row in range(group.first, group.end)]
+    mask = _additive(torch.stack(masks)[:, None], dtype)
     return Call(torch.tensor(new), torch.stack(places), mask, False)
 
 
@@ -157,11 +160,11 @@ def _of_sequences(
     is_causal, mask = count == longest and not is_uneven, None
     if not is_causal and (is_uneven or count > 1):
         last = own[:, None] - count + torch.arange(count)
-        mask = _added(torch.arange(longest) <= last[:, None, :, None], dtype)
+        mask = _additive(torch.arange(longest) <= last[:, None, :, None], dtype)
     positions = (firsts[:, None] + torch.arange(count)).flatten()
     return Call(positions, mine, mask, is_causal)
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as attention adds it, once for all layers."""
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask in the form that attention adds to its scores, once for all layers."""
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)

@@ -25,12 +25,12 @@ def test_responses_to_a_prompt_read_one_file(monkeypatch: pytest.MonkeyPatch) ->
     assert names == [2, 2, 4, 4, 4, 4], "a name for each reader, and one to link to"
 
     for message in sent:
-        pointer = pickle.loads(message)  # noqa: S301
+        pointer = pickle.loads(message)  # noqa: S301  # our own
         assert pointer.precomputed_hash == 5
         read = pointer.materialize()
         torch.testing.assert_close(read, pixels, rtol=0, atol=0)
         read.zero_()
-    torch.testing.assert_close(pickle.loads(alone).materialize(), other)  # noqa: S301
+    torch.testing.assert_close(pickle.loads(alone).materialize(), other)  # noqa: S301  # our own
     assert [file.stat().st_nlink for file in files if file.exists()] == [1, 1]
     del pixels, other, read
     assert not [file for file in files if file.exists()]
