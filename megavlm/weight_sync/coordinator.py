@@ -15,7 +15,7 @@ from megavlm.weight_sync import checksums as verify
 from megavlm.weight_sync.attempt import SendReport, SyncAttempt, SyncReport, SyncSettings
 from megavlm.weight_sync.gather import NamedTensors
 from megavlm.weight_sync.lora import adapter_name, load_adapter, unload_adapters
-from megavlm.weight_sync.server_api import Servers
+from megavlm.weight_sync.server_api import Answers, Servers
 from megavlm.weight_sync.server_parameters import ServerParameters
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.transports.base import Transport
@@ -55,6 +55,7 @@ class SyncCoordinator:
         self._http, self._adapter_config = http, adapter_config
         self._senders = senders
         self._parameters = ServerParameters()
+        self._infos: Answers = {}  # each server's /server_info, which is read once a process
         self._adapter: str | None = None  # name of the adapter that servers have loaded
         self._has_warned = False
 
@@ -70,7 +71,9 @@ class SyncCoordinator:
         servers = self.servers = Servers(targets, timeout=self._settings.timeout, http=self._http)
         path = "/server_info"
         try:
-            infos = servers.request_each(path)
+            unread = [x.url for x in targets if x.needs_all or x.url not in self._infos]
+            self._infos |= servers.request_each(path, dict.fromkeys(unread))
+            infos = {target.url: self._infos[target.url] for target in servers.live}
             expert_parallel = servers.read(path, infos, lambda info: int(info.get("ep_size", 1)))
             has_sessions = servers.read(path, infos, lambda info: server_version(info) >= SESSIONS)
             self._loading = [

@@ -54,11 +54,12 @@ class Servers:
             raise WeightSyncError("; ".join(self.lost.values()))
 
     def request_each(
-        self, path: str, bodies: Mapping[str, Mapping[str, Any]] | None = None
+        self, path: str, bodies: Mapping[str, Mapping[str, Any] | None] | None = None
     ) -> Answers:
         """Send a request to several servers at once. Returns the answers by URL.
 
-        bodies: the JSON to POST by URL; None sends a GET to every server. Lost servers are skipped.
+        bodies: by URL the JSON to POST, or None for a GET; None alone sends a GET to every server.
+        Lost servers are skipped.
         """
         urls = [target.url for target in self.live if bodies is None or target.url in bodies]
         if not urls:

@@ -22,16 +22,16 @@ CASES = {
     "decoding, more than a call": ([4000, 3000, 4001, 2999, 5], [1] * 5),
     "prompts": ([0] * 4, [25, 30, 25, 1]),
     "prompts with prefixes": ([400, 0, 399, 12, 400, 64], [1, 400, 1, 30, 60, 30]),
-    "decoding, responses": ([*range(430, 438), *[410] * 8, 120, 121, 29, 30, 60], [1] * 21),
+    "decoding, responses": ([*range(430, 438), *[410] * 8, 120, 121, 79, 80, 60], [1] * 21),
     "decoding, branches": ([410, 409, 408, 407], [1] * 4),
-    "decoding, short prompts": ([40] * 32, [1] * 32),
+    "decoding, short prompts": ([40] * 32 + [29] * 4, [1] * 36),
     "first tokens": ([421] * 8 + [0] + [299] * 4, [1] * 8 + [30] + [1] * 4),
 }
 # Of a case, which sequences share how many tokens: [first, end) of them.
 SHARED = {
-    "decoding, responses": [(0, 8, 420), (8, 16, 400), (16, 18, 110), (18, 20, 28)],
+    "decoding, responses": [(0, 8, 420), (8, 16, 400), (16, 18, 110), (18, 20, 78)],
     "decoding, branches": [(0, 4, 300), (1, 4, 400)],
-    "decoding, short prompts": [(0, 16, 10), (16, 32, 10)],
+    "decoding, short prompts": [(0, 16, 10), (16, 32, 10), (32, 36, 28)],
     "first tokens": [(0, 8, 421), (9, 13, 299)],
 }
 

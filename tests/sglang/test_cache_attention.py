@@ -34,4 +34,4 @@ def test_all_kinds_of_sequences_give_the_same_attention() -> None:
     eights = 2 * (420 + sum(range(11, 19)))  # both of the longer tree's length
     assert read["decoding, responses"] == eights + 2 * (110 + 11 + 12) + 61
     assert read["first tokens"] == 421 + 8 + 30 + 299 + 4
-    assert read["decoding, short prompts"] == 32 * 41
+    assert read["decoding, short prompts"] == 36 * 41

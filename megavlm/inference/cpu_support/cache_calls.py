@@ -17,8 +17,9 @@ from torch import Tensor
 # pairs of a new token and a cached one.
 MOST_TOKENS, MOST_PAIRS = 2**16, 2**22
 # Each response of a group meets the tokens of all: with more of them than so many times its own,
-# sequences by themselves are faster (fp32, two heads of 32, prompts of 25 to 1,300 tokens).
-MOST_IN_GROUP = 4
+# or with a shorter prefix, sequences by themselves are faster (fp32, two heads of 32, prompts of 25
+# to 1,300 tokens, three layers).
+MOST_IN_GROUP, SHORTEST_PREFIX = 4, 64
 
 
 @dataclass
@@ -92,7 +93,7 @@ def prefix_groups(
         prefix = min(group.prefix, shared[row - 1])
         tokens = group.tokens + (group.size - 1) * (group.prefix - prefix) + length - prefix
         both = max(longest, length)
-        is_faster = 2 * prefix >= both and tokens <= MOST_IN_GROUP * both
+        is_faster = prefix >= max(SHORTEST_PREFIX, both / 2) and tokens <= MOST_IN_GROUP * both
         if new[group.first] == new[row] == 1 and is_faster:
             group, longest = PrefixGroup(group.first, row + 1, prefix, tokens), both
         else:

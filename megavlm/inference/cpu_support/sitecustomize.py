@@ -1,7 +1,7 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
 Python imports `sitecustomize` in every process whose PYTHONPATH holds this directory: in the server
-and in the workers that it starts. Stock SGLang needs exactly four things, and gets four more:
+and in the workers that it starts. Stock SGLang needs exactly four things, and gets five more:
 
 1. torchvision must be importable beside a CPU build of torch: its two missing operators are
    defined right before the first `import torchvision`, never earlier, so that a process that does
@@ -15,6 +15,7 @@ and in the workers that it starts. Stock SGLang needs exactly four things, and g
 7. Its sequences attend to the KV cache many at a time (cache_attention.py), not one by one.
 8. It looks for models and for processors of images among those of the Qwen families alone: to
    import all 300, in two processes, takes a quarter of its start.
+9. It draws tokens by their cumulative probabilities (sampling.py), with one random number each.
 """
 
 import importlib.abc
@@ -92,6 +93,12 @@ def _attend_many(module: ModuleType) -> None:
     cache_attention.install(module)
 
 
+def _draw_by_sums(module: ModuleType) -> None:
+    import sampling  # type: ignore[import-not-found]
+
+    sampling.install(module)
+
+
 def _gate_shared_expert(module: ModuleType) -> None:
     def launch(hidden: Any, weight: Any, shared: Any, output: Any, *, do_add: bool) -> None:
         gated = (hidden.float() @ weight.float()).sigmoid()[:, None] * shared.float()
@@ -108,6 +115,7 @@ def _gate_norm(module: ModuleType) -> None:
 REPLACEMENTS = {
     "sglang.srt.layers.attention.vision": _attend_by_image,
     "sglang.srt.layers.attention.torch_native_backend": _attend_many,
+    "sglang.srt.layers.sampler": _draw_by_sums,
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,
     "sglang.kernels.ops.elementwise.elementwise": _gate_shared_expert,
 }

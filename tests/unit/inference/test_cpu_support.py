@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 import megavlm.inference
+from megavlm.inference.cpu_support import sampling
 from tests.timeouts import scaled
 
 SUPPORT = Path(megavlm.inference.__file__).parent / "cpu_support"
@@ -84,3 +88,24 @@ print(hasattr(torch.ops.sgl_kernel, "convert_weight_packed"))
         "True",
         "False",
     ]
+
+
+def test_tokens_are_drawn_by_their_probabilities() -> None:
+    torch.manual_seed(0)
+    probs, draws = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0], [1.0, 0, 0, 0, 0, 0]]), 100_000
+    tokens = sampling.draw(probs.repeat_interleave(draws, 0)).view(2, draws)
+    assert tokens.dtype == torch.int32
+    for drawn, wanted in zip(tokens, probs, strict=True):
+        found = drawn.bincount(minlength=6) / draws
+        assert (found - wanted).abs().max() < 5 * 0.5 / draws**0.5
+        assert not found[wanted == 0].any()
+
+
+def test_tokens_of_the_smallest_probability_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    probs = torch.tensor([1.0, *[1e-10] * 1000])  # their sum in float32 is 1
+    for token in (1, 500, 1000):
+        place = torch.tensor([[1 + (token - 0.5) * 1e-10]], dtype=torch.float64) / (1 + 1e-7)
+        monkeypatch.setattr(torch, "rand", lambda *_, drawn=place, **__: drawn)
+        assert sampling.draw(probs[None]).tolist() == [token]
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1, 1, dtype=torch.float64))
+    assert sampling.draw(torch.tensor([[0.0, 0.5, 0.5]])).tolist() == [1], "never one of 0"

@@ -273,6 +273,18 @@ def test_connections_are_kept_from_push_to_push() -> None:
         assert len(fake.requests) > 20 and fake.num_connections <= 2
 
 
+def test_what_a_server_is_is_read_once_a_process() -> None:
+    with FakeServer() as fake:
+        launch(1, pushes, fake.url, (4, 5, 6), False, None)
+        assert paths(fake).count("/server_info") == 1
+    with FakeServer() as fake:
+        fake.refused["/pause_generation"] = {2}
+        (result,) = launch(1, pushes, fake.url, (4, 5, 6), False, None)
+        assert len(result["errors"]) == 1
+        # After the second update failed, the server may be another process.
+        assert paths(fake).count("/server_info") == 2
+
+
 def warnings_of(url: str) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()

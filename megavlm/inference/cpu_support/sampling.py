@@ -1,0 +1,29 @@
+"""Draws of tokens on a CPU by their cumulative probabilities.
+
+SGLang 0.5.23 calls `torch.multinomial`, which draws a number for each token of the vocabulary: of a
+tiny model that takes as long as a layer.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+def draw(probs: Tensor) -> Tensor:
+    """Draw a token from each row of probs [S, vocabulary]. Returns [S] in int32."""
+    sums = probs.cumsum(-1, dtype=torch.float64)  # or tokens of less than 1e-7 are never drawn
+    drawn = torch.rand(len(probs), 1, dtype=torch.float64) * sums[:, -1:]
+    return torch.searchsorted(sums, drawn, right=True, out_int32=True)[:, 0]
+
+
+def install(module: ModuleType) -> None:
+    """Make SGLang draw so where requests have no seed of their own. module: layers.sampler."""
+    own = module.sampling_from_probs_torch
+
+    def sample(
+        probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        return draw(probs) if sampling_seed is None else own(probs, sampling_seed, positions)
+
+    module.sampling_from_probs_torch = sample  # type: ignore[attr-defined]
