@@ -99,6 +99,8 @@ def main(folder: Path) -> None:
     )
     show(time=time.time())
     trainer.train()
+    sys.stdout.flush()
+    os._exit(0)  # now and then gloo aborts or hangs at the end of an interpreter
 
 
 if __name__ == "__main__":
