@@ -11,8 +11,13 @@ from torch import Tensor
 
 
 def draw(probs: Tensor) -> Tensor:
-    """Draw a token from each row of probs [S, vocabulary]. Returns [S] in int32."""
+    """Draw a token from each row of probs [S, vocabulary]. Returns [S] in int32.
+
+    Raises RuntimeError for a row that is not finite, as `torch.multinomial` does.
+    """
     sums = probs.cumsum(-1, dtype=torch.float64)  # or tokens of less than 1e-7 are never drawn
+    if not sums[:, -1].isfinite().all():
+        raise RuntimeError("the probabilities of a next token are not finite")
     drawn = torch.rand(len(probs), 1, dtype=torch.float64) * sums[:, -1:]
     return torch.searchsorted(sums, drawn, right=True, out_int32=True)[:, 0]
 

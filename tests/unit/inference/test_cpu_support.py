@@ -15,11 +15,11 @@ from tests.timeouts import scaled
 SUPPORT = Path(megavlm.inference.__file__).parent / "cpu_support"
 
 
-def run(program: str) -> str:
+def run(program: str, **variables: str) -> str:
     """Output of a program in a process with the support on its path and megavlm not importable."""
     result = subprocess.run(
         [sys.executable, "-P", "-c", program],
-        env=os.environ | {"PYTHONPATH": str(SUPPORT)},
+        env=os.environ | {"PYTHONPATH": str(SUPPORT)} | variables,
         cwd="/",
         capture_output=True,
         text=True,
@@ -109,3 +109,19 @@ def test_tokens_of_the_smallest_probability_are_drawn(monkeypatch: pytest.Monkey
         assert sampling.draw(probs[None]).tolist() == [token]
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1, 1, dtype=torch.float64))
     assert sampling.draw(torch.tensor([[0.0, 0.5, 0.5]])).tolist() == [1], "never one of 0"
+
+
+def test_no_token_is_drawn_by_probabilities_that_are_not_finite() -> None:
+    with pytest.raises(RuntimeError, match="are not finite"):
+        sampling.draw(torch.tensor([[0.5, 0.5], [torch.nan, 0.5]]))
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_a_server_draws_tokens_so() -> None:
+    program = """
+import torch
+from sglang.srt.layers.sampler import sampling_from_probs_torch as sample
+print(sample.__module__, sample(torch.eye(3), None, torch.arange(3)).tolist())
+"""
+    assert run(program, SGLANG_USE_CPU_ENGINE="1") == "sampling [0, 1, 2]\n"
