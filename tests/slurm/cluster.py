@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.inference.server import free_port
+from tests.timeouts import scaled
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 FINISHED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
@@ -124,7 +125,7 @@ class Cluster:
             env={**self.environment, **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=scaled(60),
         )
         assert done.returncode == 0, (command, done.stderr)
         return done.stdout

@@ -75,7 +75,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(ROOT / "launch" / script), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60))
 
 
 def test_a_failed_check_starts_nothing(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from megavlm.data.targets import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss
 from tests.columns import columns as target_columns
+from tests.timeouts import scaled
 
 PROGRAM = Path(__file__).with_name("trl_losses.py")
 LENGTHS, LONGEST = [5, 2, 7, 1, 4], 7
@@ -97,7 +98,7 @@ def theirs(columns: dict[str, torch.Tensor]) -> dict[str, Any]:
         input=json.dumps(given),
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=scaled(250),
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_tools.safetensors_io import SafetensorsWriter, Spec, UnmappedHFFolder
 from checkpoint_tools.streaming import prefetch
 from megavlm.models.common.hf_source import HFFolder
+from tests.timeouts import scaled
 
 TENSORS = {
     "wide": torch.arange(6.0, dtype=torch.float64).reshape(2, 3),
@@ -85,7 +86,7 @@ def test_one_item_is_made_while_the_caller_has_the_one_before() -> None:
     for item in range(5):
         assert next(results) == 10 * item
         if item < 4:
-            assert is_made[item + 1].wait(10)
+            assert is_made[item + 1].wait(scaled(10))
             assert made == list(range(item + 2))  # and none further
     assert list(results) == [] == list(prefetch(make, []))
 

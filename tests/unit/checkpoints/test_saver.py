@@ -23,6 +23,7 @@ from megavlm.training.guards import StopRequest, TimeLimit
 from tests.distributed.fork import launch
 from tests.levels import slow
 from tests.parity.table import LAYOUTS, Ranks
+from tests.timeouts import scaled
 from tests.unit.checkpoints.ranks import TP2, Run, make_hf, start
 
 
@@ -48,7 +49,7 @@ class Gate:
 
         def held(snapshot: Snapshot) -> Written:
             if dist.get_rank() == rank:
-                assert self._open.wait(60)
+                assert self._open.wait(scaled(60))
             return write(snapshot)
 
         patch.setattr(Snapshot, "write", held)

@@ -13,6 +13,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from megavlm.parallel import platform
 from tests.fakes.server import FakeServer
+from tests.timeouts import scaled
 
 FLUSH = "/flush_cache?timeout=20"
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
@@ -39,7 +40,7 @@ def push(pool: ServerPool) -> bool:
 
 def memory(pool: ServerPool, keeps_weights: bool = True) -> ServerMemory:
     backup = {"enable_weights_cpu_backup": keeps_weights}
-    return ServerMemory(pool, Rollout(request_timeout=10, server_args=backup))
+    return ServerMemory(pool, Rollout(request_timeout=scaled(10), server_args=backup))
 
 
 def requested(fake: FakeServer) -> list[tuple[str, str]]:

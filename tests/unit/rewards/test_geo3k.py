@@ -9,6 +9,7 @@ from megavlm.config.reward import Reward
 from megavlm.rewards import geo3k
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
+from tests.timeouts import scaled
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,9 @@ HOSTILE = {
 @pytest.fixture(scope="module")
 def manager() -> Iterator[RewardManager]:
     parts = [Part("math", "geo3k", options={"format_reward": 0.0})]
-    manager = RewardManager(parts, Reward(on_failure="zero", workers=1, timeout=3, memory_mb=2048))
+    manager = RewardManager(
+        parts, Reward(on_failure="zero", workers=1, timeout=scaled(3), memory_mb=2048)
+    )
     yield manager
     asyncio.run(manager.close())
 

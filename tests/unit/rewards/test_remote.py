@@ -11,6 +11,7 @@ from megavlm.rewards import remote
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
 from tests.fakes.service import FakeService, Fault
+from tests.timeouts import scaled
 
 PNG = b"\x89PNG rest"
 EXAMPLE = Example("<image>Describe.", "a dog", "caption", (PNG,), {"keywords": ["dog"]})
@@ -113,7 +114,7 @@ def test_requests_beyond_the_concurrency_wait_their_turn() -> None:
     async def run(service: FakeService) -> list[Score]:
         parts = [by_url(service, concurrency=1)]
         manager = RewardManager(
-            parts, Reward(on_failure="zero", workers=1, timeout=5, memory_mb=1024)
+            parts, Reward(on_failure="zero", workers=1, timeout=scaled(5), memory_mb=1024)
         )
         try:
             return await asyncio.gather(*(manager.score("a dog", EXAMPLE) for _ in range(20)))

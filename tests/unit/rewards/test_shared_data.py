@@ -12,6 +12,7 @@ from megavlm.data.caption_corpus import with_corpus
 from megavlm.environments.registry import default_reward
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
+from tests.timeouts import scaled
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 NUM = 40  # rows of a set
@@ -37,7 +38,7 @@ def scores(
 
     async def run() -> list[Score]:
         manager = RewardManager(
-            [part], Reward(on_failure="stop", workers=1, timeout=20, memory_mb=2048)
+            [part], Reward(on_failure="stop", workers=1, timeout=scaled(20), memory_mb=2048)
         )
         try:
             return await asyncio.gather(*(manager.score(text, example(row)) for text, row in pairs))

@@ -11,6 +11,7 @@ from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.rewards.manager import Part, RewardManager
+from tests.timeouts import scaled
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +32,7 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
 @pytest.fixture(scope="module")
 def manager() -> Iterator[RewardManager]:
     manager = RewardManager(
-        [Part("r", "vqa")], Reward(on_failure="zero", workers=1, timeout=10, memory_mb=1024)
+        [Part("r", "vqa")], Reward(on_failure="zero", workers=1, timeout=scaled(10), memory_mb=1024)
     )
     yield manager
     asyncio.run(manager.close())

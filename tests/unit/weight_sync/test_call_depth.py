@@ -25,6 +25,7 @@ from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine, GlooEngine
 from tests.fakes.targets import FixedTargets
+from tests.timeouts import scaled
 from tests.unit.weight_sync.test_sync_faults import ENTRIES, UPDATE, Model
 
 PACKAGE = str(Path(megavlm.__file__).parent)
@@ -69,7 +70,7 @@ def recorded(kind: str, folder: Path, url: str, failing: bool) -> list[tuple[str
     transports: dict[str, Transport] = {
         "tensor": TensorTransport(),
         "disk": DiskTransport(folder),
-        "distributed": DistributedTransport("127.0.0.1", timeout=30),
+        "distributed": DistributedTransport("127.0.0.1", timeout=scaled(30)),
     }
     plan = SyncPlan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
     device = "cuda" if kind == "disk" else "cpu"  # the fake server loads no files to compare
@@ -78,7 +79,7 @@ def recorded(kind: str, folder: Path, url: str, failing: bool) -> list[tuple[str
         plan,
         [Model(plan)],  # type: ignore[list-item]
         transports[kind],
-        SyncSettings(torch.float32, timeout=30, bucket_bytes=24),
+        SyncSettings(torch.float32, timeout=scaled(30), bucket_bytes=24),
         targets=targets,
     )
     for version in (1, 2):

@@ -27,6 +27,7 @@ from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine
+from tests.timeouts import scaled
 from tests.unit.weight_sync.test_sync_faults import ENTRIES, TRAINED, UPDATE, Model
 
 
@@ -44,7 +45,7 @@ def pusher(pool: ServerPool, folder: Any = None) -> WeightPusher:
         plan,
         [Model(plan)],  # type: ignore[list-item]
         TensorTransport() if folder is None else DiskTransport(folder),
-        SyncSettings(torch.float32, timeout=30, bucket_bytes=24),
+        SyncSettings(torch.float32, timeout=scaled(30), bucket_bytes=24),
         targets=pool,
     )
     state: Any = SimpleNamespace(step=4, mesh=SimpleNamespace(objects=None))

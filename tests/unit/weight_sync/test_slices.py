@@ -33,6 +33,7 @@ from tests.distributed.fork import launch
 from tests.fakes.engine import GlooEngine
 from tests.fakes.targets import FixedTargets
 from tests.levels import slow
+from tests.timeouts import scaled
 from tests.unit.models.releases import released_config
 
 BUCKET = 2**28
@@ -182,12 +183,16 @@ def pushes(urls: Sequence[str], versions: Sequence[int], kind: str) -> dict[str,
     plan = SyncPlan(ENTRIES, trainer, frozenset(range(len(ENTRIES))))
     model = Model(plan)
     targets = FixedTargets([Target(url, 2, "cpu", needs_all=True) for url in urls])
-    way = TensorTransport() if kind == "tensor" else DistributedTransport("127.0.0.1", timeout=30)
+    way = (
+        TensorTransport()
+        if kind == "tensor"
+        else DistributedTransport("127.0.0.1", timeout=scaled(30))
+    )
     sync = WeightSync(
         plan,
         [model],  # type: ignore[list-item]
         way,
-        SyncSettings(torch.float32, HEADS, timeout=30, bucket_bytes=2048),
+        SyncSettings(torch.float32, HEADS, timeout=scaled(30), bucket_bytes=2048),
         targets=targets if dist.get_rank() == 0 else None,
     )
     reports, errors = [], []

@@ -83,7 +83,7 @@ class Recorder(FixedTargets):
 def transport(kind: str) -> Transport:
     if kind == "tensor":
         return TensorTransport()
-    return DistributedTransport("127.0.0.1", timeout=30)
+    return DistributedTransport("127.0.0.1", timeout=scaled(30))
 
 
 def pushes(
@@ -108,7 +108,7 @@ def pushes(
         plan,
         [model],  # type: ignore[list-item]
         transport(kind),
-        SyncSettings(torch.float32, timeout=30, bucket_bytes=24),
+        SyncSettings(torch.float32, timeout=scaled(30), bucket_bytes=24),
         targets=targets if dist.get_rank() == 0 else None,
     )
     outcomes: list[Any] = []
@@ -231,12 +231,12 @@ def test_a_server_that_has_started_anew_is_no_rank_of_the_group_that_it_was_in()
     def between() -> None:
         """On the rank."""
         pushed.set()
-        assert started.wait(60)
+        assert started.wait(scaled(60))
 
     with GlooEngine() as engine, GlooEngine() as other:
 
         def restart() -> None:
-            assert pushed.wait(60)
+            assert pushed.wait(scaled(60))
             engine.restart()
             started.set()
 
