@@ -170,11 +170,12 @@ def remove_leftovers() -> None:
     runs that were killed as a whole. Those of the last hour stay: a process may be about to map
     them, or be in another container.
     """
-    old = {
-        str(path)
-        for path in Path(SHARED_MEMORY).parent.glob(f"{Path(SHARED_MEMORY).name}*")
-        if (stat := path.lstat()).st_uid == os.getuid() and time.time() - stat.st_ctime > LEFT_FOR
-    }
+    old = set()
+    for path in Path(SHARED_MEMORY).parent.glob(f"{Path(SHARED_MEMORY).name}*"):
+        with suppress(FileNotFoundError):  # another server has just removed it
+            stat = path.lstat()
+            if stat.st_uid == os.getuid() and time.time() - stat.st_ctime > LEFT_FOR:
+                old.add(str(path))
     if old:
         remove(old - shared_memory_of(None))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megavlm.inference.server import ManagedServer, free_port
+from megavlm.inference.server import ClaimedPort, ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from tests.e2e.conftest import World
@@ -58,10 +58,10 @@ def servers(world: World, folder: Path) -> Iterator[list[ManagedServer]]:
 
 @contextmanager
 def router(urls: list[str], log: Path) -> Iterator[str]:
-    port, metrics_port = free_port(), free_port()
-    url = f"http://127.0.0.1:{port}"
-    words = ["--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--prometheus-port", str(metrics_port), "--policy", "round_robin"]
+    port, metrics_port = ClaimedPort(), ClaimedPort()
+    url = f"http://127.0.0.1:{port.number}"
+    words = ["--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port.number)]
+    words += ["--prometheus-port", str(metrics_port.number), "--policy", "round_robin"]
     with (
         log.open("wb") as output,
         subprocess.Popen(

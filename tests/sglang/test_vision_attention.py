@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.demo.tiny_configs import TINY_FAMILIES
-from megavlm.inference.server import free_port
+from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_args import ServerOptions
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -20,9 +20,9 @@ TOWERS = Path(__file__).with_name("towers.py")
 
 def test_towers_of_all_families_give_the_same_features() -> None:
     """Images of several sizes, equal ones among them, a video, and windows in two blocks."""
-    options = ServerOptions("m", dtype="float32", device="cpu")
+    options, port = ServerOptions("m", dtype="float32", device="cpu"), ClaimedPort()
     done = subprocess.run(
-        [sys.executable, "-P", str(TOWERS), str(ROOT), str(free_port())],
+        [sys.executable, "-P", str(TOWERS), str(ROOT), str(port.number)],
         env=os.environ | options.environment(),
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.inference.server import free_port
+from megavlm.inference.server import ClaimedPort
 from tests.timeouts import scaled
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
@@ -70,11 +70,12 @@ class Cluster:
         self.environment = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
         for folder in ("state", *(f"spool/{name}" for name in self.names)):
             (root / folder).mkdir(parents=True)
-        text = CONFIGURATION.format(root=root, port=free_port())
+        self._ports = [ClaimedPort() for _ in range(count + 1)]
+        text = CONFIGURATION.format(root=root, port=self._ports[-1].number)
         hosts = f"{Path('/etc/hosts').read_text()}\n127.0.0.1 {socket.gethostname()}\n"
         for index, name in enumerate(self.names):
             address = f"127.0.0.{11 + index}"
-            text += NODE.format(name=name, address=address, port=free_port())
+            text += NODE.format(name=name, address=address, port=self._ports[index].number)
             hosts += f"{address} {name}\n"
         (root / "slurm.conf").write_text(f"{text}PartitionName=main Nodes=ALL Default=YES\n")
         (root / "gres.conf").write_text("AutoDetect=off\nName=gpu File=/dev/null,/dev/zero\n")

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from megavlm.inference.server import HOST, free_port
+from megavlm.inference.server import HOST, ClaimedPort
 from megavlm.inference.server_process import LOG_BYTES
 from megavlm.signals import STACKS, STACKS_WANTED
 from tests.timeouts import scaled
@@ -192,7 +192,8 @@ def node(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for key in KEYS:
         monkeypatch.setenv(key, key.lower())
-    port = free_port()
+    claim = ClaimedPort()
+    port = claim.number
     command = [sys.executable, "-P", "-m", "megavlm.slurm.servers", str(tmp_path / "run")]
     with subprocess.Popen([*command, HOST, str(port), "2", "4"], cwd=ROOT) as process:
         try:

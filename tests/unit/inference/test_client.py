@@ -19,7 +19,7 @@ from megavlm.inference.protocol import (
     parse_generate,
 )
 from megavlm.inference.requests import ATTEMPTS, PROMPTS_PER_REQUEST, RequestLimits
-from megavlm.inference.server import free_port
+from megavlm.inference.server import ClaimedPort
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer, Fault
 from tests.unit.inference.prompts import make_prompt
@@ -118,15 +118,18 @@ def test_a_server_that_hangs_after_its_head_is_left_for_the_other() -> None:
 
 def test_dead_server_gives_its_requests_to_the_other() -> None:
     prompts = [make_prompt(first_id=i) for i in range(40)]
+    port = ClaimedPort()
     with FakeServer() as alive:
-        dead = f"http://127.0.0.1:{free_port()}"
-        groups = client(dead, alive).generate(prompts, n=2, sampling=GREEDY)
+        groups = client(f"http://127.0.0.1:{port.number}", alive).generate(
+            prompts, n=2, sampling=GREEDY
+        )
     assert [group[0].token_ids[0] for group in groups] == list(range(40))
 
 
 def test_nobody_listens() -> None:
+    port = ClaimedPort()
     with pytest.raises(RolloutServerError, match="ConnectError"):
-        client(f"http://127.0.0.1:{free_port()}").generate([make_prompt()], n=1, sampling=GREEDY)
+        client(f"http://127.0.0.1:{port.number}").generate([make_prompt()], n=1, sampling=GREEDY)
 
 
 def test_other_prompt_length_stops() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_pool import supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
@@ -119,8 +120,8 @@ def test_a_server_that_comes_back_after_its_time_is_taken_up_again(
     """The run goes on with the other one meanwhile; it gets the weights before it serves."""
     monkeypatch.setattr(supervisor, "LOOK_EVERY", 0.05)
     policy, lines = replace(POLICY, start_timeout=0.3), list[str]()
-    gone = FakeServer()
-    port = int(gone.url.rpartition(":")[2])
+    port = ClaimedPort()
+    gone = FakeServer(port=port.number)
     with FakeServer() as left, ExitStack() as stack:
         stack.enter_context(gone)
         with external(left, gone, policy=policy, log=lines.append) as pool:
@@ -130,7 +131,7 @@ def test_a_server_that_comes_back_after_its_time_is_taken_up_again(
             wait_for(lambda: state(pool, gone.url) is State.AWAY)
             assert push(pool, 2, (left,)) == [left.url]
             assert [one.url for one in pool.routable("2")] == [left.url]
-            with FakeServer(port=port) as back:
+            with FakeServer(port=port.number) as back:
                 wait_for(lambda: state(pool, gone.url) is State.STALE)
                 assert [one.url for one in pool.routable("2")] == [left.url]
                 push(pool, 3, (left, back))
@@ -141,7 +142,8 @@ def test_a_server_that_comes_back_after_its_time_is_taken_up_again(
 
 
 def test_a_run_with_too_few_servers_does_not_wait_for_those_that_are_away() -> None:
-    with FakeServer() as gone:
+    port = ClaimedPort()
+    with FakeServer(port=port.number) as gone:
         url = gone.url
         pool = external(gone, policy=replace(POLICY, start_timeout=0.3))
         pool.__enter__()

@@ -311,6 +311,17 @@ def test_shared_memory_of_killed_servers_is_removed(
             path.unlink(missing_ok=True)
 
 
+def test_shared_memory_that_another_server_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, gone = tmp_path / "left", tmp_path / "gone"
+    left.touch()
+    monkeypatch.setattr(server_process, "LEFT_FOR", -60.0)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([gone, left]))
+    server_process.remove_leftovers()
+    assert not left.exists()
+
+
 def test_a_server_that_ends_leaves_no_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megavlm.config.load import load
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.server import free_port
+from megavlm.inference.server import ClaimedPort
 from megavlm.run import doctor
 from megavlm.run.doctor_checks import (
     Finding,
@@ -152,7 +152,7 @@ def diagnose(
         return ranks
 
     monkeypatch.setattr("megavlm.run.launcher.run_workers", run_workers)
-    monkeypatch.setattr("megavlm.run.doctor.PORT", port or free_port())
+    monkeypatch.setattr("megavlm.run.doctor.PORT", port or ClaimedPort().number)
     options = doctor.DoctorOptions(recipe, (), cpu=True)
     return doctor.diagnose(options, lambda folder: folder.mkdir()), started
 

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
 from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.mapping import ROWS, gated, same, shard_tensor
 from megavlm.parallel.mesh import Layout
@@ -213,9 +214,8 @@ def test_server_that_does_not_take_the_version() -> None:
 
 
 def test_no_server() -> None:
-    with FakeServer() as fake:
-        pass
-    (result,) = launch(1, pushes, fake.url, (4,), False, None)
+    port = ClaimedPort()
+    (result,) = launch(1, pushes, f"http://127.0.0.1:{port.number}", (4,), False, None)
     assert "/server_info failed: ConnectError" in result["errors"][0]
 
 
