@@ -7,7 +7,6 @@ cache_calls.py), with their new tokens alone as queries.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -97,6 +96,6 @@ def _gather(cache: Tensor, slots: Tensor) -> Tensor:
     return found.unflatten(1, cache.shape[1:]).unflatten(0, slots.shape).transpose(1, 2)
 
 
-def install(module: ModuleType) -> None:
+def install(module: Any) -> None:
     """Make SGLang's `torch_native` backend CacheAttention. module: torch_native_backend."""
-    module.TorchNativeAttnBackend = CacheAttention  # type: ignore[attr-defined]
+    module.TorchNativeAttnBackend = CacheAttention

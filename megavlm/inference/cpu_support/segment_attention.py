@@ -51,7 +51,7 @@ class SegmentAttention(vision.VisionSdpaAttention):
         return torch.cat(outputs)
 
 
-def install() -> None:
-    """Make SGLang's vision towers use SegmentAttention."""
-    assert vision.QKV_BACKEND_IMPL[BACKEND] is vision.VisionSdpaAttention
-    vision.QKV_BACKEND_IMPL[BACKEND] = SegmentAttention
+def install(module: Any) -> None:
+    """Make SGLang's vision towers use SegmentAttention. module: layers.attention.vision."""
+    assert module.QKV_BACKEND_IMPL[BACKEND] is module.VisionSdpaAttention
+    module.QKV_BACKEND_IMPL[BACKEND] = SegmentAttention

@@ -15,9 +15,11 @@ and in the workers that it starts. Stock SGLang needs exactly four things, and g
 7. Its sequences attend to the KV cache many at a time (cache_attention.py), not one by one.
 8. It looks for models and for processors of images among those of the Qwen families alone: to
    import all 300, in two processes, takes a quarter of its start.
-9. It draws tokens by their cumulative probabilities (sampling.py), with one random number each.
+9. It draws a token with one random number (cumulative_sampling.py), not one for each token of the
+   vocabulary.
 """
 
+import importlib
 import importlib.abc
 import importlib.util
 import multiprocessing
@@ -81,41 +83,28 @@ class ReplacementHook(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _attend_by_image(module: ModuleType) -> None:
-    import segment_attention  # type: ignore[import-not-found]
-
-    segment_attention.install()
-
-
-def _attend_many(module: ModuleType) -> None:
-    import cache_attention  # type: ignore[import-not-found]
-
-    cache_attention.install(module)
+def _install(name: str) -> Callable[[Any], None]:
+    """Return a replacement by the module of that name beside this file, imported when it is due."""
+    return lambda module: importlib.import_module(name).install(module)
 
 
-def _draw_by_sums(module: ModuleType) -> None:
-    import sampling  # type: ignore[import-not-found]
-
-    sampling.install(module)
-
-
-def _gate_shared_expert(module: ModuleType) -> None:
+def _gate_shared_expert(module: Any) -> None:
     def launch(hidden: Any, weight: Any, shared: Any, output: Any, *, do_add: bool) -> None:
         gated = (hidden.float() @ weight.float()).sigmoid()[:, None] * shared.float()
         output.copy_(output.float() + gated if do_add else gated)
 
-    module._launch_fused_gate_sigmoid_mul = launch  # type: ignore[attr-defined]
+    module._launch_fused_gate_sigmoid_mul = launch
 
 
-def _gate_norm(module: ModuleType) -> None:
+def _gate_norm(module: Any) -> None:
     """Have the gated norm take its branch for CPUs, as it does by itself on one with AMX."""
-    module._use_cpu = True  # type: ignore[attr-defined]
+    module._use_cpu = True
 
 
 REPLACEMENTS = {
-    "sglang.srt.layers.attention.vision": _attend_by_image,
-    "sglang.srt.layers.attention.torch_native_backend": _attend_many,
-    "sglang.srt.layers.sampler": _draw_by_sums,
+    "sglang.srt.layers.attention.vision": _install("segment_attention"),
+    "sglang.srt.layers.attention.torch_native_backend": _install("cache_attention"),
+    "sglang.srt.layers.sampler": _install("cumulative_sampling"),
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,
     "sglang.kernels.ops.elementwise.elementwise": _gate_shared_expert,
 }

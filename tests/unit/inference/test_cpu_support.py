@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megavlm.inference
-from megavlm.inference.cpu_support import sampling
+from megavlm.inference.cpu_support.cumulative_sampling import draw
 from tests.timeouts import scaled
 
 SUPPORT = Path(megavlm.inference.__file__).parent / "cpu_support"
@@ -93,7 +93,7 @@ print(hasattr(torch.ops.sgl_kernel, "convert_weight_packed"))
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     torch.manual_seed(0)
     probs, draws = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0], [1.0, 0, 0, 0, 0, 0]]), 100_000
-    tokens = sampling.draw(probs.repeat_interleave(draws, 0)).view(2, draws)
+    tokens = draw(probs.repeat_interleave(draws, 0)).view(2, draws)
     assert tokens.dtype == torch.int32
     for drawn, wanted in zip(tokens, probs, strict=True):
         found = drawn.bincount(minlength=6) / draws
@@ -106,14 +106,14 @@ def test_tokens_of_the_smallest_probability_are_drawn(monkeypatch: pytest.Monkey
     for token in (1, 500, 1000):
         place = torch.tensor([[1 + (token - 0.5) * 1e-10]], dtype=torch.float64) / (1 + 1e-7)
         monkeypatch.setattr(torch, "rand", lambda *_, drawn=place, **__: drawn)
-        assert sampling.draw(probs[None]).tolist() == [token]
+        assert draw(probs[None]).tolist() == [token]
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1, 1, dtype=torch.float64))
-    assert sampling.draw(torch.tensor([[0.0, 0.5, 0.5]])).tolist() == [1], "never one of 0"
+    assert draw(torch.tensor([[0.0, 0.5, 0.5]])).tolist() == [1], "never one of 0"
 
 
 def test_no_token_is_drawn_by_probabilities_that_are_not_finite() -> None:
     with pytest.raises(RuntimeError, match="are not finite"):
-        sampling.draw(torch.tensor([[0.5, 0.5], [torch.nan, 0.5]]))
+        draw(torch.tensor([[0.5, 0.5], [torch.nan, 0.5]]))
 
 
 @pytest.mark.slow
@@ -124,4 +124,4 @@ import torch
 from sglang.srt.layers.sampler import sampling_from_probs_torch as sample
 print(sample.__module__, sample(torch.eye(3), None, torch.arange(3)).tolist())
 """
-    assert run(program, SGLANG_USE_CPU_ENGINE="1") == "sampling [0, 1, 2]\n"
+    assert run(program, SGLANG_USE_CPU_ENGINE="1") == "cumulative_sampling [0, 1, 2]\n"

@@ -4,7 +4,7 @@ SGLang 0.5.23 calls `torch.multinomial`, which draws a number for each token of 
 takes 15 times as long for a vocabulary of 384 tokens, and twice as long for one of 151,936.
 """
 
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,11 @@ def draw(probs: Tensor) -> Tensor:
     return torch.searchsorted(sums, drawn, right=True, out_int32=True)[:, 0]
 
 
-def install(module: ModuleType) -> None:
-    """Make SGLang draw so where requests have no seed of their own. module: layers.sampler."""
+def install(module: Any) -> None:
+    """Make SGLang draw so where no request has a seed, top-k, top-p or min-p.
+
+    module: layers.sampler.
+    """
     own = module.sampling_from_probs_torch
 
     def sample(
@@ -31,4 +34,4 @@ def install(module: ModuleType) -> None:
     ) -> Tensor:
         return draw(probs) if sampling_seed is None else own(probs, sampling_seed, positions)
 
-    module.sampling_from_probs_torch = sample  # type: ignore[attr-defined]
+    module.sampling_from_probs_torch = sample
