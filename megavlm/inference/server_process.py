@@ -97,17 +97,20 @@ class ServerProcess:
         """Return the id of the server's first process; None if it was not launched."""
         return None if self._process is None else self._process.pid
 
+    def suspend(self) -> None:
+        """Suspend the server's processes, which `abort` or `stop` then ends."""
+        for process in self._family():
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+
     def abort(self) -> None:
         """End the server's processes by SIGABRT, upon which they write their stacks to the log."""
-        if self._process is None:
-            return
-        for process in _family(self._process.pid):
-            try:
+        for process in self._family():
+            with suppress(psutil.NoSuchProcess):
                 # A core file of a GPU server has tens of gigabytes.
                 process.rlimit(resource.RLIMIT_CORE, (0, 0))
                 process.send_signal(signal.SIGABRT)
-            except psutil.NoSuchProcess:
-                pass
+                process.resume()
 
     def rotate_log(self) -> None:
         """Copy a log of LOG_BYTES to LOG.1, the one there to LOG.2, and go on with an empty file:
@@ -155,6 +158,14 @@ class ServerProcess:
         tail = "\n".join(f"  {line[:500]}" for line in lines)
         return f"{message}; the end of {self.log_path}:\n{tail}"
 
+    def _family(self) -> list[psutil.Process]:
+        """Return the descendants of the server's first process, the youngest first, and itself."""
+        with suppress(psutil.NoSuchProcess):
+            if self._process is not None:
+                first = psutil.Process(self._process.pid)
+                return [*reversed(first.children(recursive=True)), first]
+        return []
+
     def _send_keys(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         keys = {"api_key": self.api_key, "admin_api_key": self.admin_key}
@@ -178,15 +189,6 @@ def remove_leftovers() -> None:
                 old.add(str(path))
     if old:
         remove(old - shared_memory_of(None))
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    """Return the descendants of a process, the youngest first, and itself."""
-    try:
-        root = psutil.Process(pid)
-        return [*reversed(root.children(recursive=True)), root]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _kill_group(group: int) -> None:

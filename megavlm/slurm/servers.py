@@ -28,6 +28,7 @@ from megavlm.signals import STACKS, STACKS_WANTED, STOP_SIGNALS
 
 TICK = 0.5  # seconds between looks at the servers
 LONGEST_PAUSE = 60.0  # seconds before a restart; the first pause takes one
+FOR_ALL = 5.0  # seconds in which the supervisors of all nodes see that stacks are wanted
 FOR_STACKS = 20.0  # seconds in which servers write their stacks
 
 
@@ -135,7 +136,14 @@ def main() -> None:
 
 
 def write_stacks(servers: list[ServerProcess]) -> None:
-    """Have the servers write the stacks of their threads to their logs, and end."""
+    """Have the servers write the stacks of their threads to their logs, and end.
+
+    They are suspended until those of all nodes are, because SGLang's processes end without stacks
+    when those on another node end.
+    """
+    for server in servers:
+        server.suspend()
+    time.sleep(FOR_ALL)
     for server in servers:
         server.abort()
     deadline = time.monotonic() + FOR_STACKS

@@ -1,6 +1,7 @@
 """A real server over two nodes, both this machine at loopback addresses of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_args import ServerOptions, command_line
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY, ServerProcess
 from megavlm.signals import STACKS, STACKS_WANTED
+from megavlm.slurm.servers import TICK
 from tests.conftest import DATA
 from tests.parity.reference import Reference
 from tests.sglang.conftest import PLAIN, Served, model_folder
@@ -94,7 +96,11 @@ def test_a_server_over_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
             assert served.get("/model_info")["weight_version"] == "default"
             (ended,) = (tmp_path / "run").glob("*.ended")
             assert ended.read_bytes()
+    late = nodes.supervisors[1]  # it looks after the other, as one on a busy node may
+    late.send_signal(signal.SIGSTOP)
     (tmp_path / "run" / STACKS / STACKS_WANTED).write_text("yes")
+    time.sleep(3 * TICK)
+    late.send_signal(signal.SIGCONT)
     for process, host in zip(nodes.supervisors, HOSTS, strict=True):
         assert process.wait(scaled(60)) == 0
         log = (tmp_path / f"run/rollout_server_{host}_0.log").read_text()
