@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -284,13 +283,24 @@ def test_a_server_that_hangs_is_noticed_by_probes_and_its_requests_move(
 
 def test_no_probe_while_weights_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PROBE_EVERY", 0.02)
+    check, checks = supervisor.Supervisor._check, list[ServerHandle]()
+
+    async def counted(self: supervisor.Supervisor, handle: ServerHandle) -> None:
+        checks.append(handle)
+        await check(self, handle)
+
+    def wait_for_checks(count: int) -> None:
+        last = len(checks) + count
+        wait_for(lambda: len(checks) >= last)
+
+    monkeypatch.setattr(supervisor.Supervisor, "_check", counted)
     with FakeServer() as fake, external(fake) as pool:
         push(pool, 1)
         wait_for(lambda: fake.paths().count("/model_info") > 2)
         (target,) = pool.targets()
-        time.sleep(0.1)  # what was asked before may still arrive
+        wait_for_checks(2)  # a probe that was under way is answered
         before = len(fake.requests)
-        time.sleep(0.2)
+        wait_for_checks(4)
         assert len(fake.requests) == before
         pool.refitted(target.url, "1")
         wait_for(lambda: len(fake.requests) > before)

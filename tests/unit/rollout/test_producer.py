@@ -33,6 +33,7 @@ from megavlm.rollout.producer_handle import RolloutProducer
 from megavlm.rollout.trajectory import Group
 from tests.conftest import row, write_rows
 from tests.fakes.server import PROMPT_IDS, FakeServer
+from tests.timeouts import scaled
 from tests.unit.inference.server_pools import external, push, state, wait_for
 
 SIZE, N = 2, 2  # prompts of a step, responses to each
@@ -271,7 +272,7 @@ def test_a_group_whose_requests_time_out_is_dropped_or_asked_again(
     fake.answer = answer_others
     with external(fake) as pool:
         push(pool, 0, (fake,))
-        producer = started(config, pool, timeout=0.3)
+        producer = started(config, pool, timeout=scaled(1))
         taken, counted = [], []
         for version in range(3):
             taken += rows_of(producer.take(SIZE, version, None, no_refit))
