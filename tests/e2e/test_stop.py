@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -105,24 +103,28 @@ def second_rank(run: "subprocess.Popen[str]") -> list[psutil.Process]:
     ]
 
 
-def listening(connections: Iterable[Any]) -> set[int]:
-    """Return the ports that are listened at."""
-    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+def using(temporary: Path) -> list[psutil.Process]:
+    """Return the processes whose directory for temporary files is in this one."""
+    return [
+        process
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get("TMPDIR", "").startswith(str(temporary))
+    ]
 
 
 def signal_second_rank(run: "subprocess.Popen[str]", number: int, temporary: Path) -> str:
-    """Signal rank 1 alone. Returns the output of the run, of which no process, port or file is left
-    in its directory for temporary files.
+    """Signal rank 1 alone. Returns the output of the run, of which no process is left, so no port,
+    and no file in its directory for temporary files.
     """
     assert run.stdout is not None
     started = time.monotonic()
     family = psutil.Process(run.pid).children(recursive=True)
-    ports = listening(one for process in family for one in process.net_connections("tcp"))
+    assert {*family} <= {*using(temporary)}
     second_rank(run)[0].send_signal(number)
     output = run.stdout.read()
     assert time.monotonic() - started < WAIT
     assert not any(process.is_running() for process in family)
-    assert ports and not ports & listening(psutil.net_connections("tcp"))
+    assert not using(temporary)
     assert not list(temporary.glob("megavlm-*"))
     return output
 
