@@ -38,6 +38,14 @@ def die_with(parent: int, by: signal.Signals) -> None:
         os.kill(os.getpid(), by)
 
 
+def ignore_signals() -> None:
+    """Ignore, here and in all children, what Slurm sends to every process of a job or a step: the
+    trainer needs its servers to finish the step, and the parent ends them.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def fork_reaper() -> None:
     """Fork a child that removes TMPDIR and kills the process group once this process is gone."""
     main = os.getpid()
@@ -83,11 +91,7 @@ def remove(files: Iterable[str]) -> None:
 
 
 def obey_only(parent: int) -> None:
-    """Take SIGTERM from `parent` alone: Slurm signals every process of a job, and the trainer needs
-    its servers to finish the step. It is blocked already, here and so in all threads to come.
-    """
-    for number in (signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    """Take SIGTERM from `parent` alone. It is blocked already, so in all threads to come too."""
 
     def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
@@ -117,6 +121,7 @@ def redact(secrets: list[str]) -> None:
 def main() -> None:
     parent = int(sys.argv[1])
     die_with(parent, by=signal.SIGKILL)
+    ignore_signals()
     fork_reaper()
     obey_only(parent)
     keys = json.loads(sys.stdin.readline())

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megavlm.parallel.mesh import Layout, build_mesh
 from tests.distributed import fork
 from tests.distributed.fork import launch
+from tests.timeouts import scaled
 
 pytestmark = pytest.mark.distributed
 
@@ -65,7 +66,7 @@ def fail(how: str) -> None:
     [
         ("raises", r"rank 1 of 2:\n[^$]*ValueError: no such layout"),
         ("dies", r"rank 1 of 2:\ndied without a word"),
-        ("hangs", r"ranks \[0, 1\] gave no result within 1"),
+        ("hangs", rf"ranks \[0, 1\] gave no result within {scaled(1)} s"),
     ],
 )
 def test_a_failure_is_told_and_the_next_launch_works(

@@ -223,10 +223,15 @@ def test_servers_of_a_node_start_again_and_end_with_its_process(
     servers[0].kill()
     servers[0].wait()
     assert httpx.get(urls[1], headers=KEY).is_success and process.poll() is None
-    process.send_signal(signal.SIGTERM)  # Slurm's, to every process of the job
-    servers[1].send_signal(signal.SIGTERM)
+    second = [servers[1], *servers[1].children(recursive=True)]
+    for signalled in (process, servers[1]):  # Slurm's, to every process of the job
+        signalled.send_signal(signal.SIGTERM)
+    for each in second:
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            each.send_signal(number)
     assert wait_for_server(urls[0], process).pid != servers[0].pid
-    assert servers[1].is_running() and httpx.get(urls[1], headers=KEY).is_success
+    assert httpx.get(urls[1], headers=KEY).is_success
+    assert all(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in second)
     started += psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGUSR2)
     process.wait(scaled(60))
@@ -247,6 +252,12 @@ def test_the_logs_of_a_node_are_bounded_and_stacks_come_when_they_are_wanted(
         time.sleep(0.05)
     assert log_of(tmp_path, 0).with_suffix(".log.1").stat().st_size == LOG_BYTES
     (tmp_path / "run" / STACKS / STACKS_WANTED).write_text("yes")
+    family = psutil.Process(process.pid).children(recursive=True)
+    while any(each.status() != psutil.STATUS_STOPPED for each in family):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    for each in [*family, process]:  # the trainer has ended: Slurm's, to every process of the step
+        each.send_signal(signal.SIGUSR2)
     process.wait(scaled(60))
     for index in range(2):
         assert "most recent call first" in log_of(tmp_path, index).read_text()
