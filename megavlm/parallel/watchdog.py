@@ -10,6 +10,7 @@ The thread works while the main thread waits in a call of C. Where such a call h
 interpreter's lock, a timer of C (faulthandler) writes the stacks of that rank.
 """
 
+import dis
 import faulthandler
 import json
 import os
@@ -33,6 +34,7 @@ from megavlm.signals import STACKS_WANTED
 TICK = 5.0  # longest pause between looks, in seconds
 GRACE = 10.0  # seconds in which each rank reports what it does
 STDERR = 2
+CHECKPOINT_THREAD = "checkpoint"  # begin of its name
 
 T = TypeVar("T")
 
@@ -51,8 +53,7 @@ class WatchedServers(Protocol):
 @dataclass(frozen=True)
 class RankReport:
     """State of a rank as the run hangs. phase: of its step. seconds: since its last sign of
-    progress. waits: its main thread is in a collective of torch, where it waits for others. place:
-    where it is.
+    progress. waits: its main thread waits for others in a collective. place: where it is.
     """
 
     phase: str
@@ -140,12 +141,11 @@ class Watchdog:
         stacks = _stacks()
         print(f"megavlm: stacks of rank {self._rank}:\n{stacks}", file=sys.stderr, flush=True)
         self._in_time(lambda: self._keep(stacks), GRACE)
-        main = sys._current_frames()[self._main]
         report = RankReport(
             self._phases.current,
             time.monotonic() - self._own[1],
-            _waits(main),
-            _place(main),
+            waits_for_others(self._main),
+            _place(sys._current_frames()[self._main]),
         )
         reports = {self._rank: report, **(self._ask(lambda: self._tell(report), 2 * GRACE) or {})}
         self._end(
@@ -207,6 +207,18 @@ def behind(reports: Mapping[int, RankReport], world_size: int) -> str:
     return f"all ranks wait for each other; rank {rank} has waited longest, {where}"
 
 
+def waits_for_others(main: int) -> bool:
+    """Return True if the thread `main` is in a collective of torch, or waits for another thread
+    while that of a checkpoint is in one.
+    """
+    frames = sys._current_frames()
+    threads = [main]
+    if frames[main].f_globals["__name__"] == "threading":
+        names = {one.ident: one.name for one in threading.enumerate()}
+        threads = [one for one in frames if names.get(one, "").startswith(CHECKPOINT_THREAD)]
+    return any(_is_in_collective(frames[one]) for one in threads)
+
+
 def _key(name: object) -> str:
     return f"megavlm/watchdog/{name}"
 
@@ -229,9 +241,17 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
     return frames
 
 
-def _waits(frame: FrameType) -> bool:
+def _is_in_collective(frame: FrameType) -> bool:
     names: list[Any] = [caller.f_globals.get("__name__", "") for caller in _frames(frame)]
-    return any(name.startswith("torch.distributed.") for name in names)
+    if any(name.startswith("torch.distributed.") for name in names):
+        return True
+    # What was started earlier is waited for by a method of C, which has no frame of its own.
+    loads = [
+        one.argval
+        for one in dis.get_instructions(frame.f_code)
+        if one.offset < frame.f_lasti and one.opname in ("LOAD_METHOD", "LOAD_ATTR")
+    ]
+    return loads[-1:] == ["wait"]
 
 
 def _place(frame: FrameType) -> str:

@@ -1,22 +1,33 @@
 """The watchdog: what is progress, which rank is named, and real ranks that hang."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megavlm.observability.phases import Phases
-from megavlm.parallel.watchdog import RankReport, Watchdog, behind
+from megavlm.parallel.watchdog import (
+    CHECKPOINT_THREAD,
+    RankReport,
+    Watchdog,
+    behind,
+    waits_for_others,
+)
 from megavlm.run.exit_codes import ExitCode
 from megavlm.signals import STACKS, STACKS_WANTED
+from tests.distributed.fork import launch
 from tests.timeouts import scaled
 from tests.unit.run.test_launcher import FAKE_TRAINING, train
 
 SECONDS = 0.4
+LARGE = 2**24  # a message that gloo does not send before it is received
 
 
 class Ranks:
@@ -104,6 +115,55 @@ def test_the_rank_that_does_not_wait_is_behind(
 ) -> None:
     """However much longer the others have waited, as they do for the driver."""
     assert behind(reports, 2).startswith(sentence)
+
+
+def is_seen_to_wait(how: str, waits: bool, seen: Path) -> bool:
+    """Return whether rank 0 is ever seen to wait for rank 1, which comes to it then."""
+    if dist.get_rank() == 1:
+        while not seen.exists():
+            time.sleep(0.01)
+        if how == "sent":
+            dist.recv(torch.empty(LARGE), 0)
+        else:
+            dist.barrier()
+        return waits
+    main, found = threading.get_ident(), list[bool]()
+
+    def look() -> None:
+        deadline = time.monotonic() + (scaled(30) if waits else 0.5)
+        while not any(found) and time.monotonic() < deadline:
+            found.append(waits_for_others(main))
+            time.sleep(0.01)
+        seen.touch()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    name = CHECKPOINT_THREAD if how == "checkpoint" else "servers"
+    with ThreadPoolExecutor(1, name) as pool:
+        if how == "sent":
+            work = dist.isend(torch.empty(LARGE), 1)
+            assert work is not None
+            work.wait()
+        elif how == "collective":
+            dist.barrier()
+        else:
+            pool.submit(dist.barrier).result()
+    looking.join()
+    return any(found)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("how", "waits"),
+    [("collective", True), ("sent", True), ("checkpoint", True), ("servers", False)],
+)
+def test_a_rank_waits_for_others_in_a_collective_wherever_its_loop_stands(
+    how: str, waits: bool, tmp_path: Path
+) -> None:
+    """What was started earlier has no frame of torch, and a checkpoint has a thread of its own. In
+    another thread's collective are rollout servers, which the loop's rank has to get an answer of.
+    """
+    assert launch(2, is_seen_to_wait, how, waits, tmp_path / "seen") == [waits, waits]
 
 
 @pytest.mark.slow
