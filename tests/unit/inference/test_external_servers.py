@@ -119,7 +119,7 @@ def test_a_server_that_comes_back_after_its_time_is_taken_up_again(
 ) -> None:
     """The run goes on with the other one meanwhile; it gets the weights before it serves."""
     monkeypatch.setattr(supervisor, "LOOK_EVERY", 0.05)
-    policy, lines = replace(POLICY, start_timeout=0.3), list[str]()
+    policy, lines = replace(POLICY, start_timeout=1.0), list[str]()
     port = ClaimedPort()
     gone = FakeServer(port=port.number)
     with FakeServer() as left, ExitStack() as stack:
@@ -145,7 +145,7 @@ def test_a_run_with_too_few_servers_does_not_wait_for_those_that_are_away() -> N
     port = ClaimedPort()
     with FakeServer(port=port.number) as gone:
         url = gone.url
-        pool = external(gone, policy=replace(POLICY, start_timeout=0.3))
+        pool = external(gone, policy=replace(POLICY, start_timeout=1.0))
         pool.__enter__()
     try:
         pool.refitted(url, "1")
