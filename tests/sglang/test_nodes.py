@@ -102,6 +102,6 @@ def test_a_server_over_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
     time.sleep(3 * TICK)
     late.send_signal(signal.SIGCONT)
     for process, host in zip(nodes.supervisors, HOSTS, strict=True):
-        assert process.wait(scaled(60)) == 0
+        assert process.wait(scaled(180)) == 0
         log = (tmp_path / f"run/rollout_server_{host}_0.log").read_text()
         assert "most recent call first" in log

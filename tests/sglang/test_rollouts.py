@@ -69,7 +69,7 @@ def test_memory_released_and_taken_back(served: Served) -> None:
     with ServerPool([handle], policy=RestartPolicy(needs_refit=False)) as pool:
         with RolloutClient(pool) as client:
             before = client.generate(asked, n=1, sampling=how)
-            with ServerMemory(pool, Rollout(request_timeout=scaled(60))) as memory:
+            with ServerMemory(pool, Rollout(request_timeout=scaled(180))) as memory:
                 for _ in range(2):
                     memory.release(["kv_cache", "weights"])
                     memory.resume(["weights"], starts=False)

@@ -128,5 +128,5 @@ def test_parent_killed_while_workers_start(folder: Path, tmp_path: Path) -> None
         started = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
     parent.wait()
-    _, alive = psutil.wait_procs(started, timeout=scaled(10))
+    _, alive = psutil.wait_procs(started, timeout=scaled(60))
     assert not alive

@@ -16,7 +16,7 @@ from tests.timeouts import scaled
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 FINISHED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
-START = 60.0  # seconds for the nodes to be idle
+START = scaled(180)  # seconds for the nodes to be idle
 
 CONFIGURATION = """\
 ClusterName=virtual
@@ -126,7 +126,7 @@ class Cluster:
             env={**self.environment, **environment},
             capture_output=True,
             text=True,
-            timeout=scaled(60),
+            timeout=scaled(180),
         )
         assert done.returncode == 0, (command, done.stderr)
         return done.stdout

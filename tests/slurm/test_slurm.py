@@ -15,10 +15,11 @@ import pytest
 from megavlm.demo.tiny_model import make_tiny_model
 from tests.cache import cached_folder
 from tests.slurm.cluster import Cluster, missing
+from tests.timeouts import scaled
 
 ROOT = Path(__file__).parents[2]
 STUBS = [ROOT / "tests/unit/run/fake_training", ROOT / "tests/fakes/stub_sglang"]
-WAIT = 500.0  # seconds after which a job hangs; Slurm holds one that is queued again for 120
+WAIT = scaled(500)  # seconds after which a job hangs; Slurm holds one that is queued again for 120
 
 pytestmark = [
     pytest.mark.slow,

@@ -75,7 +75,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(ROOT / "launch" / script), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60))
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(180))
 
 
 def test_a_failed_check_starts_nothing(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +234,8 @@ def test_servers_of_a_node_start_again_and_end_with_its_process(
     assert all(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in second)
     started += psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGUSR2)
-    process.wait(scaled(60))
-    _, alive = psutil.wait_procs(started, timeout=scaled(60))
+    process.wait(scaled(180))
+    _, alive = psutil.wait_procs(started, timeout=scaled(180))
     assert not alive
 
 
@@ -246,7 +246,7 @@ def test_the_logs_of_a_node_are_bounded_and_stacks_come_when_they_are_wanted(
     for url in urls:
         wait_for_server(url, process)
     os.truncate(log_of(tmp_path, 0), LOG_BYTES)
-    deadline = time.monotonic() + scaled(60)
+    deadline = time.monotonic() + scaled(180)
     while log_of(tmp_path, 0).stat().st_size >= LOG_BYTES:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
@@ -258,7 +258,7 @@ def test_the_logs_of_a_node_are_bounded_and_stacks_come_when_they_are_wanted(
         time.sleep(0.05)
     for each in [*family, process]:  # the trainer has ended: Slurm's, to every process of the step
         each.send_signal(signal.SIGUSR2)
-    process.wait(scaled(60))
+    process.wait(scaled(180))
     for index in range(2):
         assert "most recent call first" in log_of(tmp_path, index).read_text()
 

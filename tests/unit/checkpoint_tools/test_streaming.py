@@ -86,7 +86,7 @@ def test_one_item_is_made_while_the_caller_has_the_one_before() -> None:
     for item in range(5):
         assert next(results) == 10 * item
         if item < 4:
-            assert is_made[item + 1].wait(scaled(10))
+            assert is_made[item + 1].wait(scaled(60))
             assert made == list(range(item + 2))  # and none further
     assert list(results) == [] == list(prefetch(make, []))
 

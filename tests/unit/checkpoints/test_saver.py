@@ -49,7 +49,7 @@ class Gate:
 
         def held(snapshot: Snapshot) -> Written:
             if dist.get_rank() == rank:
-                assert self._open.wait(scaled(60))
+                assert self._open.wait(scaled(180))
             return write(snapshot)
 
         patch.setattr(Snapshot, "write", held)

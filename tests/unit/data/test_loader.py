@@ -106,7 +106,7 @@ def test_workers_end_with_the_stream_and_not_with_a_signal(tmp_path: Path) -> No
         os.kill(worker.pid, signal.SIGTERM)
     source.take(40)
     source.close()
-    deadline = time.monotonic() + scaled(20)
+    deadline = time.monotonic() + scaled(120)
     while any(worker.is_running() for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(worker.is_running() for worker in workers)

@@ -11,7 +11,7 @@ from tests.fakes.server import FakeServer
 from tests.timeouts import scaled
 
 POLICY = RestartPolicy(
-    max_restarts=2, back_off=0.1, patience=0.1, max_failures=2, start_timeout=scaled(60)
+    max_restarts=2, back_off=0.1, patience=0.1, max_failures=2, start_timeout=scaled(180)
 )
 
 
@@ -32,7 +32,7 @@ def push(pool: ServerPool, version: int, fakes: tuple[FakeServer, ...] = ()) -> 
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + scaled(60)
+    deadline = time.monotonic() + scaled(180)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

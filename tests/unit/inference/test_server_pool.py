@@ -79,7 +79,7 @@ def test_servers_start_together_and_nothing_is_left(tmp_path: Path, lines: list[
         assert [target.needs_all for target in pool.targets()] == [False, False]
         started = set(psutil.Process().children(recursive=True)) - before
         assert len(started) == 6  # each the server, its reaper, its worker
-    _, alive = psutil.wait_procs(started, timeout=scaled(60))
+    _, alive = psutil.wait_procs(started, timeout=scaled(180))
     assert not alive and lines == []
 
 

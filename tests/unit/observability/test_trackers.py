@@ -218,7 +218,7 @@ tracking.close()
 print("closed")
 """
     words = [sys.executable, "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=scaled(60), check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=scaled(180), check=True)
     assert done.stdout == "closed\n" and not done.stderr
 
 

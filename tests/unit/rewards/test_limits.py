@@ -167,7 +167,7 @@ def test_a_trainer_that_is_killed_leaves_no_reward_process(tmp_path: Path) -> No
         while not mark.exists():  # a process at rest would end with its stream
             time.sleep(0.01)
         trainer.kill()
-    assert psutil.wait_procs([reward], timeout=scaled(30))[1] == []
+    assert psutil.wait_procs([reward], timeout=scaled(120))[1] == []
 
 
 @pytest.mark.parametrize(

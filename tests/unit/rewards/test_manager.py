@@ -17,7 +17,7 @@ EXAMPLE = Example("?", "red", images=(b"red",))
 def score(parts: Sequence[Part], response: str, stage: CurriculumStage | None = None) -> Score:
     async def run() -> Score:
         manager = RewardManager(
-            parts, Reward(on_failure="zero", workers=2, timeout=scaled(10), memory_mb=1024)
+            parts, Reward(on_failure="zero", workers=2, timeout=scaled(30), memory_mb=1024)
         )
         try:
             return await manager.score(response, EXAMPLE, stage)
@@ -90,7 +90,7 @@ def test_a_stage_that_no_reward_can_keep_is_refused() -> None:
     ]
     for part, stage, problem in judges:
         manager = RewardManager(
-            [part], Reward(on_failure="zero", workers=1, timeout=scaled(10), memory_mb=1024)
+            [part], Reward(on_failure="zero", workers=1, timeout=scaled(30), memory_mb=1024)
         )
         with pytest.raises(ValueError, match=problem):
             manager.check(stage)

@@ -32,7 +32,7 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
 @pytest.fixture(scope="module")
 def manager() -> Iterator[RewardManager]:
     manager = RewardManager(
-        [Part("r", "vqa")], Reward(on_failure="zero", workers=1, timeout=scaled(10), memory_mb=1024)
+        [Part("r", "vqa")], Reward(on_failure="zero", workers=1, timeout=scaled(30), memory_mb=1024)
     )
     yield manager
     asyncio.run(manager.close())

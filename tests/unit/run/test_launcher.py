@@ -13,9 +13,10 @@ import pytest
 
 from megavlm.run.exit_codes import ExitCode
 from megavlm.run.launcher import is_explained
+from tests.timeouts import scaled
 
 FAKE_TRAINING = Path(__file__).parent / "fake_training"
-WAIT = 60  # seconds after which something hangs
+WAIT = scaled(240)  # seconds after which something hangs
 
 WriteRecipe = Callable[..., Path]
 

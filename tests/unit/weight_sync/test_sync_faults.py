@@ -231,12 +231,12 @@ def test_a_server_that_has_started_anew_is_no_rank_of_the_group_that_it_was_in()
     def between() -> None:
         """On the rank."""
         pushed.set()
-        assert started.wait(scaled(60))
+        assert started.wait(scaled(180))
 
     with GlooEngine() as engine, GlooEngine() as other:
 
         def restart() -> None:
-            assert pushed.wait(scaled(60))
+            assert pushed.wait(scaled(180))
             engine.restart()
             started.set()
 
