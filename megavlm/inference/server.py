@@ -6,6 +6,7 @@ import secrets
 import socket
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -120,11 +121,13 @@ class ClaimedPort:
     A server listens 20 s after its port was chosen, and several runs may start at once. `number` is
     below the range from which the kernel picks ports, so that it stays free until the server
     listens, and across restarts. If none of those is free, the kernel picks.
+
+    ports: those to choose from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ports: Sequence[int] = SERVER_PORTS) -> None:
         kernels = int(KERNEL_PORT_RANGE.read_text().split()[0])
-        below = [port for port in SERVER_PORTS if port < kernels]
+        below = [port for port in ports if port < kernels]
         chosen = random.SystemRandom().sample(below, len(below))  # no seed: runs must differ
         # Linux frees a name that starts with a null byte when the process ends (unix(7)).
         holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

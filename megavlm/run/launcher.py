@@ -188,7 +188,7 @@ def _agent(parent: str, *arguments: str) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, _forward)
     with loading_packages():
-        from torch.distributed import run
+        from torch.distributed import DistNetworkError, DistStoreError, run
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -200,6 +200,15 @@ def _agent(parent: str, *arguments: str) -> int:
         run.run(options)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
+    except (DistNetworkError, DistStoreError) as error:
+        print(
+            f"megavlm: the nodes of the run do not meet at {options.master_addr}:"
+            f"{options.master_port} ({str(error).splitlines()[0]}): start all of them, with an "
+            "address that each reaches and a port of the first that nothing else uses (--master, "
+            "or ROLLOUT_PORT of a Slurm job)",
+            file=sys.stderr,
+        )
+        return ExitCode.TRANSIENT
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         code = int(failure.exitcode)

@@ -17,11 +17,15 @@ from tests.timeouts import scaled
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 FINISHED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 START = scaled(180)  # seconds for the nodes to be idle
+# A job has 20 ports by its number (megavlm/slurm/job.sh), and a cluster has up to 24 jobs: no other
+# cluster of this machine has their ports.
+FIRST_PORTS = range(10000, 19600, 20 * 24)
 
 CONFIGURATION = """\
 ClusterName=virtual
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={job}
 CommunicationParameters=NoCtldInAddrAny
 AuthType=auth/munge
 AuthInfo=socket={root}/munge.socket
@@ -71,7 +75,9 @@ class Cluster:
         for folder in ("state", *(f"spool/{name}" for name in self.names)):
             (root / folder).mkdir(parents=True)
         self._ports = [ClaimedPort() for _ in range(count + 1)]
-        text = CONFIGURATION.format(root=root, port=self._ports[-1].number)
+        self._jobs_ports = ClaimedPort(FIRST_PORTS)
+        job = 480 + (self._jobs_ports.number - FIRST_PORTS.start) // 20  # whose ports begin there
+        text = CONFIGURATION.format(root=root, port=self._ports[-1].number, job=job)
         hosts = f"{Path('/etc/hosts').read_text()}\n127.0.0.1 {socket.gethostname()}\n"
         for index, name in enumerate(self.names):
             address = f"127.0.0.{11 + index}"

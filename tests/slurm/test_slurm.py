@@ -95,12 +95,18 @@ def wait_for(text: str, log: Path, cluster: Cluster, job: str) -> None:
         time.sleep(0.2)
 
 
-def left_behind(run: Path) -> list[str]:
-    """Return the processes of a run that are still there."""
-    processes = psutil.process_iter(["cmdline"])
-    lines = [" ".join(process.info["cmdline"] or []) for process in processes]
-    servers = [line for line in lines if "server_main.py" in line and " node2 " in line]
-    return servers + [line for line in lines if str(run) in line and "slurm" not in line]
+def left_behind(cluster: Cluster, run: Path) -> list[str]:
+    """Return the processes of a run that are still there: servers of the cluster, and others whose
+    arguments name the run.
+    """
+    configuration = cluster.environment["SLURM_CONF"]
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        line = " ".join(process.info["cmdline"] or [])
+        is_ours = (process.info["environ"] or {}).get("SLURM_CONF") == configuration
+        if (is_ours and "server_main.py" in line) or (str(run) in line and "slurm" not in line):
+            found.append(line)
+    return found
 
 
 def signalled(
@@ -153,7 +159,7 @@ def test_servers_start_again_on_their_node_and_end_with_the_trainer(
     assert "ended with exit code -9; the end of" in text and "it starts again in 1 s" in text
     assert (tmp_path / "run/rollout_server_node2_0.log").read_text().count("all arguments") == 2
     assert "error" not in text, "the servers' step ended as it should"
-    assert left_behind(tmp_path) == []
+    assert left_behind(cluster, tmp_path) == []
 
 
 def test_a_server_over_two_nodes_starts_again_as_a_whole(
@@ -170,7 +176,7 @@ def test_a_server_over_two_nodes_starts_again_as_a_whole(
     for node in ("node1", "node2"):
         log = (tmp_path / f"run/rollout_server_{node}_0.log").read_text()
         assert log.count("all arguments") == 2
-    assert left_behind(tmp_path) == []
+    assert left_behind(cluster, tmp_path) == []
 
 
 def test_a_run_that_hangs_leaves_the_stacks_of_its_servers(
@@ -180,7 +186,7 @@ def test_a_run_that_hangs_leaves_the_stacks_of_its_servers(
     text = (tmp_path / "job.log").read_text()
     assert (shown["JobState"], shown["ExitCode"]) == ("FAILED", "71:0"), text
     assert "most recent call first" in (tmp_path / "run/rollout_server_node2_0.log").read_text()
-    assert left_behind(tmp_path) == []
+    assert left_behind(cluster, tmp_path) == []
 
 
 def test_a_sweep_numbers_its_runs(
@@ -209,4 +215,4 @@ def test_a_heterogeneous_job_has_its_servers_in_the_second_component(
     assert {path.name for path in (tmp_path / "run").glob("saved-*")} == {"saved-0", "saved-1"}
     logs = {path.name for path in (tmp_path / "run").glob("rollout_server_*.log")}
     assert logs == {"rollout_server_node2_0.log", "rollout_server_node2_1.log"}
-    assert left_behind(tmp_path) == []
+    assert left_behind(cluster, tmp_path) == []

@@ -154,31 +154,27 @@ def test_a_port_of_ours_that_another_program_has_taken(tmp_path: Path) -> None:
         server.check()
 
 
-def test_where_no_port_is_below_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SERVER_PORTS", range(0))
-    claims = [server_module.ClaimedPort() for _ in range(2)]
+def test_where_no_port_is_below_the_kernels() -> None:
+    claims = [server_module.ClaimedPort(range(0)) for _ in range(2)]
     assert 0 < claims[0].number != claims[1].number > 0
 
 
-def test_two_runs_that_start_at_once_have_different_ports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_that_start_at_once_have_different_ports(tmp_path: Path) -> None:
     """From the choice of a port to the end of its server's object, whether or not one listens."""
     ours = managed(tmp_path)
-    monkeypatch.setattr(server_module, "SERVER_PORTS", [ours.port])
-    program = "from megavlm.inference import server; "
-    program += f"server.SERVER_PORTS = [{ours.port}]; print(server.ClaimedPort().number)"
+    program = "from megavlm.inference.server import ClaimedPort; "
+    program += f"print(ClaimedPort([{ours.port}]).number)"
 
     def chosen_by_another() -> int:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         return int(subprocess.check_output([sys.executable, "-c", program], env=environment))
 
-    assert chosen_by_another() != ours.port != server_module.ClaimedPort().number
+    assert chosen_by_another() != ours.port != server_module.ClaimedPort([ours.port]).number
     with ours:
         pass
     assert chosen_by_another() != (port := ours.port)
     del ours
-    assert server_module.ClaimedPort().number == port
+    assert server_module.ClaimedPort([port]).number == port
 
 
 def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -185,6 +186,26 @@ def test_a_killed_command_leaves_no_rank(write_recipe: WriteRecipe) -> None:
     with working(write_recipe()) as (process, family):
         process.kill()
         assert all_gone([handle for handle in family if handle.name() != "sleep"])
+
+
+def test_nodes_that_cannot_meet_are_one_sentence() -> None:
+    """Another job's process listens where the first node would."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        master = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        agent = [sys.executable, "-m", "megavlm.run.launcher", str(os.getpid())]
+        done = subprocess.run(
+            [*agent, "--nnodes=2", "--node-rank=0", *master, "--module", "megavlm", "train"],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=WAIT,
+        )
+    assert (done.returncode, done.stdout) == (ExitCode.TRANSIENT, "")
+    assert done.stderr.startswith(
+        f"megavlm: the nodes of the run do not meet at 127.0.0.1:{port} (The server socket has"
+    )
+    assert "address already in use" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
