@@ -43,21 +43,18 @@ def manager() -> Iterator[RewardManager]:
 
 
 def mine() -> list[psutil.Process]:
-    """Processes that rewards run in, or have started."""
+    """Processes that rewards of this test process run in, or have started."""
     found = []
     for process in psutil.process_iter():
         try:
-            words = process.cmdline()
+            words, status = process.cmdline(), process.status()
+            parents = [parent.pid for parent in process.parents()]
         except psutil.Error:
             continue
-        if process.status() != psutil.STATUS_ZOMBIE and (
-            "megavlm.rewards.worker" in words or words == ["/bin/sleep", "1000"]
-        ):
-            if (
-                os.getpid() in [parent.pid for parent in process.parents()]
-                or words[0] == "/bin/sleep"
-            ):
-                found.append(process)
+        is_worker = "megavlm.rewards.worker" in words and os.getpid() in parents
+        is_left = words == ["/bin/sleep", f"1000.{os.getpid()}"]
+        if status != psutil.STATUS_ZOMBIE and (is_worker or is_left):
+            found.append(process)
     return found
 
 

@@ -61,7 +61,8 @@ def faulty(response: str, row: Mapping[str, Any]) -> Any:
             if os.fork() == 0:
                 time.sleep(1000)
         case "leave a daemon":
-            subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True)
+            seconds = f"1000.{os.getppid()}"  # by which the test that waits knows it
+            subprocess.Popen(["/bin/sleep", seconds], start_new_session=True)
         case "hide":  # a grandchild in a session of its own, whose parent is gone
             if os.fork() == 0:
                 os.setsid()
