@@ -142,8 +142,9 @@ class Rollout(Section):
 
     sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """Transport of weight updates. `tensor`: rank 0 sends each server rank its slices, by CUDA IPC
-    on GPUs and by value over HTTP on CPUs. `distributed`: the first rank of each pipeline stage
-    broadcasts slices by NCCL or gloo. `disk`: stages write to a folder that all share."""
+    on GPUs, by shared memory on CPUs; by value over HTTP to servers on CPUs that the run did not
+    start. `distributed`: the first rank of each pipeline stage broadcasts slices by NCCL or gloo.
+    `disk`: stages write to a folder that all share."""
 
     pause: Literal["abort", "retract", "in_place"] = follows("abort")
     """Handling of requests in flight when weights are updated. `abort` ends them, for which SGLang

@@ -26,7 +26,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SHARED_MEMORY = "/dev/shm/sgl"  # noqa: S108  begin of the names of SGLang's files
-# Of server_support: for slices that come by value or CUDA IPC, and by process groups.
+# Of server_support: for slices in a request or in this machine's memory, and by process groups.
 LOADERS = ("megavlm_weights.load_slices", "megavlm_weights.receive_slices")
 
 

@@ -1,6 +1,5 @@
 """Parameters that servers take in slices, and the slices of a bucket that a server's rank takes."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,9 +100,6 @@ class Flat:
         """Return the description that our loaders in the server read."""
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         return {"dtype": dtype, "slices": self.slices, "whole": self.whole}
-
-    def text(self) -> str:
-        return json.dumps(self.described())
 
 
 def rank_slices(

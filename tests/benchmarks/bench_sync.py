@@ -13,6 +13,7 @@ server without our loaders takes it, whole tensors and a request a stage, in tur
 
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from tests.unit.models.releases import released_config
 REPEATS = 3
 SETTINGS = LoRA(rank=16, alpha=32.0)
 MODULES = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-TRANSPORTS = ("tensor", "distributed", "disk")
+TRANSPORTS = ("tensor", "value", "distributed", "disk")  # value: tensor to a server elsewhere
 
 
 def bench_sync(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def bench_sync(tmp_path: Path) -> None:
         )
         with server:
             keys = {"api_key": server.api_key, "admin_key": server.admin_key}
-            target = Target(server.url, ranks, "cpu", needs_all=False, **keys)
+            target = Target(server.url, ranks, "cpu", False, **keys, is_local=True)
             print(f"\nserver of {ranks} rank{'s' if ranks > 1 else ''}")
             for adapted in (False, True):
                 arguments = (folder, target, tmp_path / "sync", adapted)
@@ -106,20 +107,21 @@ def measure(folder: Path, target: Target, scratch: Path, adapted: bool) -> list[
     changed = sum(stored_bytes([entries[i] for i in plan.changed], engine, 4))
     everything = sum(stored_bytes(entries, engine, 4))
 
-    def sync(way: Transport, plan: SyncPlan, adapters: AdapterWeights | None = None) -> WeightSync:
+    def sync(kind: str, plan: SyncPlan, adapters: AdapterWeights | None = None) -> WeightSync:
+        receiver = replace(target, is_local=kind != "value")
         return WeightSync(
             plan,
             chunks,
-            way,
+            transport(kind, scratch),
             SyncSettings(torch.float32, num_kv_heads=heads),
-            targets=FixedTargets([target]) if mesh.is_driver else None,
+            targets=FixedTargets([receiver]) if mesh.is_driver else None,
             adapters=adapters,
             group=mesh.objects,
         )
 
     rows = []
     for kind in TRANSPORTS:
-        one = sync(transport(kind, scratch), plan)
+        one = sync(kind, plan)
         if adapted:
             rows.append(("adapters merged", kind, changed, timed(one)))
         else:
@@ -127,7 +129,7 @@ def measure(folder: Path, target: Target, scratch: Path, adapted: bool) -> list[
             rows.append(("frozen tower left out", kind, changed, timed(one)))
         one.close()
     if pairs is not None:
-        one = sync(TensorTransport(), SyncPlan(entries, trainer, frozenset()), pairs)
+        one = sync("tensor", SyncPlan(entries, trainer, frozenset()), pairs)
         least = target.tensor_parallel * sum(
             shape[0] * shape[1] * 4 for entry in pairs.plan.entries for shape in entry.hf_shapes
         )

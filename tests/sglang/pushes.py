@@ -79,7 +79,7 @@ class Trainer:
 def transport(kind: str, folder: Path) -> Transport:
     if kind == "disk":
         return DiskTransport(folder)
-    if kind == "tensor":
+    if kind in ("tensor", "value"):
         return TensorTransport()
     return DistributedTransport("127.0.0.1", timeout=TIMEOUT)
 
@@ -189,10 +189,11 @@ def push_and_compare(
 ) -> tuple[SyncReport, float]:
     """On each rank: a push, and the largest difference between the log-probs of the server, which
     answers after it, and this rank's of the same tokens; 0 where it computes none. `refit`: the
-    server needs every tensor.
+    server needs every tensor. `kind`: "value" is "tensor" to a server that may be elsewhere.
     """
     mesh, entries, chunks = trainer.start()
-    targets = FixedTargets([replace(served.target, needs_all=refit)])
+    local = kind != "value"
+    targets = FixedTargets([replace(served.target, needs_all=refit, is_local=local)])
     way = transport(kind, scratch)
     sync = make_sync(trainer, mesh, entries, chunks, targets, way, adapters=adapters)
     if adapters:  # the one before is unloaded

@@ -121,6 +121,7 @@ class ServerPool(ServerRecords):
             needs_all=self._records[handle.url].version is None,
             api_key=handle.api_key,
             admin_key=handle.admin_key,
+            is_local=handle.server is not None,
         )
 
     # Routing: for the rollout client

@@ -12,6 +12,7 @@ class Target:
     tensor_parallel: number of its ranks. device: "cpu" or "cuda". needs_all: it (re)started or
     failed a push, and needs every tensor, not only those that training changes. api_key, admin_key:
     for its read and its admin endpoints; left out of the representation, so that no log has them.
+    is_local: its ranks run on this machine as this user, and can read this process's files.
     """
 
     url: str
@@ -20,6 +21,7 @@ class Target:
     needs_all: bool
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
+    is_local: bool = False
 
 
 class Targets(Protocol):

@@ -7,7 +7,8 @@ too, and slices may come from a process group, for which SGLang's own
 
 A rank is given one pair: a JSON text and a tensor. The text describes a flat tensor: `dtype`;
 `slices`, [name or name[first row:end], shape] of parts of parameters; `whole`, [HF name, shape] of
-tensors that the model's own loader cuts.
+tensors that the model's own loader cuts; and `file` if the tensor's content is in that file, which
+is mapped and not copied, and the pair's own tensor is empty.
 """
 
 import json
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -36,7 +38,11 @@ logger = logging.getLogger(__name__)
 def load_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Load what the flat tensor holds."""
     ((text, flat),) = named_tensors
-    _load(model, json.loads(text), flat)
+    described = json.loads(text)
+    if "file" in described:
+        path, dtype = described["file"], getattr(torch, described["dtype"])
+        flat = torch.from_file(path, size=Path(path).stat().st_size // dtype.itemsize, dtype=dtype)
+    _load(model, described, flat)
 
 
 def receive_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

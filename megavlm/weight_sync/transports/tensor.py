@@ -1,4 +1,5 @@
-"""Transport from rank 0 to servers on its machine: by value on a CPU, by CUDA IPC between GPUs.
+"""Transport from rank 0 to servers on its machine: by shared memory on a CPU, by CUDA IPC between
+GPUs. Servers on a CPU that the trainer did not start may be elsewhere, and get tensors by value.
 
 Each rank of a server receives only its own slices, cut and fused as it stores them, as one flat
 tensor that our loader in the server copies into place: no byte is sent twice, the server cuts
@@ -9,9 +10,12 @@ without our loader takes whole tensors under HF names.
 Between GPUs a server's rank reads its slices out of rank 0's GPU, so servers must see that GPU.
 """
 
+import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megavlm.inference.server_main import LOADERS
@@ -20,7 +24,7 @@ from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.server_parameters import Flat, rank_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors
-from megavlm.weight_sync.transports.payload import flatten, payload
+from megavlm.weight_sync.transports.payload import flatten, payload, shared_file
 
 UPDATE = "/update_weights_from_tensor"
 
@@ -35,37 +39,27 @@ class TensorTransport:
 
     def send(self, bucket: TensorBucket) -> int:
         attempt, bodies, num_bytes = self._attempt, dict[str, Mapping[str, Any]](), 0
-        # Servers of one kind get the same tensors, but each rank a handle of its own: a handle
-        # counts one receiver down. Shared by several, it would count as released while some of
-        # them still read. By value all get the same text. The tensors live until all have answered.
         made: dict[tuple[ServerLayout, frozenset[str]], list[Flat]] = {}
-        texts: dict[int, str] = {}
         whole: tuple[Tensor, Any] | None = None
-
-        def once(content: Any, flat: Tensor) -> str:
-            if flat.is_cuda:
-                return payload(content)
-            if id(flat) not in texts:
-                texts[id(flat)] = payload(content)
-            return texts[id(flat)]
-
-        for url in bucket.urls:
-            layout, names = attempt.layouts[url], attempt.parameters.get(url)
-            if names is not None:
-                if (layout, names) not in made:
-                    made[layout, names] = rank_slices(bucket.tensors, layout, names)
-                flats = made[layout, names]
-                contents = [once([(flat.text(), flat.tensor)], flat.tensor) for flat in flats]
-                num_bytes += sum(flat.tensor.nbytes for flat in flats)
-                bodies[url] = _body(LOADERS[0], contents)
-            else:
-                whole = whole or flatten([*hub_tensors(bucket.tensors)])
-                content = {"flattened_tensor": whole[0], "metadata": whole[1]}
-                contents = [once(content, whole[0]) for _ in range(layout.tensor_parallel)]
-                num_bytes += whole[0].nbytes * layout.tensor_parallel
-                bodies[url] = _body("flattened_bucket", contents)
-        platform.synchronize()  # servers may read the tensors as soon as they have the request
-        self._servers.request_each(UPDATE, bodies)
+        local = {target.url for target in attempt.targets if target.is_local}
+        with _Texts() as texts:  # tensors and files live until all servers have answered
+            for url in bucket.urls:
+                layout, names = attempt.layouts[url], attempt.parameters.get(url)
+                if names is not None:
+                    if (layout, names) not in made:
+                        made[layout, names] = rank_slices(bucket.tensors, layout, names)
+                    flats = made[layout, names]
+                    contents = [texts.of_slices(flat, is_local=url in local) for flat in flats]
+                    num_bytes += sum(flat.tensor.nbytes for flat in flats)
+                    bodies[url] = _body(LOADERS[0], contents)
+                else:
+                    whole = whole or flatten([*hub_tensors(bucket.tensors)])
+                    content = {"flattened_tensor": whole[0], "metadata": whole[1]}
+                    contents = [texts.of(whole[0], content) for _ in range(layout.tensor_parallel)]
+                    num_bytes += whole[0].nbytes * layout.tensor_parallel
+                    bodies[url] = _body("flattened_bucket", contents)
+            platform.synchronize()  # servers may read the tensors as soon as they have the request
+            self._servers.request_each(UPDATE, bodies)
         return num_bytes
 
     def finish(self) -> None:
@@ -73,6 +67,37 @@ class TensorTransport:
 
     def close(self, attempt: SyncAttempt | None = None) -> None:
         pass
+
+
+class _Texts(ExitStack):
+    """Serialised tensors of a bucket, each made once, and files that last until it is closed.
+
+    Of a GPU's tensor each rank of a server gets a handle of its own: a handle counts one receiver
+    down, and shared by several it would count as released while some of them still read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[tuple[int, bool], str] = {}  # of a tensor; by value, or a file's path
+
+    def of(self, tensor: Tensor, content: Any) -> str:
+        """Return `content`, which has the tensor in it, by value or with a handle."""
+        if tensor.is_cuda:
+            return payload(content)
+        key = id(tensor), False
+        if key not in self._made:
+            self._made[key] = payload(content)
+        return self._made[key]
+
+    def of_slices(self, flat: Flat, *, is_local: bool) -> str:
+        """Return what our loader takes. is_local: the server can map this process's memory."""
+        if not is_local or flat.tensor.is_cuda:
+            return self.of(flat.tensor, [(json.dumps(flat.described()), flat.tensor)])
+        key = id(flat.tensor), True
+        if key not in self._made:
+            described = flat.described() | {"file": self.enter_context(shared_file(flat.tensor))}
+            self._made[key] = payload([(json.dumps(described), torch.empty(0))])
+        return self._made[key]
 
 
 def _body(load_format: str, contents: list[str]) -> dict[str, Any]:

@@ -182,11 +182,12 @@ def pushes(urls: Sequence[str], versions: Sequence[int], kind: str) -> dict[str,
     trainer = TrainerRanks(Layout(pipeline=size), size, stages)
     plan = SyncPlan(ENTRIES, trainer, frozenset(range(len(ENTRIES))))
     model = Model(plan)
-    targets = FixedTargets([Target(url, 2, "cpu", needs_all=True) for url in urls])
+    local = kind == "local"
+    targets = FixedTargets([Target(url, 2, "cpu", True, is_local=local) for url in urls])
     way = (
-        TensorTransport()
-        if kind == "tensor"
-        else DistributedTransport("127.0.0.1", timeout=scaled(30))
+        DistributedTransport("127.0.0.1", timeout=scaled(30))
+        if kind == "distributed"
+        else TensorTransport()
     )
     sync = WeightSync(
         plan,
@@ -219,7 +220,7 @@ def check_held(engine: GlooEngine, version: str, pushes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stages"), [("distributed", 2), ("distributed", 1), ("tensor", 1)]
+    ("kind", "stages"), [("distributed", 2), ("distributed", 1), ("tensor", 1), ("local", 1)]
 )
 def test_ranks_receive_their_slices_in_one_request_a_round(kind: str, stages: int) -> None:
     with GlooEngine(shapes=SHAPES) as one, GlooEngine(shapes=SHAPES) as other:
