@@ -37,20 +37,18 @@ def launch(
     timeout = scaled(timeout)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        workers = [
-            context.Process(
-                target=_work,
-                args=(rank, world_size, f"{folder}/store", pipes[rank][1], function, args),
-            )
-            for rank in range(world_size)
-        ]
-        for worker in workers:
-            worker.start()
-        for _, sender in pipes:
+        workers, receivers = [], []
+        for rank in range(world_size):
+            # One after the other: a rank must not hold the sender of another, whose death would
+            # then show only when both have ended.
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = rank, world_size, f"{folder}/store", sender, function, args
+            workers.append(context.Process(target=_work, args=arguments))
+            workers[-1].start()
             sender.close()
+            receivers.append(receiver)
         try:
-            results = _results([receiver for receiver, _ in pipes], timeout)
+            results = _results(receivers, timeout)
             for worker in workers:
                 worker.join(timeout)
         finally:

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,18 @@ def test_a_failure_is_told_and_the_next_launch_works(
     with pytest.raises(RuntimeError if how != "hangs" else TimeoutError, match=error):
         launch(2, fail, how, timeout=1 if how == "hangs" else 60)
     assert launch(2, dist.get_rank) == [0, 1]
+
+
+def die_beside_one_that_ends_late() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=time.sleep, args=(60,)).start()  # an interpreter waits for its threads
+    dist.barrier()
+
+
+def test_a_death_is_told_before_the_other_rank_has_ended() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2:\ndied without a word"):
+        launch(2, die_beside_one_that_ends_late)
 
 
 def import_it() -> bool:
