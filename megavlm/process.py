@@ -1,8 +1,11 @@
-"""Quick start and end of a process with large packages: torch, megatron-core, transformers."""
+"""Quick start and end of a process with large packages: torch, megatron-core, transformers; and how
+many files it may open.
+"""
 
 import atexit
 import gc
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +25,12 @@ def loading_packages() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def allow_open_files() -> None:
+    """Raise the number of files that this process may open to the most that it may set."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def leave(code: int) -> NoReturn:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megavlm.config.data import Data
+from megavlm.config.rollout import Rollout
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
 from megavlm.data.sampler import BatchSampler, DataSetOrder, RowSampler
@@ -259,6 +260,11 @@ def reduce_tensor(value: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]
     if value.is_meta:
         return _empty, (tuple(value.shape), value.dtype)
     return torch.from_numpy, (value.contiguous().numpy(),)
+
+
+def held_for(rollout: Rollout) -> Held:
+    """Return what rollouts need: a run's own servers read pixels from its memory."""
+    return "pixels" if rollout.mode == "managed" else "requests"
 
 
 def holding(prompt: Prompt, held: Held) -> Prompt:

@@ -22,6 +22,7 @@ from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from megavlm.observability.progress import Progress
 from megavlm.observability.records import SERVERS_FILE
 from megavlm.parallel import platform
+from megavlm.process import allow_open_files
 
 TOKEN_SECONDS = 0.1  # that a token of a long response may take besides rollout.request_timeout
 IMAGE_TOKENS = {"cuda": 65536, "cpu": 8192}  # rollout.image_tokens by device
@@ -85,6 +86,7 @@ def _client(
     show: Callable[[str], object],
     beat: Callable[[], object],
 ) -> RolloutClient:
+    allow_open_files()  # a request is one, and each of its images
     image_tokens = rollout.image_tokens or IMAGE_TOKENS[platform.device().type]
     servers = len(rollout.urls) if rollout.router is not None else 1  # behind one address
     limits = RequestLimits(

@@ -1,13 +1,13 @@
 """SGLang's HTTP protocol: request bodies and responses as pure functions over JSON values.
 
 Tokens in, tokens out: prompts are sent as token ids with one image token per image, which SGLang
-expands itself, and as images that need no further resizing. Images are sent as bytes, never as a
-URL, so that a server fetches nothing.
+expands itself, and as images that need no further resizing. Images are sent as bytes, or as paths
+of files in this machine's memory, never as a URL, so that a server fetches nothing.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,14 @@ import httpx
 from megavlm.inference.errors import RolloutRequestError
 
 if TYPE_CHECKING:
+    from megavlm.data.image_processing import ProcessedImage
     from megavlm.data.processor import Prompt
 
 # Added to a suppressed token's logit: its probability is exactly 0 in every float type.
 SUPPRESSED_BIAS = -1e9
 ABORT = "abort"
 Body = bytes | memoryview  # a part of a request's body
+TextOf = Callable[["ProcessedImage"], Body]  # an image as a JSON string
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,14 @@ def is_complete(responses: Sequence[Response]) -> bool:
     return bool(responses) and all(response.is_complete for response in responses)
 
 
-def generate_body(prompts: Sequence["Prompt"], n: int, sampling: Sampling) -> list[Body]:
+def data_url(image: "ProcessedImage") -> Body:
+    """Return an image's content in a data: URL, as JSON."""
+    return image.request_text.numpy().data
+
+
+def generate_body(
+    prompts: Sequence["Prompt"], n: int, sampling: Sampling, text_of: TextOf = data_url
+) -> list[Body]:
     """Return the body of a /generate request for n responses to each prompt, as parts of JSON."""
     body: dict[str, Any] = {
         "input_ids": [list(prompt.request_ids) for prompt in prompts],
@@ -107,10 +116,12 @@ def generate_body(prompts: Sequence["Prompt"], n: int, sampling: Sampling) -> li
     body |= _names(sampling)
     if not any(prompt.images for prompt in prompts):
         return [json.dumps(body).encode()]
-    return _with_images(body, _listed([_listed(_texts(prompt)) for prompt in prompts]))
+    return _with_images(body, _listed([_listed(_texts(prompt, text_of)) for prompt in prompts]))
 
 
-def continue_body(prompt: "Prompt", begun: Sequence[Response], sampling: Sampling) -> list[Body]:
+def continue_body(
+    prompt: "Prompt", begun: Sequence[Response], sampling: Sampling, text_of: TextOf = data_url
+) -> list[Body]:
     """Return the body of a /generate request that continues a prompt's aborted responses, as parts
     of JSON. An image alone is in it once, for all responses; SGLang takes several only as a list
     for each.
@@ -126,7 +137,7 @@ def continue_body(prompt: "Prompt", begun: Sequence[Response], sampling: Samplin
     body |= _names(sampling)
     if not prompt.images:
         return [json.dumps(body).encode()]
-    texts = _texts(prompt)
+    texts = _texts(prompt, text_of)
     return _with_images(
         body, texts[0] if len(texts) == 1 else _listed([_listed(texts)] * len(begun))
     )
@@ -176,8 +187,8 @@ def _listed(items: Sequence[Sequence[Body]]) -> list[Body]:
     return [*parts, b"]"] if parts else [b"[]"]
 
 
-def _texts(prompt: "Prompt") -> list[list[Body]]:
-    return [[image.request_text.numpy().data] for image in prompt.images]
+def _texts(prompt: "Prompt", text_of: TextOf) -> list[list[Body]]:
+    return [[text_of(image)] for image in prompt.images]
 
 
 def parse_generate(

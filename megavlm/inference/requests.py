@@ -1,9 +1,12 @@
 """Request of responses from a server: its prompts, its body, and the limits on its time."""
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -13,15 +16,19 @@ from megavlm.inference.protocol import (
     Body,
     Response,
     Sampling,
+    TextOf,
     bearer,
     continue_body,
+    data_url,
     generate_body,
     parse_continue,
     parse_generate,
 )
 from megavlm.inference.server_pool.routing import Address
+from megavlm.parallel.shared_file import shared_file
 
 if TYPE_CHECKING:
+    from megavlm.data.image_processing import ProcessedImage
     from megavlm.data.processor import Prompt
 
 ATTEMPTS = 4  # of a request, at any servers
@@ -101,32 +108,39 @@ class Request:
     async def send(
         self, http: httpx.AsyncClient, address: Address, sampling: Sampling, limits: RequestLimits
     ) -> list[list[Response]]:
-        """Send the request and return the responses of each prompt.
+        """Send the request and return the responses of each prompt. To a server on this machine,
+        images are sent as paths of files in memory.
 
         Raises RequestFailed if another attempt may succeed, RolloutRequestError for a 4xx status
         and as `parse_generate` does.
         """
-        url, body = address.url + "/generate", self.body(sampling)
+        url = address.url + "/generate"
         seconds = limits.total + limits.token * sampling.max_new_tokens
-        headers = bearer(address.api_key) | {
-            "Content-Type": "application/json",
-            "Content-Length": str(sum(map(len, body))),
-        }
         try:
-            async with (
-                asyncio.timeout(seconds),
-                http.stream(
-                    "POST",
-                    url,
-                    content=_chunks(body),
-                    headers=headers,
-                    timeout=httpx.Timeout(None, connect=limits.connect),
-                ) as reply,
-            ):
-                try:
-                    await asyncio.wait_for(reply.aread(), limits.body)
-                except TimeoutError as error:
-                    raise RequestTimedOut(f"its body took more than {limits.body:g} s") from error
+            with ExitStack() as files:
+                text_of = partial(_path_of, files) if address.is_local else data_url
+                body = self.body(sampling, text_of)
+                if address.is_local:  # short
+                    body = [b"".join(body)]
+                headers = bearer(address.api_key) | {
+                    "Content-Type": "application/json",
+                    "Content-Length": str(sum(map(len, body))),
+                }
+                async with (
+                    asyncio.timeout(seconds),
+                    http.stream(
+                        "POST",
+                        url,
+                        content=_chunks(body),
+                        headers=headers,
+                        timeout=httpx.Timeout(None, connect=limits.connect),
+                    ) as reply,
+                ):
+                    try:
+                        await asyncio.wait_for(reply.aread(), limits.body)
+                    except TimeoutError as error:
+                        reason = f"its body took more than {limits.body:g} s"
+                        raise RequestTimedOut(reason) from error
             if reply.is_client_error:
                 raise RolloutRequestError(
                     f"{url} returned HTTP {reply.status_code} for the request of {self.source}: "
@@ -145,10 +159,10 @@ class Request:
         except (KeyError, TypeError, ValueError) as error:
             raise RequestFailed(f"malformed response: {error!r}") from error
 
-    def body(self, sampling: Sampling) -> list[Body]:
+    def body(self, sampling: Sampling, text_of: TextOf) -> list[Body]:
         if self.begun:
-            return continue_body(self.prompts[0], self._aborted, sampling)
-        return generate_body(self.prompts, self.n, sampling)
+            return continue_body(self.prompts[0], self._aborted, sampling, text_of)
+        return generate_body(self.prompts, self.n, sampling, text_of)
 
     def parse(self, answer: Any, sampling: Sampling) -> list[list[Response]]:
         """Return the responses of each prompt, with those that were complete before.
@@ -163,6 +177,11 @@ class Request:
     @property
     def _aborted(self) -> list[Response]:
         return [response for response in self.begun if not response.is_complete]
+
+
+def _path_of(files: ExitStack, image: "ProcessedImage") -> Body:
+    """Write an image to a file in memory, which `files` closes, and return its path as JSON."""
+    return json.dumps(f"file://{files.enter_context(shared_file(*image.ppm()))}").encode()
 
 
 async def _chunks(body: Sequence[Body]) -> AsyncIterator[Any]:

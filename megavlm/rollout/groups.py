@@ -182,7 +182,7 @@ def _later_turns(episode: Episode, pieces: Pieces) -> list[dict[str, Any]]:
 
 def _files(images: Sequence[ProcessedImage]) -> list[tuple[str, Callable[[], bytes]]]:
     """Return the key of each image, and a function that makes its PNG."""
-    return [(image.key, partial(image.file, "PNG")) for image in images]
+    return [(image.key, image.png) for image in images]
 
 
 def _turn_columns(

@@ -21,7 +21,7 @@ from typing import Any
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
-from megavlm.data.loader import PromptStream
+from megavlm.data.loader import PromptStream, held_for
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.inference.client import RolloutClient
@@ -32,7 +32,7 @@ from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_main import die_with
 from megavlm.inference.server_pool.mirror import Report, ServerMirror
 from megavlm.parallel import platform
-from megavlm.process import leave
+from megavlm.process import allow_open_files, leave
 from megavlm.rewards.base import RewardStop
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.group_arrays import send_groups
@@ -95,7 +95,7 @@ class Producer:
             config.data,
             seed=config.run.seed,
             batch_size=algorithm.prompts_per_step,
-            held="requests",
+            held=held_for(config.rollout),
         )
         self._runner = EpisodeRunner(
             config, self._processor, make_reward_manager(config), self._client.runner
@@ -320,6 +320,7 @@ def main() -> None:
     setup: ProducerSetup = connection.recv()
     die_with(setup.parent, by=signal.SIGKILL)
     leave_to_parent()
+    allow_open_files()
     platform.install()
     leave(0 if serve(connection, setup) else 2)  # tasks and threads may still run after an error
 

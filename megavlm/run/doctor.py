@@ -64,7 +64,7 @@ def _findings(config: Config | None, cpu: bool) -> Iterator[Finding]:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     needed = (config and checkpoint_bytes(config)) or LEAST_DISK
     yield checks.check_disk(str(existing), shutil.disk_usage(existing).free, needed)
-    yield checks.check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield checks.check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     if not cpu:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         yield checks.check_memlock(float("inf") if limit == resource.RLIM_INFINITY else limit)

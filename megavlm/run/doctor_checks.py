@@ -134,15 +134,16 @@ def check_disk(folder: str, free: int, needed: int) -> Finding:
 
 
 def check_files(limit: int) -> Finding:
-    """Check the number of files that a process may open."""
-    found = f"{limit} open files"
+    """Check the number of files that a process may allow itself to open, as a run does."""
+    found = f"{limit} open files at most"
+    fix = (
+        f"nofile {GOOD_FILES} in /etc/security/limits.conf, docker run --ulimit nofile={GOOD_FILES}"
+    )
     if limit < LEAST_FILES:
-        return Finding("FAIL", "ulimit -n", found, f"ulimit -n {GOOD_FILES}")
+        return Finding("FAIL", "ulimit -Hn", found, fix)
     if limit < GOOD_FILES:
-        return Finding(
-            "WARN", "ulimit -n", found, f"many servers need more: ulimit -n {GOOD_FILES}"
-        )
-    return Finding("OK", "ulimit -n", found)
+        return Finding("WARN", "ulimit -Hn", found, f"many servers need more: {fix}")
+    return Finding("OK", "ulimit -Hn", found)
 
 
 def check_memlock(limit: float) -> Finding:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megavlm.config.algorithm import SFT, PolicyOptimization
 from megavlm.config.schema import Config
-from megavlm.data.loader import PromptStream
+from megavlm.data.loader import PromptStream, held_for
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
@@ -85,7 +85,7 @@ class Driver:
             data,
             seed=config.run.seed,
             batch_size=size,
-            held="nothing" if isinstance(algorithm, SFT) else "requests",
+            held="nothing" if isinstance(algorithm, SFT) else held_for(config.rollout),
         )
         self.partial_rollouts = PartialRolloutBuffer(TimedOutGroups(config.rollout.timed_out, size))
         self.best_metric = BestMetricTracker(config.checkpoint.best_metric)

@@ -7,22 +7,26 @@ import base64
 import json
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 
+import torch
 from PIL import Image
+from torch import Tensor
 
 from megavlm.data.loader import PackedBatch, holding
 from megavlm.data.packing import prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.inference.protocol import Sampling, generate_body
-from megavlm.inference.requests import _chunks
+from megavlm.inference.protocol import Sampling, data_url, generate_body
+from megavlm.inference.requests import _chunks, _path_of
 from megavlm.parallel.collectives import _pack
+from megavlm.parallel.shared_file import shared_file
 from megavlm.training.step.image_plan import plan_images
 from megavlm.training.step.pack_plan import Schedule
 from megavlm.training.step.rank_images import image_places, sources_to_arrays
@@ -47,25 +51,39 @@ def bench_images(tmp_path: Path) -> None:
     image = processor.prompt(row).images[0]
     prepared = milliseconds(lambda: processor.prompt(row))
     print(f"\n{image.pixels.shape[2]} x {image.pixels.shape[1]} pixels, of rank 0's CPU time")
-    print(f"{'decoded and resized':32}{prepared:8.1f} ms")
-    for name, make in {
-        "PNG": lambda: image.file("PNG"),
-        "BMP": lambda: image.file("BMP"),
-        "JPEG as stored": lambda: row.images[0],
-    }.items():
-        encode, text = milliseconds(make), base64.b64encode(make()).decode()
-        send = milliseconds(lambda make=make: request(make()))
-        read = milliseconds(lambda make=make: Image.open(BytesIO(make())).load()) - encode
+    print(f"{'decoded and resized':38}{prepared:8.1f} ms")
+
+    def by_path() -> bytes:
+        with shared_file(*image.ppm()) as path:
+            return path.encode()
+
+    def read_path(_: bytes) -> object:
+        with shared_file(*image.ppm()) as path:
+            return Image.open(path).load()
+
+    forms: dict[str, tuple[Callable[[], bytes], Callable[[bytes], object]]] = {
+        "PNG": (lambda: request(image.png()), read_file),
+        "PPM": (lambda: request(b"".join(image.ppm())), read_file),
+        "PPM by its path": (by_path, read_path),
+        "JPEG as stored": (lambda: request(row.images[0]), read_file),
+        "patches, as processed input": (
+            lambda: json.dumps(image.patches().tolist()).encode(),
+            lambda text: torch.tensor(json.loads(text)),
+        ),
+    }
+    for name, (send, read) in forms.items():
+        text, sent = send(), milliseconds(send)
+        taken = milliseconds(partial(read, text)) - (sent if read is read_path else 0)
         print(
-            f"{name + ' for a server':32}{send:8.1f} ms, {len(text) / 1e6:6.1f} MB, "
-            f"read in {read:6.1f} ms"
+            f"{name + ' for a server':38}{sent:8.1f} ms, {len(text) / 1e6:6.1f} MB, "
+            f"read in {taken:6.1f} ms"
         )
     for name, travels in {
         "patches": lambda: pickle.dumps(image.patches()),
         "pixels": lambda: pickle.dumps(image),
     }.items():
         took = milliseconds(travels)
-        print(f"{name + ' for a rank':32}{took:8.1f} ms, {len(travels()) / 1e6:6.1f} MB")
+        print(f"{name + ' for a rank':38}{took:8.1f} ms, {len(travels()) / 1e6:6.1f} MB")
 
 
 @dataclass(frozen=True)
@@ -75,6 +93,9 @@ class Cost:
     seconds: float
     bytes: int
 
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.seconds + other.seconds, self.bytes + other.bytes)
+
 
 def bench_step(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, ["What is it?"], seed=0)
@@ -82,14 +103,16 @@ def bench_step(tmp_path: Path) -> None:
     rows = [Row(i, "<image>?", "", (photo(),), "", "") for i in range(NUM_PROMPTS)]
     prompts = [processor.prompt(row) for row in rows]
     trees = [prompt_tree(p, [[7] * 256] * 8, [columns(256)] * 8) for p in prompts]
-    packed = [PackedBatch.pack(prompt) for prompt in prompts]
-    asked = measured(partial(before_requests, packed)), measured(requests_of(prompts))
-    print(f"\nrank 0's share of a step: {PROMPTS_PER_STEP} prompts of an image of 1 megapixel")
+    images = {image.key: image for prompt in prompts for image in prompt.images}
+    patches = {key: image.patches() for key, image in images.items()}
+    packed = [PackedBatch.pack((images[key].png(), patches[key])) for key in images]
+    before_asked = measured(partial(before_requests, packed))
+    remote, asked = (measured(requests_of(prompts, is_local=local)) for local in (False, True))
+    print(f"\nrank 0's share of a step: {PROMPTS_PER_STEP} prompts of an image of 1 megapixel;")
+    print("before: PNG files for servers, patches for every rank")
     print(f"{'ranks':32}{'before':>20}{'after':>20}{'seconds':>9}{'bytes':>7}")
-    print(
-        f"{'requests':32}{_text(asked[0]):>20}{_text(asked[1]):>20}"
-        f"{asked[0].seconds / asked[1].seconds:9.1f}{asked[0].bytes / asked[1].bytes:7.1f}"
-    )
+    _show("requests to other machines", before_asked, remote)
+    _show("requests to its own servers", before_asked, asked)
     for data_size, slots in ((1, 1), (2, 2), (4, 4)):
         shape = PackShape(vision_token_ids=processor.vision_token_ids)
         ranks = plan_step(
@@ -99,45 +122,53 @@ def bench_step(tmp_path: Path) -> None:
             schedule=Schedule(),
             cost=lambda tree: [float(len(segment.token_ids)) for segment in tree.segments],
         )
-        before = measured(partial(before_plan, ranks, shape, prompts, slots))
+        before = measured(partial(before_plan, ranks, shape, patches, slots))
         after = measured(partial(after_plan, ranks, shape, prompts, slots))
-        before = Cost(before.seconds + asked[0].seconds, before.bytes + asked[0].bytes)
-        after = Cost(after.seconds + asked[1].seconds, after.bytes + asked[1].bytes)
         name = f"{data_size * slots} (data {data_size} x tensor {slots})"
-        print(
-            f"{name:32}{_text(before):>20}{_text(after):>20}"
-            f"{before.seconds / after.seconds:9.1f}{before.bytes / max(after.bytes, 1):7.1f}"
-        )
+        _show(name, before + before_asked, after + asked)
+
+
+def _show(name: str, before: Cost, after: Cost) -> None:
+    print(
+        f"{name:32}{_text(before):>20}{_text(after):>20}"
+        f"{before.seconds / after.seconds:9.1f}{before.bytes / max(after.bytes, 1):7.1f}"
+    )
 
 
 def before_requests(packed: Sequence[PackedBatch]) -> int:
-    """Take the pixels of the workers, and make the requests' texts. Returns the bytes sent."""
-    return sum(len(request(received.unpack().images[0].file("BMP"))) for received in packed)
-
-
-def requests_of(prompts: Sequence[Prompt]) -> Callable[[], int]:
-    """Return a function that takes the workers' texts, and cuts them into the pieces that are sent;
-    it returns their bytes.
+    """Take the PNG files and patches of the workers, and make the requests' texts. Returns the
+    bytes sent.
     """
-    packed = [PackedBatch.pack(holding(p, "requests")) for p in prompts]
+    return sum(len(request(received.unpack()[0])) for received in packed)
+
+
+def requests_of(prompts: Sequence[Prompt], *, is_local: bool) -> Callable[[], int]:
+    """Return a function that takes what the workers made, and makes the pieces that are sent; it
+    returns their bytes.
+    """
+    packed = [PackedBatch.pack(holding(p, "pixels" if is_local else "requests")) for p in prompts]
     sampling = Sampling(temperature=1.0, max_new_tokens=256)
 
     async def send() -> int:
-        bodies = [generate_body([received.unpack()], 8, sampling) for received in packed]
-        return sum([len(piece) for body in bodies async for piece in _chunks(body)])
+        count = 0
+        for received in packed:
+            with ExitStack() as files:
+                text_of = partial(_path_of, files) if is_local else data_url
+                body = generate_body([received.unpack()], 8, sampling, text_of)
+                count += sum([len(piece) async for piece in _chunks(body)])
+        return count
 
     return lambda: asyncio.run(send())
 
 
 def before_plan(
-    ranks: list[Minibatches], shape: PackShape, prompts: Sequence[Prompt], slots: int
+    ranks: list[Minibatches], shape: PackShape, patches: Mapping[str, Tensor], slots: int
 ) -> int:
-    """Pickle each rank's packs and pixels, padded to the largest. Returns the bytes sent."""
-    images = {image.key: image for prompt in prompts for image in prompt.images}
+    """Pickle each rank's packs and patches, padded to the largest. Returns the bytes sent."""
     batches = []
     for minibatches in ranks:
         packs = [[shape.pack(trees, None) for trees in packs] for packs in minibatches]
-        shown = {key: images[key] for key in shown_images(minibatches)}
+        shown = {key: patches[key] for key in shown_images(minibatches)}
         batches.append((packs, shown))
     sizes = [len(pickle.dumps(batch)) for batch in batches for _ in range(slots)]
     return max(sizes) * (len(sizes) - 1)
@@ -181,6 +212,11 @@ def _text(cost: Cost) -> str:
 def request(file: bytes) -> bytes:
     """Return the part of a request's body that holds an image."""
     return json.dumps(base64.b64encode(file).decode("ascii")).encode()
+
+
+def read_file(text: bytes) -> object:
+    """Read an image of `request` as a server does."""
+    return Image.open(BytesIO(base64.b64decode(json.loads(text)))).load()
 
 
 def photo() -> bytes:

@@ -11,9 +11,13 @@ class FixedServers:
     """Routing in which every server is always routable."""
 
     def __init__(
-        self, *urls: str, api_key: str | None = None, admin_key: str | None = None
+        self,
+        *urls: str,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        is_local: bool = False,
     ) -> None:
-        self._addresses = [Address(url, api_key, admin_key) for url in urls]
+        self._addresses = [Address(url, api_key, admin_key, is_local) for url in urls]
 
     def routable(self, version: str | None) -> list[Address]:
         return list(self._addresses)

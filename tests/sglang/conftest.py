@@ -37,7 +37,8 @@ class Served:
 
     @property
     def client(self) -> RolloutClient:
-        return RolloutClient(FixedServers(self.server.url, api_key=self.server.api_key))
+        routing = FixedServers(self.server.url, api_key=self.server.api_key, is_local=True)
+        return RolloutClient(routing)
 
     @property
     def target(self) -> Target:

@@ -36,14 +36,16 @@ def cut(response: Response, length: int) -> Response:
 
 
 def test_continued_responses_equal_uninterrupted_ones(served: Served) -> None:
-    """Images too. The first group lacks half its tokens; when it has them the others are aborted,
-    which have some of theirs then. Not on a machine that stops one of them for long: then again.
+    """Images too, which the server gets as paths first and then as their content. The first group
+    lacks half its tokens; when it has them the others are aborted, which have some of theirs then.
+    Not on a machine that stops one of them for long: then again.
     """
     server, how = served.server, greedy(served)
     asked = list(prompts(served.processor).values())
     routing = FixedServers(server.url, api_key=server.api_key, admin_key=server.admin_key)
+    with served.client as local:
+        whole = local.generate(asked, n=2, sampling=how)
     with RolloutClient(routing, RequestLimits(total=scaled(120))) as client:
-        whole = client.generate(asked, n=2, sampling=how)
         begun = [[cut(response, 48) for response in whole[0]], [], [], []]
         for _ in range(10):
             partly = client.generate(asked, n=2, sampling=how, begun=begun, enough=1)

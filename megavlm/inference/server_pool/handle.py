@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_pool.requirements import Requirements
+from megavlm.inference.server_pool.routing import Address
 
 
 @dataclass
@@ -19,6 +20,15 @@ class ServerHandle:
     tensor_parallel: int = 1
     device: str = "cpu"
     required: Requirements = field(default_factory=Requirements)
+
+    @property
+    def is_local(self) -> bool:
+        """True if it runs on this machine as this user, and can read this process's files."""
+        return self.server is not None
+
+    @property
+    def address(self) -> Address:
+        return Address(self.url, self.api_key, self.admin_key, self.is_local)
 
     @staticmethod
     def managed(server: ManagedServer) -> "ServerHandle":

@@ -24,7 +24,7 @@ class ServerStates:
     def of(cls, pool: ServerPool) -> "ServerStates":
         return cls(
             {url: pool.record(url).state for url in pool.handles},
-            {url: Address(url, h.api_key, h.admin_key) for url, h in pool.handles.items()},
+            {url: handle.address for url, handle in pool.handles.items()},
         )
 
 

@@ -121,7 +121,7 @@ class ServerPool(ServerRecords):
             needs_all=self._records[handle.url].version is None,
             api_key=handle.api_key,
             admin_key=handle.admin_key,
-            is_local=handle.server is not None,
+            is_local=handle.is_local,
         )
 
     # Routing: for the rollout client
@@ -130,7 +130,7 @@ class ServerPool(ServerRecords):
         with self._lock:
             self._check()
             return [
-                Address(handle.url, handle.api_key, handle.admin_key)
+                handle.address
                 for url, handle in self.handles.items()
                 if self._records[url].routable(version)
             ]

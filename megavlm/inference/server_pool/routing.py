@@ -12,11 +12,14 @@ SLACK = 1.25  # load that a server may have, in mean loads, before requests go t
 
 @dataclass(frozen=True)
 class Address:
-    """URL that requests go to, and its keys."""
+    """URL that requests go to, and its keys. is_local: the server runs on this machine as this
+    user, and can read this process's files.
+    """
 
     url: str
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
+    is_local: bool = False
 
 
 class Outlook(Enum):

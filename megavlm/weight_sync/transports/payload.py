@@ -5,10 +5,8 @@ SGLang's unpickler admits few names; what is pickled here keeps to them, and imp
 
 import base64
 import io
-import os
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,18 +26,6 @@ def payload(content: Any) -> str:
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
     return base64.b64encode(buffer.getbuffer()).decode("ascii")
-
-
-@contextmanager
-def shared_file(tensor: Tensor) -> Iterator[str]:
-    """Copy a CPU tensor to memory that other processes on this machine can map, and yield its path.
-
-    The memory has no name of its own, so that nothing is left behind where this process is killed.
-    """
-    with open(os.memfd_create("megavlm_weights"), "wb") as file:
-        file.write(tensor.view(torch.uint8).numpy().data)
-        file.flush()
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 class _Pickler(pickle.Pickler):

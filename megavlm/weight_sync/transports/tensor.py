@@ -20,11 +20,12 @@ from torch import Tensor
 
 from megavlm.inference.server_main import LOADERS
 from megavlm.parallel import platform
+from megavlm.parallel.shared_file import shared_file
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.server_parameters import Flat, rank_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors
-from megavlm.weight_sync.transports.payload import flatten, payload, shared_file
+from megavlm.weight_sync.transports.payload import flatten, payload
 
 UPDATE = "/update_weights_from_tensor"
 
@@ -95,7 +96,8 @@ class _Texts(ExitStack):
             return self.of(flat.tensor, [(json.dumps(flat.described()), flat.tensor)])
         key = id(flat.tensor), True
         if key not in self._made:
-            described = flat.described() | {"file": self.enter_context(shared_file(flat.tensor))}
+            path = self.enter_context(shared_file(flat.tensor.view(torch.uint8).numpy().data))
+            described = flat.described() | {"file": path}
             self._made[key] = payload([(json.dumps(described), torch.empty(0))])
         return self._made[key]
 

@@ -219,7 +219,7 @@ def test_images_arrive_as_texts_of_requests_or_without_pixels(
             assert torch.equal(image.request_text, expected.request_text)
             assert torch.equal(image.content, expected.pixels)
             assert torch.equal(image.patches(), expected.patches())
-            assert image.file("PNG") == expected.file("PNG")
+            assert image.png() == expected.png()
     source.close()
 
 

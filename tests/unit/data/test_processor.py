@@ -48,7 +48,7 @@ def row(problem: str, *images: bytes) -> Row:
 
 def files(image: ProcessedImage) -> list[Image.Image]:
     """Return what a reader makes of the image's files."""
-    return [Image.open(io.BytesIO(image.file(kind))) for kind in ("BMP", "PNG")]
+    return [Image.open(io.BytesIO(file)) for file in (b"".join(image.ppm()), image.png())]
 
 
 @pytest.mark.parametrize(("size", "mode"), IMAGES)

@@ -3,12 +3,16 @@
 import base64
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megavlm.data.image_processing import ProcessedImage
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
 from megavlm.inference.protocol import (
@@ -222,10 +226,10 @@ def test_body() -> None:
         client(fake).generate(prompts, n=2, sampling=sampling)
         ((path, body, authorization),) = fake.requests
     assert path == "/generate" and authorization == "Bearer secret"
-    bmp = base64.b64encode(prompts[0].images[0].file("BMP")).decode()
+    url = data_url_of(prompts[0].images[0])
     assert body == {
         "input_ids": [[7, 1, 2], [8, 1, 2]],
-        "image_data": [[f"data:image/bmp;base64,{bmp}"] * 2, []],
+        "image_data": [[url] * 2, []],
         "sampling_params": {
             "n": 2,
             "temperature": 0.7,
@@ -236,6 +240,42 @@ def test_body() -> None:
         "return_logprob": True,
         "extra_key": "4",
     }
+
+
+@pytest.mark.parametrize("faults", [(), ("500",)])
+def test_a_server_on_this_machine_reads_images_from_memory(faults: tuple[Fault, ...]) -> None:
+    """Each image is a file as long as its request, also of one that is made again."""
+    prompts = [make_prompt(images=2), make_prompt(first_id=8), make_prompt(first_id=9, images=1)]
+    with ReadingServer(*faults) as fake:
+        routing = FixedServers(fake.url, api_key="secret", is_local=True)
+        with RolloutClient(routing, RequestLimits(**NO_DELAY)) as local:
+            groups = local.generate(prompts, n=2, sampling=GREEDY)
+        bodies = fake.bodies("/generate")
+    assert [group[0].token_ids[0] for group in groups] == [7, 8, 9]
+    files = [b"".join(image.ppm()) for prompt in prompts for image in prompt.images]
+    assert fake.files == files * (1 + len(faults))
+    assert {len({*chain(*body["image_data"])}) for body in bodies} == {len(files)}
+    assert not [
+        file for file in Path("/proc/self/fd").iterdir() if "memfd" in os.path.realpath(file)
+    ]
+
+
+class ReadingServer(FakeServer):
+    """A server that reads the images' files."""
+
+    def __init__(self, *faults: Fault) -> None:
+        super().__init__(*faults)
+        self.files: list[bytes] = []
+
+    def answer(self, path: str, body: Any) -> Any:
+        for file in chain(*body["image_data"]):
+            self.files.append(Path(file.removeprefix("file://")).read_bytes())
+        return super().answer(path, body)
+
+
+def data_url_of(image: ProcessedImage) -> str:
+    file = base64.b64encode(b"".join(image.ppm())).decode()
+    return f"data:image/x-portable-pixmap;base64,{file}"
 
 
 @pytest.mark.parametrize(
@@ -269,8 +309,7 @@ def test_a_continuation_holds_an_image_once(images: int) -> None:
     prompt, begun = make_prompt(images=images), [aborted(5), aborted(6), aborted(7)]
     sampling = Sampling(temperature=1.0, max_new_tokens=9)
     body = json.loads(b"".join(continue_body(prompt, begun, sampling)))
-    url = "data:image/bmp;base64,"
-    url += base64.b64encode(make_prompt(images=1).images[0].file("BMP")).decode()
+    url = data_url_of(prompt.images[0]) if images else ""
     expected = {0: None, 1: url, 2: [[url, url]] * 3}
     assert body.get("image_data") == expected[images]
     assert [ids[-1] for ids in body["input_ids"]] == [5, 6, 7]

@@ -67,8 +67,8 @@ CASES = {
     "disk": (check_disk("runs", 10**12, 10**11), "OK", "1000.0 GB free"),
     "full disk": (check_disk("runs", 10**9, 10**11), "FAIL", "checkpoint.keep_last"),
     "files": (check_files(2**20), "OK", "1048576"),
-    "few files": (check_files(20000), "WARN", "ulimit -n 65536"),
-    "no files": (check_files(1024), "FAIL", "ulimit -n 65536"),
+    "few files": (check_files(20000), "WARN", "nofile=65536"),
+    "no files": (check_files(1024), "FAIL", "nofile=65536"),
     "memlock": (check_memlock(float("inf")), "OK", "enough"),
     "little memlock": (check_memlock(65536.0), "WARN", "memlock=-1"),
     "clock": (check_clock(-0.3, "/runs"), "OK", "0.3 s"),
@@ -163,7 +163,7 @@ def test_a_machine_is_checked_without_a_recipe(
     code, started = diagnose(None, monkeypatch)
     found = outcome(capsys.readouterr().out)
     assert started == [("doctor", 2, True)]
-    assert {"versions", "shared memory", "disk", "ulimit -n", "ports", "clock"} <= found.keys()
+    assert {"versions", "shared memory", "disk", "ulimit -Hn", "ports", "clock"} <= found.keys()
     assert code == int("FAIL" in found.values())
 
 

@@ -1,0 +1,20 @@
+"""Files in memory that other processes on this machine can read."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def shared_file(*parts: Any) -> Iterator[str]:
+    """Write bytes or buffers to a file in memory, and yield its path, which is good for processes
+    of the same user as long as the context.
+
+    The file has no name of its own, so that nothing is left behind where this process is killed.
+    """
+    with open(os.memfd_create("megavlm"), "wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
