@@ -120,7 +120,7 @@ class Request:
             with ExitStack() as files:
                 text_of = partial(_path_of, files) if address.is_local else data_url
                 body = self.body(sampling, text_of)
-                if address.is_local:  # short
+                if address.is_local:  # short enough for one piece
                     body = [b"".join(body)]
                 headers = bearer(address.api_key) | {
                     "Content-Type": "application/json",

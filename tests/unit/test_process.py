@@ -6,6 +6,15 @@ import sys
 
 import pytest
 
+LIMITED = """
+import resource
+from megavlm.process import allow_open_files
+
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+allow_open_files()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+"""
 CODE = """
 import gc, sys
 from megavlm.process import leave, loading_packages
@@ -37,3 +46,7 @@ def test_loads_packages_and_ends(end: str, code: int, output: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout) == (code, output), done.stderr
     assert done.stderr == "", "no leaks are reported"
+
+
+def test_a_process_allows_itself_as_many_open_files_as_it_may() -> None:
+    subprocess.run([sys.executable, "-c", LIMITED], check=True)

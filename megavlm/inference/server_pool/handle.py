@@ -23,7 +23,7 @@ class ServerHandle:
 
     @property
     def is_local(self) -> bool:
-        """True if it runs on this machine as this user, and can read this process's files."""
+        """True if the server can read this process's files: see Address."""
         return self.server is not None
 
     @property

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from megavlm.config.data import Data
+from megavlm.config.rollout import Rollout
 from megavlm.data.image_processing import PatchFormat, ProcessedImage
-from megavlm.data.loader import Held, PromptStream, holding
+from megavlm.data.loader import Held, PromptStream, held_for, holding
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
 from tests.timeouts import scaled
@@ -221,6 +222,11 @@ def test_images_arrive_as_texts_of_requests_or_without_pixels(
             assert torch.equal(image.patches(), expected.patches())
             assert image.png() == expected.png()
     source.close()
+
+
+def test_only_servers_of_others_need_texts_of_requests() -> None:
+    assert held_for(Rollout()) == "pixels"
+    assert held_for(Rollout(mode="external", urls=("http://other:1",))) == "requests"
 
 
 def test_images_of_the_network_keep_their_pixels() -> None:

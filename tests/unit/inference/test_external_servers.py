@@ -136,6 +136,7 @@ def test_a_server_that_comes_back_after_its_time_is_taken_up_again(
                 assert [one.url for one in pool.routable("2")] == [left.url]
                 push(pool, 3, (left, back))
                 assert {one.url for one in pool.routable("3")} == {left.url, back.url}
+                assert not any(one.is_local for one in pool.routable("3")), "it has other files"
                 assert back.weight_version == "3"
     (told,) = [line for line in lines if "is away for" in line]
     assert "rollout.start_timeout" in told and "looked for as long as the run lives" in told

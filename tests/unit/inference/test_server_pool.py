@@ -20,6 +20,7 @@ from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool import status, supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.mirror import ServerStates
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.routing import Outlook
 from megavlm.inference.server_pool.state import State
@@ -76,6 +77,8 @@ def test_servers_start_together_and_nothing_is_left(tmp_path: Path, lines: list[
         assert [target.needs_all for target in pool.targets()] == [True, True]
         assert sorted(push(pool, 0)) == sorted([one, other])
         assert [address.url for address in pool.routable("0")] == [one, other]
+        for address in (*pool.routable("0"), *ServerStates.of(pool).addresses.values()):
+            assert address.is_local, "it may be sent paths"
         assert [target.needs_all for target in pool.targets()] == [False, False]
         started = set(psutil.Process().children(recursive=True)) - before
         assert len(started) == 6  # each the server, its reaper, its worker
