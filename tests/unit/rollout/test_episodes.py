@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megavlm.data.chat import Message
+from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
@@ -15,7 +16,7 @@ from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.groups import policy_trees, rollout_metrics
 from megavlm.rollout.trajectory import Group, group_tree
 from tests.columns import columns
-from tests.unit.rollout.scripted import ROW, Policy, graded, play
+from tests.unit.rollout.scripted import ROW, Policy, episode_runner, graded, play
 
 TWO_TURNS: dict[str, Any] = {"max_turns": 2, "max_observation_tokens": 64}
 
@@ -29,6 +30,20 @@ def test_one_turn_is_the_prompt_and_n_responses(
     assert [episode.text for episode in episodes] == ["3", "4"]
     ((prompts, n),) = policy.asked
     assert n == 2 and len(prompts) == 1 and prompts[0].row is ROW
+
+
+def test_the_images_of_a_step_are_never_formatted(
+    processor: Processor, manager: RewardManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formatted: list[ProcessedImage] = []
+    monkeypatch.setattr(ProcessedImage, "__repr__", lambda image: formatted.append(image) or "")
+    playing = episode_runner(processor, manager, "vqa")
+    group = Group(processor.prompt(ROW))
+    assert playing.start_or_replace([group], 2, lambda count: []) == [group]
+    playing.play([group], Policy(processor, "3", "4"))
+    playing._environments.close()
+    assert not formatted
+    assert "image" in repr(processor.prompt(ROW)) and formatted, "what a prompt shows"
 
 
 def test_turns_send_tokens_back_as_they_came_and_show_images(
