@@ -4,6 +4,7 @@ are answered by the new weights alone, though their prompts were computed before
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,13 @@ import httpx
 import pytest
 
 from megavlm.inference.server_pool.requirements import Requirements
+from megavlm.weight_sync.coordinator import CONTINUE
 from tests.distributed.fork import launch
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.pushes import Trainer, changed, push
 from tests.sglang.questions import prompts
+from tests.sglang.test_server import group
 from tests.sglang.test_weights import differences
 from tests.timeouts import scaled
 
@@ -28,6 +31,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 LONG = 10_000  # tokens: it runs until it is ended
+PAUSE = 4.0  # seconds
 
 
 class Request:
@@ -107,6 +111,21 @@ def test_in_place_goes_on_beside_prefixes_of_the_new_weights(
     """Its cache is not flushed, and the same prompts were computed by the old weights."""
     request = push_under_a_request(served, "in_place", tmp_path)
     assert versions(request) == ["start", "5"]
+
+
+def test_a_paused_server_sleeps(started: Served) -> None:
+    def spent() -> float:
+        times = [process.cpu_times() for process in group(started.server)]
+        return sum(of.user + of.system for of in times)
+
+    started.post("/pause_generation", {"mode": "in_place"})
+    try:
+        before = spent()
+        time.sleep(PAUSE)
+        assert spent() - before < PAUSE / 2, "a scheduler that asks for requests takes all of it"
+        assert started.get("/model_info"), "it answers"
+    finally:
+        started.post("/continue_generation", CONTINUE)
 
 
 def test_a_server_that_does_not_tell_is_refused(started: Served) -> None:

@@ -1,7 +1,7 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
 Python imports `sitecustomize` in every process whose PYTHONPATH holds this directory: in the server
-and in the workers that it starts. Stock SGLang needs exactly four things, and gets five more:
+and in the workers that it starts. Stock SGLang needs exactly four things, and gets six more:
 
 1. torchvision must be importable beside a CPU build of torch: its two missing operators are
    defined right before the first `import torchvision`, never earlier, so that a process that does
@@ -17,6 +17,8 @@ and in the workers that it starts. Stock SGLang needs exactly four things, and g
    import all 300, in two processes, takes a quarter of its start.
 9. It draws a token with one random number (cumulative_sampling.py), not one for each token of the
    vocabulary.
+10. While requests are retracted or stand still for a weight update it sleeps until one comes, as
+   when it is idle: it would take a whole core from that update.
 """
 
 import importlib
@@ -101,7 +103,20 @@ def _gate_norm(module: Any) -> None:
     module._use_cpu = True
 
 
+def _sleep_in_pause(module: Any) -> None:
+    """Have a paused scheduler wait for a request. SGLang 0.5.23 looks for one without a break."""
+    own = module.Scheduler.process_input_requests
+
+    def process(scheduler: Any, requests: list[Any]) -> None:
+        own(scheduler, requests)
+        if scheduler._engine_paused and not requests:
+            scheduler.maybe_sleep_on_idle()
+
+    module.Scheduler.process_input_requests = process
+
+
 REPLACEMENTS = {
+    "sglang.srt.managers.scheduler": _sleep_in_pause,
     "sglang.srt.layers.attention.vision": _install("segment_attention"),
     "sglang.srt.layers.attention.torch_native_backend": _install("cache_attention"),
     "sglang.srt.layers.sampler": _install("cumulative_sampling"),
