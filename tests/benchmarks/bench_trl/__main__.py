@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("python", type=Path)
     parser.add_argument("cases", nargs="*", help=", ".join(names := [case.name for case in CASES]))
-    parser.add_argument("--rounds", type=int, default=2, help="of TRL and megavlm in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="of TRL and megavlm in turn")
     options = parser.parse_args()
     if unknown := {*options.cases} - {*names}:
         parser.error(f"no case {', '.join(unknown)}: choose from {', '.join(names)}")

@@ -77,6 +77,7 @@ def main(folder: Path) -> None:
             bf16=False,
             gradient_checkpointing=False,
             ddp_backend="gloo",
+            dataloader_num_workers=int(has_images),
             per_device_train_batch_size=sequences // PROCESSES,
             steps_per_generation=1,
             num_generations=case["n"],
