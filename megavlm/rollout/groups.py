@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from megavlm.data.packing import Tree
 from megavlm.data.targets import TargetColumns
 from megavlm.inference.protocol import Response
 from megavlm.rollout.partial_rollouts import stale_tokens, staleness_metrics
-from megavlm.rollout.trajectory import Episode, Group, group_tree
+from megavlm.rollout.trajectory import Episode, Group, as_tensor, group_tree
 
 SAMPLED_TOKENS = 200  # of a turn, whose log-probs are kept for the report
 
@@ -69,7 +70,7 @@ def policy_trees(
         columns[group_id].append(
             TargetColumns(
                 rewards=rewards,
-                rollout_logprobs=torch.tensor(response.logprobs),
+                rollout_logprobs=as_tensor(response.logprobs, np.float32),
                 loss_weights=torch.full(size, weights[sequence_id]),
                 sequence_ids=torch.full(size, sequence_id),
                 group_ids=torch.full(size, group_id),
@@ -140,7 +141,7 @@ def sample_records(groups: Sequence[Group], pieces: Pieces) -> list[dict[str, An
                     "reward": episode.score.reward,
                     "correct": episode.score.correct,
                     "parts": dict(episode.score.parts),
-                    "finish": episode.response.finish,
+                    "finish": episode.responses[-1].finish,
                     "tokens": partial(_tokens, episode.responses[0], pieces),
                     "turns": _later_turns(episode, pieces),
                 }
@@ -191,14 +192,14 @@ def _turn_columns(
     """Return rewards and turn numbers of an episode's tokens. The reward of a turn is at its last
     token, and the penalty of an overlong last turn at the last of all.
     """
-    lengths = [len(response.token_ids) for response in episode.responses]
-    rewards: list[float] = []
-    for reward, length in zip(episode.rewards, lengths, strict=True):
-        rewards += [0.0] * (length - 1) + [reward]
+    lengths = torch.tensor([len(response.token_ids) for response in episode.responses])
+    of_turns = list(episode.rewards)
     if settings.overlong_buffer:
         # Only an episode's last turn can have reached the limit.
-        rewards[-1] += settings.overlong_penalty * overlong_penalty(
-            lengths[-1], max_length=max_new_tokens, buffer=settings.overlong_buffer
+        of_turns[-1] += settings.overlong_penalty * overlong_penalty(
+            int(lengths[-1]), max_length=max_new_tokens, buffer=settings.overlong_buffer
         )
-    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return torch.tensor(rewards), numbers
+    numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+    rewards = torch.zeros(len(numbers))
+    rewards[lengths.cumsum(0) - 1] = torch.tensor(of_turns)
+    return rewards, numbers

