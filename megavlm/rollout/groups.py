@@ -193,6 +193,7 @@ def _turn_columns(
     token, and the penalty of an overlong last turn at the last of all.
     """
     lengths = torch.tensor([len(response.token_ids) for response in episode.responses])
+    assert lengths.all(), "a turn has tokens, and its reward a place"
     of_turns = list(episode.rewards)
     if settings.overlong_buffer:
         # Only an episode's last turn can have reached the limit.
