@@ -20,7 +20,7 @@ TESTS ?= tests
 JOBS ?= 3
 CASES ?=
 
-.PHONY: help setup demo test test-slow test-all test-gpu-path parity pushes gpu style bench bench-trl soak chaos docs
+.PHONY: help setup demo test test-slow test-all test-gpu-path test-gpu-image parity pushes gpu style bench bench-trl soak chaos docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -77,6 +77,27 @@ GPU_VENV := .venv-gpu-path
 test-gpu-path: ## run models and updates on Transformer Engine's layers and the GPU image's torch, on a CPU (6 GB)
 	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) LOCK="$(LOCK) $(GPU_LOCK)"
 	MEGAVLM_GPU_PATH=1 OMP_NUM_THREADS=1 $(GPU_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(GPU_PATH_TESTS)
+
+IMAGE_VENV := .venv-gpu-image
+IMAGE_LOCK := launch/requirements-gpu-image.txt
+IMAGE_STAMP := $(IMAGE_VENV)/installed-$(shell cksum < $(IMAGE_LOCK) | cut -d' ' -f1)
+# The image's Python where there is one: pyenv's python3.12 runs only where its version is chosen.
+IMAGE_PYTHON = $(or $(shell PYENV_VERSION=3.12 python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null),$(PYTHON))
+
+$(IMAGE_VENV): $(IMAGE_STAMP)
+
+$(IMAGE_STAMP):
+	@$(IMAGE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+		{ echo "the GPU image's numpy needs Python 3.12 or newer; choose one with: make PYTHON=python3.12" >&2; exit 2; }
+	@test -x $(IMAGE_VENV)/bin/python || $(IMAGE_PYTHON) -m venv $(IMAGE_VENV)
+	$(call install,$(IMAGE_VENV)/bin/python,$(IMAGE_LOCK))
+	@rm -f $(IMAGE_VENV)/installed-*
+	@touch $@
+
+IMAGE_TESTS := tests/unit/models tests/parity/test_parity.py tests/parity/test_tree_packs.py
+
+test-gpu-image: $(IMAGE_STAMP) ## run models and parity on the versions of the GPU machine's image, on a CPU (6 GB)
+	OMP_NUM_THREADS=1 $(IMAGE_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(IMAGE_TESTS)
 
 parity: setup ## compare all models, layouts and inputs with transformers; write tests/parity/RESULTS.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.run $(CASES)
