@@ -36,7 +36,7 @@ def has_transformer_engine() -> bool:
 
 
 def prepare() -> None:
-    """Make this process a run of one rank; without Transformer Engine, with the Adam of CPU runs."""
+    """Make this process a run of one rank. Without Transformer Engine it has CPU runs' Adam."""
     gc.enable()  # tests are collected without it
     platform.install()
     init_distributed()

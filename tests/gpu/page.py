@@ -49,8 +49,9 @@ def _stage(stage: str, run: Sequence[Line]) -> Iterator[str]:
     yield f"### Stage {stage.upper()}, {start['date']}"
     yield ""
     if machine is not None:
-        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-        yield f"{machine['card']}, {machine['cores']} cores; Python {machine['python']}, {versions}."
+        versions = {"Python": machine["python"], **machine["versions"]}
+        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+        yield f"{machine['card']}, {machine['cores']} cores; {listed}."
     results = [x for x in run if x["check"] not in ("start", "end")]
     yield f"`{start['command']}`, {took}; {len(results)} results, {len(faults)} faults."
     for name, rows in _tables(run).items():

@@ -3,7 +3,8 @@
     python -m tests.gpu.stage a RESULTS
 
 Every result is a JSON line, printed and appended to RESULTS/a.jsonl as soon as it is known. A part
-that fails or takes too long is a line too, and the next part runs. Exit status 1 if anything failed.
+that fails or takes too long is a line too, and the next part runs. Exit status 1 if something
+failed.
 """
 
 import json
