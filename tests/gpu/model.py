@@ -2,6 +2,8 @@
 
 import gc
 import importlib.util
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megavlm.data.packing import Pack, Tree, make_pack
 from megavlm.data.processor import ProcessedImage, Prompt
+from megavlm.demo.tiny_model import _slow_decay
 from megavlm.models.build import build_model
 from megavlm.models.common import language
 from megavlm.models.common.config import ModelOptions
@@ -92,10 +95,11 @@ def theirs(config: Any) -> Any:
     define_torchvision_operators()
     from transformers import AutoModelForImageTextToText
 
-    use_plain_torch(config)
     torch.manual_seed(0)
     with torch.device(platform.device()):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    use_plain_torch(config)
+    _slow_decay(model)
     has_norm = any(".q_norm." in name for name, _ in model.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -115,17 +119,10 @@ def use_plain_torch(config: Any) -> None:
     """Have transformers compute linear attention by its own torch operations, which are exact in
     fp32, whatever kernels can be imported.
     """
-    if not config.model_type.startswith("qwen3_5"):
-        return
-    import importlib
-
-    name = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
-    module = importlib.import_module(name)
-    for kernel in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "FusedRMSNormGated",
-                   "causal_conv1d_fn", "causal_conv1d_update"):  # fmt: skip
-        if hasattr(module, kernel):
-            setattr(module, kernel, None)
-    module.is_fast_path_available = False
+    module = sys.modules[type(config).__module__.replace(".configuration_", ".modeling_")]
+    for name, function in vars(module).copy().items():
+        if name.endswith(("_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")):
+            setattr(module, name, inspect.unwrap(function))
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from tests.gpu.model import Outcome
 # Largest errors in fp32: of a log-prob, and of the gradient. fla's kernels multiply in TF32.
 EXACT = (1e-4, 1e-3)
 TF32 = (2e-2, 3e-2)
-# In bf16, of transformers' own errors.
-SPREAD = 1.25
+# In bf16, of transformers' own errors. A token whose best experts are nearly equal may go to others.
+SPREAD, MIXTURE_SPREAD = 1.25, 2.5
 # An answer that misses its parent's tokens has gradients that are wrong by more than this.
 LEAST_GRADIENT_ERROR = 0.02
 
@@ -111,7 +111,8 @@ def measure(family: str, level: str, *, engine: bool) -> None:
             values = errors(ours, exact, expected)
             shared = errors(ours, apart, apart.gradients)
             values |= {"shared_max": shared["max"], "shared_gradient": shared["gradient"]}
-            report(name, fault=fault_of(variant, values, theirs), **values)
+            spread = MIXTURE_SPREAD if family.endswith("_moe") else SPREAD
+            report(name, fault=fault_of(variant, values, theirs, spread), **values)
             del chunks
 
 
@@ -141,9 +142,11 @@ def errors(found: Outcome, exact: Outcome, expected: Mapping[Any, torch.Tensor])
     }
 
 
-def fault_of(variant: Variant, found: Errors, theirs: Errors) -> str | None:
+def fault_of(
+    variant: Variant, found: Errors, theirs: Errors, spread: float = SPREAD
+) -> str | None:
     """Return a sentence if a variant is too far from transformers in fp32, or if a shared prompt
-    changes its results.
+    changes its results. spread: of errors in bf16, over transformers' own.
     """
     if variant.dtype == torch.float32:
         most, gradient = variant.bounds
@@ -154,11 +157,11 @@ def fault_of(variant: Variant, found: Errors, theirs: Errors) -> str | None:
             "shared_gradient": gradient,
         }
     else:
-        allowed = SPREAD * theirs["gradient"] + LEAST_GRADIENT_ERROR
+        allowed = spread * theirs["gradient"] + LEAST_GRADIENT_ERROR
         bounds = {
-            "rms": SPREAD * theirs["rms"],
+            "rms": spread * theirs["rms"],
             "gradient": allowed,
-            "shared_max": 2 * SPREAD * theirs["max"],
+            "shared_max": 2 * spread * theirs["max"],
             "shared_gradient": 2 * allowed,
         }
     faults = [
