@@ -18,7 +18,8 @@ _BOX = "\\boxed"
 _BARE_BOX = re.compile(r"\s{0,20}([+-]?\d[\d.,]{0,30})")  # \boxed5
 # "**Answer**:", a heading "### Answer", a key of JSON
 _ANSWER = re.compile(
-    r"\banswer(?:[\s*_]{0,4}|(?P<key>\"\s?))[:\uff1a]|^#{1,6} (?:final |correct )?answer\**$",
+    r"(?:\banswer(?:[\s*_]{0,4}|(?P<key>\"\s?))|答案[\s*]{0,4})[:\uff1a]"
+    r"|^#{1,6} (?:final |correct )?answer\**$",
     re.IGNORECASE | re.MULTILINE,
 )
 _JSON_VALUE = re.compile(r'"((?:[^"\\\n]|\\.)*)"|-?[\d.]+')

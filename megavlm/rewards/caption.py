@@ -77,8 +77,8 @@ def score(
         # A long response's tail is wrong words all.
         parts["rouge"] = rouge_l(caption, references) * len(caption) / max(len(words), 1)
     if weights.get("keywords"):
-        keywords = set(map(str, row.get("keywords") or ())) or keywords_of(references)
-        parts["keywords"] = coverage(caption, keywords)
+        given = {word for text in row.get("keywords") or () if (word := tuple(tokens(str(text))))}
+        parts["keywords"] = coverage(caption, given or keywords_of(references))
     if weights.get("cider"):
         assert corpus is not None
         long = len(words) > MAX_WORDS
