@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.caption_metrics import (
     Corpus,
@@ -70,7 +71,7 @@ def score(
     """
     weights = weights or DEFAULT_WEIGHTS
     references = check_row(row, reference_key)
-    words = tokens(response)
+    words = tokens(boxed.after_thinking(response))
     caption: Words = words[:MAX_WORDS]
     parts: dict[str, float] = {}
     if weights.get("rouge"):

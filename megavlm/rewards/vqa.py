@@ -142,14 +142,14 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
 
 def final_answers(response: str) -> list[str]:
     r"""Return candidates for the final answer: the content of the last \boxed{...} or <answer>, or
-    the text after the last "Answer:", or all text after </think> and before "Explanation:"; before
-    it the sentence after its last "answer is". The first candidate of the right kind counts.
+    the text after the last "Answer:", or all text before "Explanation:"; before it the sentence
+    after its last "answer is". The first candidate of the right kind counts; thoughts do not.
     """
+    response = boxed.after_thinking(response)
     found = boxed.last_boxed(response)
     if found is None:
         found = boxed.last_tagged(response)
     if found is None:
-        response = boxed.after_thinking(response)
         found = boxed.after_answer(response)
     whole = _cleaned(response if found is None else found)
     _, *told = _ANSWER_IS.split(whole[-MAX_CHARACTERS:])

@@ -104,6 +104,7 @@ def test_the_reward_weighs_its_metrics(tmp_path: Path) -> None:
     assert found.parts == pytest.approx({"cider": 10.0, "keywords": 1.0})
     assert found.reward == pytest.approx(2.0) and found.correct
     assert caption.score("red " * 10**5, row).reward < 0.3
+    assert caption.score("<think>A red bus drives by.</think> Dogs.", row, **options).reward == 0.0  # type: ignore[arg-type]
     alone = caption.score("a bus", {"answer": "a bus"})
     assert alone.parts == pytest.approx({"rouge": 1.0, "keywords": 1.0})
 

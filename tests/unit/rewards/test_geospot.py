@@ -206,6 +206,8 @@ def test_what_is_said_counts_as_far_as_it_goes(response: str, parts: dict[str, f
         ("<think>Spain?</think><answer>\nFrance\n</answer>", True),
         ("<think>Looks like Spain</think>\nFrance", True),
         ("<think>Country: France</think>\nSpain", False),
+        ("<think><answer>France</answer></think>\nSpain", False),
+        ("<answer>France <not Spain></answer>", False),
         ("<answer>France</answer><answer>Spain</answer>", False),
         ("The country is **France**.", True),
         ("It\u2019s France.", True),
