@@ -129,8 +129,8 @@ class Processor:
         )
         stops: set[int] = set()
         for ids in named:
-            stops.update(ids if isinstance(ids, list) else [ids])
-        stops.discard(None)
+            if ids is not None:
+                stops.update(ids if isinstance(ids, list) else [ids])
         written = self._tokenizer(self._after_response([]), add_special_tokens=False)["input_ids"]
         end = written[0] if written and written[0] in stops else self._tokenizer.eos_token_id
         return end, tuple(sorted(stops))
