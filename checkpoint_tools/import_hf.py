@@ -23,7 +23,7 @@ from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.checkpointing.checksums import Sums, file_checksums
 from megavlm.checkpointing.folder import HF_FILES, Manifest, publish, step_folder, write_hf_files
 from megavlm.checkpointing.writer import RecordFile, TensorPiece, write_contents
-from megavlm.models.common.loading import HUB, Form
+from megavlm.models.common.loading import Form
 from megavlm.models.common.mapping import Entry
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def import_hf(
     checkpoint_dir: Path,
     *,
     force: bool = False,
-    experts: Form = HUB,
+    experts: Form | None = None,
     ranks: Ranks | None = None,
     show: ShowProgress = no_progress,
 ) -> Import:

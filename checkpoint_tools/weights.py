@@ -74,7 +74,7 @@ class Weights:
         return sum(self.nbytes(key) for key in self.groups)
 
 
-def open_weights(path: Path, *, step: int | None = None, experts: Form = HUB) -> Weights:
+def open_weights(path: Path, *, step: int | None = None, experts: Form | None = None) -> Weights:
     """Open a HuggingFace folder (`experts` as in HubTensors), or a step of a checkpoint (default:
     the latest).
 
@@ -89,14 +89,16 @@ def open_weights(path: Path, *, step: int | None = None, experts: Form = HUB) ->
         raise ValueError(f"{path} is not a folder.")
     if not is_checkpoint(path):
         raise ValueError(f"{path} is neither a HuggingFace model folder nor a checkpoint.")
-    if experts != HUB:
+    if experts is not None:
         raise ValueError(
             f"{path} is a checkpoint, which has one format of experts: leave --experts out."
         )
     return step_weights(path, step)
 
 
-def open_both(a: Path, b: Path, experts: tuple[Form, Form] = (HUB, HUB)) -> tuple[Weights, Weights]:
+def open_both(
+    a: Path, b: Path, experts: tuple[Form | None, Form | None] = (None, None)
+) -> tuple[Weights, Weights]:
     """Open two models to be compared. A folder that is on both sides is opened once."""
     left = open_weights(a, experts=experts[0])
     if a.resolve() == b.resolve() and experts[0] == experts[1]:
@@ -104,7 +106,9 @@ def open_both(a: Path, b: Path, experts: tuple[Form, Form] = (HUB, HUB)) -> tupl
     return left, open_weights(b, experts=experts[1])
 
 
-def hub_weights(path: Path, experts: Form = HUB, *, without_adapters: bool = False) -> Weights:
+def hub_weights(
+    path: Path, experts: Form | None = None, *, without_adapters: bool = False
+) -> Weights:
     """Open a HuggingFace folder.
 
     Raises ValueError for an unsupported family, a missing, truncated or pickled weight file, a
@@ -121,7 +125,7 @@ def hub_weights(path: Path, experts: Form = HUB, *, without_adapters: bool = Fal
         )
     groups = by_key(entries)
     dtypes = {key: tensors.dtype(group) for key, group in groups.items()}
-    return Weights(path, path, config, groups, dtypes, tensors.read, experts=experts)
+    return Weights(path, path, config, groups, dtypes, tensors.read, experts=tensors.form)
 
 
 def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:

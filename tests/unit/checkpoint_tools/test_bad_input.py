@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from checkpoint_tools.export_hf import WriteOptions, export_hf
 from checkpoint_tools.import_hf import import_hf
@@ -223,14 +224,25 @@ def transpose(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "form"), [(unstack, "hub"), (unstack, "memory"), (transpose, "memory")]
+    ("change", "form"),
+    [
+        (unstack, "hub"),
+        (unstack, "memory"),
+        (unstack, None),
+        (transpose, "memory"),
+        (transpose, None),
+    ],
 )
 def test_experts_in_every_layout_become_one_checkpoint(
-    change: Callable[[Tensors], None], form: str, hf: Path, hf_folder: Folder, tmp_path: Path
+    change: Callable[[Tensors], None],
+    form: Form | None,
+    hf: Path,
+    hf_folder: Folder,
+    tmp_path: Path,
 ) -> None:
-    """Unstacked experts are recognised by their keys; the format of stacks is --experts."""
+    """Unstacked experts are recognised by their keys, and the format of stacks by their shapes."""
     rewrite(hf, change)
-    import_hf(hf, tmp_path / "checkpoint", experts=form)  # type: ignore[arg-type]
+    import_hf(hf, tmp_path / "checkpoint", experts=form)
     export_hf(tmp_path / "checkpoint", tmp_path / "out", options=WriteOptions(experts="hub"))
     before, after = HFFolder(hf_folder(MOE)), HFFolder(tmp_path / "out")
     assert set(before) == set(after)
@@ -245,7 +257,7 @@ def test_experts_come_back_in_the_form_they_came_in_or_as_asked(
     if form == "memory":
         rewrite(hf, transpose)
     checkpoint = tmp_path / "checkpoint"
-    assert run("import", hf, checkpoint, "--experts", form, "--quiet") == 0
+    assert run("import", hf, checkpoint, "--quiet") == 0
     assert run("export", checkpoint, tmp_path / "same", "--quiet") == 0
     assert run("export", checkpoint, tmp_path / "other", "--experts", other, "--quiet") == 0
     came, same, turned = (
@@ -276,7 +288,10 @@ def test_a_pointer_of_git_lfs_is_named(
     refused(tmp_path, r"model.safetensors: a git-LFS pointer .* `git lfs pull`", capsys)
 
 
-def test_a_square_stack_is_read_as_told_and_never_guessed(hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["hub", "memory"])
+def test_a_square_stack_is_read_in_the_form_of_the_other(
+    form: Form, hf: Path, tmp_path: Path
+) -> None:
     """With H = 2I gate_up_proj looks alike in both forms, and down_proj does not."""
     configure_text(hf, moe_intermediate_size=64)
 
@@ -287,20 +302,37 @@ def test_a_square_stack_is_read_as_told_and_never_guessed(hf: Path, tmp_path: Pa
             tensors[down] = tensors[down][:, :64].contiguous()
 
     rewrite(hf, square)
-    with pytest.raises(ValueError, match=r"down_proj .* form of .* --experts hub"):
-        import_hf(hf, tmp_path / "checkpoint", experts="memory")
+    if form == "memory":
+        rewrite(hf, transpose)
+    other: Form = "memory" if form == "hub" else "hub"
+    with pytest.raises(ValueError, match=rf"down_proj .* form of .* --experts {form}"):
+        import_hf(hf, tmp_path / "checkpoint", experts=other)
     import_hf(hf, tmp_path / "checkpoint")
     export_hf(tmp_path / "checkpoint", tmp_path / "out")
     before, after = HFFolder(hf), HFFolder(tmp_path / "out")
-    assert before.shape(GATE_UP) == (8, 128, 128) and before.shape(DOWN) == (8, 64, 128)
+    assert before.shape(GATE_UP) == (8, 128, 128) and before.shape(DOWN) == (
+        (8, 64, 128) if form == "hub" else (8, 128, 64)
+    )
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_stacks_in_the_other_form_are_refused_with_the_way_out(
-    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_folder_saved_by_transformers_is_imported(
+    family: str, loaded: bool, hf_folder: Folder, tmp_path: Path
 ) -> None:
-    rewrite(hf, transpose)
-    refused(tmp_path, r"form of megavlm-convert import --experts memory", capsys)
+    """Of a model that was loaded from a folder, and of one that was made in memory."""
+    source, saved = hf_folder(family), tmp_path / "saved"
+    shutil.copytree(source, saved, ignore=shutil.ignore_patterns("*.safetensors"))
+    kind = AutoModelForImageTextToText
+    model = kind.from_pretrained(source)
+    if not loaded:
+        made = kind.from_config(model.config)
+        made.load_state_dict(model.state_dict())
+        model = made
+    model.save_pretrained(saved)
+    assert run("import", saved, tmp_path / "checkpoint", "--quiet") == 0
+    assert run("verify", source, tmp_path / "checkpoint", "--quiet") == 0
 
 
 def test_a_file_that_may_not_be_read_is_not_called_incomplete(
