@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint_tools.hf_config import untie
 from checkpoint_tools.lora.adapters import AdapterPairs
 from checkpoint_tools.lora.step_adapters import StepTensor, adapter_tensors
 from checkpoint_tools.output_folder import output_folder
@@ -123,7 +124,11 @@ def write_checkpoint(
                     checkpoint_dir, sources=sources, force=force, mark="step_*", nbytes=total
                 )
             )
-            write_hf_files(weights.hf_files, output / HF_FILES)
+            write_hf_files(
+                weights.hf_files,
+                output / HF_FILES,
+                change=untie if weights.is_wrongly_tied else None,
+            )
             atomic.partial_path(step_folder(output, 0)).mkdir()
             return output
 

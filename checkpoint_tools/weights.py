@@ -22,9 +22,10 @@ from megavlm.checkpointing.folder import (
     locate_step,
 )
 from megavlm.checkpointing.reader import StepReader
-from megavlm.models.common.loading import HUB, Form, HubTensors
+from megavlm.models.common.loading import HUB, Form, HubTensors, has_own_head
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry, Shape, by_key
+from megavlm.models.folder_files import check_files
 from megavlm.models.registry import family
 
 KeyEntries = list[Entry]  # entries of one Megatron key
@@ -70,6 +71,12 @@ class Weights:
         return self.nbytes(entry.megatron) // len(self.groups[entry.megatron])
 
     @property
+    def is_wrongly_tied(self) -> bool:
+        """True if config.json ties embedding and head, which the weights have apart."""
+        tied = read_config(self.hf_files).tie_word_embeddings
+        return bool(tied) and not self.config.tie_word_embeddings
+
+    @property
     def total_bytes(self) -> int:
         return sum(self.nbytes(key) for key in self.groups)
 
@@ -112,12 +119,15 @@ def hub_weights(
     """Open a HuggingFace folder.
 
     Raises ValueError for an unsupported family, a missing, truncated or pickled weight file, a
-    missing or unknown tensor, or a shape that differs from config.json; and, unless
+    missing or unknown tensor, or a shape or another file that differs from config.json; and, unless
     `without_adapters`, for adapters beside the model, which transformers would load with it.
     """
-    config = read_config(path)
+    config, source = read_config(path), UnmappedHFFolder(path)
+    if config.tie_word_embeddings and has_own_head(source):
+        config.tie_word_embeddings = False  # as transformers does, whatever config.json says
     entries = family(config.model_type).mapping(config)
-    tensors = HubTensors(entries, UnmappedHFFolder(path), experts)
+    tensors = HubTensors(entries, source, experts)
+    check_files(path)
     if not without_adapters and (path / PEFT_CONFIG).is_file():
         raise ValueError(
             f"{path} holds adapters beside its model: merge them (megavlm-convert lora-merge "

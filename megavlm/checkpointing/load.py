@@ -33,6 +33,8 @@ from megavlm.checkpointing.random_states import random_states_file, restore_rand
 from megavlm.checkpointing.reader import StepReader, read_values
 from megavlm.checkpointing.state import current_layout, replica_group, sharded_state
 
+HEAD = "language_model.output_layer.weight"
+
 logger = logging.getLogger(__name__)
 
 
@@ -92,6 +94,15 @@ def load_checkpoint(
         tensors = [value for part in model.values() for value in part.values()]
         reader = StepReader(path)
         _check_tensors(tensors, reader, path, trains=optimizer is not None)
+        is_tied = any(
+            unwrap_model(chunk).language_model.share_embeddings_and_output_weights
+            for chunk in chunks
+        )
+        if is_tied and HEAD in reader.tensors:
+            raise ValueError(
+                f"{path} has an output layer of its own, but config.json in model.folder ties it "
+                "to the embedding: set tie_word_embeddings to false there, in text_config too"
+            )
         wanted = {part.key for value in tensors for part in _parts(value)}
         read_values(path / COMMON_STATE_FNAME)  # which megatron-core reads below
         if optimizer is not None and manifest.layout == current_layout():

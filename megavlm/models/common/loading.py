@@ -19,6 +19,9 @@ Form = Literal["hub", "memory"]
 HUB: Form = "hub"
 MEMORY: Form = "memory"
 
+EMBEDDING = "model.embed_tokens.weight"  # a short name
+HEAD = "lm_head.weight"
+
 # A critic's own, which starts at zero; HF models have none.
 VALUE_HEAD = "value_head."
 
@@ -113,9 +116,9 @@ class HubTensors:
                 f"which its config.json asks for."
             )
         unknown = [name for short, name in self._names.items() if short not in expected]
-        if "lm_head.weight" in unknown:  # tied embeddings, written twice
+        if HEAD in unknown:  # tied embeddings, written twice
             self._check_tied()
-            unknown.remove("lm_head.weight")
+            unknown.remove(HEAD)
         if unknown:
             raise ValueError(
                 f"{unknown[0]}{_and_more(unknown)} in {self._source.where(unknown[0])} is no "
@@ -123,12 +126,11 @@ class HubTensors:
             )
 
     def _check_tied(self) -> None:
-        embedding = self._names["model.embed_tokens.weight"]
-        if not torch.equal(self._source["lm_head.weight"], self._source[embedding]):
+        if has_own_head(self._source):
             raise ValueError(
-                f"lm_head.weight in {self._source.where('lm_head.weight')} differs from "
-                f"{embedding}, but config.json ties them: set tie_word_embeddings to false or "
-                f"remove lm_head.weight."
+                f"{HEAD} in {self._source.where(HEAD)} differs from "
+                f"{self._names[EMBEDDING]}, but config.json ties them: set tie_word_embeddings to "
+                f"false, in text_config too, or remove {HEAD}."
             )
 
     def _check_shapes(self, entry: Entry) -> None:
@@ -175,6 +177,14 @@ class HubTensors:
             f"{name} in {self._source.where(name)} has shape {shape}; "
             f"config.json makes it {forms[self.form]}.{hint}"
         )
+
+
+def has_own_head(source: Mapping[str, Tensor]) -> bool:
+    """Return True if the source has an embedding and a head that differs from it."""
+    names = {short_name(name): name for name in source}
+    if not {EMBEDDING, HEAD} <= names.keys():
+        return False
+    return not torch.equal(source[names[HEAD]], source[names[EMBEDDING]])
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,15 @@ GATE_UP = "model.language_model.layers.0.mlp.experts.gate_up_proj"
 DOWN = "model.language_model.layers.0.mlp.experts.down_proj"
 K_PROJ = "model.language_model.layers.0.self_attn.k_proj.weight"
 Tensors = dict[str, torch.Tensor]
+ADDED = {
+    "id": 999999,
+    "content": "<more>",
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 
 
 @pytest.fixture
@@ -90,6 +100,65 @@ def configure_text(folder: Path, **values: object) -> None:
 def other_family(folder: Path, source: Path) -> None:
     """The weights of one family under the configuration of another."""
     shutil.copyfile(source / "config.json", folder / "config.json")
+
+
+def rewrite_json(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """A function that changes the values of a folder's file, or makes the file."""
+
+    def rewrite_file(folder: Path) -> None:
+        path = folder / name
+        values = json.loads(path.read_text()) if path.is_file() else {}
+        change(values)
+        path.write_text(json.dumps(values))
+
+    return rewrite_file
+
+
+CONTRADICTIONS = {
+    "patch size": (
+        rewrite_json("preprocessor_config.json", lambda x: x.update(patch_size=14)),
+        r"preprocessor_config\.json has patch_size=14, but .* vision_config\.patch_size=16",
+    ),
+    "merge size": (
+        rewrite_json("preprocessor_config.json", lambda x: x.update(merge_size=4)),
+        r"has merge_size=4, but config\.json has vision_config\.spatial_merge_size=2",
+    ),
+    "temporal patch size": (
+        rewrite_json("video_preprocessor_config.json", lambda x: x.update(temporal_patch_size=1)),
+        r"video_preprocessor_config\.json has temporal_patch_size=1, but .*temporal_patch_size=2",
+    ),
+    "processors in one file": (
+        rewrite_json(
+            "processor_config.json", lambda x: x.update(image_processor={"patch_size": 8})
+        ),
+        r"processor_config\.json has patch_size=8, but config\.json has",
+    ),
+    "image token": (
+        rewrite_json("config.json", lambda x: x.update(image_token_id=7)),
+        r"config\.json has image_token_id=7, but <\|image_pad\|> is token \d+ of tokenizer\.json",
+    ),
+    "vocabulary smaller than the tokenizer's": (
+        rewrite_json("tokenizer.json", lambda x: x["added_tokens"].append(ADDED)),
+        r"tokenizer\.json has token 999999 \(<more>\), but .* an embedding of vocab_size=\d+",
+    ),
+    "end of generation": (
+        rewrite_json("generation_config.json", lambda x: x.update(eos_token_id=[1, 999999])),
+        r"generation_config\.json has eos_token_id=\[1, 999999\], but .* vocab_size=\d+",
+    ),
+    "no JSON": (
+        lambda hf: (hf / "preprocessor_config.json").write_text("{"),
+        r"preprocessor_config\.json is not JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_files_that_contradict_the_configuration(
+    case: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, message = CONTRADICTIONS[case]
+    change(hf)
+    refused(tmp_path, message, capsys)
 
 
 CASES = {
