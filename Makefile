@@ -20,7 +20,7 @@ TESTS ?= tests
 JOBS ?= 3
 CASES ?=
 
-.PHONY: help setup demo test test-slow test-all test-gpu-path test-gpu-image parity pushes gpu style bench bench-trl soak chaos docs
+.PHONY: help setup demo test test-slow test-all test-gpu-path test-gpu-image parity pushes gpu-a gpu-b gpu-c gpu-d style bench bench-trl soak chaos docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -105,9 +105,13 @@ parity: setup ## compare all models, layouts and inputs with transformers; write
 pushes: setup ## run every kind of weight sync against a real SGLang server
 	OMP_NUM_THREADS=1 SYNC_MATRIX=all $(BIN)/python -m pytest tests/sglang/test_push_matrix.py
 
-# No setup: a GPU machine has an environment of its own, and may have no network.
-gpu: ## run the tests that need a GPU, nine minutes at most; write tests/benchmarks/GPU.md
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu/test_gpu.py
+# What a stage of tests/gpu needs travels in one folder to a machine with a GPU and without a network.
+KITS := gpu-a gpu-b gpu-c gpu-d
+
+gpu-a: ## pack stage a of the GPU tests in gpu/ (also gpu-b, gpu-c, gpu-d); there: bash gpu/run.sh a
+$(KITS): gpu-%:
+	@rm -rf gpu && mkdir gpu && cp tests/gpu/run.sh gpu/
+	@$(PYTHON) launch/gpu_kit.py $* gpu
 
 style: setup ## run the linter, the formatter (check only) and the type checker
 	$(BIN)/ruff check .

@@ -52,7 +52,7 @@ def _import(
     checkpoint_dir: Path,
     console: ConsoleOptions,
     force: Force = False,
-    experts: Experts = "hub",
+    experts: Experts = None,
 ) -> None:
     """Turn a HuggingFace model folder into a checkpoint that any layout can train from.
 
@@ -141,7 +141,7 @@ def _inspect(
             "--mapping", help="List Megatron tensors and the HuggingFace tensors in them."
         ),
     ] = False,
-    experts: Experts = "hub",
+    experts: Experts = None,
 ) -> None:
     """Show parameters, dtypes and layout of a model folder, a checkpoint or a PEFT folder."""
     one_process("inspect")
@@ -155,7 +155,7 @@ def _inspect(
     # Wide enough that nothing is cut off in a pipe.
     terminal = Console(width=None if sys.stdout.isatty() else 250)
     if is_peft_folder(path):
-        if step is not None or mapping or experts != "hub":
+        if step is not None or mapping or experts is not None:
             raise ValueError(
                 f"{path} holds adapters: leave --step, --mapping and --experts out, which apply to "
                 f"models."
@@ -182,8 +182,8 @@ def _inspect(
 class _ExpertsOptions:
     """Formats of the stacked experts of both models."""
 
-    experts_a: Experts = "hub"
-    experts_b: Experts = "hub"
+    experts_a: Experts = None
+    experts_b: Experts = None
 
 
 @command(
@@ -228,7 +228,7 @@ def _verify(
         if tolerance is not None:
             raise ValueError("bits are equal or not: --tolerance is for --logits.")
         if is_peft_folder(a) or is_peft_folder(b):
-            if experts != ("hub", "hub"):
+            if experts != (None, None):
                 raise ValueError("adapters are compared: leave --experts-a and --experts-b out.")
             result = compare_adapters(a, b, alpha=alpha, show=console.progress)
         else:

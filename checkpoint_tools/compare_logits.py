@@ -51,7 +51,7 @@ def compare_logits(
     a: Path,
     b: Path,
     *,
-    experts: tuple[Form, Form] = (HUB, HUB),
+    experts: tuple[Form | None, Form | None] = (None, None),
     alpha: float | None = None,
     show: ShowProgress = no_progress,
 ) -> list[LogitDifference]:
@@ -78,10 +78,7 @@ def compare_logits(
     if alpha is not None and not any(map(has_adapters, sides)):
         raise ValueError(f"neither {a} nor {b} holds adapters: leave --alpha out.")
     with ExitStack() as stack:
-        left, right = (
-            stack.enter_context(_hf_folder(weights, form, alpha, show))
-            for weights, form in zip(sides, experts, strict=True)
-        )
+        left, right = (stack.enter_context(_hf_folder(weights, alpha, show)) for weights in sides)
         inputs = _inputs(left)
         first, second = _logits(left, inputs), _logits(right, inputs)
         tokenizer = _processor(left).tokenizer
@@ -111,13 +108,11 @@ def compare_logits(
 
 
 @contextmanager
-def _hf_folder(
-    weights: Weights, experts: Form, alpha: float | None, show: ShowProgress
-) -> Iterator[Path]:
+def _hf_folder(weights: Weights, alpha: float | None, show: ShowProgress) -> Iterator[Path]:
     """Yield a HuggingFace folder with experts as on the hub: the folder of the weights if it is
     one, else a temporary export.
     """
-    if weights.manifest is None and experts == HUB:
+    if weights.manifest is None and weights.experts == HUB:
         yield weights.path
         return
     adapters = step_adapters(weights, alpha=alpha) if has_adapters(weights) else None

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_tools.hf_config import dtype_keys
+from checkpoint_tools.hf_config import dtype_keys, untie
 from checkpoint_tools.lora.adapters import AdapterPairs, merged_weights
 from checkpoint_tools.lora.step_adapters import has_adapters, step_adapters
 from checkpoint_tools.model_card import model_card
@@ -119,7 +119,9 @@ def write_hf(
     ):
         copy_hf_files(weights.hf_files, output)
         _write_config(
-            output / "config.json", dtype or weights.dtypes[next(reversed(weights.groups))]
+            output / "config.json",
+            dtype or weights.dtypes[next(reversed(weights.groups))],
+            unties=weights.is_wrongly_tied,
         )
         (output / "README.md").write_text(model_card(weights, adapters, untrained=untrained))
         for part in plan:
@@ -226,13 +228,15 @@ def _large_items_first(file: _File) -> None:
     file.specs = {name: file.specs[name] for name in sorted(file.specs, key=itemsize)}
 
 
-def _write_config(path: Path, dtype: torch.dtype) -> None:
+def _write_config(path: Path, dtype: torch.dtype, *, unties: bool) -> None:
     """Complete config.json for servers, and set its dtype to that of the weights, which training
-    may have changed.
+    may have changed. unties: the weights have a head that config.json ties to the embedding.
     """
     before = json.loads(path.read_bytes())
     config = copy.deepcopy(family(before["model_type"]).served_config(before))
     for section, key in dtype_keys(config):
         section[key] = str(dtype).removeprefix("torch.")
+    if unties:
+        untie(config)
     if config != before:
         path.write_text(json.dumps(config, indent=2) + "\n")

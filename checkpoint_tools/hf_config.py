@@ -57,6 +57,16 @@ def dtype_keys(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
                 yield section, key
 
 
+def untie(values: dict[str, Any]) -> None:
+    """Set a config.json's embeddings and head apart, on both levels: families differ in which one
+    counts.
+    """
+    values["tie_word_embeddings"] = False
+    text = values.get("text_config", {})
+    if "tie_word_embeddings" in text:
+        text["tie_word_embeddings"] = False
+
+
 def _sections(values: dict[str, Any]) -> list[dict[str, Any]]:
     return [values, *(value for value in values.values() if isinstance(value, dict))]
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint_tools.hf_config import untie
 from checkpoint_tools.lora.adapters import AdapterPairs
 from checkpoint_tools.lora.step_adapters import StepTensor, adapter_tensors
 from checkpoint_tools.output_folder import output_folder
@@ -23,7 +24,7 @@ from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.checkpointing.checksums import Sums, file_checksums
 from megavlm.checkpointing.folder import HF_FILES, Manifest, publish, step_folder, write_hf_files
 from megavlm.checkpointing.writer import RecordFile, TensorPiece, write_contents
-from megavlm.models.common.loading import HUB, Form
+from megavlm.models.common.loading import Form
 from megavlm.models.common.mapping import Entry
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ def import_hf(
     checkpoint_dir: Path,
     *,
     force: bool = False,
-    experts: Form = HUB,
+    experts: Form | None = None,
     ranks: Ranks | None = None,
     show: ShowProgress = no_progress,
 ) -> Import:
@@ -123,7 +124,11 @@ def write_checkpoint(
                     checkpoint_dir, sources=sources, force=force, mark="step_*", nbytes=total
                 )
             )
-            write_hf_files(weights.hf_files, output / HF_FILES)
+            write_hf_files(
+                weights.hf_files,
+                output / HF_FILES,
+                change=untie if weights.is_wrongly_tied else None,
+            )
             atomic.partial_path(step_folder(output, 0)).mkdir()
             return output
 

@@ -20,8 +20,11 @@ Alpha = Annotated[
     typer.Option(help="Alpha of the adapters (default: as their run or import recorded it)."),
 ]
 Experts = Annotated[
-    Literal["hub", "memory"],
-    typer.Option(help="Format of stacked experts: as on the hub, or as transformers 5 saves them."),
+    Literal["hub", "memory"] | None,
+    typer.Option(
+        help="Format of stacked experts: as on the hub, or as transformers 5 saves them (default: "
+        "as their shapes tell)."
+    ),
 ]
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -22,9 +22,10 @@ from megavlm.checkpointing.folder import (
     locate_step,
 )
 from megavlm.checkpointing.reader import StepReader
-from megavlm.models.common.loading import HUB, Form, HubTensors
+from megavlm.models.common.loading import HUB, Form, HubTensors, has_own_head
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry, Shape, by_key
+from megavlm.models.folder_files import check_files
 from megavlm.models.registry import family
 
 KeyEntries = list[Entry]  # entries of one Megatron key
@@ -70,11 +71,17 @@ class Weights:
         return self.nbytes(entry.megatron) // len(self.groups[entry.megatron])
 
     @property
+    def is_wrongly_tied(self) -> bool:
+        """True if config.json ties embedding and head, which the weights have apart."""
+        tied = read_config(self.hf_files).tie_word_embeddings
+        return bool(tied) and not self.config.tie_word_embeddings
+
+    @property
     def total_bytes(self) -> int:
         return sum(self.nbytes(key) for key in self.groups)
 
 
-def open_weights(path: Path, *, step: int | None = None, experts: Form = HUB) -> Weights:
+def open_weights(path: Path, *, step: int | None = None, experts: Form | None = None) -> Weights:
     """Open a HuggingFace folder (`experts` as in HubTensors), or a step of a checkpoint (default:
     the latest).
 
@@ -89,14 +96,16 @@ def open_weights(path: Path, *, step: int | None = None, experts: Form = HUB) ->
         raise ValueError(f"{path} is not a folder.")
     if not is_checkpoint(path):
         raise ValueError(f"{path} is neither a HuggingFace model folder nor a checkpoint.")
-    if experts != HUB:
+    if experts is not None:
         raise ValueError(
             f"{path} is a checkpoint, which has one format of experts: leave --experts out."
         )
     return step_weights(path, step)
 
 
-def open_both(a: Path, b: Path, experts: tuple[Form, Form] = (HUB, HUB)) -> tuple[Weights, Weights]:
+def open_both(
+    a: Path, b: Path, experts: tuple[Form | None, Form | None] = (None, None)
+) -> tuple[Weights, Weights]:
     """Open two models to be compared. A folder that is on both sides is opened once."""
     left = open_weights(a, experts=experts[0])
     if a.resolve() == b.resolve() and experts[0] == experts[1]:
@@ -104,16 +113,21 @@ def open_both(a: Path, b: Path, experts: tuple[Form, Form] = (HUB, HUB)) -> tupl
     return left, open_weights(b, experts=experts[1])
 
 
-def hub_weights(path: Path, experts: Form = HUB, *, without_adapters: bool = False) -> Weights:
+def hub_weights(
+    path: Path, experts: Form | None = None, *, without_adapters: bool = False
+) -> Weights:
     """Open a HuggingFace folder.
 
     Raises ValueError for an unsupported family, a missing, truncated or pickled weight file, a
-    missing or unknown tensor, or a shape that differs from config.json; and, unless
+    missing or unknown tensor, or a shape or another file that differs from config.json; and, unless
     `without_adapters`, for adapters beside the model, which transformers would load with it.
     """
-    config = read_config(path)
+    config, source = read_config(path), UnmappedHFFolder(path)
+    if config.tie_word_embeddings and has_own_head(source):
+        config.tie_word_embeddings = False  # as transformers does, whatever config.json says
     entries = family(config.model_type).mapping(config)
-    tensors = HubTensors(entries, UnmappedHFFolder(path), experts)
+    tensors = HubTensors(entries, source, experts)
+    check_files(path)
     if not without_adapters and (path / PEFT_CONFIG).is_file():
         raise ValueError(
             f"{path} holds adapters beside its model: merge them (megavlm-convert lora-merge "
@@ -121,7 +135,7 @@ def hub_weights(path: Path, experts: Form = HUB, *, without_adapters: bool = Fal
         )
     groups = by_key(entries)
     dtypes = {key: tensors.dtype(group) for key, group in groups.items()}
-    return Weights(path, path, config, groups, dtypes, tensors.read, experts=experts)
+    return Weights(path, path, config, groups, dtypes, tensors.read, experts=tensors.form)
 
 
 def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:

@@ -81,7 +81,7 @@ def _lora_import(
         ),
     ] = None,
     force: Force = False,
-    experts: Experts = "hub",
+    experts: Experts = None,
 ) -> None:
     """Turn PEFT adapters and their base model into a checkpoint with the same adapters, exactly.
 
@@ -125,7 +125,7 @@ def _lora_merge(
     chosen: StepOptions,
     console: ConsoleOptions,
     adapter: Annotated[Path | None, typer.Option(help="A PEFT folder to merge.")] = None,
-    experts: Experts = "hub",
+    experts: Experts = None,
 ) -> None:
     """Merge adapters into their base model, in fp32 and rounded once, as a HuggingFace folder."""
     output.check()

@@ -9,7 +9,7 @@ from checkpoint_tools.lora.merge_adapters import open_base, open_peft_adapters
 from checkpoint_tools.lora.peft_config import read_peft_config
 from checkpoint_tools.streaming import ShowProgress, no_progress
 from megavlm.checkpointing.folder import PEFT_CONFIG
-from megavlm.models.common.loading import HUB, Form
+from megavlm.models.common.loading import Form
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def import_adapters(
     *,
     base: Path | None = None,
     force: bool = False,
-    experts: Form = HUB,
+    experts: Form | None = None,
     show: ShowProgress = no_progress,
 ) -> AdapterImport:
     """Write the base model's weights and the adapters as step 0.

@@ -8,7 +8,7 @@ from checkpoint_tools.lora.peft_folder import open_peft
 from checkpoint_tools.lora.peft_modules import to_adapters
 from checkpoint_tools.lora.step_adapters import has_adapters, step_adapters
 from checkpoint_tools.weights import Weights, hub_weights, open_weights
-from megavlm.models.common.loading import HUB, Form
+from megavlm.models.common.loading import Form
 
 
 def merge_adapters(
@@ -18,7 +18,7 @@ def merge_adapters(
     adapter: Path | None = None,
     step: int | None = None,
     alpha: float | None = None,
-    experts: Form = HUB,
+    experts: Form | None = None,
     options: WriteOptions | None = None,
 ) -> Export:
     """Write W + scale B A, computed in fp32 and rounded once, as a HuggingFace folder.
@@ -42,7 +42,7 @@ def merge_adapters(
 
 
 def open_base(
-    base: Path, peft_dir: Path, *, step: int | None = None, experts: Form = HUB
+    base: Path, peft_dir: Path, *, step: int | None = None, experts: Form | None = None
 ) -> Weights:
     """Open the base model of a PEFT folder, which may be the same folder. Raises ValueError as
     `open_weights` does, and for other adapters beside the model.

@@ -26,6 +26,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -195,11 +196,17 @@ def publish(folder: Path, step: int) -> None:
     atomic.write_text(folder / LATEST, f"{path.name}\n")
 
 
-def write_hf_files(source: Path, target: Path) -> None:
+def write_hf_files(
+    source: Path, target: Path, *, change: Callable[[dict[str, Any]], None] | None = None
+) -> None:
     """Create `hf/`, with the form of the experts in `source`, its tensors that are not trained and
-    the checksums of its files.
+    the checksums of its files. change: changes the values of config.json in place.
     """
     copy_hf_files(source, target)
+    if change is not None:
+        values = json.loads((target / "config.json").read_bytes())
+        change(values)
+        (target / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     copy_untrained(source, target)
     form = experts_form(source)
     if form != "hub":

@@ -33,6 +33,8 @@ from megavlm.checkpointing.random_states import random_states_file, restore_rand
 from megavlm.checkpointing.reader import StepReader, read_values
 from megavlm.checkpointing.state import current_layout, replica_group, sharded_state
 
+HEAD = "language_model.output_layer.weight"
+
 logger = logging.getLogger(__name__)
 
 
@@ -92,6 +94,15 @@ def load_checkpoint(
         tensors = [value for part in model.values() for value in part.values()]
         reader = StepReader(path)
         _check_tensors(tensors, reader, path, trains=optimizer is not None)
+        is_tied = any(
+            unwrap_model(chunk).language_model.share_embeddings_and_output_weights
+            for chunk in chunks
+        )
+        if is_tied and HEAD in reader.tensors:
+            raise ValueError(
+                f"{path} has an output layer of its own, but config.json in model.folder ties it "
+                "to the embedding: set tie_word_embeddings to false there, in text_config too"
+            )
         wanted = {part.key for value in tensors for part in _parts(value)}
         read_values(path / COMMON_STATE_FNAME)  # which megatron-core reads below
         if optimizer is not None and manifest.layout == current_layout():
@@ -117,11 +128,8 @@ def load_checkpoint(
         part = state["model"][str(index)]
         missing, unexpected = unwrap_model(chunk).load_state_dict(part, strict=False)
         assert not unexpected and all(name.endswith("_extra_state") for name in missing), missing
-    if scheduler is not None:
-        scheduler.num_steps = 0  # megatron-core adds the saved count to the present one
-        scheduler.load_state_dict(state["scheduler"])
     if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer(optimizer, state["optimizer"])
         for states in random_states:
             restore_random_states(states)
         if not random_states and rank == 0:
@@ -130,8 +138,21 @@ def load_checkpoint(
                 path,
                 manifest.layout,
             )
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])  # it sets rates in the optimizer
     extra = path / EXTRA_STATE
     return json.loads(extra.read_text()) if extra.is_file() else {}
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's state, but none of its settings, which may have changed."""
+    kept = [
+        {name: value for name, value in group.items() if name not in ("params", "step")}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, settings in zip(optimizer.param_groups, kept, strict=True):
+        group.update(settings)
 
 
 def _check_tensors(tensors: Sequence[Any], reader: StepReader, path: Path, *, trains: bool) -> None:

@@ -3,11 +3,14 @@
 A run's own has a first line that names the code that ran; model cards repeat it.
 """
 
+import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -29,6 +32,34 @@ def write(config: Config, folder: str | Path) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(f"{_CODE}{code_version()}\n{to_yaml(config)}", encoding="utf-8")
     partial.replace(path)
+
+
+def changes(config: Config, folder: str | Path) -> list[str]:
+    """Return the keys whose values are not those of `folder`/config.yaml, each as
+    `section.key=value (was value)`. Returns none where there is no such file.
+    """
+    path = Path(folder, "config.yaml")
+    if not path.is_file():
+        return []
+    before, now = (
+        dict(_values("", OmegaConf.to_container(OmegaConf.create(text))))
+        for text in (path.read_text(encoding="utf-8"), to_yaml(config))
+    )
+    none = "absent"
+    return [
+        f"{key}={now.get(key, none)} (was {before.get(key, none)})"
+        for key in now | before
+        if now.get(key, none) != before.get(key, none)
+    ]
+
+
+def _values(name: str, section: Any) -> Iterator[tuple[str, str]]:
+    """Yield the values of a section by their dotted names."""
+    if isinstance(section, dict) and section:
+        for key, part in section.items():
+            yield from _values(f"{name}.{key}".removeprefix("."), part)
+    else:
+        yield name, json.dumps(section, ensure_ascii=False)
 
 
 def code_of(text: str) -> str | None:

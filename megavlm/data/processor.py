@@ -1,5 +1,6 @@
 """Processor of rows into prompts: token ids, positions, images."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from megavlm.config.data import Data
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
@@ -104,7 +105,7 @@ class Processor:
         self._system_prompt = data.system_prompt
         self._max_prompt_tokens = data.max_prompt_tokens
 
-        self.eos_id: int = self._tokenizer.eos_token_id
+        self.eos_id, self.stop_ids = self._ends(folder, config)
         self.vocab_size: int = config.get_text_config().vocab_size
         added = self._tokenizer.added_tokens_decoder
         special = {index for index, token in added.items() if token.special}
@@ -112,6 +113,27 @@ class Processor:
         # Tokens that are never sampled: special ids other than the end of a turn, and the rows that
         # pad the embedding table.
         self.suppressed_ids = tuple(sorted((special | unused) - {self.eos_id}))
+
+    def _ends(self, folder: Path, config: PreTrainedConfig) -> tuple[int, tuple[int, ...]]:
+        """Return the token that ends a turn, which is trained on, and all at which servers end a
+        response: the tokenizer's, config.json's and generation_config.json's. A turn ends as the
+        chat template ends it, if servers do, otherwise by the tokenizer's.
+        """
+        file = folder / "generation_config.json"
+        generation = json.loads(file.read_text()) if file.is_file() else {}
+        holder = config if hasattr(config, "eos_token_id") else config.get_text_config()
+        named = (
+            self._tokenizer.eos_token_id,
+            getattr(holder, "eos_token_id", None),
+            generation.get("eos_token_id"),
+        )
+        stops: set[int] = set()
+        for ids in named:
+            if ids is not None:
+                stops.update(ids if isinstance(ids, list) else [ids])
+        written = self._tokenizer(self._after_response([]), add_special_tokens=False)["input_ids"]
+        end = written[0] if written and written[0] in stops else self._tokenizer.eos_token_id
+        return end, tuple(sorted(stops))
 
     def prompt(self, row: Row) -> Prompt:
         """Convert a row to tokens, positions, images and videos.
@@ -212,8 +234,11 @@ class Processor:
         return len(short_ids) - len(row.images) - len(row.videos) + vision_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text without special tokens and outer white space."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
+        """Return the text without special tokens, the end and outer white space."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self.stop_ids:
+            ids.pop()  # it need not be a special token
+        return self._tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     def pieces(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
         """Return the text in pieces, special tokens included, each with its number of tokens:
@@ -236,9 +261,7 @@ class Processor:
 
     def _next_ids(self, row: Row) -> list[int]:
         """Return the tokens from the end of a response to the start of the next one."""
-        asked: dict[str, object] = {"role": "user", "content": "?"}
-        replied: dict[str, object] = {"role": "assistant", "content": _RESPONSE}
-        text = self._templated([asked, replied, *_messages(row, None)]).rpartition(_RESPONSE)[2]
+        text = self._after_response(_messages(row, None))
         end = self._tokenizer.decode([self.eos_id])
         if not text.startswith(end):
             raise ValueError(
@@ -246,6 +269,12 @@ class Processor:
                 f"{end!r}, so that episodes cannot continue after one"
             )
         return self._ids(row, text.removeprefix(end))
+
+    def _after_response(self, following: list[dict[str, object]]) -> str:
+        """Return the template's text from the end of a response on."""
+        asked: dict[str, object] = {"role": "user", "content": "?"}
+        replied: dict[str, object] = {"role": "assistant", "content": _RESPONSE}
+        return self._templated([asked, replied, *following]).rpartition(_RESPONSE)[2]
 
     def _templated(self, messages: list[dict[str, object]]) -> str:
         text: str = self._tokenizer.apply_chat_template(

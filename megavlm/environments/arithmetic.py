@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from megavlm.rewards.words import ASCII_SIGNS
+
 MAX_EXPRESSION = 200
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -44,7 +46,7 @@ def calculate(expression: str) -> float:
     """
     if len(expression) > MAX_EXPRESSION:
         raise ValueError(f"longer than {MAX_EXPRESSION} characters")
-    text = _LEFT_OUT.sub("*", expression.strip())
+    text = _LEFT_OUT.sub("*", expression.translate(ASCII_SIGNS).strip())
     text = _ROOT.sub(lambda root: f"sqrt({root['number']})" if root["number"] else "sqrt", text)
     for sign, plain in (("π", "pi"), ("^", "**"), ("×", "*"), ("÷", "/")):  # noqa: RUF001
         text = text.replace(sign, plain)

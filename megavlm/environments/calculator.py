@@ -2,18 +2,15 @@ r"""Mathematics with a calculator: the policy may write <calculator>2 * sqrt(3)<
 the value, and goes on, until it answers in \boxed{...} or after "Answer:".
 """
 
-import re
-
 from megavlm.environments.arithmetic import calculate, shown
 from megavlm.environments.base import Context, Observation, Step, scored
 from megavlm.rewards.base import Example
-from megavlm.rewards.boxed import after_answer
+from megavlm.rewards.boxed import after_answer, last_tagged
 
 INSTRUCTION = (
     "You have a calculator. To use it, write <calculator>EXPRESSION</calculator> and end your "
     "turn; its result comes back. Then go on. Put the final answer in \\boxed{}."
 )
-_CALL = re.compile(r"<calculator>([^<]{1,1000})</calculator>")
 
 
 class Calculator:
@@ -37,12 +34,12 @@ class Calculator:
     async def step(self, text: str) -> Step:
         """Evaluate a call, unless the response also has a final answer."""
         self._turns -= 1
-        calls = _CALL.findall(text)
+        call = last_tagged(text, "calculator")
         answers = "\\boxed" in text or after_answer(text) is not None
-        if not calls or answers or not self._turns:
+        if call is None or answers or not self._turns:
             return scored(await self._score(text, self._row))
         try:
-            result = shown(calculate(calls[-1]))
+            result = shown(calculate(call))
         except ValueError as error:
             result = f"error: {error}"
         message = {"role": "user", "content": f"<result>{result}</result>"}

@@ -31,7 +31,7 @@ class Sampling:
     """Sampling parameters. Temperature 0 is greedy.
 
     suppressed_ids: tokens that are never sampled; log-probs are of the distribution without them.
-    end_id: the token that ends a response; None if no response is ever aborted. adapter: name of
+    stop_ids: the tokens at which servers end a response, by the model folder. adapter: name of
     the LoRA adapter that answers; None: the weights alone. vocab_size: of the model; an id beyond
     it is malformed. cache_key: servers reuse the prefixes of requests with the same one alone;
     None: of all.
@@ -41,7 +41,7 @@ class Sampling:
     max_new_tokens: int
     top_p: float = 1.0
     suppressed_ids: tuple[int, ...] = ()
-    end_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
     adapter: str | None = None
     vocab_size: int = 2**31
     cache_key: str | None = None
@@ -268,7 +268,7 @@ def _finish(
     # An abort lets the running step end, whose token may be the last one anyway.
     finish = str(reason["type"])
     if finish == ABORT and tokens:
-        if tokens[-1] == sampling.end_id:
+        if tokens[-1] in sampling.stop_ids:
             return "stop"
         if num_before + len(tokens) == sampling.max_new_tokens:
             return "length"

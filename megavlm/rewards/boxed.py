@@ -12,17 +12,21 @@ from fractions import Fraction
 from typing import Any
 
 from megavlm.rewards.base import Score
+from megavlm.rewards.words import ASCII_SIGNS
 
 FORMAT_REWARD = 0.1
-_BOX = "\\boxed"
-_BARE_BOX = re.compile(r"\s{0,20}([+-]?\d[\d.,]{0,30})")  # \boxed5
+# \boxed5, \boxed{, an escaped backslash or brace, a brace
+_BRACE = re.compile(
+    r"\\boxed(?:\s{0,20}(?P<bare>[+-]?\d[\d.,]{0,30})|(?P<box>\s*\{))|\\[\\{}]|[{}]"
+)
+_OPEN_THOUGHT = re.compile(r"<think>.*?(?=<answer>|\Z)", re.I | re.S)
 # "**Answer**:", a heading "### Answer", a key of JSON
 _ANSWER = re.compile(
-    r"\banswer(?:[\s*_]{0,4}|(?P<key>\"\s?))[:\uff1a]|^#{1,6} (?:final |correct )?answer\**$",
+    r"(?:\banswer(?:[\s*_]{0,4}|(?P<key>\"\s?))|答案[\s*]{0,4})[:\uff1a]"
+    r"|^#{1,6} (?:final |correct )?answer\**$",
     re.IGNORECASE | re.MULTILINE,
 )
 _JSON_VALUE = re.compile(r'"((?:[^"\\\n]|\\.)*)"|-?[\d.]+')
-_TAGGED = re.compile(r"<answer>([^<]*)</answer>", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"([+-]?)(?:\\frac\{([^{}]+)\}\{([^{}]+)\}|([^/]+)/([^/]+))")
@@ -48,7 +52,10 @@ _DROPPED = (
 
 
 def score(response: str, answer: str) -> Score:
-    r"""Reward 0.9 for a correct answer and 0.1 for one in \boxed{...}; the last one counts."""
+    r"""Reward 0.9 for a correct answer after the thoughts and 0.1 for one in \boxed{...}; the last
+    one counts.
+    """
+    response = after_thinking(response)
     boxed = last_boxed(response)
     found = boxed if boxed is not None else after_answer(response)
     correct = found is not None and is_equal(found, answer)
@@ -70,23 +77,21 @@ def is_equal(left: str, right: str) -> bool:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...}; None without one, or if its braces do not
-    close."""
-    start = text.rfind(_BOX)
-    if start < 0:
-        return None
-    opening = start + len(_BOX)
-    while opening < len(text) and text[opening].isspace():
-        opening += 1
-    if opening == len(text) or text[opening] != "{":
-        bare = _BARE_BOX.match(text, start + len(_BOX))
-        return bare[1].rstrip(".,") if bare else None
-    depth = 0
-    for position in range(opening, len(text)):
-        depth += (text[position] == "{") - (text[position] == "}")
-        if depth == 0:
-            return text[opening + 1 : position]
-    return None
+    r"""Return the content of the last \boxed{...} that closes and is not empty, the inner one of
+    nested ones as math-verify does; None without one.
+    """
+    last, content = -1, None
+    opened: list[re.Match[str]] = []
+    for brace in _BRACE.finditer(text):
+        if brace["bare"]:
+            last, content = brace.start(), brace["bare"].rstrip(".,")
+        elif brace["box"] or brace[0] == "{":
+            opened.append(brace)
+        elif brace[0] == "}" and opened:
+            box = opened.pop()
+            if box["box"] and box.start() > last and text[box.end() : brace.start()].strip():
+                last, content = box.start(), text[box.end() : brace.start()]
+    return content
 
 
 def after_answer(text: str) -> str | None:
@@ -102,15 +107,22 @@ def after_answer(text: str) -> str | None:
     return rest.partition("\n")[0].strip().strip("*").strip() or None
 
 
-def last_tagged(text: str) -> str | None:
-    """Return the content of the last <answer>...</answer>, or None."""
-    matches = deque(_TAGGED.finditer(text), maxlen=1)
-    return matches[0][1].strip() if matches else None
+def last_tagged(text: str, name: str = "answer") -> str | None:
+    """Return the content of the last <answer>...</answer>, or of tags of another name, or None."""
+    content, start = None, None
+    for tag in re.finditer(f"<(/?){name}>", text, re.IGNORECASE):
+        if not tag[1]:
+            start = tag.end()
+        elif start is not None:
+            content, start = text[start : tag.start()].strip(), None
+    return content
 
 
 def after_thinking(text: str) -> str:
-    """Return the text after the last </think>, or all of it without one."""
-    return text.rpartition("</think>")[2]
+    """Return the text after the last </think>, or all of it without one; a thought that does not
+    end goes up to <answer>.
+    """
+    return _OPEN_THOUGHT.sub("", text.rpartition("</think>")[2])
 
 
 def unwrapped(text: str) -> str:
@@ -119,7 +131,7 @@ def unwrapped(text: str) -> str:
 
 
 def _normalize(text: str) -> str:
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    text = text.translate(ASCII_SIGNS).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = unwrapped(text)
     for symbol in _DROPPED:
         text = text.replace(symbol, "")

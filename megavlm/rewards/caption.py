@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.caption_metrics import (
     Corpus,
@@ -70,15 +71,15 @@ def score(
     """
     weights = weights or DEFAULT_WEIGHTS
     references = check_row(row, reference_key)
-    words = tokens(response)
+    words = tokens(boxed.after_thinking(response))
     caption: Words = words[:MAX_WORDS]
     parts: dict[str, float] = {}
     if weights.get("rouge"):
         # A long response's tail is wrong words all.
         parts["rouge"] = rouge_l(caption, references) * len(caption) / max(len(words), 1)
     if weights.get("keywords"):
-        keywords = set(map(str, row.get("keywords") or ())) or keywords_of(references)
-        parts["keywords"] = coverage(caption, keywords)
+        given = {word for text in row.get("keywords") or () if (word := tuple(tokens(str(text))))}
+        parts["keywords"] = coverage(caption, given or keywords_of(references))
     if weights.get("cider"):
         assert corpus is not None
         long = len(words) > MAX_WORDS

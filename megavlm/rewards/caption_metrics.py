@@ -15,7 +15,7 @@ _STOP = set(
     """a an and are as at be by for from has have her his in into is it its of off on or over that
     the their them there they this to two up with while near next some one s very image picture
     photo""".split()
-)
+) | set("的了在是一个個有和上下着著不这這那")
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,22 @@ def common_subsequence(left: Words, right: Words) -> int:
     return row[-1]
 
 
-def keywords_of(references: Sequence[Words]) -> set[str]:
+def keywords_of(references: Sequence[Words]) -> set[Gram]:
     """Return the content words that at least half of the references have."""
     counts = Counter(word for words in references for word in set(words) - _STOP)
-    return {word for word, count in counts.items() if 2 * count >= len(references)}
+    return {(word,) for word, count in counts.items() if 2 * count >= len(references)}
 
 
-def coverage(caption: Words, keywords: set[str]) -> float:
-    """Share of the keywords that the caption has, in singular or plural."""
-    stems = {_stem(word) for word in caption}
-    return sum(_stem(word) in stems for word in keywords) / len(keywords) if keywords else 0.0
+def coverage(caption: Words, keywords: set[Gram]) -> float:
+    """Share of the keywords, of one or more words, that the caption has in singular or plural."""
+    stems = [_stem(word) for word in caption]
+    found = sum(_has(stems, [_stem(word) for word in keyword]) for keyword in keywords)
+    return found / len(keywords) if keywords else 0.0
+
+
+def _has(words: Words, phrase: Words) -> bool:
+    size = len(phrase)
+    return any(words[i : i + size] == phrase for i in range(len(words) - size + 1))
 
 
 def _stem(word: str) -> str:

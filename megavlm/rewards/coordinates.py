@@ -1,7 +1,7 @@
 r"""Latitude and longitude as people write them, in degrees, north and east positive:
 
 48.8566, 2.3522    N 48.8566, E 2.3522    48.8566° North, 2.3522° East    48°51'24"N, 2°21'8"E
-Latitude: 48.8566, Longitude: 2.3522      48.8566^\circ N and 2.3522^\circ E
+Latitude: 48.8566, Longitude: 2.3522      48.8566^\circ N and 2.3522^\circ E    48,8566; 2,3522
 """
 
 import re
@@ -19,6 +19,8 @@ _SPELLED = (
     (re.compile(r"\b([NSEW])(?:orth|outh|ast|est)\b", re.I), r"\1"),
     (re.compile(r"[*$~]|\\[()]"), ""),
 )
+# "48,8566; 2,3522", in a text without decimal points
+_DECIMAL_COMMA = re.compile(r"(?<![\d.,])(\d{1,3}),(\d{2,20})(?!\d|[.,]\d)")
 _NUMBER = r"[+-]?(?:\d{1,3}(?:\.\d{1,20})?|\.\d{1,20})"
 _PART = r"(\d{1,2}(?:\.\d{1,20})?)"
 # The side before it, degrees, minutes, seconds, the side behind it.
@@ -41,6 +43,8 @@ def read_point(text: str) -> Point | None:
     """Return the last point in a text; labelled ones come before others."""
     for spelling, sign in _SPELLED:
         text = spelling.sub(sign, text)
+    if not re.search(r"\d\.\d", text):
+        text = _DECIMAL_COMMA.sub(r"\1.\2", text)
     found = None
     for pattern in (_PAIR, _LABELLED):
         for parts in pattern.findall(text):
@@ -68,10 +72,14 @@ def on_earth(lat: object, lon: object) -> Point | None:
     earth.
     """
     try:
-        found = float(str(lat)), float(str(lon))
+        found = float(_decimal(lat)), float(_decimal(lon))
     except ValueError:
         return None
     return found if abs(found[0]) <= 90 and abs(found[1]) <= 180 else None
+
+
+def _decimal(value: object) -> str:
+    return _DECIMAL_COMMA.sub(r"\1.\2", str(value))
 
 
 def named_point(values: Mapping[str, object]) -> Point | None:

@@ -22,6 +22,7 @@ from math_verify import (
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.options import check_number
+from megavlm.rewards.words import ASCII_SIGNS
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits we turn off
 
@@ -45,6 +46,7 @@ _UNIT = re.compile(
     r"(?<=[\d)}π\s])(?:[cmk]m|in|ft|yd|mi|units?|inch(?:es)?|feet|meters?|metres?|(?<=\s)m)"
     r"\s*\^\{?[23]\}?\s*$"
 )
+_QUANTITY = re.compile(r"\\(?:text|math)(?:rm|bf|it)?\{(\s*[+-]?[.\d][^{}]*)\}")
 _FORMS = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
@@ -69,6 +71,7 @@ def score(
     r"""Return `right` or `wrong` for the last answer, plus `format_reward` if it is in \boxed{...}.
     bare: a response with neither a box nor "Answer:" is an answer as it is.
     """
+    response = boxed.after_thinking(response)
     in_box = boxed.last_boxed(response)
     found = in_box if in_box is not None else boxed.last_tagged(response)
     if found is None:
@@ -110,7 +113,8 @@ def is_equivalent(found: str, answer: str) -> bool:
 
 
 def _as_latex(text: str) -> str:
-    """Rewrite 2√3, √(x+1), 2½, x² and ≈ as LaTeX."""
+    r"""Rewrite 2√3, √(x+1), 2½, x² and ≈ as LaTeX, and \text{5 cm} as 5 cm."""
+    text = _QUANTITY.sub(r"\1 ", text.translate(ASCII_SIGNS))
     text = re.sub(r"(?<=\d)⁰(?![⁰¹²³⁴-⁹√])", "°", text)
     text = _POWER.sub(lambda power: _power(power[1].translate(_AS_DIGITS)), text)
     text = _FRACTION.sub(lambda found: _fraction(int(found[1] or 0), found[2]), text)

@@ -99,11 +99,12 @@ def score(
 
 
 def read(response: str) -> dict[str, Any]:
-    """Return the place in a response's last <answer>, or after </think>: country, region, city, and
-    `point` (latitude, longitude); the last one of each.
+    """Return the place after the thoughts, in the last <answer> if there is one: country, region,
+    city, and `point` (latitude, longitude); the last one of each.
     """
+    response = boxed.after_thinking(response)
     tagged = boxed.last_tagged(response)
-    final = boxed.after_thinking(response) if tagged is None else tagged
+    final = response if tagged is None else tagged
     final = final.translate(ASCII_SIGNS)
     plain = _MARKS.sub("", final)
     claim = _read_labels(plain) | _read_json(final)

@@ -19,12 +19,18 @@ from urllib.parse import urlsplit
 import httpx
 
 from megavlm.rewards.base import Example, RewardFailure
+from megavlm.rewards.boxed import after_thinking
 from megavlm.rewards.options import check_number
+from megavlm.rewards.words import ASCII_SIGNS
 
 MAX_SERVICE_REPLY = 2**18
 CONNECT_SECONDS = 10.0
 MAX_PAUSE = 30.0  # seconds before another attempt, whatever the service asks for
+MAX_RATING_TOKENS = 1024  # thoughts included
+_UNFINISHED = ("length", "content_filter", "abort")  # reasons of a service to end an answer
 _NUMBER = r"(?<![\w.])-?[0-9]+(?:\.[0-9]+)?(?![\w])"
+# "7-8", "7 or 8", "4/5", "80%" and "7,5" are not the rating that they begin with.
+_GOES_ON = re.compile(r"\s*(?:%|(?:[-/]|to|or|out of)\s*[0-9])|[.,][0-9]")
 # "Score: 7", "**Rating:** 7/10", {"score": 7}
 _LABELLED = re.compile(
     rf"\b(?:score|rating)\b[\s*_\"'`]{{0,8}}[:=][\s*_\"'`]{{0,8}}({_NUMBER})", re.I
@@ -43,7 +49,7 @@ class RemoteOptions:
     api_key_env: environment variable with the service's key. delay: longest first pause between
     attempts, seconds. concurrency: requests in flight. Of a reward model only: its prompt, with
     {problem}, {answer}, {response} and {scale}; the rating `scale` that means a reward of 1;
-    `correct_from`. It replies with the rating alone, or as "Score: 7".
+    `correct_from`. It replies, after its thoughts, with the rating alone or as "Score: 7".
     """
 
     url: str
@@ -154,17 +160,22 @@ class RemoteReward:
             "model": self._options.model,
             "messages": [{"role": "user", "content": content}],
             "temperature": 0,
-            "max_tokens": 32,
+            "max_tokens": MAX_RATING_TOKENS,
         }
 
     def _rating(self, answer: Any) -> dict[str, Any]:
+        url, scale = self._options.url, self._options.scale
         try:
-            text = answer["choices"][0]["message"]["content"][-1000:]
-        except (KeyError, IndexError, TypeError) as error:
-            raise RewardFailure("remote", f"{self._options.url} sent no chat answer") from error
-        if not isinstance(text, str) or (rating := _rating_in(text, self._options.scale)) is None:
-            raise RewardFailure("remote", f"{self._options.url} rated by no number, or by several")
-        reward = min(max(rating / self._options.scale, 0.0), 1.0)
+            text = answer["choices"][0]["message"]["content"]
+            finish = answer["choices"][0].get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise RewardFailure("remote", f"{url} sent no chat answer") from error
+        if finish in _UNFINISHED:
+            raise RewardFailure("remote", f"{url} did not finish its rating: {finish}")
+        rating = _rating_in(text, scale) if isinstance(text, str) else None
+        if rating is None or not 0 <= rating <= scale:
+            raise RewardFailure("remote", f"{url} sent no single rating from 0 to {scale:g}")
+        reward = rating / scale
         return {"reward": reward, "correct": reward >= self._options.correct_from, "parts": {}}
 
     async def _post(self, body: Any) -> Any:
@@ -234,12 +245,15 @@ class _TryAgain(Exception):
 
 def _rating_in(text: str, scale: float) -> float | None:
     """Return the number after the last "score:" or "rating:", or the only number; "7/10" and "7 out
-    of 10" are 7.
+    of 10" are 7. Thoughts are not read.
     """
-    if labelled := _LABELLED.findall(text):
-        return float(labelled[-1])
-    numbers = re.findall(_NUMBER, re.sub(rf"\s*(?:/|out of)\s*{scale:g}(?!\w|\.\d)", " ", text))
-    return float(numbers[0]) if len(numbers) == 1 else None
+    text = after_thinking(text).translate(ASCII_SIGNS).strip()[-1000:]
+    whole = rf"(?:/|out of)\s*{scale:g}(?!\w|\.\d)" + ("|%" if scale == 100 else "")
+    text = re.sub(rf"\s*(?:{whole})", " ", text)
+    numbers = list(_LABELLED.finditer(text))[-1:] or list(re.finditer(f"({_NUMBER})", text))
+    if len(numbers) != 1 or _GOES_ON.match(text, numbers[0].end()):
+        return None
+    return float(numbers[0][1])
 
 
 def data_url(image: bytes) -> str:

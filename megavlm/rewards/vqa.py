@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.options import check_number
-from megavlm.rewards.words import ASCII_SIGNS, normalized
+from megavlm.rewards.words import ASCII_SIGNS, CURRENCY, normalized
 
 MAX_CHARACTERS = 2000  # of a final answer
 ANSWER_KINDS = ("yes_no", "number", "choice", "text")
@@ -34,14 +34,22 @@ CATEGORIES = {
     "text": "text",
 }
 _UNIT = r"(?:[kcm]?m|[km]?g|lbs?|oz|ft|in|inch|inches|miles?|k?w|m?l|sec|min|hrs?|deg|px)[23]?"
-_NUMBER = re.compile(rf"(?<![\w.])(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s?({_UNIT}))?(?!\w)")
+_SIGN = rf"%|\u00b0(?:\s?[cf]\b)?|[{CURRENCY}]"
+_NUMBER = re.compile(rf"(?<![\w.])(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s?({_UNIT}|{_SIGN}))?(?!\w)")
 _NOT_NUMBER = re.compile(rf"(?:\bnot|n't) {_NUMBER.pattern}")
-_ANSWER_IS = re.compile(r"\b(?:answer|option|choice)\s+(?:is|are)\b\s*:?", re.I)
-_SENTENCE_END = re.compile(r"\n|(?:(?<=[a-z]{3})|(?<=\d))[.!]\s+(?=[A-Z])")
+_PRICE = re.compile(rf"(?:(-)\s?)?([{CURRENCY}])\s?(-?\.?\d(?:[\d.]*\d)?)")  # $5
+_BOUND = re.compile(r"[<>\u00b1\u2264\u2265] |\d \+")  # ">5" and "5+" are not 5
+_ANSWER_IS = re.compile(r"(?:\b(?:answer|option|choice)\s+(?:is|are)\b|答案[是为為])\s*:?", re.I)
+_SENTENCE_END = re.compile(r"\n|。|(?:(?<=[a-z]{3})|(?<=\d))[.!]\s+(?=[A-Z])")
 _EXPLANATION = re.compile(
     r"\n\W{0,6}(?:explanation|reason(?:ing)?|justification)\W{0,3}[:\n]", re.I
 )
-_MARKS = re.compile(r"\\[()\[\]]|\*\*|__|[`$\"\u201c\u201d]")  # of LaTeX and Markdown; quotes
+# Of LaTeX, HTML and Markdown (a heading, a list), and quotes.
+_MARKS = re.compile(
+    r"\\[()\[\]]|</?[A-Za-z]\w*\s?/?>|\*\*|__|[`\"“”]|^[ \t]*(?:#{1,6}|[+*-])[ \t]+(?=\S)",
+    re.M,
+)
+_FORMULA = re.compile(r"\${1,2}(?=\S)([^$\n]+)(?<=\S)\${1,2}(?!\d)")  # $5$, not $5-$10
 # "Based on the image, yes": what comes before one of the words.
 _PREFACE = re.compile(
     r"^(?:based on|according to|judging by|looking at|in|from) [^,.:;\n]{1,80}, (?=(?:yes|no)\b)"
@@ -64,13 +72,13 @@ _LEAD = (
 )
 # The letter of an option stands alone, has a bracket, point or colon, or goes on with a reason.
 _LETTER = re.compile(
-    rf"{_LEAD}[(\[]?([A-Z])(?:[)\].:]+|\s*$|(?=,?\s+(?:because|since|as|due)\b)"
-    r"|(?=\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b)|(?=\s+[-\u2013\u2014]\s))",
+    rf"{_LEAD}[(\[]?([A-Z])(?:[)\].:。]+|\s*$|(?=,?\s+(?:because|since|as|due)\b)"
+    r"|(?=,\s?[\u4e00-\u9fff])|(?=\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b)|(?=\s+[-\u2013\u2014]\s))",
     re.I,
 )
 # Behind the letter: that it is not this one, or another letter.
 _NOT_THIS = re.compile(
-    r"\s*(?:is\s+(?:not|wrong|incorrect|false|out)\b|(?:isn't|cannot|can't)\b"
+    r"\s*(?:,?\s?不|is\s+(?:not|wrong|incorrect|false|out)\b|(?:isn't|cannot|can't)\b"
     r"|(?:and|or|nor|but|[&/,])\s*(?:not\s+)?(?:option\s+)?(?-i:[(\[][A-Za-z][)\]]|[A-H]\b)"
     r"|(?-i:[(\[]?[A-H](?:[)\].,:]|\s*$)))",
     re.I,
@@ -129,19 +137,19 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
         return "yes_no"
     if row.get("choices") or re.fullmatch(r"[A-F]", answer):
         return "choice"
-    return "number" if _NUMBER.fullmatch(normalized(answer)) else "text"
+    return "number" if _NUMBER.fullmatch(_plain_numbers(answer)) else "text"
 
 
 def final_answers(response: str) -> list[str]:
     r"""Return candidates for the final answer: the content of the last \boxed{...} or <answer>, or
-    the text after the last "Answer:", or all text after </think> and before "Explanation:"; before
-    it the sentence after its last "answer is". The first candidate of the right kind counts.
+    the text after the last "Answer:", or all text before "Explanation:"; before it the sentence
+    after its last "answer is". The first candidate of the right kind counts; thoughts do not.
     """
+    response = boxed.after_thinking(response)
     found = boxed.last_boxed(response)
     if found is None:
         found = boxed.last_tagged(response)
     if found is None:
-        response = boxed.after_thinking(response)
         found = boxed.after_answer(response)
     whole = _cleaned(response if found is None else found)
     _, *told = _ANSWER_IS.split(whole[-MAX_CHARACTERS:])
@@ -151,9 +159,9 @@ def final_answers(response: str) -> list[str]:
 
 
 def _cleaned(text: str) -> str:
-    r"""Remove LaTeX and Markdown: \(\text{B}\), **B** and "B" are B."""
-    plain = _MARKS.sub("", boxed.unwrapped(text)).translate(ASCII_SIGNS)
-    return plain.strip().strip("*'").strip()
+    r"""Remove LaTeX and Markdown: \(\text{B}\), **B** and "B" are B; only marks stay."""
+    plain = _MARKS.sub("", boxed.unwrapped(text.translate(ASCII_SIGNS)))
+    return _FORMULA.sub(r"\1", plain).strip().strip("*'").strip() or text.strip()
 
 
 def is_correct(
@@ -163,8 +171,8 @@ def is_correct(
     found = final_answers(response)
     if kind == "text":  # any text is one, so the first
         claims = {claim for text in found[:1] for claim in _spellings(text)}
-        answers = map(normalized, [answer, *(row.get("answers") or ())])
-        return any(text in claims for text in answers if text)
+        answers = [answer, *(row.get("answers") or ())]
+        return any(text in claims for given in answers if (text := normalized(_cleaned(given))))
     claim = next(
         (claim for text in found if (claim := _read_claim(kind, text, row)) is not None), None
     )
@@ -205,20 +213,28 @@ class _Number(NamedTuple):
     unit: str  # "" where none is given
 
     def is_near(self, other: "_Number", tolerance: float) -> bool:
-        same_unit = not self.unit or not other.unit or self.unit == other.unit
+        units = {self.unit, other.unit} - {""}
+        same_unit = len(units) < 2 or units in ({"\u00b0", "\u00b0c"}, {"\u00b0", "\u00b0f"})
         return same_unit and abs(self.value - other.value) <= tolerance + 1e-9
 
 
 def _only_number(text: str) -> _Number | None:
     """Return the only number of a text, None if there are several."""
-    digits = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    claim = _NOT_NUMBER.sub("", normalized(digits))
+    claim = _NOT_NUMBER.sub("", _plain_numbers(text))
+    if _BOUND.search(claim):
+        return None
     found = _NUMBER.findall(claim)
     if not found and _NONE.fullmatch(normalized(text)):
         return _Number(0.0, "")
     values = {float(number) for number, _ in found}
-    units = {unit for _, unit in found if unit} or {""}
+    units = {unit.replace(" ", "") for _, unit in found if unit} or {""}
     return _Number(values.pop(), units.pop()) if len(values) == len(units) == 1 else None
+
+
+def _plain_numbers(text: str) -> str:
+    """Return the normalised text with numbers as 1200, and prices as 5 $."""
+    digits = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.translate(ASCII_SIGNS))
+    return normalized(_PRICE.sub(r"\1\3 \2", digits))
 
 
 def _choice(text: str, row: Mapping[str, Any]) -> str | None:

@@ -1,10 +1,11 @@
 """Normalisation of text for comparison: without case, accents, punctuation and articles; number
-words as digits.
+words as digits. Signs that tell answers apart stay: A+ and A-, C#, <5, 5%, $5.
 """
 
-import re
 import unicodedata
 from collections.abc import Sequence
+
+import regex as re  # its words have the vowel signs and tone marks of every script
 
 _NUMBERS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
 fifteen sixteen seventeen eighteen nineteen""".split()
@@ -17,31 +18,73 @@ _ARTICLES = {"a", "an", "the"}
 _NOT_WORD = re.compile(
     r"[^\w.'-]+|\.(?!\d)|(?<=[^\W\d])\.|(?<=\.)\.|(?<!\w)[-'](?!\.?\d)|['-](?!\w|\.\d)"
 )
-# Minus signs and dashes that are written for one, apostrophes.
-ASCII_SIGNS = str.maketrans(
-    dict.fromkeys("\u2212\u2012\u2013\ufe63\uff0d", "-") | dict.fromkeys("\u2019\u02bc", "'")
+CURRENCY = "$\u00a2-\u00a5\u0e3f\u20a0-\u20c0"  # for a class of characters
+# "+5" and "#5" are 5; the hyphen of "A-" is a minus, that of "red - blue" and "red--blue" a dash.
+_SIGN = re.compile(
+    rf"([<\u00b0\u00b1\u2264\u2265\u266d\u266f%{CURRENCY}]|(?<![-=])>"
+    r"|(?<!\w)(?:\+(?!\.?\d)|#(?! ?\d))|(?<=\w)(?:[+#]|-(?![\w-]|\.\d)))"
 )
-# Letters that no decomposition makes Latin ones.
+# Scripts that are written without spaces: Unicode's words (UAX 29) are single characters of most.
+_NO_SPACES = re.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
+_BOUNDARY = re.compile(r"(?V1w)\b")
+_CONTRACTION = re.compile(
+    r"\b(is|are|was|were|do|does|did|has|have|had|ca|wo|could|should|would|must)nt\b"
+)
+# Full-width forms, and Chinese and Japanese punctuation but the full stop.
+_WIDE = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | str.maketrans(
+    "\u3000\u3001\u3010\u3011\u300c\u300d\u300e\u300f\u300a\u300b", ' ,[]""""""'
+)
+# Also minus signs and dashes that are written for one, and apostrophes.
+ASCII_SIGNS = (
+    _WIDE
+    | str.maketrans(dict.fromkeys("\u2212\u2012\u2013\ufe63", "-"))
+    | str.maketrans(dict.fromkeys("\u2019\u02bc", "'"))
+)
+# Letters that no decomposition makes Latin ones; the degree sign as some keyboards have it.
 _LETTERS = str.maketrans(
     {"ø": "o", "ł": "l", "đ": "d", "ß": "ss", "æ": "ae", "œ": "oe", "\u0131": "i"}
 )
+_DEGREE = str.maketrans("\u00ba\u02da", "\u00b0\u00b0")
+# 10² is not 102, nor 2½ 21/2.
+_RAISED = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2079\u2150-\u215e])")
 
 
 def plain(text: str) -> str:
     """Return the text in lower case without accents: "Côte d'Ivoire" is "cote d'ivoire"."""
-    split = unicodedata.normalize("NFKD", text.casefold().translate(ASCII_SIGNS))
-    return "".join(c for c in split if not unicodedata.combining(c)).translate(_LETTERS)
+    text = _RAISED.sub(" ", text.casefold().translate(ASCII_SIGNS).translate(_DEGREE))
+    split = unicodedata.normalize("NFKD", text)
+    kept = "".join(c for c in split if not _is_accent(c)).translate(_LETTERS)
+    return unicodedata.normalize("NFC", kept)
+
+
+def _is_accent(character: str) -> bool:
+    """Return True for a mark that can be left out: not the voicing marks of kana, the tone marks of
+    Thai or the viramas of Indian scripts, whose combining classes are 7 to 9 and 84 to 132.
+    """
+    kind = unicodedata.combining(character)
+    return 10 <= kind < 84 or kind > 132
 
 
 def tokens(text: str) -> list[str]:
     """Return all words and numbers in order."""
-    return _NOT_WORD.sub(" ", plain(text).replace(",", " ")).split()
+    found: list[str] = []
+    for word in _NOT_WORD.sub(" ", plain(text).replace(",", " ")).split():
+        if _NO_SPACES.search(word):
+            found += [part for part in _BOUNDARY.split(word) if part.strip("-'.")]
+        else:
+            found.append(word)
+    return found
 
 
 def normalized(text: str) -> str:
-    """Normalise a short answer; articles are kept if there is nothing else."""
-    words = _with_digits([part for word in tokens(text) for part in _parts(word)])
-    return " ".join([word for word in words if word not in _ARTICLES] or words)
+    """Normalise a short answer; articles are kept if there is nothing else, and so are signs."""
+    words: list[str] = []
+    for index, part in enumerate(_SIGN.split(_CONTRACTION.sub(r"\1n't", plain(text)))):
+        words += [part] if index % 2 else tokens(part)
+    words = _with_digits([part for word in words for part in _parts(word)])
+    kept = [word for word in words if word not in _ARTICLES] or words
+    whole = "".join(text.split())
+    return " ".join(kept) or whole.removesuffix(".") or whole
 
 
 def _parts(word: str) -> list[str]:

@@ -22,6 +22,7 @@ from megavlm.checkpointing.folder import (
 from megavlm.config.algorithm import SFT
 from megavlm.config.schema import Config
 from megavlm.data import git_lfs
+from megavlm.models.folder_files import check_files
 from megavlm.models.registry import FAMILIES, family, quantization
 from megavlm.run.preflight_layout import Values, check_sizes
 
@@ -76,6 +77,10 @@ def check_model(folder: Path, config: Config) -> Values:
             f"model.folder={folder} has no image processor ({' or '.join(names)}): "
             "copy it from where the model came from"
         )
+    try:
+        check_files(folder)
+    except ValueError as error:
+        raise ValueError(f"model.folder: {str(error).removesuffix('.')}") from error
     return values
 
 

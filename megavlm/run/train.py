@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from megavlm.config.algorithm import PPO, PolicyOptimization
-from megavlm.config.dump import write
+from megavlm.config.dump import changes, write
 from megavlm.config.schema import Config
 from megavlm.inference.connect import connect
 from megavlm.observability.phases import Phases
@@ -56,8 +56,10 @@ def train(config: Config, progress: Progress) -> bool:
     with ExitStack() as stack:
         stack.enter_context(watchdog)
         connection = None
+        changed: list[str] = []
         if mesh.is_driver:
             stack.enter_context(run_lock(config.run.dir))
+            changed = changes(config, config.run.dir)
             write(config, config.run.dir)
             if generates(config):
                 with phases("start of servers"):
@@ -90,6 +92,8 @@ def train(config: Config, progress: Progress) -> bool:
             stack.callback(sync.close)
         trainer = _trainer(train_state, driver, sync)
         trainer.setup()
+        if train_state.step and changed:
+            progress.line(f"changed since the last start: {'; '.join(changed)}")
         complete = trainer.run(limit)
         finish(train_state, driver, complete)
     shutdown()

@@ -112,5 +112,5 @@ def sampling(config: Config, processor: Processor) -> Sampling:
         max_new_tokens=rollout.max_new_tokens,
         vocab_size=processor.vocab_size,
         suppressed_ids=processor.suppressed_ids if rollout.suppress_special_tokens else (),
-        end_id=processor.eos_id,
+        stop_ids=processor.stop_ids,
     )

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -34,6 +36,35 @@ from megavlm.training.guards import SkipCounter
 from megavlm.training.step.vision_features import VisionFeatures
 
 
+class Schedule(OptimizerParamScheduler):
+    """megatron-core's schedule of learning rate and weight decay, which counts updates.
+
+    A checkpoint gives it the count alone: the values are this run's. Another number of updates in
+    a step changes the count, so that the schedule continues at the same step.
+    """
+
+    def __init__(self, *args: Any, updates_per_step: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._updates_per_step = updates_per_step
+        # megatron's schedule starts at 0: the first update would change nothing
+        self.start = _start(self.lr_warmup_steps)
+        self.step(increment=self.start)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "updates_per_step": self._updates_per_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = state.get("updates_per_step", self._updates_per_step)  # older ones have none
+        updates = state["num_steps"] - _start(state["lr_warmup_steps"])
+        self.num_steps = self.start + ceil(updates * self._updates_per_step / before)
+        self.step(increment=0)
+
+
+def _start(warmup: int) -> int:
+    """Return a schedule's count before the first update."""
+    return 1 if warmup else 0
+
+
 @dataclass(frozen=True)
 class Updater:
     """Updates a model: this rank's chunks with their gradient buffers, the optimizer and the
@@ -42,8 +73,7 @@ class Updater:
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-    start: int  # the schedule's count before the first update
+    scheduler: Schedule
     mesh: Mesh
     skips: SkipCounter = field(default_factory=SkipCounter)
     offloads: bool = False
@@ -132,7 +162,7 @@ class Updater:
     @property
     def has_moved(self) -> bool:
         """True after an update since the run's start, before a resume or after it."""
-        return self.scheduler.num_steps > self.start
+        return self.scheduler.num_steps > self.scheduler.start
 
     def zero_gradients(self) -> None:
         for chunk in self.chunks:
@@ -241,7 +271,7 @@ def build_updater(
         config, wrapped, config_overrides=overrides, use_gloo_process_groups=True
     )
     _make_moments(optimizer)
-    scheduler = OptimizerParamScheduler(
+    scheduler = Schedule(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
@@ -255,14 +285,9 @@ def build_updater(
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
+        updates_per_step=updates_per_step,
     )
-    if warmup:
-        scheduler.step(
-            increment=1
-        )  # megatron's schedule starts at 0: the first update would change nothing
-    return Updater(
-        wrapped, optimizer, scheduler, scheduler.num_steps, mesh, offloads=settings.offload
-    )
+    return Updater(wrapped, optimizer, scheduler, mesh, offloads=settings.offload)
 
 
 def _check_one_dtype(chunks: Sequence[VisionLanguageModel]) -> None:

@@ -50,8 +50,7 @@ class PolicyTrainer(BaseTrainer):
         self.reference = reference(train_state.model) if self.settings.kl_coefficient else None
         super().setup()
         self.state = train_state.algorithm_state
-        if self.settings.kl_target is None or "kl_coefficient" not in self.state:
-            self.state["kl_coefficient"] = self.settings.kl_coefficient
+        start_kl(self.settings, self.state)
         how = None if driver is None else sampling(train_state.config, driver.processor)
         self.sampling: Sampling = broadcast_object(how, train_state.mesh)
         # Log-probs of the distribution that the servers sample from.
@@ -265,3 +264,14 @@ class PolicyTrainer(BaseTrainer):
                 horizon=settings.kl_horizon,
                 samples=settings.prompts_per_step * settings.responses_per_prompt,
             )
+
+
+def start_kl(settings: GRPO | PPO, state: dict[str, float]) -> None:
+    """Set the KL coefficient in a trainer's state: an adapted one goes on, unless the recipe's has
+    changed since.
+    """
+    given = settings.kl_coefficient
+    changed = state.get("kl_coefficient_given", given) != given  # older ones do not have it
+    if settings.kl_target is None or changed or "kl_coefficient" not in state:
+        state["kl_coefficient"] = given
+    state["kl_coefficient_given"] = given

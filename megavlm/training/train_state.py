@@ -8,7 +8,8 @@ from typing import Any, Literal, Self
 
 from transformers import AutoConfig
 
-from megavlm.checkpointing.folder import latest_step
+from megavlm.checkpointing.adapter_settings import check_alpha
+from megavlm.checkpointing.folder import latest_step, locate_step
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.retention import Retention
 from megavlm.checkpointing.save import PendingSave, SaveTarget
@@ -104,6 +105,8 @@ class TrainState:
     def resume(self) -> dict[str, Any] | None:
         """Load the checkpoint step that the configuration names, or the run's latest one. Returns
         the driver's state in it, None if there is none. Collective.
+
+        Raises ValueError if the configuration cannot go on from the step.
         """
         if self.config.run.resume == "never":
             return None
@@ -113,6 +116,12 @@ class TrainState:
             step = broadcast_object(found, self.mesh)
         if step is None:
             return None
+        last = self.config.algorithm.steps
+        if step > last:
+            raise ValueError(
+                f"algorithm.steps={last}, but the run has made {step}: set it to {step} or more, "
+                f"or resume from an earlier step (checkpoint.step={last} or below)"
+            )
         with self.updater.state_on_device():
             extra = load_checkpoint(
                 self.folder,
@@ -122,6 +131,8 @@ class TrainState:
                 scheduler=self.updater.scheduler,
                 model_type=self.hf_config.model_type,
             )
+        if self.config.lora.rank:
+            check_alpha(locate_step(self.folder, step), self.config.lora.alpha)
         self.step = extra["step"]
         self.evaluated_step = extra.get("evaluated_step", self.step)  # older ones have none
         self.algorithm_state = extra["algorithm"]

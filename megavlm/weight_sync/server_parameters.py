@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megavlm.inference.server_main import LOADERS
+from megavlm.models.common.loading import EMBEDDING, HEAD
 from megavlm.weight_sync import checksums as verify
 from megavlm.weight_sync.server_api import Answers, Servers
 from megavlm.weight_sync.sglang_layout import (
@@ -18,7 +19,6 @@ from megavlm.weight_sync.sglang_layout import (
     server_tensors,
 )
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Of SGLang's MoE kernels on GPUs those that store experts as they are loaded.
 PLAIN_KERNELS = ("auto", "triton")
 NamedTensors = Sequence[tuple[str, Tensor]]

@@ -117,6 +117,12 @@ class GlooEngine:
         paths: list[str] = self._pipe.recv()
         return paths
 
+    def connections(self) -> int:
+        """Return how many connections to stores its ranks have opened."""
+        self._pipe.send("connections")
+        count: int = self._pipe.recv()
+        return count
+
     def __exit__(self, *exc: object) -> None:
         self._process.kill()
         self._process.join()
@@ -125,12 +131,32 @@ class GlooEngine:
 def _serve(pipe: Any, dies_at: int | None, port: int, shapes: Shapes | None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    opened = count_stores()
     engine = _Gloo(dies_at, port) if shapes is None else _Ranks(dies_at, port, shapes)
     with engine:
         pipe.send(engine.url)
         while request := pipe.recv():
             weights = {name: tensor.tolist() for name, tensor in engine.weights.items()}
-            pipe.send(engine.paths() if request == "paths" else (engine.weight_version, weights))
+            answers = {
+                "state": (engine.weight_version, weights),
+                "paths": engine.paths(),
+                "connections": len(opened),
+            }
+            pipe.send(answers[request])
+
+
+def count_stores() -> list[int]:
+    """Return a list that has the port of each store that this process opens from now on."""
+    opened: list[int] = []
+    original = dist.TCPStore
+
+    def opens(*args: Any, **kwargs: Any) -> dist.TCPStore:
+        store = original(*args, **kwargs)
+        opened.append(store.port)
+        return store
+
+    dist.TCPStore = opens  # type: ignore[assignment,misc]
+    return opened
 
 
 class _Gloo(FakeEngine):

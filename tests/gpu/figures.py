@@ -1,11 +1,12 @@
-"""Seconds, memory and FLOPs of a pass and an update, with each saving on and off.
+"""Seconds, memory and FLOPs of an update's phases, beside what `megavlm plan` models.
 
-    python -m tests.gpu.figures FAMILY
+    python -m tests.gpu.figures 3b|7b
 
-Prints a JSON object of rows by table; gpu.report writes them to tests/benchmarks/GPU.md.
+3b is the whole Qwen2.5-VL-3B, 7b the width of Qwen2.5-VL-7B with as many layers as fit. Layers are
+Transformer Engine's where it is installed.
 """
 
-import json
+import gc
 import resource
 import statistics
 import sys
@@ -18,20 +19,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack, Tree, make_pack
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring, default_chunk_size, token_scores
 from megavlm.models.cost import ModelCost
 from megavlm.models.registry import family
 from megavlm.parallel import platform
-from megavlm.parallel.mesh import build_mesh, init_distributed
+from megavlm.parallel.mesh import build_mesh
+from megavlm.run.plan.time import Rates
 from megavlm.training.forward_backward import compute_logprobs, forward_backward
 from megavlm.training.losses import supervised_loss
+from megavlm.training.optimizer import build_updater
 from megavlm.training.step.vision_features import VisionFeatures
 from tests.gpu import model, optimizers, shapes
+from tests.gpu.lines import checking, report
+from tests.gpu.parity import sequences
 
 Row = dict[str, Any]
 REPEATS = 3
+MODELS = {"3b": "Qwen2.5-VL-3B", "7b": "Qwen2.5-VL-7B"}
+# Bytes of a trained parameter: bf16, its fp32 gradient, and Adam's main weight and moments.
+BYTES = 2 + 4 + 12
+# Of the GPU, for weights and optimizer; the rest is for activations and log-probs.
+SHARE = 0.6
 
 
 def measured(work: Callable[[], object], repeats: int = REPEATS) -> Row:
@@ -55,14 +66,37 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class Bench:
-    """Our model with the inputs of a family's update."""
+def num_layers(config: Any, gpu: float) -> int:
+    """Return the number of layers of a configuration that fit on a GPU of `gpu` bytes."""
+    text = config.text_config
+    head = text.hidden_size // text.num_attention_heads
+    attention = 2 * (text.num_attention_heads + text.num_key_value_heads) * head
+    layer = text.hidden_size * (attention + 3 * text.intermediate_size)
+    tables = 1 if config.tie_word_embeddings else 2
+    outer = tables * text.vocab_size * text.hidden_size
+    return max(1, min(text.num_hidden_layers, int((SHARE * gpu / BYTES - outer) / layer)))
 
-    def __init__(self, config: Any, weights: dict[str, Any], options: ModelOptions) -> None:
-        engine = model.has_transformer_engine() and platform.has_gpu()
+
+def config_of(name: str) -> Any:
+    """Return transformers' configuration, cut to the layers that fit."""
+    config = shapes.config_of(MODELS[name])
+    if platform.has_gpu():
+        gpu = torch.cuda.get_device_properties(0).total_memory
+        config.text_config.num_hidden_layers = num_layers(config, gpu)
+        config.text_config.layer_types = None
+    return config
+
+
+class Bench:
+    """Our model with the inputs of an update."""
+
+    def __init__(self, config: Any, options: ModelOptions) -> None:
         self._vision_ids = {config.image_token_id}
         self.trees, self.images = shapes.inputs(config, shapes.update_shape())
-        self._chunks = model.ours(config, build_mesh(), weights, options, engine=engine)
+        mesh = build_mesh()
+        chunks = model.build(config, mesh, options, engine=model.has_transformer_engine())
+        self._updater = build_updater(chunks, Optimizer(), mesh, num_steps=99)
+        self._chunks = self._updater.chunks
         self._features = VisionFeatures.everywhere(self._chunks, self.images)
         self._pack = self.pack(self.trees)
 
@@ -79,61 +113,23 @@ class Bench:
     def score(self) -> None:
         compute_logprobs(self._chunks, [self._pack], self._features, Scoring())
 
-    def update(self, trees: list[Tree] | None = None) -> None:
+    def accumulate(self, trees: list[Tree] | None = None) -> None:
         pack = self._pack if trees is None else self.pack(trees)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         loss = supervised_loss(pack.num_targets)
         forward_backward(self._chunks, [pack], self._features, Scoring(), loss)
 
+    def step(self) -> None:
+        self._updater.step()
 
-def measure(name: str) -> dict[str, list[Row]]:
-    """Return the rows of each table for a family's model."""
-    config = shapes.model_config(name, shapes.update_shape())
-    weights = {key: x.detach() for key, x in model.theirs(config).bfloat16().state_dict().items()}
-    attention = "flash" if platform.has_gpu() else "sdpa"
-    options = ModelOptions(dtype=torch.bfloat16, attention=attention)
-    bench = Bench(config, weights, options)
-    flops, tree = Flops(config, bench.images), bench.trees[0]
-    forward = flops.language(bench.trees)
-    vision, scored, updated = map(measured, (bench.encode, bench.score, bench.update))
-    phases = (
-        ("vision", vision, flops.vision()),
-        ("log-probs", scored, forward),
-        ("forward and backward", updated, 3 * forward),
-    )
-    shared = measured(partial(bench.update, [tree]))
-    apart = measured(partial(bench.update, [*sequences(tree)]))
-    tokens = bench.num_tokens
-    del bench
-    platform.free_cached_memory()
-    full = measured(Bench(config, weights, replace(options, recompute="full")).update)
-    steps = [*optimizers.savings(config, weights, measured)]
-    platform.free_cached_memory()
-    each = {**vision, "seconds": 3 * vision["seconds"]}
-    return {
-        "phases": [
-            {"phase": phase, **row, **rates(row, tokens, work)} for phase, row, work in phases
-        ],
-        "savings": [
-            {"saving": "prompt shared by its answers", "on": shared, "off": apart},
-            {"saving": "images encoded once for three passes", "on": vision, "off": each},
-            {"saving": "activations recomputed", "on": full, "off": updated},
-            *steps,
-        ],
-        "chunks": [*chunk_rows(config.text_config.vocab_size, config.text_config.hidden_size)],
-    }
-
-
-def sequences(tree: Tree) -> Iterator[Tree]:
-    """Yield each answer of a tree with a prompt of its own."""
-    prompt = tree.segments[0]
-    for answer in tree.segments[1:]:
-        yield replace(tree, segments=(prompt, replace(answer, parent=0)))
+    def update(self) -> None:
+        loss = supervised_loss(self._pack.num_targets)
+        self._updater.update([self._pack], self._features, loss, step=0)
 
 
 class Flops:
-    """Modelled FLOPs of a forward pass."""
+    """Modelled FLOPs of a forward pass, as `megavlm plan` counts them."""
 
     def __init__(self, config: Any, images: Any) -> None:
         parts = family(config.model_type)
@@ -150,16 +146,73 @@ class Flops:
         return layers + targets * self._output
 
     def vision(self) -> float:
-        return sum(
-            self._cost.per_patch * h * w + self._cost.per_patch_pair * (h * w) ** 2
-            for _, h, w in (image.grid for image in self._images.values())
-        )
+        return sum(self._cost.image(image.grid) for image in self._images.values())
 
 
-def rates(row: Row, tokens: int, flops: float) -> Row:
-    peak = platform.peak_flops()
-    share = None if peak is None else flops / row["seconds"] / peak
-    return {"tokens_per_second": tokens / row["seconds"], "mfu": share}
+def measure(name: str) -> None:
+    """Report the phases of an update, and what the savings save."""
+    config = config_of(name)
+    attention = "flash" if platform.has_gpu() else "sdpa"
+    options = ModelOptions(dtype=torch.bfloat16, attention=attention)
+    bench = Bench(config, options)
+    layers = config.text_config.num_hidden_layers
+    report(
+        "model",
+        release=MODELS[name],
+        layers=layers,
+        tokens=bench.num_tokens,
+        engine=model.has_transformer_engine(),
+    )
+    phases(bench, Flops(config, bench.images))
+    if name == "3b":
+        with checking("prompt shared by its answers"):
+            tree = bench.trees[0]
+            on = measured(partial(bench.accumulate, [tree]))
+            off = measured(partial(bench.accumulate, [*sequences(tree)]))
+            report("saving", saving="prompt shared by its answers", on=on, off=off)
+        with checking("activations recomputed"):
+            off = measured(bench.accumulate)
+            del bench
+            release()
+            on = measured(Bench(config, replace(options, recompute="full")).accumulate)
+            report("saving", saving="activations recomputed", on=on, off=off)
+        release()
+        with checking("chunks of log-probs"):
+            text = config.text_config
+            for row in chunk_rows(text.vocab_size, text.hidden_size):
+                report("chunk", **row)
+        release()
+        with checking("savings of the optimizer"):
+            for row in optimizers.savings(config, measured):
+                report("saving", **row)
+
+
+def release() -> None:
+    gc.collect()  # hooks refer to what they are on
+    platform.free_cached_memory()
+
+
+def phases(bench: Bench, flops: Flops) -> None:
+    """Report each phase: measured, and its seconds by the rates of `megavlm plan`."""
+    rates, forward = Rates(), flops.language(bench.trees)
+    for phase, work, amount, rate in (
+        ("vision", bench.encode, flops.vision(), rates.encoder),
+        ("log-probs", bench.score, forward, rates.flops),
+        ("forward and backward", bench.accumulate, 3 * forward, rates.flops),
+        ("optimizer step", bench.step, 0.0, rates.flops),
+        ("update", bench.update, 3 * forward, rates.flops),
+    ):
+        with checking(phase):
+            row = measured(work)
+            peak = platform.peak_flops()
+            report(
+                "phase",
+                phase=phase,
+                **row,
+                modelled_seconds=amount / rate if amount else None,
+                tokens_per_second=bench.num_tokens / row["seconds"],
+                mfu=amount / row["seconds"] / peak if peak and amount else None,
+            )
 
 
 def chunk_rows(vocabulary: int, hidden: int) -> Iterator[Row]:
@@ -187,9 +240,8 @@ def chunk_rows(vocabulary: int, hidden: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    platform.install()
-    init_distributed()
-    print(json.dumps(measure(sys.argv[1])))
+    model.prepare()
+    measure(sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""A GRPO run on one GPU that trainer and server share: model, data, recipe and measurements.
+"""A GRPO run on one GPU that trainer and server share, and what must hold of its memory.
 
-python -m tests.gpu.grpo FOLDER FAMILY    # writes them to the folder, and prints the recipe's path
+python -m tests.gpu.grpo
+
+Weights go to the server by CUDA IPC, verified by checksums; each step takes the GPU's memory from
+one to the other and back.
 """
 
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,23 +21,24 @@ from typing import Any
 import torch
 
 from megavlm.demo.shapes import write_dataset
-from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.observability.metrics import METRICS_FILE
 from megavlm.observability.records import read_records
 from megavlm.parallel import platform
-from tests.gpu import shapes
+from tests.gpu import folder as folders
+from tests.gpu import model, shapes
+from tests.gpu.lines import checking, report
+from tests.gpu.serving import KIT_ARGS
 
-STEPS = 10
-QUESTIONS = ["How many circles are there?", "What colour is the square?"] * 20
+RELEASE = "Qwen3-VL-2B"
+STEPS = 20
+LIMIT = 330  # seconds
+GROWTH = 0.02  # of the GPU's memory, between two steps that should need the same
 
 
-def prepare(folder: Path, family: str) -> Path:
-    """Write a model with random weights, drawn images and a recipe. Returns the recipe's path.
-
-    The vocabulary is of the trained tokenizer, as ids without text are suppressed one by one.
-    """
-    with torch.device(platform.device()):
-        make_tiny_model(folder / "model", QUESTIONS, seed=0, family=family, **shapes.sizes(family))
+def prepare(folder: Path) -> Path:
+    """Write a model with random weights, drawn images and a recipe. Returns the recipe's path."""
+    folders.make_folder(folder / "model", RELEASE)
+    platform.free_cached_memory()
     write_dataset(folder / "data", seed=0, num_train=64, num_test=4)
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe(folder, is_tiny=shapes.is_tiny())))  # JSON is YAML
@@ -42,9 +47,9 @@ def prepare(folder: Path, family: str) -> Path:
 
 def recipe(folder: Path, *, is_tiny: bool) -> dict[str, Any]:
     """Return the run's recipe, on one GPU or on a CPU."""
-    server = {
+    server = KIT_ARGS | {
         "mem_fraction_static": 0.5,
-        "cuda_graph_max_bs_decode": 32,
+        "cuda_graph_max_bs_decode": 128,
         "skip_server_warmup": True,
     }
     return {
@@ -68,7 +73,7 @@ def recipe(folder: Path, *, is_tiny: bool) -> dict[str, Any]:
             "colocate": True,
             "sync": "tensor",
             "max_new_tokens": 8 if is_tiny else 128,
-            "start_timeout": 400,
+            "start_timeout": 240,
             "server_args": {} if is_tiny else server,
         },
     }
@@ -138,6 +143,25 @@ def run(path: Path, timeout: float) -> tuple[list[dict[str, Any]], Memory]:
     return read_records(metrics), memory
 
 
+def faults_of(steps: Sequence[Mapping[str, Any]], memory: Memory, total: int) -> list[str]:
+    """Return what is wrong with a run on one GPU of `total` bytes; 0 without a GPU."""
+    faults = []
+    for step in steps:
+        if not step["sync_checked"]:
+            faults.append(f"step {step['step']}: no checksum was compared")
+        if step["skipped_updates"]:
+            faults.append(f"step {step['step']}: an update was skipped")
+    if total:
+        found = memory.by_step()
+        low, high = drift(found, 4, steps[-1]["step"])
+        if max(low, high) > GROWTH * total:
+            faults.append(f"memory grew by {low / 1e9:.1f} (least) and {high / 1e9:.1f} GB (most)")
+        least, most = found[steps[-1]["step"]]
+        if most - least < GROWTH * total:
+            faults.append("nothing was released between the phases")
+    return faults
+
+
 def drift(memory: Mapping[int, tuple[int, int]], first: int, last: int) -> tuple[int, int]:
     """Return by how much the least and the most memory of a step have grown between two steps."""
     (low, high), (later_low, later_high) = memory[first], memory[last]
@@ -165,5 +189,17 @@ def summary(steps: Sequence[Mapping[str, Any]], memory: Memory) -> dict[str, Any
     }
 
 
+def main() -> None:
+    model.prepare()
+    with tempfile.TemporaryDirectory() as name, checking("run"):
+        steps, memory = run(prepare(Path(name)), LIMIT)
+        total = torch.cuda.get_device_properties(0).total_memory if platform.has_gpu() else 0
+        faults = faults_of(steps, memory, total)
+        wanted = 3 if shapes.is_tiny() else STEPS
+        if len(steps) != wanted:
+            faults.append(f"{len(steps)} steps of {wanted}")
+        report("run", fault="; ".join(faults) or None, steps=len(steps), **summary(steps, memory))
+
+
 if __name__ == "__main__":
-    print(json.dumps(str(prepare(Path(sys.argv[1]), sys.argv[2]))))
+    main()

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config.optimizer import Optimizer
-from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.common.loading import MEMORY, load_hf
-from megavlm.models.registry import family
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.optimizer import Updater, build_updater
@@ -33,19 +30,17 @@ SAVINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def savings(config: Any, weights: dict[str, Tensor], measured: Any) -> Iterator[dict[str, Any]]:
+def savings(config: Any, measured: Any) -> Iterator[dict[str, Any]]:
     """Yield a row of each saving. Raises AssertionError if a key changes the updates."""
     config = copy.deepcopy(config)
     text = config.text_config
     text.num_hidden_layers = min(4, text.num_hidden_layers)
     has_engine = model.has_transformer_engine()
-    if platform.has_gpu() and not has_engine:
-        return  # Adam is another one then
-    off, expected = step(config, weights, {}, measured)
+    off, expected = step(config, {}, measured)
     for saving, keys in SAVINGS.items():
         if "precision_aware" in keys and not has_engine:
             continue
-        on, found = step(config, weights, keys, measured)
+        on, found = step(config, keys, measured)
         if saving == OFFLOAD:
             assert all(map(torch.equal, found, expected)), saving
         # The kernels round differently; of moments, 9 bits are kept.
@@ -55,16 +50,12 @@ def savings(config: Any, weights: dict[str, Tensor], measured: Any) -> Iterator[
         yield {"saving": saving, "on": on, "off": off}
 
 
-def step(
-    config: Any, weights: dict[str, Tensor], keys: dict[str, Any], measured: Any
-) -> tuple[dict[str, Any], list[Tensor]]:
+def step(config: Any, keys: dict[str, Any], measured: Any) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the row of a step, and the main weights after some, on the host."""
     gc.collect()  # of the last one, whose hooks refer to it
     platform.free_cached_memory()
-    mesh, options = build_mesh(), ModelOptions(dtype=torch.bfloat16)
-    with model.layers_of(platform.has_gpu()):
-        chunks = build_model(config, mesh, options)
-    load_hf(chunks[0], family(config.model_type).mapping(config), weights, mesh, MEMORY)
+    mesh, options = build_mesh(), ModelOptions(dtype=torch.bfloat16)  # seeds the weights
+    chunks = model.build(config, mesh, options, engine=model.has_transformer_engine())
     updater = build_updater(chunks, Optimizer(lr=LR, clip_grad=1.0, **keys), mesh, num_steps=99)
     buffers = [buffer for chunk in updater.chunks for buffer in chunk.buffers]
     generator = torch.Generator(platform.device().type).manual_seed(0)

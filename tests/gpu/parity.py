@@ -1,93 +1,180 @@
-"""Log-probs and gradients in bf16, by each attention backend, against transformers in fp32.
+"""Log-probs and gradients by each kernel against transformers in fp32, on one packed tree.
 
-    python -m tests.gpu.parity FAMILY
+    python -m tests.gpu.parity FAMILY tiny|wide [engine]
 
-Prints a JSON object: for transformers in bf16 and for each backend, the root mean square error of
-log-probs from transformers' in fp32, and the gradient's norm over its norm.
+Reports a line for transformers in bf16 and for each variant of our model: attention backend,
+precision, delta rule, frozen or trained tower. engine: with Transformer Engine's layers.
+Errors of log-probs are root mean squares and maxima, in nats; errors of gradients are norms of the
+difference over the norm, of all tensors together and of the worst one.
 """
 
-import json
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megavlm.data.packing import Pack, make_pack
+from megavlm.data.packing import Tree
 from megavlm.models.common.attention_backends import BACKENDS
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel import platform
-from megavlm.parallel.mesh import build_mesh, init_distributed
-from megavlm.training.forward_backward import forward_backward
-from megavlm.training.step.vision_features import VisionFeatures
+from megavlm.parallel.mesh import build_mesh
 from tests.gpu import model, shapes
+from tests.gpu.lines import checking, report
+from tests.gpu.model import Outcome
 
-Scores = dict[str, float]
+# Largest errors in fp32: of a log-prob, and of the gradient. fla's kernels multiply in TF32.
+EXACT = (1e-4, 1e-3)
+TF32 = (2e-2, 3e-2)
+# In bf16, of transformers' own errors. A token whose best experts are nearly equal may go to others.
+SPREAD, MIXTURE_SPREAD = 1.25, 2.5
+# An answer that misses its parent's tokens has gradients that are wrong by more than this.
+LEAST_GRADIENT_ERROR = 0.02
+
+Errors = dict[str, Any]
 
 
-def backends() -> list[tuple[str, str, bool]]:
-    """Return (name, backend, layers of Transformer Engine?) of all that this machine can run."""
-    own = [(f"{name}, own layers", name, False) for name in BACKENDS if runs(name)]
-    if not model.has_transformer_engine() or not platform.has_gpu():
-        return own
-    return [(f"{name}, Transformer Engine's layers", name, True) for name in BACKENDS] + own
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute our model."""
+
+    backend: str
+    dtype: torch.dtype
+    rule: str = "fla"
+    trains_tower: bool = False
+
+    def name(self, *, has_rule: bool) -> str:
+        parts = [self.backend, str(self.dtype).removeprefix("torch.")]
+        parts += [self.rule] * has_rule + ["tower trained"] * self.trains_tower
+        return ", ".join(parts)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the largest errors of a variant in fp32."""
+        return TF32 if self.rule == "fla" and platform.has_gpu() else EXACT
 
 
-def runs(name: str) -> bool:
-    if name == "transformer_engine":  # only with its layers
+def variants(*, has_rule: bool, engine: bool) -> Iterator[Variant]:
+    """Yield what this machine can run. A CPU has no kernels but SDPA's."""
+    rules = ("torch", "fla") if has_rule and platform.has_gpu() else ("torch",)
+    for dtype in (torch.float32, torch.bfloat16):
+        for backend in BACKENDS:
+            if not _runs(backend, dtype, engine=engine):
+                continue
+            for rule in rules if backend == "sdpa" else rules[-1:]:
+                yield Variant(backend, dtype, rule)
+        yield Variant("sdpa", dtype, rules[-1], trains_tower=True)
+
+
+def _runs(backend: str, dtype: torch.dtype, *, engine: bool) -> bool:
+    if backend == "sdpa":
+        return True
+    if not platform.has_gpu() or (backend == "transformer_engine" and not engine):
         return False
-    return name == "sdpa" or platform.has_gpu()
+    return backend == "flex" or dtype != torch.float32
 
 
-def measure(family: str) -> dict[str, Scores]:
-    """Return the scores of transformers in bf16 and of each backend."""
-    shape = shapes.parity_shape()
-    config, mesh = shapes.model_config(family, shape), build_mesh()
+def measure(family: str, level: str, *, engine: bool) -> None:
+    """Report all variants of a family."""
+    shape = shapes.parity_shape(level)
+    config, mesh = shapes.parity_config(family, level), build_mesh()
+    has_rule = family.startswith("qwen3_5")
     prompt, answers = shapes.prompt_of(config, shape)
+    (tree,), images = shapes.inputs(config, shape)
     reference = model.theirs(config)
-    exact = model.their_logprobs(reference, config, prompt, answers)
+    exact = model.their_outcome(reference, config, prompt, answers, exact=True)
+    expected = model.as_ours(config, exact.gradients)
     reference.zero_grad(set_to_none=True)
     reference.bfloat16()
-    found = {
-        "transformers": scores(model.their_logprobs(reference, config, prompt, answers), exact)
-    }
+    found = model.their_outcome(reference, config, prompt, answers, exact=False)
+    theirs = errors(
+        replace(found, gradients=model.as_ours(config, found.gradients)), exact, expected
+    )
+    report("transformers, bfloat16", **theirs)
     weights = {name: x.detach().clone() for name, x in reference.state_dict().items()}
-    del reference
-    for name, backend, engine in backends():
+    del reference, found
+    for variant in variants(has_rule=has_rule, engine=engine):
+        name = variant.name(has_rule=has_rule)
         platform.free_cached_memory()
-        options = ModelOptions(dtype=torch.bfloat16, attention=backend)
-        chunks = model.ours(config, mesh, weights, options, engine=engine)
-        found[name] = scores(our_logprobs(chunks, config, shape), exact)
-        del chunks
-    return found
+        with checking(name), model.delta_rule(variant.rule):
+            options = ModelOptions(
+                dtype=variant.dtype,
+                attention=variant.backend,
+                freeze_tower=not variant.trains_tower,
+                freeze_merger=not variant.trains_tower,
+            )
+            chunks = model.ours(config, mesh, weights, options, engine=engine)
+            vision_ids = {config.image_token_id}
+            ours = model.our_outcome(chunks, [tree], images, vision_ids)
+            apart = model.our_outcome(chunks, [*sequences(tree)], images, vision_ids)
+            values = errors(ours, exact, expected)
+            shared = errors(ours, apart, apart.gradients)
+            values |= {"shared_max": shared["max"], "shared_gradient": shared["gradient"]}
+            spread = MIXTURE_SPREAD if family.endswith("_moe") else SPREAD
+            report(name, fault=fault_of(variant, values, theirs, spread), **values)
+            del chunks
 
 
-def our_logprobs(chunks: list[Any], config: Any, shape: shapes.Shape) -> tuple[Tensor, float]:
-    """Return log-probs of all answers' tokens, and the norm of the gradient of their sum."""
-    trees, images = shapes.inputs(config, shape)
-    pack = make_pack(trees, vision_token_ids={config.image_token_id}).to(platform.device())
-    found: list[Tensor] = []
-
-    def loss(pack: Pack, scored: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        found.append(scored.logprobs.detach())
-        return scored.logprobs.sum(), {}
-
-    forward_backward(chunks, [pack], VisionFeatures.everywhere(chunks, images), Scoring(), loss)
-    buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
-    return found[0], sum(float(x.grad_data.double().square().sum()) for x in buffers) ** 0.5
+def sequences(tree: Tree) -> Iterator[Tree]:
+    """Yield each answer of a tree with a prompt of its own."""
+    prompt = tree.segments[0]
+    for answer in tree.segments[1:]:
+        yield replace(tree, segments=(prompt, replace(answer, parent=0)))
 
 
-def scores(found: tuple[Tensor, float], exact: tuple[Tensor, float]) -> Scores:
-    error = (found[0].float() - exact[0]).square().mean().sqrt().item()
-    return {"logprobs": error, "gradient": found[1] / exact[1]}
+def errors(found: Outcome, exact: Outcome, expected: Mapping[Any, torch.Tensor]) -> Errors:
+    """Return the errors of log-probs and of the gradients that `found` has."""
+    gap = found.logprobs.float() - exact.logprobs.float()
+    squares, worst, whole = 0.0, ("", 0.0), 0.0
+    for name, gradient in found.gradients.items():
+        truth = expected[name].to(gradient)
+        error, size = float((gradient - truth).norm()), float(truth.norm())
+        squares, whole = squares + error**2, whole + size**2
+        if size and not error / size <= worst[1]:  # NaN is the worst
+            worst = ("/".join(map(str, name)), error / size)
+    return {
+        "rms": float(gap.square().mean().sqrt()),
+        "max": float(gap.abs().max()),
+        "gradient": (squares / whole) ** 0.5,
+        "worst": worst[1],
+        "worst_tensor": worst[0],
+    }
 
 
-def main() -> None:
-    platform.install()
-    init_distributed()
-    print(json.dumps(measure(sys.argv[1])))
+def fault_of(
+    variant: Variant, found: Errors, theirs: Errors, spread: float = SPREAD
+) -> str | None:
+    """Return a sentence if a variant is too far from transformers in fp32, or if a shared prompt
+    changes its results. spread: of errors in bf16, over transformers' own.
+    """
+    if variant.dtype == torch.float32:
+        most, gradient = variant.bounds
+        bounds = {
+            "max": most,
+            "gradient": gradient,
+            "shared_max": most,
+            "shared_gradient": gradient,
+        }
+    else:
+        allowed = spread * theirs["gradient"] + LEAST_GRADIENT_ERROR
+        bounds = {
+            "rms": spread * theirs["rms"],
+            "gradient": allowed,
+            "shared_max": 2 * spread * theirs["max"],
+            "shared_gradient": 2 * allowed,
+        }
+    faults = [
+        f"{x} is {found[x]:.1e}, at most {y:.1e}" for x, y in bounds.items() if not found[x] <= y
+    ]
+    return "; ".join(faults) or None
+
+
+def main(arguments: Sequence[str]) -> None:
+    model.prepare()
+    family, level, *engine = arguments
+    measure(family, level, engine=bool(engine))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,10 +1,13 @@
-"""Models and inputs of the GPU tests: the shapes of Qwen2.5-VL-3B and Qwen3-VL-2B with random
-weights, and tiny ones with which the same code runs on a CPU (MEGAVLM_GPU_TESTS=tiny).
+"""Configurations and inputs of the GPU kit: tiny models, and released widths with few layers.
+
+With MEGAVLM_GPU_TESTS=tiny all of them are tiny, and the kit runs on a CPU.
 """
 
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,52 +18,40 @@ from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_configs import TinySizes, tiny_config
 from tests.random_images import random_image
+from tests.unit.models.releases import RELEASES, released_config
 
 SWITCH = "MEGAVLM_GPU_TESTS"
 TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 TOKEN_IDS = {token: i for i, token in enumerate((*TOKENS, "<|video_pad|>"))}
+TINY_VOCABULARY = 512
 
-# As published (tests/unit/models/releases.py).
-RELEASED: Mapping[str, Mapping[str, Any]] = {
-    "qwen2_5_vl": {
-        "hidden_size": 2048,
-        "num_layers": 36,
-        "ffn_size": 11008,
-        "num_heads": 16,
-        "num_kv_heads": 2,
-        "tied_embeddings": True,
-        "vision_depth": 32,
-        "vision_hidden_size": 1280,
-        "vision_ffn_size": 3420,
-        "vision_num_heads": 16,
-        "full_attention_blocks": [7, 15, 23, 31],
-    },
-    "qwen3_vl": {
-        "hidden_size": 2048,
-        "num_layers": 28,
-        "ffn_size": 6144,
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "tied_embeddings": True,
-        "vision_depth": 24,
-        "vision_hidden_size": 1024,
-        "vision_ffn_size": 4096,
-        "vision_num_heads": 16,
-        "deepstack_blocks": [5, 11, 17],
-        "position_table_side": 48,
-    },
+# Released models by family; of the tiny ones, sizes that their kernels on a GPU can have.
+WIDE: Mapping[str, str] = {
+    "qwen2_vl": "Qwen2-VL-2B",
+    "qwen2_5_vl": "Qwen2.5-VL-3B",
+    "qwen3_vl": "Qwen3-VL-2B",
+    "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
+    "qwen3_5": "Qwen3.5-4B",
+    "qwen3_5_moe": "Qwen3.5-35B-A3B",
 }
-NAMES = {"qwen2_5_vl": "Qwen2.5-VL-3B", "qwen3_vl": "Qwen3-VL-2B"}
+TINY: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {},
+    "qwen2_5_vl": {"full_attention_blocks": [1]},
+    "qwen3_vl": {"head_dim": 32},
+    "qwen3_vl_moe": {"head_dim": 32},
+    "qwen3_5": {"num_layers": 4},
+    "qwen3_5_moe": {"num_layers": 4},
+}
+FAMILIES = tuple(WIDE)
+EXPERTS = 32  # of a wide layer; the released number would fill the GPU with one model
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a measurement. side: patches of an image's side. text: tokens of the question.
-    answers: number and tokens of a prompt's. trees: prompts of a pack.
+    """Sizes of a pack. side: patches along an image's side. text: tokens of the question. answers:
+    number and tokens of a prompt's answers. trees: prompts.
     """
 
-    vocabulary: int
     side: int
     text: int
     answers: tuple[int, int]
@@ -71,25 +62,50 @@ def is_tiny() -> bool:
     return os.environ.get(SWITCH) == "tiny"
 
 
-def sizes(family: str) -> dict[str, Any]:
-    """Return the fields of TinySizes."""
-    if not is_tiny():
-        return dict(RELEASED[family])
-    extra = {"full_attention_blocks": [1]} if family == "qwen2_5_vl" else {"head_dim": 32}
-    return {"num_layers": 2, "vision_depth": 3, "tied_embeddings": True, **extra}
-
-
-def parity_shape() -> Shape:
-    return Shape(512, 8, 60, (4, 64), 1) if is_tiny() else Shape(151936, 32, 140, (4, 100), 1)
+def parity_shape(level: str) -> Shape:
+    return Shape(8, 60, (4, 64), 1) if level == "tiny" else Shape(32, 140, (4, 100), 1)
 
 
 def update_shape() -> Shape:
-    return Shape(512, 8, 12, (4, 9), 2) if is_tiny() else Shape(151936, 64, 140, (4, 256), 3)
+    return Shape(8, 12, (4, 9), 2) if is_tiny() else Shape(64, 140, (4, 256), 2)
 
 
-def model_config(family: str, shape: Shape) -> Any:
-    """Return transformers' configuration."""
-    return tiny_config(family, TinySizes(**sizes(family)), shape.vocabulary, TOKEN_IDS)
+def parity_config(family: str, level: str) -> Any:
+    """Return transformers' configuration of a family, `tiny` or `wide`."""
+    if level == "tiny":
+        sizes = {"num_layers": 2, "vision_depth": 3, "tied_embeddings": True, **TINY[family]}
+        return tiny_config(family, TinySizes(**sizes), TINY_VOCABULARY, TOKEN_IDS)
+    config = config_of(WIDE[family], num_layers=4, vision_depth=4)
+    if hasattr(config.text_config, "num_experts"):
+        config.text_config.num_experts = EXPERTS
+    return config
+
+
+def config_of(release: str, num_layers: int | None = None, vision_depth: int | None = None) -> Any:
+    """Return transformers' configuration of a release, cut after its first layers; a tiny one of
+    its family on a CPU.
+    """
+    if is_tiny():
+        family = RELEASES[release]["model_type"]
+        return parity_config(family, "tiny")
+    with tempfile.TemporaryDirectory() as folder:
+        config = released_config(release, Path(folder))
+    _cut(config, num_layers, vision_depth)
+    return config
+
+
+def _cut(config: Any, num_layers: int | None, vision_depth: int | None) -> None:
+    text, vision = config.text_config, config.vision_config
+    if num_layers is not None:
+        text.num_hidden_layers = num_layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:num_layers]
+    if vision_depth is not None:
+        vision.depth = vision_depth
+        for name in ("fullatt_block_indexes", "deepstack_visual_indexes"):
+            blocks = getattr(vision, name, None)
+            if blocks:  # as many as before, in the blocks that are left
+                setattr(vision, name, list(range(vision_depth))[-len(blocks) :])
 
 
 def inputs(config: Any, shape: Shape) -> tuple[list[Tree], dict[str, ProcessedImage]]:
@@ -110,16 +126,19 @@ def _prompt(
 ) -> tuple[Prompt, list[list[int]]]:
     vision, grid = config.vision_config, (1, shape.side, shape.side)
     merge = vision.spatial_merge_size
-    words = torch.randint(len(TOKEN_IDS), shape.vocabulary, (shape.text,), generator=generator)
-    start, end = config.vision_start_token_id, TOKEN_IDS["<|vision_end|>"]
-    shown = [start, *[config.image_token_id] * (shape.side // merge) ** 2, end]
-    ids = torch.cat([torch.tensor(shown), words])
+    special = {config.vision_start_token_id, config.vision_end_token_id, config.image_token_id}
+    # Words come before the special tokens of a released vocabulary, and after those of a tiny one.
+    words = (len(TOKEN_IDS), config.text_config.vocab_size)
+    words = (0, min(special)) if min(special) > len(TOKEN_IDS) else words
+    text = torch.randint(*words, (shape.text,), generator=generator)
+    tokens = [config.image_token_id] * (shape.side // merge) ** 2
+    shown = [config.vision_start_token_id, *tokens, config.vision_end_token_id]
+    ids = torch.cat([torch.tensor(shown), text])
     positions, following = mrope_positions(
         ids, [Span(grid)], vision_token_ids=[config.image_token_id], merge_size=merge
     )
     image = random_image(key, vision, grid, generator)
     row = Row(0, "", "", (), "", "")
     prompt = Prompt(row, ids, tuple(ids.tolist()), positions, following, (image,))
-    count, length = shape.answers
-    answers = torch.randint(len(TOKEN_IDS), shape.vocabulary, (count, length), generator=generator)
+    answers = torch.randint(*words, shape.answers, generator=generator)
     return prompt, answers.tolist()

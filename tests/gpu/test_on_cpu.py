@@ -1,5 +1,6 @@
-"""The GPU tests' own code on a CPU: their bodies with tiny models, what they find, and the page."""
+"""The GPU kit's own code on a CPU: its stages with tiny models, their judgement, and the page."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,67 +12,148 @@ import torch
 
 from megavlm.config.load import load
 from megavlm.models.registry import family as family_of
-from megavlm.parallel import platform
 from megavlm.run.preflight import check_server_args
-from tests.gpu import figures, grpo, linear_attention, plan, report, shapes
+from tests.benchmarks.results import replace_part
+from tests.gpu import figures, grpo, linear_attention, page, parity, shapes, stage
 from tests.gpu.grpo import Memory
+from tests.gpu.stage import Part, Results, Stage
+from tests.timeouts import scaled
 from tests.unit.models.releases import RELEASES
 
-EXACT = {"logprobs": 0.01, "gradient": 1.001}
+
+def run_script(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Run a stage as on a GPU machine, with tiny models. Returns its lines."""
+    variables = {shapes.SWITCH: "tiny", "OUT": str(folder), "PYTHON": sys.executable}
+    command = ["bash", "tests/gpu/run.sh", name]
+    reply = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    assert reply.stdout.splitlines() == lines, reply.stderr
+    found = [json.loads(line) for line in lines]
+    assert [line for line in found if line["fault"]] == [] and reply.returncode == 0
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(scaled(900))
+def test_stage_a_runs_on_a_cpu(tmp_path: Path) -> None:
+    lines = run_script("a", tmp_path)
+    parts = {line["part"] for line in lines}
+    assert parts >= {f"parity {family} tiny" for family in shapes.FAMILIES}
+    assert parts >= {
+        "machine",
+        "updates",
+        "linear_attention",
+        "figures 3b",
+        "figures 7b",
+        "profile",
+    }
+    assert "| qwen3_vl tiny | sdpa, float32 |" in page.render({"a": lines})
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("sglang")
-def test_the_bodies_of_the_gpu_tests_run_on_a_cpu() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu/test_gpu.py"]
-    environment = os.environ | {shapes.SWITCH: "tiny", "PYTEST_ADDOPTS": ""}
-    reply = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert reply.returncode == 0 and "6 passed" in reply.stdout, reply.stdout + reply.stderr
+@pytest.mark.timeout(scaled(900))
+@pytest.mark.parametrize(("name", "check"), [("b", "decoding"), ("c", "run")])
+def test_stages_with_a_server_run_on_a_cpu(name: str, check: str, tmp_path: Path) -> None:
+    assert check in {line["check"] for line in run_script(name, tmp_path)}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.has_gpu(), reason="says what happens without a GPU")
-def test_without_a_gpu_they_are_collected_and_skipped_with_a_reason() -> None:
-    command = [sys.executable, "-m", "pytest", "-rs", "tests/gpu/test_gpu.py"]
-    environment = {name: value for name, value in os.environ.items() if name != shapes.SWITCH}
-    reply = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert reply.returncode == 0 and "6 skipped" in reply.stdout
-    assert "needs a GPU: `make gpu` runs these" in reply.stdout
+class InProcess(Part):
+    """A part whose module stands for a program of Python."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", self.module]
 
 
-@pytest.mark.parametrize("family", shapes.RELEASED)
-def test_shapes_are_the_released_ones(family: str) -> None:
-    shape = shapes.update_shape()
-    ours = shapes.model_config(family, shape)
-    published = RELEASES[shapes.NAMES[family]]
+def run_parts(tmp_path: Path, *programs: str, limit: float = 60) -> list[dict[str, Any]]:
+    path = tmp_path / "x.jsonl"
+    with path.open("w") as file:
+        groups = tuple((InProcess(program, limit=limit),) for program in programs)
+        stage.run(Stage(groups, limit=60), Results("x", file))
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_part_that_fails_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
+    good = "from tests.gpu.lines import report; print('noise'); report('sum', value=2)"
+    lines = run_parts(tmp_path, "raise OSError('no such kernel')", good)
+    assert "exit status 1" in lines[0]["fault"] and "no such kernel" in lines[0]["fault"]
+    assert (lines[1]["check"], lines[1]["value"], lines[1]["stage"]) == ("sum", 2, "x")
+    assert lines[2]["check"] == "end" and lines[2]["fault"] is None
+
+
+def test_a_check_that_fails_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
+    program = """
+from tests.gpu.lines import checking, report
+for name in ("flash", "flex"):
+    with checking(name):
+        if name == "flash":
+            raise RuntimeError("illegal memory access")
+        report(name, error=0.1)
+"""
+    lines = run_parts(tmp_path, program)
+    assert [line["fault"] for line in lines] == ["RuntimeError: illegal memory access", None, None]
+
+
+def test_a_part_that_hangs_is_stopped_with_its_children_and_keeps_its_results(
+    tmp_path: Path,
+) -> None:
+    program = """
+import json, subprocess, time
+child = subprocess.Popen(["sleep", "600"])
+print(json.dumps({"check": "begun", "fault": None, "child": child.pid}), flush=True)
+time.sleep(600)
+"""
+    begun, end = run_parts(tmp_path, program, limit=scaled(10))
+    assert begun["check"] == "begun" and end["fault"].startswith("stopped after")
+    assert not is_running(begun["child"])
+
+
+def is_running(pid: int) -> bool:
+    """Return True for a process that is neither gone nor a zombie."""
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("family", shapes.FAMILIES)
+def test_wide_models_have_released_widths_and_few_layers(family: str) -> None:
+    config = shapes.parity_config(family, "wide")
+    published = RELEASES[shapes.WIDE[family]]
     text = published.get("text_config", published)
-    for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
-                 "num_key_value_heads", "vocab_size"):  # fmt: skip
-        assert getattr(ours.text_config, name) == text[name], name
-    vision = published["vision_config"]
-    for name in ("depth", "num_heads", "intermediate_size", "hidden_size"):
-        assert getattr(ours.vision_config, name) == vision[name], name
-    architecture = family_of(family).architecture(ours)
-    assert architecture["kv_channels"] == 128
+    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+        assert getattr(config.text_config, name) == text[name], name
+    assert config.text_config.num_hidden_layers == config.vision_config.depth == 4
+    assert family_of(family).mapping(config)
 
 
-def test_parity_is_judged_by_transformers_own_error() -> None:
-    found = {"transformers": EXACT, "flash": {"logprobs": 0.012, "gradient": 0.99}}
-    assert plan.parity_faults(found) == []
-    far = found | {"flex": {"logprobs": 0.02, "gradient": 1.1}}
-    assert [fault.split(":")[0] for fault in plan.parity_faults(far)] == ["flex", "flex"]
-    nan = found | {"flex": {"logprobs": float("nan"), "gradient": float("nan")}}
-    assert len(plan.parity_faults(nan)) == 2
+@pytest.mark.parametrize(("gigabytes", "whole"), [(85, False), (150, True)])
+def test_layers_that_fit_leave_room_for_activations(gigabytes: float, whole: bool) -> None:
+    small, large = (shapes.config_of(figures.MODELS[name]) for name in ("3b", "7b"))
+    assert (figures.num_layers(small, gigabytes * 1e9) == 36) is whole
+    assert 4 <= figures.num_layers(large, gigabytes * 1e9) < 28
 
 
-def test_a_kernel_is_judged_by_each_of_its_tensors() -> None:
-    found = {
-        "kernel": {"output": 0.004, "decay": 0.019},
-        "rounding": {"output": 0.002, "decay": 0.002},
-    }
-    assert plan.kernel_faults(found) == []
-    found["kernel"] = {"output": float("nan"), "decay": 0.3}
-    assert [fault.split(":")[0] for fault in plan.kernel_faults(found)] == ["output", "decay"]
+def errors(**values: float) -> dict[str, float]:
+    same = {"rms": 1e-3, "max": 4e-3, "gradient": 1e-2, "shared_max": 0.0, "shared_gradient": 0.0}
+    return same | values
+
+
+@pytest.mark.parametrize(
+    ("dtype", "found", "fault"),
+    [
+        (torch.bfloat16, errors(), None),
+        (torch.bfloat16, errors(rms=2e-3), "rms"),
+        (torch.bfloat16, errors(gradient=float("nan")), "gradient"),
+        (torch.bfloat16, errors(shared_gradient=0.2), "shared_gradient"),
+        (torch.float32, errors(rms=0, max=1e-5, gradient=1e-5), None),
+        (torch.float32, errors(), "max"),
+    ],
+)
+def test_parity_is_judged_by_transformers_own_error(
+    dtype: torch.dtype, found: dict[str, float], fault: str | None
+) -> None:
+    variant = parity.Variant("flash", dtype, rule="torch")
+    sentence = parity.fault_of(variant, found, errors())
+    assert sentence is None if fault is None else str(sentence).startswith(f"{fault} is ")
 
 
 @pytest.mark.parametrize("lost", ["state", "gradient of the state"])
@@ -84,10 +166,14 @@ def test_a_kernel_that_loses_a_parents_state_is_found(
         given = None if lost == "state" or initial_state is None else initial_state.detach()
         return rule(*inputs, initial_state=given, **settings)
 
+    def faults() -> list[str]:
+        kernel = linear_attention.measure()["kernel"]
+        return [x for x, error in kernel.items() if not error <= linear_attention.KERNEL_ERROR]
+
     monkeypatch.setenv(shapes.SWITCH, "tiny")
-    assert plan.kernel_faults(linear_attention.measure()) == []
+    assert faults() == []
     monkeypatch.setattr(linear_attention, "choose_rule", lambda: broken)
-    assert len(plan.kernel_faults(linear_attention.measure())) >= 4
+    assert len(faults()) >= 4
 
 
 def steps(**values: Any) -> list[dict[str, Any]]:
@@ -100,7 +186,7 @@ def steps(**values: Any) -> list[dict[str, Any]]:
 
 
 def memory(growth: float = 0.0, released: float = 30e9) -> Memory:
-    """Samples of ten steps, of which each needs 60 GB at most."""
+    """Return samples of ten steps, each of which needs 60 GB at most."""
     return Memory(
         [
             (step - 1, int(used + growth * step))
@@ -121,7 +207,7 @@ def memory(growth: float = 0.0, released: float = 30e9) -> Memory:
     ],
 )
 def test_a_run_is_judged(run: list[dict[str, Any]], used: Memory, fault: str | None) -> None:
-    found = plan.grpo_faults(run, used, int(80e9))
+    found = grpo.faults_of(run, used, int(80e9))
     assert (found == []) if fault is None else (fault in found[0])
 
 
@@ -139,57 +225,57 @@ def test_memory_is_sampled_beside_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_tiny", [True, False])
 def test_the_run_s_recipe_is_valid(tmp_path: Path, is_tiny: bool) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(str(grpo.recipe(tmp_path, is_tiny=is_tiny)).replace("True", "true").replace(
-        "False", "false"
-    ))  # fmt: skip
+    path.write_text(json.dumps(grpo.recipe(tmp_path, is_tiny=is_tiny)))
     config = load(path)
     assert config.rollout.colocate and config.rollout.sync == "tensor"
-    assert config.algorithm.steps == (3 if is_tiny else 10)
+    assert config.algorithm.steps == (3 if is_tiny else grpo.STEPS)
     check_server_args(config.rollout)
 
 
-def test_all_parts_together_take_nine_minutes_at_most() -> None:
-    each = len(shapes.RELEASED)
-    limits = plan.LIMITS
-    total = each * (limits["parity"] + limits["figures"]) + limits["grpo"] + limits["run"]
-    assert total + limits["linear_attention"] <= 9 * 60
+def test_a_stage_ends_within_a_command_of_ten_minutes() -> None:
+    assert all(each.limit <= 480 for each in stage.STAGES.values())
+    for each in stage.STAGES.values():
+        assert all(part.limit <= each.limit for group in each.groups for part in group)
 
 
-def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
-    row = {"seconds": 1.5, "gigabytes": 20.0}
-    phase = {"phase": "vision", **row, "tokens_per_second": 1234.5, "mfu": 0.4}
-    tables = {
-        "phases": [phase, phase | {"phase": "log-probs", "mfu": None}],
-        "savings": [{"saving": "prompt shared", "on": row, "off": row | {"seconds": 3.0}}],
-        "chunks": [{"chunk": 2048, "is_default": True, "targets": 8192, **row}],
-    }
-    results = {
-        "parity": {"Qwen3-VL-2B": {"transformers": EXACT}},
-        "figures": {"Qwen3-VL-2B": tables},
-        "linear attention": {"kernel": {"output": 0.004}, "rounding": {"output": 0.002}},
-        "grpo": {"model": "Qwen3-VL-2B", **grpo.summary(steps(), memory())},
-    }
-    plan.write(results, tmp_path / "GPU.md")
-    text = (tmp_path / "GPU.md").read_text()
+def test_the_page_has_the_results_of_the_last_run(tmp_path: Path) -> None:
+    lines = [
+        {"part": "stage", "check": "start", "fault": None, "date": "2030-01-01", "command": "old"},
+        {"part": "stage", "check": "start", "fault": None, "date": "2030-02-01", "command": "new"},
+        {"part": "machine", "check": "machine", "fault": None, "card": "H100", "cores": 16,
+         "python": "3.12", "versions": {"torch": "2.11"}},
+        {"part": "parity qwen3_vl wide", "check": "flash, bfloat16", "fault": None, "rms": 0.00123},
+        {"part": "parity qwen3_vl wide", "check": "flex, bfloat16", "fault": "rms is\n2.0e-02"},
+        {"part": "figures 3b", "check": "saving", "fault": None, "saving": "prompt shared",
+         "on": {"seconds": 1.5}, "off": {"seconds": 3.0}},
+    ]  # fmt: skip
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"stage": "a", **line}) + "\n" for line in lines))
+    text = page.render({"a": page.read_last_run(path)})
     for line in (
-        "| Qwen3-VL-2B | transformers | 1.00e-02 | 1.0010 |",
-        "| output | 4.0e-03 | 2.0e-03 |",
-        "| vision | 1.500 s | 1,234 | 40.0% | 20.0 GB |",
-        "| log-probs | 1.500 s | 1,234 | - | 20.0 GB |",
-        "| prompt shared | 1.500 s, 20.0 GB | 3.000 s, 20.0 GB |",
-        "| 2,048 (default) | 1.500 s | 20.0 GB |",
-        "| 10 | 30.0 GB | 60.0 GB |",
-        "| update | 2.00 |",
+        "### Stage A, 2030-02-01",
+        "H100, 16 cores; Python 3.12, torch 2.11.",
+        "`new`, ended by its machine's limit; 4 results, 1 faults.",
+        "| qwen3_vl wide | flash, bfloat16 | 0.00123 |",
+        "| 3b | prompt shared | 1.5 | 3 |",
+        "- parity qwen3_vl wide, flex, bfloat16: rms is 2.0e-02",
     ):
         assert line in text, text
-    assert "make gpu" in text and "torch" in text
-    assert "## " not in report.render({**plan.about(), "parity": {}, "figures": {}})
+    assert "2030-01-01" not in text
+
+
+def test_the_page_is_as_the_results_say(tmp_path: Path) -> None:
+    copy = tmp_path / "GPU.md"
+    copy.write_text(page.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    replace_part("results", page.render(page.read_results()), copy)
+    assert copy.read_text() == page.PAGE.read_text(), "run: python -m tests.gpu.page"
 
 
 def test_a_pass_s_flops_are_two_per_parameter_and_token() -> None:
-    shape = shapes.Shape(512, 8, 12, (1, 9), 1)
-    config = shapes.model_config("qwen3_vl", shape)
-    trees, images = shapes.inputs(config, shape)
+    config = shapes.config_of("Qwen3-VL-2B")
+    trees, images = shapes.inputs(config, shapes.Shape(8, 12, (1, 9), 1))
     tokens = sum(tree.num_tokens for tree in trees)
     found = figures.Flops(config, images).language(trees)
-    assert found == pytest.approx(2 * 1.41e9 * tokens, rel=0.05), "28 layers, little attention"
+    logits = 2 * 9 * 151936 * 2048
+    layers = 2 * 1.41e9 * tokens  # 28 layers, with little attention
+    assert found == pytest.approx(layers + logits, rel=0.05)

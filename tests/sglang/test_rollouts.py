@@ -1,19 +1,27 @@
 """Aborted and continued requests at the real server, and the release of its memory."""
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from megavlm.config.rollout import Rollout
+from megavlm.data.processor import Processor
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import ABORT, Response, Sampling, VersionSpan
 from megavlm.inference.requests import RequestLimits
+from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.memory import ServerMemory
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
+from tests.conftest import DATA
 from tests.fakes.fixed_servers import FixedServers
-from tests.sglang.conftest import Served
+from tests.sglang.conftest import PLAIN, Served, model_folder
 from tests.sglang.questions import prompts
 from tests.timeouts import scaled
 
@@ -22,7 +30,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
 def greedy(served: Served) -> Sampling:
     suppressed = (*served.processor.suppressed_ids, served.processor.eos_id)
-    return Sampling(0.0, 96, suppressed_ids=suppressed, end_id=served.processor.eos_id)
+    return Sampling(0.0, 96, suppressed_ids=suppressed, stop_ids=served.processor.stop_ids)
 
 
 def cut(response: Response, length: int) -> Response:
@@ -79,3 +87,33 @@ def test_memory_released_and_taken_back(served: Served) -> None:
             assert pool.record(server.url).state is State.HEALTHY
             after = client.generate(asked, n=1, sampling=how)
     assert [r.token_ids for (r,) in before] == [r.token_ids for (r,) in after]
+
+
+@pytest.mark.slow
+def test_the_server_stops_where_the_trainer_knows_that_it_does(tmp_path: Path) -> None:
+    """Each special token in turn is the only one that can be sampled. The tokenizer's end is not
+    the turn's, and generation_config.json has a list.
+    """
+    folder = shutil.copytree(model_folder(PLAIN), tmp_path / "model")
+    ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids
+    text, start, turn = ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    for name, values in (
+        ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
+        ("generation_config.json", {"eos_token_id": [turn, text]}),
+    ):
+        known = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(known | values))
+    processor = Processor(folder, DATA)
+    options = ServerOptions(folder, dtype="float32", device="cpu")
+    with ManagedServer(options, log_path=tmp_path / "log") as server:
+        routing = FixedServers(server.url, api_key=server.api_key, admin_key=server.admin_key)
+        asked = [prompts(processor)["text"]]
+        with RolloutClient(routing) as client:
+            for token in (text, start, turn):
+                others = tuple(i for i in range(processor.vocab_size) if i != token)
+                how = Sampling(0.0, 3, suppressed_ids=others, stop_ids=processor.stop_ids)
+                ((response,),) = client.generate(asked, n=1, sampling=how)
+                stops = token in processor.stop_ids
+                assert response.token_ids == (token,) * (1 if stops else 3)
+                assert response.finish == ("stop" if stops else "length")
+    assert set(processor.stop_ids) == {turn, text} and processor.eos_id == turn

@@ -31,6 +31,9 @@ _ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
 POLL = 0.02  # seconds between looks at what the trainer says
 GRACE = 5.0  # seconds that a thread may take whose groups were left
 _groups: dict[str, dist.ProcessGroup] = {}
+# Connections to the trainer's store, by the token of the groups and their use. They are kept as
+# long as the groups: for each connection torch looks up names of addresses, on both of its sides.
+_stores: dict[tuple[str, str], dist.TCPStore] = {}
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ def receive_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]
     """
     task = json.loads(named_tensors[0][0])
     try:
-        store = _connect(task)
+        store = _connect(task, "answers")
         # In a thread, because a rank that waits for another that has died would wait on.
         results: list[str] = []
         arguments = (_receive, model, task, torch.is_inference_mode_enabled(), results)
@@ -95,9 +98,13 @@ def join(
     return group
 
 
-def _connect(task: dict[str, Any]) -> dist.TCPStore:
-    limit = timedelta(seconds=task["timeout"])
-    return dist.TCPStore(task["host"], task["port"], is_master=False, timeout=limit)
+def _connect(task: dict[str, Any], use: str) -> dist.TCPStore:
+    """Return the connection to the trainer's store for a use. Who waits on it blocks its others."""
+    key = task["token"], use
+    if key not in _stores:
+        limit = timedelta(seconds=task["timeout"])
+        _stores[key] = dist.TCPStore(task["host"], task["port"], is_master=False, timeout=limit)
+    return _stores[key]
 
 
 def _receive(model: Any, task: dict[str, Any], inference: bool, results: list[str]) -> None:
@@ -111,7 +118,8 @@ def _receive(model: Any, task: dict[str, Any], inference: bool, results: list[st
         received = []
         for name, rank, size, described in task["receive"]:
             if name not in _groups:
-                _groups[name] = join(_connect(task), name, rank, size, task["backend"], limit)
+                store = _connect(task, "joins")
+                _groups[name] = join(store, name, rank, size, task["backend"], limit)
             parts = described["slices"] + described["whole"]
             count = sum(math.prod(shape) for _, shape in parts)
             flat = torch.empty(count, dtype=getattr(torch, described["dtype"]), device=device)
@@ -151,7 +159,9 @@ def _load(model: Any, described: dict[str, Any], flat: torch.Tensor) -> None:
 
 
 def _leave(token: str) -> None:
-    """Leave the groups whose names do not begin with `token`; all without one."""
+    """Leave the groups whose names do not begin with `token`, and their stores; all without one."""
+    for key in [key for key in _stores if key[0] != token]:
+        _stores.pop(key, None)
     for name in [name for name in _groups if not (token and name.startswith(token))]:
         group = _groups.pop(name)
         with suppress(RuntimeError):

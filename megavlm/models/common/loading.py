@@ -19,6 +19,9 @@ Form = Literal["hub", "memory"]
 HUB: Form = "hub"
 MEMORY: Form = "memory"
 
+EMBEDDING = "model.embed_tokens.weight"  # a short name
+HEAD = "lm_head.weight"
+
 # A critic's own, which starts at zero; HF models have none.
 VALUE_HEAD = "value_head."
 
@@ -34,18 +37,17 @@ class HubTensors:
     [E, I, H]), or as transformers 5 holds them in memory ([E, 2I, H], [E, H, I], which Qwen3.5's
     hub files have too), or are a tensor each (`experts.3.gate_proj.weight` [I, H]). The last is
     recognised by names; `form` tells the first two apart. A folder of Qwen3-VL saved by
-    transformers 5 is in MEMORY form. One of the two stacks is never square, so a wrong `form` is
-    refused.
+    transformers 5 is in MEMORY form. One of the two stacks is never square, so that shapes tell
+    the form where `form` is None, and a wrong one is refused.
     """
 
     def __init__(
-        self, entries: Sequence[Entry], source: Mapping[str, Tensor], form: Form = HUB
+        self, entries: Sequence[Entry], source: Mapping[str, Tensor], form: Form | None = HUB
     ) -> None:
         """Raise ValueError with the name of a tensor that is missing, unknown, or of another
         shape.
         """
         self._source = source if isinstance(source, HFFolder) else StateDict(source)
-        self._form = form
         self._names: dict[str, str] = {}  # short name -> the source's
         for name in source:
             if name.startswith(UNTRAINED):
@@ -58,6 +60,7 @@ class HubTensors:
         found = (re.match(r"(.+\.experts)\.\d+\.", name) for name in self._names)
         self._unstacked = {match[1] for match in found if match}
         self._check_names(entries)
+        self.form: Form = form or self._form_of(entries)
         for entry in entries:
             self._check_shapes(entry)
 
@@ -81,7 +84,7 @@ class HubTensors:
         """Read an expert's row of a stack, in the hub's form."""
         if self._is_stacked(stack):
             row = self._source.row(self._names[short_name(stack)], expert)
-            is_hub = self._form == HUB
+            is_hub = self.form == HUB
         else:
             ones = _one_expert(short_name(stack), expert)
             row, is_hub = torch.cat([self._source[self._names[name]] for name in ones]), False
@@ -113,9 +116,9 @@ class HubTensors:
                 f"which its config.json asks for."
             )
         unknown = [name for short, name in self._names.items() if short not in expected]
-        if "lm_head.weight" in unknown:  # tied embeddings, written twice
+        if HEAD in unknown:  # tied embeddings, written twice
             self._check_tied()
-            unknown.remove("lm_head.weight")
+            unknown.remove(HEAD)
         if unknown:
             raise ValueError(
                 f"{unknown[0]}{_and_more(unknown)} in {self._source.where(unknown[0])} is no "
@@ -123,12 +126,11 @@ class HubTensors:
             )
 
     def _check_tied(self) -> None:
-        embedding = self._names["model.embed_tokens.weight"]
-        if not torch.equal(self._source["lm_head.weight"], self._source[embedding]):
+        if has_own_head(self._source):
             raise ValueError(
-                f"lm_head.weight in {self._source.where('lm_head.weight')} differs from "
-                f"{embedding}, but config.json ties them: set tie_word_embeddings to false or "
-                f"remove lm_head.weight."
+                f"{HEAD} in {self._source.where(HEAD)} differs from "
+                f"{self._names[EMBEDDING]}, but config.json ties them: set tie_word_embeddings to "
+                f"false, in text_config too, or remove {HEAD}."
             )
 
     def _check_shapes(self, entry: Entry) -> None:
@@ -144,6 +146,17 @@ class HubTensors:
                 forms = {form: stack_shape(entry, shape, form) for form in (HUB, MEMORY)}
                 self._check_stack(self._names[short_name(name)], forms)
 
+    def _form_of(self, entries: Iterable[Entry]) -> Form:
+        """Return the form that the shapes of all stacks have; HUB where they have none."""
+        stacks = [
+            self._source.shape(self._names[short_name(name)]) == stack_shape(entry, shape, MEMORY)
+            for entry in entries
+            if entry.expert == 0 and entry.transposed
+            for name, shape in zip(entry.hf, entry.hf_shapes, strict=True)
+            if self._is_stacked(name)
+        ]
+        return MEMORY if stacks and all(stacks) else HUB
+
     def _check_shape(self, short: str, expected: Shape) -> None:
         name = self._names[short]
         if self._source.shape(name) != expected:
@@ -154,7 +167,7 @@ class HubTensors:
 
     def _check_stack(self, name: str, forms: dict[Form, Shape]) -> None:
         shape = self._source.shape(name)
-        if shape == forms[self._form]:
+        if shape == forms[self.form]:
             return
         others = [form for form in forms if forms[form] == shape]
         hint = (
@@ -162,8 +175,16 @@ class HubTensors:
         )
         raise ValueError(
             f"{name} in {self._source.where(name)} has shape {shape}; "
-            f"config.json makes it {forms[self._form]}.{hint}"
+            f"config.json makes it {forms[self.form]}.{hint}"
         )
+
+
+def has_own_head(source: Mapping[str, Tensor]) -> bool:
+    """Return True if the source has an embedding and a head that differs from it."""
+    names = {short_name(name): name for name in source}
+    if not {EMBEDDING, HEAD} <= names.keys():
+        return False
+    return not torch.equal(source[names[HEAD]], source[names[EMBEDDING]])
 
 
 @dataclass(frozen=True)

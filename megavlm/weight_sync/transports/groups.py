@@ -25,6 +25,7 @@ class ServerGroups:
         self.invited: dict[str, tuple[str, ...]] = {}
         self._names: dict[tuple[Sequence[str], int | None], str] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._store: dist.TCPStore | None = None  # through which this rank joins them
 
     def name(self, urls: tuple[str, ...], rank: int | None) -> str:
         """Return the name of the group with rank `rank` of each server; None: with all ranks."""
@@ -35,9 +36,11 @@ class ServerGroups:
     ) -> dist.ProcessGroup:
         """Return a group, which this rank joins first if it has not yet."""
         if name not in self._groups:
-            # Through a store of its own, as this one blocks and the other is listened to.
-            store = connect(rendezvous.host, rendezvous.port, limit)
-            self._groups[name] = join(store, name, 0, size, platform.backend(), limit)
+            # A connection of its own, as this one blocks and the transport's is listened to; and
+            # one for all groups, as torch looks up names of addresses for each.
+            if self._store is None:
+                self._store = connect(rendezvous.host, rendezvous.port, limit)
+            self._groups[name] = join(self._store, name, 0, size, platform.backend(), limit)
         return self._groups[name]
 
     def leave(self, servers: Servers) -> None:
@@ -56,3 +59,4 @@ class ServerGroups:
                     )
         for known in (self._names, self._groups, self.invited):
             known.clear()
+        self._store = None

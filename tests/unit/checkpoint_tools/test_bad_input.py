@@ -6,12 +6,14 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from checkpoint_tools.export_hf import WriteOptions, export_hf
 from checkpoint_tools.import_hf import import_hf
@@ -28,6 +30,15 @@ GATE_UP = "model.language_model.layers.0.mlp.experts.gate_up_proj"
 DOWN = "model.language_model.layers.0.mlp.experts.down_proj"
 K_PROJ = "model.language_model.layers.0.self_attn.k_proj.weight"
 Tensors = dict[str, torch.Tensor]
+ADDED = {
+    "id": 999999,
+    "content": "<more>",
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 
 
 @pytest.fixture
@@ -89,6 +100,65 @@ def configure_text(folder: Path, **values: object) -> None:
 def other_family(folder: Path, source: Path) -> None:
     """The weights of one family under the configuration of another."""
     shutil.copyfile(source / "config.json", folder / "config.json")
+
+
+def rewrite_json(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """A function that changes the values of a folder's file, or makes the file."""
+
+    def rewrite_file(folder: Path) -> None:
+        path = folder / name
+        values = json.loads(path.read_text()) if path.is_file() else {}
+        change(values)
+        path.write_text(json.dumps(values))
+
+    return rewrite_file
+
+
+CONTRADICTIONS = {
+    "patch size": (
+        rewrite_json("preprocessor_config.json", lambda x: x.update(patch_size=14)),
+        r"preprocessor_config\.json has patch_size=14, but .* vision_config\.patch_size=16",
+    ),
+    "merge size": (
+        rewrite_json("preprocessor_config.json", lambda x: x.update(merge_size=4)),
+        r"has merge_size=4, but config\.json has vision_config\.spatial_merge_size=2",
+    ),
+    "temporal patch size": (
+        rewrite_json("video_preprocessor_config.json", lambda x: x.update(temporal_patch_size=1)),
+        r"video_preprocessor_config\.json has temporal_patch_size=1, but .*temporal_patch_size=2",
+    ),
+    "processors in one file": (
+        rewrite_json(
+            "processor_config.json", lambda x: x.update(image_processor={"patch_size": 8})
+        ),
+        r"processor_config\.json has patch_size=8, but config\.json has",
+    ),
+    "image token": (
+        rewrite_json("config.json", lambda x: x.update(image_token_id=7)),
+        r"config\.json has image_token_id=7, but <\|image_pad\|> is token \d+ of tokenizer\.json",
+    ),
+    "vocabulary smaller than the tokenizer's": (
+        rewrite_json("tokenizer.json", lambda x: x["added_tokens"].append(ADDED)),
+        r"tokenizer\.json has token 999999 \(<more>\), but .* an embedding of vocab_size=\d+",
+    ),
+    "end of generation": (
+        rewrite_json("generation_config.json", lambda x: x.update(eos_token_id=[1, 999999])),
+        r"generation_config\.json has eos_token_id=\[1, 999999\], but .* vocab_size=\d+",
+    ),
+    "no JSON": (
+        lambda hf: (hf / "preprocessor_config.json").write_text("{"),
+        r"preprocessor_config\.json is not JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_files_that_contradict_the_configuration(
+    case: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, message = CONTRADICTIONS[case]
+    change(hf)
+    refused(tmp_path, message, capsys)
 
 
 CASES = {
@@ -223,14 +293,25 @@ def transpose(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "form"), [(unstack, "hub"), (unstack, "memory"), (transpose, "memory")]
+    ("change", "form"),
+    [
+        (unstack, "hub"),
+        (unstack, "memory"),
+        (unstack, None),
+        (transpose, "memory"),
+        (transpose, None),
+    ],
 )
 def test_experts_in_every_layout_become_one_checkpoint(
-    change: Callable[[Tensors], None], form: str, hf: Path, hf_folder: Folder, tmp_path: Path
+    change: Callable[[Tensors], None],
+    form: Form | None,
+    hf: Path,
+    hf_folder: Folder,
+    tmp_path: Path,
 ) -> None:
-    """Unstacked experts are recognised by their keys; the format of stacks is --experts."""
+    """Unstacked experts are recognised by their keys, and the format of stacks by their shapes."""
     rewrite(hf, change)
-    import_hf(hf, tmp_path / "checkpoint", experts=form)  # type: ignore[arg-type]
+    import_hf(hf, tmp_path / "checkpoint", experts=form)
     export_hf(tmp_path / "checkpoint", tmp_path / "out", options=WriteOptions(experts="hub"))
     before, after = HFFolder(hf_folder(MOE)), HFFolder(tmp_path / "out")
     assert set(before) == set(after)
@@ -245,7 +326,7 @@ def test_experts_come_back_in_the_form_they_came_in_or_as_asked(
     if form == "memory":
         rewrite(hf, transpose)
     checkpoint = tmp_path / "checkpoint"
-    assert run("import", hf, checkpoint, "--experts", form, "--quiet") == 0
+    assert run("import", hf, checkpoint, "--quiet") == 0
     assert run("export", checkpoint, tmp_path / "same", "--quiet") == 0
     assert run("export", checkpoint, tmp_path / "other", "--experts", other, "--quiet") == 0
     came, same, turned = (
@@ -276,7 +357,10 @@ def test_a_pointer_of_git_lfs_is_named(
     refused(tmp_path, r"model.safetensors: a git-LFS pointer .* `git lfs pull`", capsys)
 
 
-def test_a_square_stack_is_read_as_told_and_never_guessed(hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["hub", "memory"])
+def test_a_square_stack_is_read_in_the_form_of_the_other(
+    form: Form, hf: Path, tmp_path: Path
+) -> None:
     """With H = 2I gate_up_proj looks alike in both forms, and down_proj does not."""
     configure_text(hf, moe_intermediate_size=64)
 
@@ -287,20 +371,37 @@ def test_a_square_stack_is_read_as_told_and_never_guessed(hf: Path, tmp_path: Pa
             tensors[down] = tensors[down][:, :64].contiguous()
 
     rewrite(hf, square)
-    with pytest.raises(ValueError, match=r"down_proj .* form of .* --experts hub"):
-        import_hf(hf, tmp_path / "checkpoint", experts="memory")
+    if form == "memory":
+        rewrite(hf, transpose)
+    other: Form = "memory" if form == "hub" else "hub"
+    with pytest.raises(ValueError, match=rf"down_proj .* form of .* --experts {form}"):
+        import_hf(hf, tmp_path / "checkpoint", experts=other)
     import_hf(hf, tmp_path / "checkpoint")
     export_hf(tmp_path / "checkpoint", tmp_path / "out")
     before, after = HFFolder(hf), HFFolder(tmp_path / "out")
-    assert before.shape(GATE_UP) == (8, 128, 128) and before.shape(DOWN) == (8, 64, 128)
+    assert before.shape(GATE_UP) == (8, 128, 128) and before.shape(DOWN) == (
+        (8, 64, 128) if form == "hub" else (8, 128, 64)
+    )
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_stacks_in_the_other_form_are_refused_with_the_way_out(
-    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_folder_saved_by_transformers_is_imported(
+    family: str, loaded: bool, hf_folder: Folder, tmp_path: Path
 ) -> None:
-    rewrite(hf, transpose)
-    refused(tmp_path, r"form of megavlm-convert import --experts memory", capsys)
+    """Of a model that was loaded from a folder, and of one that was made in memory."""
+    source, saved = hf_folder(family), tmp_path / "saved"
+    shutil.copytree(source, saved, ignore=shutil.ignore_patterns("*.safetensors"))
+    kind = AutoModelForImageTextToText
+    model = kind.from_pretrained(source)
+    if not loaded:
+        made = kind.from_config(model.config)
+        made.load_state_dict(model.state_dict())
+        model = made
+    model.save_pretrained(saved)
+    assert run("import", saved, tmp_path / "checkpoint", "--quiet") == 0
+    assert run("verify", source, tmp_path / "checkpoint", "--quiet") == 0
 
 
 def test_a_file_that_may_not_be_read_is_not_called_incomplete(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from checkpoint_tools import compare_logits
 from checkpoint_tools.compare_weights import difference
@@ -19,8 +20,9 @@ from megavlm.checkpointing.checksums import file_checksums
 from megavlm.checkpointing.folder import Manifest
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.writer import RecordFile, write_contents
+from tests.levels import slow
 from tests.unit.checkpoint_tools.command import run, sentence
-from tests.unit.checkpoint_tools.conftest import Folder
+from tests.unit.checkpoint_tools.conftest import ADAPTED, Folder
 
 MOE = "qwen3_vl_moe"
 GATE_UP = "model.language_model.layers.0.mlp.experts.gate_up_proj"
@@ -239,3 +241,35 @@ def test_a_folder_that_is_neither_is_one_sentence(
     ):
         assert verify(imported("qwen2_vl"), folder) == 2
         assert capsys.readouterr().err == f"error: {folder} {message}\n"
+
+
+FLAGS = (True, False, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "top", "text"),
+    [
+        *((ADAPTED, True, text) for text in FLAGS),
+        (ADAPTED, False, True),
+        ("qwen3_vl", True, False),
+        *slow(*((ADAPTED, top, text) for top in (False, None) for text in FLAGS)),
+        *slow(*(("qwen3_5", top, text) for top in FLAGS for text in FLAGS)),
+    ],
+)
+def test_a_head_that_is_not_the_embedding_is_kept_as_transformers_keeps_it(
+    family: str, top: bool | None, text: bool | None, hf_folder: Folder, tmp_path: Path
+) -> None:
+    """Whatever the flags of config.json say, which are set right in what is written."""
+    hf = changed(hf_folder(family), tmp_path / "hf", **{"lm_head.weight": lambda x: x + 0.5})
+    config = json.loads((hf / "config.json").read_text())
+    for section, flag in ((config, top), (config["text_config"], text)):
+        section.pop("tie_word_embeddings", None)
+        if flag is not None:
+            section["tie_word_embeddings"] = flag
+    (hf / "config.json").write_text(json.dumps(config))
+    import_hf(hf, tmp_path / "checkpoint")
+    export_hf(tmp_path / "checkpoint", tmp_path / "out")
+    assert verify("--logits", hf, tmp_path / "out") == 0
+    before, after = (load_file(x / "model.safetensors") for x in (hf, tmp_path / "out"))
+    assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    assert not AutoConfig.from_pretrained(tmp_path / "out").tie_word_embeddings

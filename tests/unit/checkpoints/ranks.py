@@ -116,6 +116,7 @@ def start(
     freeze: bool = True,
     overlap: bool = False,
     optimizer: dict[str, Any] | None = None,
+    updates_per_step: int = 1,
 ) -> Run:
     """A run at step 0 with the folder's weights. overlap: gradients are in several buckets.
     optimizer: keys of its section.
@@ -137,7 +138,7 @@ def start(
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(hf), mesh)
     settings = replace(SETTINGS, overlap_grad_reduce=overlap, **optimizer or {})
-    updater = build_updater(chunks, settings, mesh, num_steps=10)
+    updater = build_updater(chunks, settings, mesh, num_steps=10, updates_per_step=updates_per_step)
     return Run(mesh, chunks, updater, {(entry.megatron, entry.expert): entry for entry in entries})
 
 

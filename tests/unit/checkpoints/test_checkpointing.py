@@ -13,6 +13,7 @@ from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
 from megavlm.checkpointing.folder import latest_step, step_folder
 from megavlm.checkpointing.load import load_checkpoint
+from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.lora import LoRA
 from megavlm.models.common.hf_source import HFFolder
@@ -26,6 +27,7 @@ from tests.unit.checkpoints.ranks import (
     SETTINGS,
     TP2,
     check_state,
+    made_up,
     make_hf,
     start,
     train_and_save,
@@ -80,6 +82,57 @@ def test_buckets_of_gradients_may_change(hf: Path, tmp_path: Path) -> None:
     through = launch(2, train_and_save, hf, ranks, tmp_path, 3, overlaps)
     resumed = launch(2, resume, hf, ranks, tmp_path, 3, options)
     assert [fingerprint for _, fingerprint in resumed] == through
+
+
+CHANGED = {
+    "lr": 3e-3,
+    "min_lr": 1e-3,
+    "schedule": "linear",
+    "warmup_steps": 0,
+    "betas": (0.7, 0.8),
+    "eps": 1e-3,
+    "weight_decay": 0.3,
+    "clip_grad": 0.5,
+}
+
+
+def resume_with_changed_keys(hf: Path, ranks: Ranks, folder: Path) -> dict[str, float]:
+    """The rate of the first update, and the largest difference of a weight from its computation.
+    A step has two updates from now on.
+    """
+    run = start(hf, ranks, seed=99, freeze=False, optimizer=CHANGED, updates_per_step=2)
+    run.load(folder)
+    reader, rate = StepReader(step_folder(folder, 3)), run.updater.learning_rate
+    gradients = {
+        x.key: made_up(f"{x.key} {x.expert} 3", run.table[x.key, x.expert]) for x in run.tensors()
+    }
+    norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
+    (beta1, beta2), eps = CHANGED["betas"], CHANGED["eps"]
+    wanted = {}
+    for x in run.tensors():
+        gradient = gradients[x.key] * CHANGED["clip_grad"] / (norm + 1e-6)
+        first = reader.read(f"optimizer.state.exp_avg.{x.key}")
+        second = reader.read(f"optimizer.state.exp_avg_sq.{x.key}")
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient**2
+        decay = CHANGED["weight_decay"] if x.data.dim() > 1 else 0.0
+        size = (second / (1 - beta2**4)).sqrt() + eps
+        wanted[x.key] = x.data * (1 - rate * decay) - rate * first / (1 - beta1**4) / size
+    run.train(range(3, 4))
+    differences = [(x.data - wanted[x.key]).abs().max() for x in run.tensors()]
+    return {"rate": rate, "difference": float(max(differences))}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["one rank", *slow("DP2")])
+def test_changed_keys_hold_from_the_first_update_after_a_resume(
+    hf: Path, tmp_path: Path, layout: str
+) -> None:
+    ranks = LAYOUTS[layout]
+    launch(ranks.world_size, train_and_save, hf, ranks, tmp_path, 0, {"freeze": False})
+    for found in launch(ranks.world_size, resume_with_changed_keys, hf, ranks, tmp_path):
+        assert found["rate"] == pytest.approx(1e-3 + 2e-3 * (1 - 3 / 10)), "three of ten are made"
+        assert found["difference"] < 1e-6
 
 
 def save_at_once(hf: Path, ranks: Ranks, folder: Path) -> list[str]:

@@ -10,8 +10,11 @@ from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.checkpointing.adapter_settings import AdapterSettings
 from megavlm.config.load import load
 from megavlm.models.registry import family
+from megavlm.observability.phases import Phases
+from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.initial_model import adapter_settings, start_model, starting_step
+from megavlm.training.train_state import TrainState
 from tests.distributed.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
 from tests.unit.checkpoints.ranks import make_hf
@@ -77,3 +80,41 @@ def test_damaged_contents_are_named_on_every_rank(recipe: Path, place: int) -> N
     path.write_bytes(data)
     (*_, first), (*_, second) = launch(2, start, recipe)
     assert first == second == f"{path} is damaged: its checksum differs from its manifest."
+
+
+def resume(recipe: Path, *overrides: str) -> TrainState:
+    config = load(recipe, ["model.checkpoint=null", "algorithm.steps=3", *overrides])
+    mesh = build_mesh(Layout.from_config(config.parallel), seed=0)
+    state = TrainState.build(config, mesh, Progress(is_quiet=True), Phases())
+    state.resume()
+    return state
+
+
+def refusals(recipe: Path) -> list[str]:
+    """Save step 3, and resume with keys that do not go on from it."""
+    state = resume(recipe)
+    state.step = 3
+    state.save(None, {})
+    state.saver.finish()
+    found = []
+    for override in ("algorithm.steps=2", "lora.alpha=7", "lora.rank=2", "lora.rank=0"):
+        with pytest.raises(ValueError) as caught:
+            resume(recipe, override)
+        found.append(str(caught.value))
+    assert resume(recipe, "lora.dropout=0.1").step == 3
+    return found
+
+
+def test_a_resume_with_keys_that_do_not_go_on_is_refused(recipe: Path) -> None:
+    (found,) = launch(1, refusals, recipe)
+    for error, words in zip(
+        found,
+        (
+            "algorithm.steps=2, but the run has made 3",
+            "lora.alpha=7 differs from the alpha that the adapters in",
+            "the model's has (",
+            "which the run that saved it did not train",
+        ),
+        strict=True,
+    ):
+        assert words in error

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megavlm.config.algorithm import GRPO, SFT
-from megavlm.config.dump import code_of, to_yaml, write
+from megavlm.config.dump import changes, code_of, to_yaml, write
 from megavlm.config.load import load
 from megavlm.config.optimizer import Optimizer
 from megavlm.config.run import RunConfig
@@ -199,3 +199,20 @@ def test_the_dump_is_complete_and_loads_to_the_same(tmp_path: Path) -> None:
         assert set(dumped[section.name]) == {
             item.name for item in fields(getattr(config, section.name))
         }
+
+
+def test_changes_since_the_last_start_are_named(tmp_path: Path) -> None:
+    path = recipe(tmp_path, REQUIRED)
+    assert changes(load(path), tmp_path / "run") == [], "there was none"
+    write(load(path), tmp_path / "run")
+    assert changes(load(path), tmp_path / "run") == []
+    overrides = ["optimizer.lr=2e-5", "optimizer.betas=[0.9,0.99]", "algorithm.name=sft"]
+    found = changes(load(path, overrides), tmp_path / "run")
+    for change in (
+        "optimizer.lr=2e-05 (was 1e-06)",
+        "optimizer.betas=[0.9, 0.99] (was [0.9, 0.95])",
+        'algorithm.name="sft" (was "grpo")',
+        "algorithm.clip_low=absent (was 0.2)",
+    ):
+        assert change in found
+    assert not [change for change in found if not change.startswith(("optimizer", "algorithm"))]

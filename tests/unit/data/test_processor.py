@@ -1,6 +1,8 @@
 """Prompts equal AutoProcessor's, and the server's own processing of our PNG changes nothing."""
 
 import io
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +207,53 @@ def test_answers_and_suppressed_ids(folder: Path, processor: Processor) -> None:
     expected |= set(range(len(tokenizer), vocab_size))
     assert set(processor.suppressed_ids) == expected
     assert processor.image_token_id in expected
+
+
+TURN, TEXT = "<|im_end|>", "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_end", "generation_ends", "config_end", "end", "stops"),
+    [
+        (TURN, [TURN, TEXT], None, TURN, {TURN, TEXT}),
+        (TURN, [TEXT, TURN], TEXT, TURN, {TURN, TEXT}),
+        (TEXT, [TURN, TEXT], None, TURN, {TURN, TEXT}),
+        (TEXT, TURN, None, TURN, {TURN, TEXT}),
+        (TEXT, None, TURN, TURN, {TURN, TEXT}),
+        (TURN, TEXT, None, TURN, {TURN, TEXT}),
+        (TURN, None, None, TURN, {TURN}),
+        (TEXT, TEXT, None, TEXT, {TEXT}),
+        (TEXT, None, None, TEXT, {TEXT}),
+        (TURN, [TURN, "red"], None, TURN, {TURN, "red"}),
+    ],
+)
+def test_a_turn_ends_as_the_template_ends_it_if_servers_stop_there(
+    folder: Path,
+    tmp_path: Path,
+    tokenizer_end: str,
+    generation_ends: Any,
+    config_end: str | None,
+    end: str,
+    stops: set[str],
+) -> None:
+    mine = tmp_path / "model"
+    shutil.copytree(folder, mine)
+    ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids
+    config = json.loads((mine / "config.json").read_text())
+    text = config["text_config"] | {"eos_token_id": config_end and ids(config_end)}
+    edit(mine / "config.json", text_config=text)
+    edit(mine / "tokenizer_config.json", eos_token=tokenizer_end)
+    edit(mine / "generation_config.json", eos_token_id=generation_ends and ids(generation_ends))
+    ours = our_processor(mine)
+    assert ours.eos_id == ids(end) and set(ours.stop_ids) == {ids(token) for token in stops}
+    assert ours.encode_answer("red")[-1] == ids(end)
+    assert set(ours.suppressed_ids) & {ids(TURN), ids(TEXT)} == {ids(TURN), ids(TEXT)} - {ids(end)}
+    for token in stops:
+        assert ours.decode([*ids(["What"]), ids(token)]) == "What"
+
+
+def edit(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="real images (../shared/data) are not here")

@@ -25,6 +25,7 @@ from megavlm.environments.arithmetic import calculate, shown
         ("\u03c0 * 3 ^ 2", 9 * math.pi),
         ("\u221a2 + 2\u221a(4 + 5)", math.sqrt(2) + 6),
         ("(1 + 1)\u221a16", 8),
+        ("\uff15\uff0b3 \u2212 2", 6),
     ],
 )
 def test_values(expression: str, value: float) -> None:

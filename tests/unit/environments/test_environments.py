@@ -55,13 +55,16 @@ def test_every_built_in_environment_loads_and_its_reward_exists() -> None:
 
 
 def test_the_calculator_is_told_of_used_and_answered_with() -> None:
-    environment, observation = start("geo3k_calculator", max_turns=3)
+    environment, observation = start("geo3k_calculator", max_turns=4)
     system, user = observation.messages
     assert system["role"] == "system" and "<calculator>" in system["content"]
     assert user == ROW.messages[0] and observation.images == ROW.images
     called = step(environment, "so <calculator>2 * sqrt(9) ^ 2</calculator>")
     assert not called.done and called.reward == 0
     assert called.observation == Observation([{"role": "user", "content": "<result>18</result>"}])
+    failed = step(environment, "<calculator>3 < 4</calculator>")
+    assert failed.observation is not None
+    assert "error: only numbers" in failed.observation.messages[0]["content"]
     failed = step(environment, "<calculator>__import__('os')</calculator>")
     assert failed.observation is not None
     assert "error: only numbers" in failed.observation.messages[0]["content"]

@@ -210,9 +210,10 @@ def test_an_abort_may_come_before_the_first_token_or_with_the_last(
     assert [response.finish for response in group] == ([finish] * 2 if finish else [])
 
 
-def test_an_aborted_response_that_has_ended_is_complete() -> None:
+@pytest.mark.parametrize("ends", [(51,), (2, 51), (51, 2)])
+def test_an_aborted_response_that_has_ended_is_complete(ends: tuple[int, ...]) -> None:
     prompts = [make_prompt(first_id=i) for i in range(2)]
-    sampling = Sampling(temperature=0.0, max_new_tokens=4, end_id=51)
+    sampling = Sampling(temperature=0.0, max_new_tokens=4, stop_ids=ends)
     with FakeServer() as fake:
         fake.held = {1}
         _, group = client(fake).generate(prompts, n=1, sampling=sampling, enough=1)

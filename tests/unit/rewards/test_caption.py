@@ -19,6 +19,7 @@ from megavlm.rewards.caption_metrics import (
     keywords_of,
     rouge_l,
 )
+from megavlm.rewards.words import tokens
 
 WORDS = st.lists(st.sampled_from("a b c d".split()), min_size=1, max_size=7)
 
@@ -88,9 +89,9 @@ def test_rouge_l_of_lin_s_example() -> None:
 
 def test_keywords_are_what_half_of_the_references_say() -> None:
     references = [text.split() for text in ("a dog on grass", "two dogs", "a dog runs", "grass")]
-    assert keywords_of(references) == {"dog", "grass"}
-    assert coverage("dogs everywhere".split(), {"dog", "grass"}) == 0.5
-    assert coverage([], {"dog"}) == 0 and coverage(["dog"], set()) == 0
+    assert keywords_of(references) == {("dog",), ("grass",)}
+    assert coverage("dogs everywhere".split(), {("dog",), ("grass",)}) == 0.5
+    assert coverage([], {("dog",)}) == 0 and coverage(["dog"], set()) == 0
 
 
 def test_the_reward_weighs_its_metrics(tmp_path: Path) -> None:
@@ -103,6 +104,7 @@ def test_the_reward_weighs_its_metrics(tmp_path: Path) -> None:
     assert found.parts == pytest.approx({"cider": 10.0, "keywords": 1.0})
     assert found.reward == pytest.approx(2.0) and found.correct
     assert caption.score("red " * 10**5, row).reward < 0.3
+    assert caption.score("<think>A red bus drives by.</think> Dogs.", row, **options).reward == 0.0  # type: ignore[arg-type]
     alone = caption.score("a bus", {"answer": "a bus"})
     assert alone.parts == pytest.approx({"rouge": 1.0, "keywords": 1.0})
 
@@ -120,3 +122,39 @@ def test_a_row_without_references_is_an_error() -> None:
             caption.score("a dog", row)
     row = {"answer": "", "texts": ["a dog"]}
     assert caption.score("a dog", row, reference_key="texts").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "reference", "other"),
+    [
+        ("一只黑色的狗在草地上奔跑。", "一只狗在草地上跑", "两辆红色公交车停在路边"),
+        ("草の上を犬が走っている。", "犬が草の上を走る", "赤いバスが止まった"),
+        ("สุนัขวิ่งบนหญ้า", "สุนัขกำลังวิ่งบนสนามหญ้า", "รถเมล์สีแดง"),
+        ("개가 잔디 위를 달린다.", "개가 잔디 위를 달리고 있다", "빨간 버스가 서 있다"),
+        ("एक कुत्ता घास पर दौड़ता है", "कुत्ता घास पर दौड़ रहा है", "लाल बस रुकी"),
+    ],
+)
+def test_captions_of_every_script_overlap(said: str, reference: str, other: str) -> None:
+    right, wrong = (
+        caption.score(said, {"references": [text]}, correct_from=0.4) for text in (reference, other)
+    )
+    assert right.correct and min(right.parts.values()) > 0.4
+    assert right.reward > 2 * wrong.reward and not wrong.correct
+    same = caption.score(f"{reference}。", {"references": [reference]})
+    assert same.parts == pytest.approx({"rouge": 1.0, "keywords": 1.0})
+
+
+def test_words_of_scripts_without_spaces_are_unicode_s() -> None:
+    assert tokens("一只iPhone手机\uff0c1.5米") == ["一", "只", "iphone", "手", "机", "1.5", "米"]
+    assert tokens("コーヒーが") == ["コーヒー", "が"]
+    assert tokens("개가 Côte-d'Ivoire") == ["개가", "cote-d'ivoire"]
+
+
+def test_a_keyword_of_a_row_is_found_in_any_case_and_of_several_words() -> None:
+    row = {"references": ["x"], "keywords": ["Fire truck", "消防车"]}
+    for said, share in (
+        ("Two fire trucks", 0.5),
+        ("a truck on fire", 0.0),
+        ("一辆红色的消防车", 0.5),
+    ):
+        assert caption.score(said, row, weights={"keywords": 1.0}).reward == share

@@ -66,28 +66,56 @@ def test_a_reward_model_sees_the_image_and_its_rating_is_a_share(
 @pytest.mark.parametrize(
     ("said", "reward"),
     [
-        ("12", 1.0),
-        ("-3", 0.0),
         ("0", 0.0),
+        ("10", 1.0),
+        ("\uff18", 0.8),
         ("10/10", 1.0),
         ("7 out of 10.", 0.7),
         ("**7**", 0.7),
         ("On a scale of 0 to 10 I hesitate. Score: 7", 0.7),
         ("Score: 3. No, **Rating:** 7/10", 0.7),
         ('{"score": 7}', 0.7),
+        ("Rating: 8", 0.8),
+        ("Score: 7, with 3 errors", 0.7),
+        ("\u8bc4\u5206\uff1a8\uff0f10", 0.8),
+        ("<think>Score: 3, perhaps 4.</think>\n8", 0.8),
+        ("Score: 3, perhaps 4.</think>8", 0.8),
+        ("<think>" + "3 or 4. " * 1000 + "</think>" + " " * 1000 + "8" + " " * 1000, 0.8),
     ],
 )
-def test_a_rating_stays_within_its_scale(said: str, reward: float) -> None:
+def test_a_rating_is_a_share_of_its_scale(said: str, reward: float) -> None:
     with FakeService({"choices": [{"message": {"content": said}}]}) as service:
         assert score(by_model(service)).reward == reward
 
 
 @pytest.mark.parametrize(
-    "said", ["On a scale of 0 to 10, I would say 7", "7 or 8", "none", "", None, [7], "v2.1b"]
+    "said",
+    [
+        *("On a scale of 0 to 10, I would say 7", "7 or 8", "none", "", None, [7], "v2.1b"),
+        *("12", "11/10", "-3", "\u22123", "Score: 70", "Rating: -1", "10.5"),
+        *("NaN", "Score: nan", "inf", "-inf", "1e1"),
+        *("4/5", "Score: 4/5", "Score: 8 out of 100", "80%", "8%", "Score: 8%"),
+        *("Score: 7-8", "Score: 7 to 8", "Score: 7 or 8", "Score: 7,5"),
+        *("<think>8", "<think>Score: 8</think>", "<think>8</think>I cannot say."),
+    ],
 )
-def test_a_rating_that_is_not_one_number_is_a_failure(said: Any) -> None:
+def test_a_rating_that_is_not_one_number_on_the_scale_is_a_failure(said: Any) -> None:
     with FakeService({"choices": [{"message": {"content": said}}]}) as service:
         assert score(by_model(service)).failure == "remote"
+
+
+def test_a_rating_in_percent_is_one_on_a_scale_of_a_hundred() -> None:
+    with FakeService({"choices": [{"message": {"content": "Score: 80%"}}]}) as service:
+        assert score(by_model(service, scale=100)).reward == 0.8
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter", "abort"])
+def test_an_answer_that_did_not_end_is_no_rating(reason: str) -> None:
+    cut = {"message": {"content": "8"}, "finish_reason": reason}
+    with FakeService({"choices": [cut]}) as service:
+        assert score(by_model(service)) == Score(0.0, False, failure="remote")
+        service.answer = {"choices": [cut | {"finish_reason": "stop"}]}
+        assert score(by_model(service)).reward == 0.8
 
 
 def test_a_service_that_is_busy_is_asked_again_when_it_says(

@@ -35,6 +35,11 @@ def test_exact_match(response: str, correct: bool) -> None:
         ('{"answer": "80", "unit": "cm"}', "80", 0.9),
         ('{"answer": 80}', "80", 0.9),
         ('{"answer": "8", "other": 80}', "80", 0.0),
+        (r"\boxed{}", "80", 0.0),
+        (r"\boxed{80}, no: \boxed{81", "80", 1.0),
+        (r"<think>\boxed{80}</think>", "80", 0.0),
+        (r"<think>\boxed{81}</think>Answer: 80", "80", 0.9),
+        ("\\boxed{\uff18\uff10}", "80", 1.0),
     ],
 )
 def test_boxed_takes_the_last_answer_and_rewards_the_form(
@@ -88,6 +93,9 @@ HOSTILE = {
     "power": "r'\\boxed{9**9**9}'",
     "exponent": "r'\\boxed{1e999999999}'",
     "open boxes": "r'\\boxed{' * 200_000",
+    "closed boxes": r"'\\boxed{' * 100_000 + '}' * 100_000",
+    "pairs of boxes": r"'\\boxed{}' * 100_000",
+    "thoughts": "'<think>' * 150_000",
     "open answers": "'Answer:' * 200_000",
     "wide box": "r'\\boxed{' + '{' * 500_000 + '}' * 500_001",
     "spaces": "r'\\boxed' + ' ' * 1_000_000",

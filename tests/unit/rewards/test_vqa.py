@@ -1,5 +1,6 @@
 """Short answers of every kind: what is right, what is a guess too many."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -88,6 +89,9 @@ def test_kinds(response: str, row: dict[str, Any], correct: bool) -> None:
         ("The answer is 3.5", "3", False),
         ("<think>maybe 3</think> 4", "4", True),
         ("<think>4 or 3</think><answer> 4 </answer>", "4", True),
+        (r"<think>\boxed{4}</think> 3", "4", False),
+        ("<think><answer>4</answer></think> 3", "4", False),
+        ("<think>4", "4", False),
         ("3-4", "3", False),
         ("There aren\u2019t 5", "5", False),
         ("It isn\u02bct 5", "5", False),
@@ -263,3 +267,111 @@ def test_accuracy_is_told_by_kind_without_a_category() -> None:
         ("red", "blue", {"text": 0.0}),
     ):
         assert vqa.score(said, {"answer": answer}, right=2.0).parts == parts
+
+
+@pytest.mark.parametrize(
+    ("said", "other"),
+    [
+        ("A+", "A-"),
+        ("A+", "A"),
+        ("A-", "A"),
+        ("A\u2212", "A+"),
+        ("O+", "O-"),
+        ("C#", "C"),
+        ("C++", "C"),
+        ("C#", "C++"),
+        ("B\u266d", "B"),
+        ("<", ">"),
+        ("+", "-"),
+        ("+", "#"),
+        ("?", "!"),
+        ("&", "%"),
+        ("$", "\u20ac"),
+        ("\u00a3", "\u00a5"),
+        ("<5", ">5"),
+        ("<5", "5"),
+        ("\u2264 5", "\u2265 5"),
+        ("\u00b15", "5"),
+        ("5+", "5"),
+        ("5%", "5\u00b0"),
+        ("5%", "$5"),
+        ("$5", "\u20ac5"),
+        ("-$5", "$5"),
+        ("5 \u00b0C", "5 \u00b0F"),
+        ("-5", "5"),
+        ("$5-$10", "$5-$100"),
+        ("10\u00b2", "102"),
+        ("2\u00bd", "21/2"),
+        ("\u0e02\u0e32\u0e27", "\u0e02\u0e48\u0e32\u0e27"),  # Thai: white and news
+        ("\u304b\u304d", "\u304b\u304e"),  # Japanese: persimmon and key
+        ("\u0915\u093f", "\u0915\u0940"),  # vowel signs of Hindi
+    ],
+)
+def test_a_sign_that_tells_two_answers_apart_counts(said: str, other: str) -> None:
+    for text, gold in itertools.product((said, other), repeat=2):
+        for response in (text, f"The answer is {text}.", f"Answer: **{text}**"):
+            assert vqa.score(response, {"answer": gold}).correct is (text == gold), response
+
+
+@pytest.mark.parametrize(
+    ("response", "gold"),
+    [
+        ("The grade is A+.", "A+"),
+        ("(A-)", "A-"),
+        ("$5", "5"),
+        ("It costs $5.", "$5"),
+        ("$5$", "5"),
+        ("$C\\#$", "C#"),
+        ("5 %", "5%"),
+        ("5 percent", "5%"),
+        ("25 \u00b0C", "25\u00b0"),
+        ("25\u00bac", "25 \u00b0C"),
+        ("\u2103 25", "25"),
+        ("+5", "5"),
+        ("#5", "5"),
+        ("5", "#5"),
+        ("1200", "1,200"),
+        ("-$5", "-5"),
+        ("# Red", "red"),
+        ("### Yes", "yes"),
+        ("- red", "red"),
+        ("+ Yes", "yes"),
+        ("red - a nice one", "red a nice one"),
+        ("yes--it is", "yes"),
+        ("\u2705 Yes", "yes"),
+        ("-> 5", "5"),
+        ("dont walk", "don't walk"),
+        ("Don\u2019t walk", "dont walk"),
+        ("\uff15", "5"),
+        ("3\u53ea\u72d7", "3"),
+    ],
+)
+def test_signs_that_change_nothing_do_not_count(response: str, gold: str) -> None:
+    assert vqa.score(response, {"answer": gold}).correct
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "B\u3002",
+        "B\u3001\u5706",
+        "B\uff1a\u5706",
+        "B\uff0e\u5706\u5f62",
+        "\uff08B\uff09",
+        "\u3010B\u3011",
+        "\u300cB\u300d",
+        "\uff22",
+        "\uff22\u3002",
+        "B\uff0c\u56e0\u4e3a\u5b83\u662f\u5706\u7684",
+        "\u7b54\u6848\uff1aB\u3002",
+        "\u7b54\u6848\u662fB\u3002\u5b83\u662f\u5706\u7684",
+        "Answer\uff1aB\u3002",
+        "<answer>\uff22</answer>",
+    ],
+)
+def test_a_letter_before_chinese_punctuation_or_of_full_width_is_read(response: str) -> None:
+    for gold in "ABCD":
+        row = {"answer": gold, "category": "multiple_choice"}
+        assert vqa.score(response, row).correct is (gold == "B")
+    for two in ("A\uff0cB", "A\u3001B\u3001C", "A\u548cB"):
+        assert not vqa.score(two, {"answer": "A"}).correct

@@ -11,6 +11,7 @@ from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
+from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestTimedOut
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.groups import policy_trees, rollout_metrics
@@ -167,3 +168,29 @@ def test_a_response_that_was_cut_short_ends_its_episode_and_is_worth_its_words(
     (tried,) = play(processor, manager, honest, "vqa_retry", n=1, **tries)
     assert (cut.score.reward, tried.score.reward) == (-1.0, -0.25)
     assert (len(cut.responses), len(tried.responses)) == (1, 3) and cut.rewards[-1] == -1.0
+
+
+@pytest.mark.parametrize(("finish", "is_trained"), [("stop", True), ("length", False)])
+def test_a_response_ends_its_episode_at_another_stop_token_and_is_not_truncated(
+    processor: Processor, finish: str, is_trained: bool
+) -> None:
+    """As where it is cut short, it is scored; but its tokens are trained on, the last one too."""
+    other = processor.suppressed_ids[0]
+    settings: Any = SimpleNamespace(
+        mask_truncated=True, overlong_buffer=0, loss_aggregation="token_mean"
+    )
+
+    class Ending(Policy):
+        def respond(self) -> Response:
+            ids = (*self.processor.encode_answer(self.texts.pop(0))[:-1], other)
+            return Response(ids, tuple(-0.1 for _ in ids), finish, "0")
+
+    policy, manager = Ending(processor, "5"), graded(wrong=-1.0)
+    (episode,) = play(processor, manager, policy, "vqa_retry", n=1, max_turns=3)
+    assert len(episode.responses) == 1 and episode.rewards == [-1.0]
+    group = Group(processor.prompt(ROW), episodes=[episode])
+    (tree,) = policy_trees([group], settings, max_new_tokens=4)
+    _, response = tree.segments
+    assert response.token_ids[-1] == other and response.columns is not None
+    assert (response.columns.loss_weights > 0).tolist() == [is_trained] * len(response.token_ids)
+    assert rollout_metrics([group])["truncated_share"] == float(not is_trained)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megavlm.config.algorithm import GRPO
-from megavlm.training.policy_trainer import PolicyTrainer
+from megavlm.config.algorithm import GRPO, PPO
+from megavlm.training.policy_trainer import PolicyTrainer, start_kl
 
 
 def steps(settings: GRPO, measured: list[float]) -> list[float]:
@@ -38,3 +38,18 @@ def test_a_kl_that_is_not_finite_changes_nothing(measured: float) -> None:
 
 def test_without_a_target_it_stays() -> None:
     assert steps(GRPO(kl_coefficient=0.1), [0.5, 0.0]) == [0.1] * 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "coefficient"),
+    [({}, 0.13), ({"kl_coefficient": 0.2}, 0.2), ({"kl_target": None}, 0.1), ({"lam": 0.9}, 0.13)],
+)
+def test_a_resume_goes_on_with_the_adapted_one_unless_the_recipe_has_another(
+    changed: dict[str, Any], coefficient: float
+) -> None:
+    state: dict[str, float] = {}
+    settings = {"kl_coefficient": 0.1, "kl_target": 0.05}
+    start_kl(PPO(**settings), state)
+    state["kl_coefficient"] = 0.13
+    start_kl(PPO(**settings | changed), state)
+    assert state["kl_coefficient"] == coefficient

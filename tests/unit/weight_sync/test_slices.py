@@ -30,7 +30,7 @@ from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from tests.distributed.fork import launch
-from tests.fakes.engine import GlooEngine
+from tests.fakes.engine import GlooEngine, count_stores
 from tests.fakes.targets import FixedTargets
 from tests.levels import slow
 from tests.timeouts import scaled
@@ -236,6 +236,22 @@ def test_ranks_receive_their_slices_in_one_request_a_round(kind: str, stages: in
             assert report.bytes == 2 * sum(
                 4 * x.numel() for rank in stored(0) for x in rank.values()
             )
+
+
+def counted_pushes(*arguments: Any) -> int:
+    opened = count_stores()
+    assert not pushes(*arguments)["errors"]
+    return len(opened)
+
+
+def test_after_the_first_push_no_connection_is_opened() -> None:
+    """For each one torch looks up names of addresses, and a lost answer takes five seconds."""
+    found = []
+    for versions in ((4,), (4, 5, 6)):
+        with GlooEngine(shapes=SHAPES) as one, GlooEngine(shapes=SHAPES) as other:
+            stages = launch(2, counted_pushes, [one.url, other.url], versions, "distributed")
+            found.append([*stages, one.connections(), other.connections()])
+    assert found == [[2, 2, 4, 4]] * 2, "each rank listens on one and joins groups on another"
 
 
 @pytest.mark.parametrize("dies_at", [1, 3])

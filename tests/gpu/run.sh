@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Run a stage of the GPU kit, from the repository's root on a machine with a GPU:
+#   bash gpu/run.sh a        after `make gpu-a` where the packages came from
+#   bash tests/gpu/run.sh a  where everything is installed
+# Results are appended to $OUT/a.jsonl, or gpu/results/a.jsonl where OUT is not set.
+set -euo pipefail
+stage=${1:?usage: bash gpu/run.sh a|b|c|d}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+test -d megavlm || { echo "run this from the repository's root" >&2; exit 2; }
+if [ -f "$here/site.tar.xz" ]; then
+  site=$(mktemp -d)
+  tar -xJf "$here/site.tar.xz" -C "$site"
+  export PYTHONPATH="$site:$PWD"
+fi
+export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
+exec "${PYTHON:-python3}" -m tests.gpu.stage "$stage" "${OUT:-gpu/results}"
