@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -232,13 +233,14 @@ class Processor:
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self.eos_id]
 
     def _short_ids(self, row: Row) -> list[int]:
-        return self._ids(row, self._templated(_messages(row, self._system_prompt)))
+        return self._ids(row, self._templated(row, _messages(row, self._system_prompt)))
 
     def _next_ids(self, row: Row) -> list[int]:
         """Return the tokens from the end of a response to the start of the next one."""
         asked: dict[str, object] = {"role": "user", "content": "?"}
         replied: dict[str, object] = {"role": "assistant", "content": _RESPONSE}
-        text = self._templated([asked, replied, *_messages(row, None)]).rpartition(_RESPONSE)[2]
+        messages = [asked, replied, *_messages(row, None)]
+        text = self._templated(row, messages).rpartition(_RESPONSE)[2]
         end = self._tokenizer.decode([self.eos_id])
         if not text.startswith(end):
             raise ValueError(
@@ -247,13 +249,23 @@ class Processor:
             )
         return self._ids(row, text.removeprefix(end))
 
-    def _templated(self, messages: list[dict[str, object]]) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
-        )
+    def _templated(self, row: Row, messages: list[dict[str, object]]) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:  # e.g. of a system message that is not the first one
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ValueError(
+                f"{row.source}: the model's chat template refuses messages by {roles} ({error})"
+            ) from error
         return text
 
     def _ids(self, row: Row, text: str) -> list[int]:
+        try:
+            text.encode()  # the tokenizer raises TypeError
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{row.source}: the text is not Unicode ({error})") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         for token, items, kind in (
             (self.image_token_id, row.images, "image"),
