@@ -24,7 +24,7 @@ from megavlm.environments.base import Observation, Step
 from megavlm.environments.remote import make_environments
 from megavlm.inference.generation import Ask
 from megavlm.inference.protocol import Response
-from megavlm.inference.requests import RequestTimedOut
+from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, RewardFailure
 from megavlm.rewards.manager import RewardManager
@@ -222,8 +222,14 @@ class EpisodeRunner:
         """Play an episode from its first response, to its end or until a request times out."""
         await self._step(episode, response)
         with suppress(RequestTimedOut):
-            while episode.next_prompt is not None:
-                await self._step(episode, await ask(episode.next_prompt))
+            while (prompt := episode.next_prompt) is not None:
+                try:
+                    following = await ask(prompt)
+                except RequestRefused as error:
+                    failure = RewardFailure("remote", f"{self._name(prompt)}: {error}")
+                    episode.fail(self.reward_manager.failed(failure))
+                else:
+                    await self._step(episode, following)
 
     async def _step(self, episode: Episode, response: Response) -> None:
         text, prompt = self._processor.decode(response.token_ids), episode.next_prompt
