@@ -14,7 +14,7 @@ from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProces
 
 
 def install() -> None:
-    """Let SGLang count vision tokens, where it takes images alone and keeps the request's tokens."""
+    """Let SGLang count vision tokens where images are the only media and its tokens are kept."""
     load = BaseMultimodalProcessor.load_mm_data
 
     async def load_by_ids(
