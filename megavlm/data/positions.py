@@ -27,11 +27,13 @@ def mrope_positions(
     spans: in the order of their tokens; together they have all tokens in vision_token_ids.
 
     Text advances the three rows together. A span starts where the text before it ends: its rows
-    are the start plus the time, the line and the column of each merged patch. Text after a span
-    starts max(h, w) / merge_size later, which may be less than its number of tokens, and less than
-    its times. A response starts after the largest position of token_ids.
-    Source: get_rope_index of transformers' Qwen2VLModel, Qwen2_5_VLModel and Qwen3VLModel; the
-    next position is T plus the `mrope_position_deltas` that generate() continues with.
+    are the start plus the time, the line and the column of each merged patch. What follows a span,
+    text or a response, starts after its largest position of the three, which for a long video is a
+    time.
+    Source: get_rope_index of the authors' fine-tuning code (qwen-vl-finetune/qwenvl/data/rope2d.py
+    of QwenLM/Qwen2.5-VL), of transformers 4 and of SGLang. transformers 5.3 and later starts text
+    after a span max(h, w) / merge_size later, which is less for a long video of Qwen2-VL and
+    Qwen2.5-VL and the same for all else.
     """
     vision = torch.isin(token_ids, torch.tensor(list(vision_token_ids)))
     index = vision.nonzero().flatten()
@@ -43,17 +45,19 @@ def mrope_positions(
     first, last = index[ends - counts], index[ends - 1]
     assert torch.equal(last - first, counts - 1), "a span's tokens must be consecutive"
 
+    # transformers multiplies in float32 too.
+    steps = torch.tensor([item.time_step for item in spans], dtype=torch.float32)
+    duration = ((t - 1) * steps).long() + 1
+
     # A text token advances by one, a span by its size at its last token. The sum over the tokens
     # before is a text token's position, and for each token of a span the start of the span.
     advance = (~vision).long()
-    advance[last] = torch.maximum(h, w)
+    advance[last] = torch.maximum(torch.maximum(h, w), duration)
     positions = (advance.cumsum(0) - advance).repeat(3, 1)
 
     span = torch.arange(len(spans)).repeat_interleave(counts)
     patch = torch.arange(len(index)) - (ends - counts)[span]
     frame, line, column = patch // (h * w)[span], patch // w[span] % h[span], patch % w[span]
-    # transformers multiplies in float32 too.
-    steps = torch.tensor([item.time_step for item in spans], dtype=torch.float32)
     positions[:, index] += torch.stack([(frame * steps[span]).long(), line, column])
     return positions, int(positions.max()) + 1
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -131,7 +132,7 @@ class Processor:
         for ids in named:
             if ids is not None:
                 stops.update(ids if isinstance(ids, list) else [ids])
-        written = self._tokenizer(self._after_response([]), add_special_tokens=False)["input_ids"]
+        written = self._tokenizer(self._after_response(str(folder), []), add_special_tokens=False)["input_ids"]
         end = written[0] if written and written[0] in stops else self._tokenizer.eos_token_id
         return end, tuple(sorted(stops))
 
@@ -257,11 +258,11 @@ class Processor:
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self.eos_id]
 
     def _short_ids(self, row: Row) -> list[int]:
-        return self._ids(row, self._templated(_messages(row, self._system_prompt)))
+        return self._ids(row, self._templated(row.source, _messages(row, self._system_prompt)))
 
     def _next_ids(self, row: Row) -> list[int]:
         """Return the tokens from the end of a response to the start of the next one."""
-        text = self._after_response(_messages(row, None))
+        text = self._after_response(row.source, _messages(row, None))
         end = self._tokenizer.decode([self.eos_id])
         if not text.startswith(end):
             raise ValueError(
@@ -270,19 +271,30 @@ class Processor:
             )
         return self._ids(row, text.removeprefix(end))
 
-    def _after_response(self, following: list[dict[str, object]]) -> str:
+    def _after_response(self, source: str, following: list[dict[str, object]]) -> str:
         """Return the template's text from the end of a response on."""
         asked: dict[str, object] = {"role": "user", "content": "?"}
         replied: dict[str, object] = {"role": "assistant", "content": _RESPONSE}
-        return self._templated([asked, replied, *following]).rpartition(_RESPONSE)[2]
+        return self._templated(source, [asked, replied, *following]).rpartition(_RESPONSE)[2]
 
-    def _templated(self, messages: list[dict[str, object]]) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
-        )
+    def _templated(self, source: str, messages: list[dict[str, object]]) -> str:
+        """Return the text of messages. source: what they come from, for errors."""
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:  # e.g. of a system message that is not the first one
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ValueError(
+                f"{source}: the model's chat template refuses messages by {roles} ({error})"
+            ) from error
         return text
 
     def _ids(self, row: Row, text: str) -> list[int]:
+        try:
+            text.encode()  # the tokenizer raises TypeError
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{row.source}: the text is not Unicode ({error})") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         for token, items, kind in (
             (self.image_token_id, row.images, "image"),

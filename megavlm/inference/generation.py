@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from megavlm.inference.requests import (
     Request,
     RequestFailed,
     RequestLimits,
+    RequestRefused,
     RequestTimedOut,
     make_requests,
 )
@@ -48,9 +49,10 @@ class GenerationBatch:
     rest is aborted. follow: runs for each of the first `wanted` groups that are complete, while
     others are generated; what it asks is appended to prompts and groups. skip_timed_out: a group
     whose request times out in all attempts stays empty, and is followed without responses; a next
-    turn raises RequestTimedOut where it was asked. show: called with a line
-    about how far it is. beat: called with each answer. loads: slots taken by server, and peers:
-    what runs now; both are shared by batches that run at the same time.
+    turn raises RequestTimedOut where it was asked. A next turn that a server refuses always raises
+    RequestRefused there. show: called with a line about how far it is. beat: called with each
+    answer. loads: slots taken by server, and peers: what runs now; both are shared by batches that
+    run at the same time.
     """
 
     prompts: list["Prompt"]
@@ -242,6 +244,10 @@ class GenerationBatch:
                 self.routing.request_failed(address.url, str(error))
                 self._retry(request, address, str(error), isinstance(error, RequestTimedOut))
                 continue
+            except RequestRefused as error:
+                if not self._drop_sampled(request, address, error):
+                    raise
+                continue
             if others := self._other_versions(answers, request):
                 reason = (
                     f"{address.url} answers with weight versions {others} instead of "
@@ -314,6 +320,22 @@ class GenerationBatch:
             else:
                 self._timed_out.add(place)
                 self._start_follower(place, [])
+
+    def _drop_sampled(self, request: Request, address: Address, error: RequestRefused) -> bool:
+        """Raise a refusal where a next turn was asked, and begin a continued group anew. Returns
+        False for a request without sampled tokens.
+        """
+        (place, *_) = request.places
+        if place in self._asked:
+            self.groups[place] = []
+            self._asked.pop(place).set_exception(error)
+        elif request.begun:
+            self.groups[place] = []
+            self._retry(replace(request, begun=()), address, str(error))
+        else:
+            return False
+        self.routing.answered(address.url)
+        return True
 
     def _other_versions(self, answers: list[list[Response]], request: Request) -> list[str]:
         """Return the weight versions of new tokens that are not the required one."""

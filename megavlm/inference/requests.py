@@ -76,6 +76,12 @@ class RequestTimedOut(RequestFailed):
     """An attempt whose answer did not come in time."""
 
 
+class RequestRefused(RolloutRequestError):
+    """A request that a server answered with HTTP 400. If it holds sampled tokens, these may be why:
+    they spell what the server takes for an image, or are too many.
+    """
+
+
 @dataclass(eq=False)
 class Request:
     """Request for n new responses to each of `prompts`, or for the rest of one prompt's `begun`.
@@ -142,7 +148,8 @@ class Request:
                         reason = f"its body took more than {limits.body:g} s"
                         raise RequestTimedOut(reason) from error
             if reply.is_client_error:
-                raise RolloutRequestError(
+                refused = RequestRefused if reply.status_code == 400 else RolloutRequestError
+                raise refused(
                     f"{url} returned HTTP {reply.status_code} for the request of {self.source}: "
                     f"{reply.text[:500]}"
                 )

@@ -136,7 +136,8 @@ def main() -> None:
     atexit.register(gc.unfreeze)
     gc.disable()
     importlib.import_module("sglang.srt.entrypoints.http_server")
-    importlib.import_module("megavlm_images").install()
+    for support in ("megavlm_images", "megavlm_prompts"):
+        importlib.import_module(support).install()
     gc.freeze()
     gc.enable()
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -1,6 +1,7 @@
 """Rewards of a response: one or several weighted ones, and the policy for those that fail."""
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from megavlm.rewards import registry
 from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
 from megavlm.rewards.pool import RewardPool
 from megavlm.rewards.remote import RemoteOptions, RemoteReward
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class RewardManager:
         RewardStop if it says stop.
         """
         self.failures[failure.kind] += 1
+        if self.failures[failure.kind] == 1:
+            logger.warning("first failure of its kind, counted as reward_failures: %s", failure)
         if self._settings.on_failure == "stop":
             raise RewardStop(
                 f"a reward failed ({failure}), and reward.on_failure=stop: repair it, or set "

@@ -16,7 +16,7 @@ from functools import partial
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
-from megavlm.data.chat import IMAGE_PLACEHOLDER, Message
+from megavlm.data.chat import IMAGE_PLACEHOLDER, ROLES, Message
 from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
@@ -24,7 +24,7 @@ from megavlm.environments.base import Observation, Step
 from megavlm.environments.remote import make_environments
 from megavlm.inference.generation import Ask
 from megavlm.inference.protocol import Response
-from megavlm.inference.requests import RequestTimedOut
+from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, RewardFailure
 from megavlm.rewards.manager import RewardManager
@@ -222,8 +222,14 @@ class EpisodeRunner:
         """Play an episode from its first response, to its end or until a request times out."""
         await self._step(episode, response)
         with suppress(RequestTimedOut):
-            while episode.next_prompt is not None:
-                await self._step(episode, await ask(episode.next_prompt))
+            while (prompt := episode.next_prompt) is not None:
+                try:
+                    following = await ask(prompt)
+                except RequestRefused as error:
+                    failure = RewardFailure("remote", f"{self._name(prompt)}: {error}")
+                    episode.fail(self.reward_manager.failed(failure))
+                else:
+                    await self._step(episode, following)
 
     async def _step(self, episode: Episode, response: Response) -> None:
         text, prompt = self._processor.decode(response.token_ids), episode.next_prompt
@@ -254,10 +260,10 @@ class EpisodeRunner:
         return is_whole and not vision and len(episode.responses) + 1 < self._settings.max_turns
 
     def _next_prompt(self, prompt: Prompt, response: Response, step: Step) -> Prompt:
-        """Return the prompt of the next turn. Raises RewardFailure for an unusable image."""
+        """Return the prompt of the next turn. Raises RewardFailure for an unusable observation."""
         name = self._name(prompt)
         if step.observation is None:
-            raise ValueError(f"{name}: a step that is not done has no observation")
+            raise RewardFailure("value", f"{name}: a step that is not done has no observation")
         row = self._next_row(prompt.row, step.observation)
         try:
             following = self._processor.next_turn(prompt, response.token_ids, row)
@@ -265,29 +271,48 @@ class EpisodeRunner:
             raise RewardFailure("value", f"{name}: {error}") from error
         added = len(following.token_ids) - len(prompt.token_ids) - len(response.token_ids)
         if added > self._settings.max_observation_tokens:
-            raise ValueError(
+            raise RewardFailure(
+                "value",
                 f"{name}: an observation has {added} tokens, more than "
                 f"environment.max_observation_tokens={self._settings.max_observation_tokens}: "
-                "raise it, or show less"
+                "raise it, or show less",
             )
         return following
 
     def _next_row(self, base: Row, observation: Observation) -> Row:
+        """Return a row of the observation. An <image> in one without images is plain text: the
+        environment may repeat the policy's words. Raises RewardFailure for any other form than
+        Observation's.
+        """
         messages = tuple(Message(m["role"], m["content"]) for m in observation.messages)
         images = tuple(observation.images)
-        marks = sum(message.text.count(IMAGE_PLACEHOLDER) for message in messages)
-        asked = [message.text for message in messages if message.role == "user"]
-        if not asked or marks not in (0, len(images)):
-            problem = f"{marks} <image> for {len(images)} images" if asked else "no user message"
-            raise ValueError(
+        if problem := _problem(messages, len(images)):
+            raise RewardFailure(
+                "value",
                 f"environment.name={self._settings.name}, {base.source}: an observation has "
-                f"{problem}; give it a message by the user, and an <image> for each image or none"
+                f"{problem}; give it a message by the user, and an <image> for each image or none",
             )
+        asked = [message.text for message in messages if message.role == "user"]
         alone = len(messages) == 1
         return replace(base, problem=asked[-1], images=images, messages=() if alone else messages)
 
     def _name(self, prompt: Prompt) -> str:
         return f"environment.name={self._settings.name}, {prompt.row.source}"
+
+
+def _problem(messages: Sequence[Message], num_images: int) -> str:
+    """Return why a policy cannot be shown the messages; "" if it can."""
+    for message in messages:
+        if message.role not in ROLES:
+            return f"the role {message.role!r:.40}, which is none of {', '.join(ROLES)}"
+        if not isinstance(message.text, str):
+            return f"the content {message.text!r:.80}, which is not text"
+    if not any(message.role == "user" for message in messages):
+        return "no user message"
+    marks = sum(message.text.count(IMAGE_PLACEHOLDER) for message in messages)
+    if num_images and marks not in (0, num_images):
+        return f"{marks} <image> for {num_images} images"
+    return ""
 
 
 def example(row: Row, system_prompt: str | None = None) -> Example:

@@ -46,6 +46,12 @@ class Episode:
         if following is None:
             self.environment = None  # it may hold images
 
+    def fail(self, score: Score) -> None:
+        """End the episode before its next turn, with the score of a failure beside its rewards."""
+        self.rewards[-1] += score.reward
+        self.score = replace(score, reward=sum(self.rewards))
+        self.next_prompt = self.environment = None
+
     @property
     def has_ended(self) -> bool:
         return self.next_prompt is None

@@ -13,6 +13,7 @@ from torch import Tensor
 from checkpoint_tools.export_hf import WriteOptions, export_hf
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Pack, join_targets, make_pack, prompt_tree
+from megavlm.data.positions import text_positions
 from megavlm.data.processor import Prompt
 from megavlm.models.registry import family
 from megavlm.parallel import platform
@@ -127,7 +128,9 @@ def _transformers_logits(
 
 
 def _inputs(prompt: Prompt, ids: Tensor, config: Any) -> dict[str, Tensor]:
-    """Return the inputs that transformers' processor makes of the prompt and an answer."""
+    """Return the inputs that transformers' processor makes of the prompt and an answer. With videos
+    also the positions, which transformers 5 counts otherwise (see mrope_positions).
+    """
     kinds = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id).long()
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}
     for is_video, patches, grids in (
@@ -139,4 +142,7 @@ def _inputs(prompt: Prompt, ids: Tensor, config: Any) -> dict[str, Tensor]:
             inputs[patches] = torch.cat([image.patches() for image in shown])
             inputs[grids] = torch.tensor([image.grid for image in shown])
     videos = [image for image in prompt.images if image.is_video]
+    if videos:
+        answer = text_positions(ids.shape[1] - len(prompt.token_ids), prompt.next_position)
+        inputs["position_ids"] = torch.cat([prompt.positions, answer], dim=1)[:, None]
     return inputs | family(config.model_type).extra_inputs(videos)

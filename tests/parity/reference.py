@@ -87,9 +87,10 @@ class Reference:
             if chosen:
                 inputs[patches] = torch.cat([image.patches() for image in chosen])
                 inputs[grids] = torch.tensor([image.grid for image in chosen])
-        seconds = [p.seconds_per_grid for p in prompt.images if p.is_video]
-        if seconds and self.config.model_type == "qwen2_5_vl":
-            inputs["second_per_grid_ts"] = torch.tensor(seconds)
+        if any(image.is_video for image in prompt.images):
+            # transformers 5 continues after a video otherwise (see mrope_positions).
+            after = text_positions(ids.shape[1] - len(prompt.token_ids), prompt.next_position)
+            inputs["position_ids"] = torch.cat([prompt.positions, after], dim=1)[:, None]
         return inputs
 
 

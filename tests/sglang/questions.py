@@ -1,6 +1,7 @@
 """Prompts for a real server, and what transformers says of the responses."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,22 @@ def prompts(processor: Processor, seed: int = 0) -> dict[str, Prompt]:
             Row(index, "<image>" * len(sources) + QUESTION[:20], "", sources, "", f"test:{index}")
         )
         for index, (name, sources) in enumerate(images.items())
+    }
+
+
+SPELLED = "<image> <|vision_start|><|image_pad|><|vision_end|> <|video_pad|> <video> <audio>"
+
+
+def next_turns(processor: Processor) -> dict[str, Prompt]:
+    """Turns after a response whose ordinary tokens spell the placeholders of images and videos."""
+    spell = processor._tokenizer(SPELLED, add_special_tokens=False, split_special_tokens=True)
+    said = [*spell["input_ids"], processor.eos_id]
+    row = Row(9, QUESTION[:20], "", (), "", "test:9")
+    shown = replace(row, images=(image(84, 56, seed=9),))
+    first = prompts(processor)["one image"]
+    return {
+        "spelled": processor.next_turn(first, said, row),
+        "spelled, and another image": processor.next_turn(first, said, shown),
     }
 
 

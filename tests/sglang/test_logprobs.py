@@ -9,7 +9,7 @@ from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Sampling
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
-from tests.sglang.questions import largest_difference, prompts
+from tests.sglang.questions import largest_difference, next_turns, prompts
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
@@ -42,7 +42,7 @@ def test_logprobs(servers: Callable[[str], Served], family: str, temperature: fl
     """In one batch, so that an order mixed up between prompts shows; lengths are checked inside."""
     served = servers(family).restore()
     reference = Reference(served.folder)
-    by_name = prompts(served.processor)
+    by_name = prompts(served.processor) | next_turns(served.processor)
     drawn = sampling(served, temperature)
     groups = served.client.generate(
         list(by_name.values()), n=3, sampling=drawn, weight_version=None

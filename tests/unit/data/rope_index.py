@@ -1,4 +1,4 @@
-"""transformers' own M-RoPE positions, without a model's weights."""
+"""M-RoPE positions of transformers and of SGLang, without a model's weights."""
 
 import importlib
 from types import SimpleNamespace
@@ -47,5 +47,39 @@ def rope_index(
         image_grid_thw=image_grids,
         video_grid_thw=video_grids,
         second_per_grid_ts=seconds_per_grid,
+    )
+    return positions[:, 0], int(delta) + len(token_ids)
+
+
+def sglang_rope_index(
+    family: str,
+    merge_size: int,
+    tokens_per_second: int,
+    tokens: tuple[int, int, int],
+    token_ids: Tensor,
+    image_grids: Tensor | None,
+    video_grids: Tensor | None,
+    seconds_per_grid: Tensor | None,
+) -> tuple[Tensor, int]:
+    """Positions [3, T] of token_ids [T] and the next position, as a server computes them.
+
+    tokens: ids of an image, a video, and the start of either.
+    """
+    define_torchvision_operators()
+    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+
+    image, video, start = tokens
+    positions, delta = MRotaryEmbedding.get_rope_index(
+        spatial_merge_size=merge_size,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        model_type=family,
+        tokens_per_second=tokens_per_second,
+        input_ids=token_ids[None],
+        image_grid_thw=image_grids,
+        video_grid_thw=video_grids,
+        # Of others, SGLang's processors give none.
+        second_per_grid_ts=seconds_per_grid if family == "qwen2_5_vl" else None,
     )
     return positions[:, 0], int(delta) + len(token_ids)

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,14 @@ def test_unmarked_images_come_before_the_first_text_of_the_user(
         ("user", "<image><image>What?"), ("assistant", "red"), ("user", "Is it?"), images=2
     )
     assert torch.equal(processor.prompt(unmarked).token_ids, processor.prompt(marked).token_ids)
+
+
+def test_messages_that_the_template_refuses_are_one_sentence(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template is Qwen3.5's, which takes a system message at the beginning only."""
+    processor = our_processor(folder_of("qwen3_5"))
+    template = resources.files("trl").joinpath("chat_templates", "qwen3_5_think.jinja").read_text()
+    monkeypatch.setattr(processor, "_template", template)
+    with pytest.raises(ValueError, match=r"chat\.jsonl:0: .* refuses messages by user, system"):
+        processor.prompt(row(("user", "What?"), ("system", "Be brief."), ("user", "What?")))

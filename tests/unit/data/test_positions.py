@@ -1,5 +1,8 @@
-"""mrope_positions equals transformers' get_rope_index, integer for integer, for every family."""
+"""mrope_positions equals the server's get_rope_index, integer for integer, for every family, and
+transformers' but for what follows a video of Qwen2-VL and Qwen2.5-VL.
+"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -8,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.data.positions import Span, mrope_positions, text_positions
-from tests.unit.data.rope_index import MODELS, rope_index
+from tests.unit.data.rope_index import MODELS, rope_index, sglang_rope_index
 
-TEXT, IMAGE, VIDEO = 1, 7, 8
+TEXT, START, IMAGE, VIDEO = 1, 5, 7, 8
+ONE_RUN = ("qwen2_vl", "qwen2_5_vl")  # families whose videos have no text between their frames
 
 
 @dataclass(frozen=True)
@@ -42,34 +46,37 @@ def reference(family: str, mix: Mix) -> tuple[torch.Tensor, int]:
 
 
 @st.composite
-def mixes(draw: st.DrawFn, family: str) -> Mix:
-    """Vision with text before, between and after; between is never empty (<|vision_end|>)."""
+def mixes(draw: st.DrawFn, family: str, rates: Sequence[int], *, videos: bool = True) -> Mix:
+    """Vision after its start token, with text before, between and after.
+
+    rates: tokens per second.
+    """
     merge_size = draw(st.sampled_from([1, 2, 3]))
-    tokens_per_second = draw(st.sampled_from([1, 2, 4, 25]))
-    size = st.integers(1, 6)
-    items = draw(st.lists(st.tuples(st.booleans(), size, size, size), max_size=5))
+    tokens_per_second = draw(st.sampled_from(rates))
+    size, is_video = st.integers(1, 6), st.booleans() if videos else st.just(False)
+    items = draw(st.lists(st.tuples(is_video, size, size, size), max_size=5))
     token_ids: list[int] = []
-    images, videos, seconds_per_grid, spans = [], [], [], []
+    images, clips, seconds_per_grid, spans = [], [], [], []
 
     def text(smallest: int) -> None:
         token_ids.extend([TEXT] * draw(st.integers(smallest, 5)))
 
     def vision(token_id: int, *new: Span) -> None:
         for span in new:
-            if token_ids and token_ids[-1] != TEXT:
-                text(1)
+            text(0)
+            token_ids.append(START)
             t, h, w = span.grid
             token_ids.extend([token_id] * (t * h * w // merge_size**2))
             spans.append(span)
 
     text(0 if items else 1)
-    for is_video, t, h, w in items:
+    for is_clip, t, h, w in items:
         h, w = h * merge_size, w * merge_size
-        if not is_video:
+        if not is_clip:
             images.append((1, h, w))
             vision(IMAGE, Span((1, h, w)))
             continue
-        videos.append((t, h, w))
+        clips.append((t, h, w))
         seconds = draw(st.floats(0.02, 4.0))
         seconds_per_grid.append(seconds)
         if family.startswith("qwen3"):
@@ -83,7 +90,7 @@ def mixes(draw: st.DrawFn, family: str) -> Mix:
     return Mix(
         torch.tensor(token_ids),
         images,
-        videos,
+        clips,
         seconds_per_grid,
         tokens_per_second,
         merge_size,
@@ -91,32 +98,65 @@ def mixes(draw: st.DrawFn, family: str) -> Mix:
     )
 
 
+def check_positions(mix: Mix, expected: torch.Tensor, expected_next: int) -> None:
+    positions, next_position = mrope_positions(
+        mix.token_ids, mix.spans, vision_token_ids=(IMAGE, VIDEO), merge_size=mix.merge_size
+    )
+    assert positions.dtype == torch.int64
+    assert torch.equal(positions, expected)
+    assert next_position == expected_next
+
+
 @pytest.mark.parametrize("family", MODELS)
 def test_equals_transformers(family: str) -> None:
-    @given(mixes(family))
+    @given(mixes(family, [1, 2, 4, 25], videos=family not in ONE_RUN))
     def check(mix: Mix) -> None:
-        expected, expected_next = reference(family, mix)
-        positions, next_position = mrope_positions(
-            mix.token_ids, mix.spans, vision_token_ids=(IMAGE, VIDEO), merge_size=mix.merge_size
-        )
-        assert positions.dtype == torch.int64
-        assert torch.equal(positions, expected)
-        assert next_position == expected_next
+        check_positions(mix, *reference(family, mix))
 
     check()
 
 
-def test_a_long_video_in_few_lines_has_later_times_than_the_text_after_it() -> None:
-    token_ids = torch.tensor([TEXT, *[VIDEO] * 5, TEXT])
+@pytest.mark.parametrize("family", MODELS)
+def test_equals_the_server(family: str) -> None:
+    """With powers of two, as the models have: SGLang multiplies in another order."""
+
+    @given(mixes(family, [1, 2, 4]))
+    def check(mix: Mix) -> None:
+        expected = sglang_rope_index(
+            family,
+            mix.merge_size,
+            mix.tokens_per_second,
+            (IMAGE, VIDEO, START),
+            mix.token_ids,
+            torch.tensor(mix.images) if mix.images else None,
+            torch.tensor(mix.videos) if mix.videos else None,
+            torch.tensor(mix.seconds_per_grid) if mix.videos else None,
+        )
+        check_positions(mix, *expected)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("grid", "time_step", "following"),
+    [
+        ((60, 28, 36), 2.0, 122),  # a minute: 59 * 2 + 1 after the start at 3
+        ((6, 4, 6), 1.0, 9),  # Qwen2-VL
+        ((1, 4, 6), 2.0, 6),
+        ((3, 20, 4), 2.0, 13),
+    ],
+)
+def test_text_after_a_video_starts_after_its_largest_position(
+    grid: tuple[int, int, int], time_step: float, following: int
+) -> None:
+    t, h, w = grid
+    token_ids = torch.tensor([TEXT, TEXT, START, *[VIDEO] * (t * h * w // 4), TEXT])
     positions, next_position = mrope_positions(
-        token_ids, [Span((5, 2, 2), 2.5)], vision_token_ids=[VIDEO], merge_size=2
+        token_ids, [Span(grid, time_step)], vision_token_ids=[VIDEO], merge_size=2
     )
-    assert positions.tolist() == [
-        [0, 1, 3, 6, 8, 11, 2],
-        [0, 1, 1, 1, 1, 1, 2],
-        [0, 1, 1, 1, 1, 1, 2],
-    ]
-    assert next_position == 12
+    assert positions[:, -1].tolist() == [following] * 3
+    assert next_position == following + 1
+    assert int(positions[:, :-1].max()) == following - 1
 
 
 def test_a_response_continues_where_transformers_would() -> None:

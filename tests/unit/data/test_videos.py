@@ -1,4 +1,4 @@
-"""Prompts with videos equal AutoProcessor's and get_rope_index's, in every family."""
+"""Prompts with videos equal AutoProcessor's, and their positions SGLang's, in every family."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
 from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
 from megavlm.models.registry import FAMILIES
-from tests.unit.data.rope_index import rope_index
+from tests.unit.data.rope_index import sglang_rope_index
 from tests.unit.data.samples import auto_processor, encode, image, our_processor
 from tests.unit.data.test_image_decoding import bomb
 
@@ -106,15 +106,13 @@ def test_prompt_equals_autoprocessor(
             assert torch.equal(torch.cat([item.patches() for item in items]), expected[values])
             assert [list(item.grid) for item in items] == expected[grids].tolist()
 
-    vision = AutoConfig.from_pretrained(folder).vision_config
-    given = {"spatial_merge_size": vision.spatial_merge_size}
-    if family == "qwen2_5_vl":
-        given["tokens_per_second"] = vision.tokens_per_second
-    positions, next_position = rope_index(
+    config = AutoConfig.from_pretrained(folder)
+    positions, next_position = sglang_rope_index(
         family,
-        given,
+        config.vision_config.spatial_merge_size,
+        getattr(config.vision_config, "tokens_per_second", 1),
+        (config.image_token_id, config.video_token_id, config.vision_start_token_id),
         expected["input_ids"][0],
-        expected["mm_token_type_ids"][0],
         expected.get("image_grid_thw"),
         expected.get("video_grid_thw"),
         expected.get("second_per_grid_ts"),

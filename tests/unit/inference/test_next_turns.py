@@ -1,14 +1,15 @@
 """What follows a complete group while others are generated: order of events, refits, and errors."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megavlm.inference.client import RolloutClient
-from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.protocol import Response, Sampling
-from megavlm.inference.requests import RequestLimits, RequestTimedOut
+from megavlm.inference.errors import RolloutRequestError, RolloutServerError
+from megavlm.inference.protocol import ABORT, Response, Sampling, VersionSpan
+from megavlm.inference.requests import RequestLimits, RequestRefused, RequestTimedOut
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer
 from tests.unit.inference.prompts import make_prompt
@@ -141,6 +142,38 @@ def test_a_next_turn_that_times_out_raises_where_it_was_asked() -> None:
         with pytest.raises(RolloutServerError, match=r"raise rollout\.request_timeout"):
             client.generate([make_prompt(first_id=1)], **arguments)
     assert len(told) == 1 and "4 attempts" in told[0]
+
+
+def test_a_next_turn_that_is_refused_raises_where_it_was_asked() -> None:
+    """Its tokens may be why. A first turn that is refused ends the generation."""
+    told: list[str] = []
+    with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
+        fake.refused["/generate"] = {2}
+
+        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+            try:
+                await ask(make_prompt(first_id=9))
+            except RequestRefused as error:
+                told.append(str(error))
+            assert (await ask(make_prompt(first_id=8))).token_ids == (8, 0)
+
+        arguments: Any = {"n": 1, "sampling": SAMPLING, "follow": follow}
+        (group,) = client.generate([make_prompt(first_id=1)], **arguments)
+        assert len(group) == 1 and len(told) == 1 and "HTTP 400" in told[0]
+        fake.refused["/generate"] = {4}
+        with pytest.raises(RolloutRequestError, match="HTTP 400"):
+            client.generate([make_prompt(first_id=1)], **arguments)
+
+
+def test_a_continuation_that_is_refused_begins_anew() -> None:
+    whole = Response((1, 5), (-0.1, -0.2), "stop", "1", (VersionSpan("1", 0, 2),))
+    cut = replace(whole, finish=ABORT)
+    with FakeServer("400") as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
+        prompts = [make_prompt(first_id=1)]
+        (group,) = client.generate(prompts, n=2, sampling=SAMPLING, begun=[[whole, cut]])
+        asked = [len(body["input_ids"][0]) for body in fake.bodies("/generate")]
+    assert [response.token_ids for response in group] == [(1, 0), (1, 1)]
+    assert asked == [5, 3], "with its tokens, then without"
 
 
 def test_only_what_timed_out_is_left_out() -> None:

@@ -45,19 +45,57 @@ def test_a_step_that_fails_is_scored_by_policy(
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [
-        ("other starts", "different observations"),
         ("no observation", "has no observation"),
         ("long", "environment.max_observation_tokens=256"),
         ("no user", "no user message"),
-        ("placeholder", "1 <image> for 0 images"),
+        ("role", "the role 'robot'"),
+        ("part", "the content .*is not text"),
+        ("surrogate", "surrogates"),
+        ("vision token", "the model's own image token"),
+        ("placeholder", "2 <image> for 1 images"),
     ],
 )
-def test_a_broken_interface_is_one_sentence(
+def test_an_observation_that_cannot_be_shown_costs_its_episode(
     processor: Processor, manager: RewardManager, fault: str, problem: str
 ) -> None:
-    policy = Policy(processor, "3", "3")
-    with pytest.raises(ValueError, match=problem):
-        play(processor, manager, policy, FAULTY, max_turns=2, options={"fault": fault})
+    settings: dict[str, Any] = {"max_turns": 2, "options": {"fault": fault}, "n": 1}
+    (episode,) = play(processor, manager, Policy(processor, "3"), FAULTY, **settings)
+    assert (episode.score.reward, episode.score.failure) == (0.0, "value")
+    with pytest.raises(RewardStop, match=rf"environment.name={FAULTY}, rows:5: .*{problem}"):
+        play(processor, fails("stop"), Policy(processor, "3"), FAULTY, **settings)
+
+
+def test_an_image_mark_in_an_observation_without_images_is_text(
+    processor: Processor, manager: RewardManager
+) -> None:
+    policy = Policy(processor, "the <image> shows 3", "3")
+    play(processor, manager, policy, FAULTY, n=1, max_turns=2, options={"fault": "echo"})
+    (start,), (again,) = policy.asked[0][0], policy.asked[1][0]
+    assert [image.key for image in again.images] == [start.images[0].key]
+    assert processor.decode(again.token_ids.tolist()).count("the <image> shows 3") == 2
+
+
+def test_an_environment_without_one_start_for_a_group_is_one_sentence(
+    processor: Processor, manager: RewardManager
+) -> None:
+    policy, options = Policy(processor, "3", "3"), {"fault": "other starts"}
+    with pytest.raises(ValueError, match="different observations"):
+        play(processor, manager, policy, FAULTY, max_turns=2, options=options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"), [("starts as a tool", "no user message"), ("starts as robot", "robot")]
+)
+def test_a_start_that_cannot_be_shown_leaves_its_prompt_out(
+    processor: Processor, fault: str, problem: str
+) -> None:
+    options: dict[str, Any] = {"options": {"fault": fault}}
+    prompt = processor.prompt(ROW)
+    playing = episode_runner(processor, fails("zero"), FAULTY, **options)
+    assert playing.start([Group(prompt)], 2) == [] and playing.skipped == {"bad": 1}
+    with pytest.raises(ValueError, match=f"none of 1000 prompts .*rows:5.*{problem}"):
+        playing.start_or_replace([Group(prompt)], 1, lambda n: [prompt] * 250)
+    playing.close()
 
 
 def test_a_user_s_environment_scores_itself_and_starts_as_it_likes(

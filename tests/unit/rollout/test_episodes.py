@@ -12,12 +12,13 @@ from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response
-from megavlm.inference.requests import RequestTimedOut
+from megavlm.inference.requests import RequestRefused, RequestTimedOut
+from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.groups import policy_trees, rollout_metrics
 from megavlm.rollout.trajectory import Group, group_tree
 from tests.columns import columns
-from tests.unit.rollout.scripted import ROW, Policy, episode_runner, graded, play
+from tests.unit.rollout.scripted import ROW, Policy, episode_runner, fails, graded, play
 
 TWO_TURNS: dict[str, Any] = {"max_turns": 2, "max_observation_tokens": 64}
 
@@ -76,6 +77,26 @@ def test_an_episode_whose_next_request_times_out_ends_unplayed(
     policy = Unanswered(processor, "5", "3")
     first, second = play(processor, manager, policy, "vqa_retry", **TWO_TURNS)
     assert not first.has_ended and second.has_ended, "the other one was right at once"
+
+
+def test_an_episode_whose_next_request_is_refused_fails_with_its_rewards(
+    processor: Processor,
+) -> None:
+    """The server may take the policy's own words for an image, or find them too many."""
+
+    class Refused(Policy):
+        async def ask(self, prompt: Any) -> Any:
+            raise RequestRefused("HTTP 400")
+
+    manager = graded()
+    options: dict[str, Any] = {"options": {"fault": "endless"}, "max_turns": 2}
+    name = "user_environments:Faulty"
+    first, second = play(processor, manager, Refused(processor, "5", "3"), name, **options)
+    assert first.has_ended and second.has_ended
+    assert (first.score.reward, first.score.failure) == (0.1, "remote")
+    assert manager.failures == {"remote": 2}
+    with pytest.raises(RewardStop, match=r"rows:5: HTTP 400"):
+        play(processor, fails("stop"), Refused(processor, "5", "3"), name, **options)
 
 
 def test_the_whole_conversation_is_what_a_template_makes_of_it(

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 import time
+from typing import Any
 
 from megavlm.environments.base import Context, Observation, Step
 from megavlm.rewards.base import Example
@@ -26,6 +27,9 @@ class Faulty:
                 raise KeyError("as told")
             case "reset blocks":
                 time.sleep(1000)
+        if self.fault.startswith("starts as"):
+            role = "tool" if self.fault.endswith("tool") else "robot"
+            return Observation([{"role": role, "content": "How many?"}])
         if self.fault == "own start":
             return Observation([{"role": "user", "content": f"How many? {seed}"}])
         return Observation(row.messages, row.images)
@@ -63,8 +67,21 @@ class Faulty:
                 return Step(Observation(self.row.messages[-1:], self.row.images), 0.1, False)
             case "long":
                 return Step(Observation([{"role": "user", "content": "many " * 999}]), 0.0, False)
+            case "part":
+                content: Any = [{"type": "text", "text": "?"}]
+                return Step(Observation([{"role": "user", "content": content}]), 0.0, False)
+            case "role":
+                return Step(Observation([{"role": "robot", "content": "x"}]), 0.0, False)
+            case "surrogate":
+                return Step(Observation([{"role": "user", "content": "\ud83d"}]), 0.0, False)
+            case "vision token":
+                pad = {"role": "user", "content": "<|image_pad|>"}
+                return Step(Observation([pad]), 0.0, False)
+            case "echo":
+                return Step(Observation([{"role": "user", "content": text}]), 0.0, False)
             case "no user":
                 return Step(Observation([{"role": "tool", "content": "x"}]), 0.0, False)
             case "placeholder":
-                return Step(Observation([{"role": "user", "content": "<image>"}]), 0.0, False)
+                marked = {"role": "user", "content": "<image> or <image>?"}
+                return Step(Observation([marked], self.row.images), 0.0, False)
         return Step(None, 0.7, True, {"correct": True, "parts": {"seen": 1.0}})

@@ -1,0 +1,45 @@
+"""Prompts of token ids, in the first process of a server: a vision token alone stands for an image.
+
+SGLang decodes a request's tokens and counts the images in that text. Ordinary tokens that spell
+`<image>`, `<|image_pad|>` or `<|video_pad|>`, as a policy may sample them, count too, and its next
+turn is refused with HTTP 400. The text has no other use: transformers' processor tokenizes it
+again, and SGLang replaces the result by the request's own tokens. Here it consists of the
+placeholders of the request's vision tokens.
+"""
+
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
+
+
+def install() -> None:
+    """Let SGLang count vision tokens where images are the only media and its tokens are kept."""
+    load = BaseMultimodalProcessor.load_mm_data
+
+    async def load_by_ids(
+        self: Any,
+        prompt: Any,
+        multimodal_tokens: Any,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        **options: Any,
+    ) -> Any:
+        images, ids = image_data or [], None
+        if (
+            isinstance(prompt, list)
+            and not (video_data or audio_data)
+            and not any(isinstance(image, dict) for image in images)  # processed already
+            and prompt.count(multimodal_tokens.image_token_id) == len(images)
+            and envs.SGLANG_MM_AVOID_RETOKENIZE.get()
+        ):
+            ids, prompt = prompt, multimodal_tokens.image_token * len(images)
+        loaded = await load(
+            self, prompt, multimodal_tokens, image_data, video_data, audio_data, **options
+        )
+        if ids is not None:
+            loaded.input_ids = ids
+        return loaded
+
+    BaseMultimodalProcessor.load_mm_data = load_by_ids
