@@ -20,7 +20,7 @@ from megavlm.data.chat import IMAGE_PLACEHOLDER, Message
 from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
-from megavlm.environments.base import Observation, Step
+from megavlm.environments.base import ChatMessage, Observation, Step
 from megavlm.environments.remote import make_environments
 from megavlm.inference.generation import Ask
 from megavlm.inference.protocol import Response
@@ -273,7 +273,7 @@ class EpisodeRunner:
         return following
 
     def _next_row(self, base: Row, observation: Observation) -> Row:
-        messages = tuple(Message(m["role"], m["content"]) for m in observation.messages)
+        messages = tuple(_message(message) for message in observation.messages)
         images = tuple(observation.images)
         marks = sum(message.text.count(IMAGE_PLACEHOLDER) for message in messages)
         asked = [message.text for message in messages if message.role == "user"]
@@ -283,11 +283,16 @@ class EpisodeRunner:
                 f"environment.name={self._settings.name}, {base.source}: an observation has "
                 f"{problem}; give it a message by the user, and an <image> for each image or none"
             )
-        alone = len(messages) == 1
+        alone = messages == (Message("user", asked[-1]),)
         return replace(base, problem=asked[-1], images=images, messages=() if alone else messages)
 
     def _name(self, prompt: Prompt) -> str:
         return f"environment.name={self._settings.name}, {prompt.row.source}"
+
+
+def _message(message: ChatMessage) -> Message:
+    keys = {key: value for key, value in message.items() if key not in ("role", "content")}
+    return Message(message["role"], message["content"], keys)
 
 
 def example(row: Row, system_prompt: str | None = None) -> Example:
@@ -295,7 +300,7 @@ def example(row: Row, system_prompt: str | None = None) -> Example:
     messages = row.messages or (Message("user", row.problem),)
     if system_prompt is not None and messages[0].role != "system":
         messages = (Message("system", system_prompt), *messages)
-    chat = tuple({"role": m.role, "content": m.text} for m in messages)
+    chat = tuple({"role": m.role, "content": m.text, **m.keys} for m in messages)
     return Example(row.problem, row.answer, row.category, row.images, row.extra, chat)
 
 

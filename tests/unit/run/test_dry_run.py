@@ -103,7 +103,11 @@ def test_a_checkpoint_of_another_size(dry: DryRun, model: Path, tmp_path: Path) 
             ["data.max_prompt_tokens=5", "data.long_prompts=skip"],
             "data.train_files: none of 2 rows, evenly spread, can be used: ",
         ),
-        ([row(problem="<image><|image_pad|>")], [], "the text holds the model's own image token"),
+        (
+            [row(problem="<image><|image_pad|>")],
+            [],
+            "own_rows.parquet:0: 'problem' holds '<|image_pad|>', a control token",
+        ),
         (
             [row(problem="<image><|image_pad|>")],
             ["data.bad_samples=skip"],
