@@ -1,68 +1,291 @@
-"""Chat messages of a prompt, read from a column, with placeholders for their images."""
+"""Chats read from a column: messages with placeholders for their images, tool calls, and tools.
 
+Messages are in the form of transformers and OpenAI, {role, content}, or in ShareGPT's, {from,
+value}; the roles of ShareGPT and ms-swift for tools are read, too. Content is text, or parts in the
+forms of transformers ({type: image, image | url | path | base64: ...}), of OpenAI ({type:
+image_url, image_url: {url: ...}}, and input_text, input_image) and of qwen-vl-utils ({type: video,
+video: [FRAME, ...], sample_fps: ...}). Every key of a part is understood or refused.
+"""
+
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 IMAGE_PLACEHOLDER = "<image>"
 VIDEO_PLACEHOLDER = "<video>"
+
 ROLES = ("system", "user", "assistant", "tool")
+_ROLE_NAMES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
+_CALL_ROLES = ("tool_call", "function_call")  # their content is a call, or a list of them, as JSON
+_KINDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "video": "video",
+    "video_url": "video",
+}
+_SOURCES = ("bytes", "url", "path", "base64")
+_IMAGE_KEYS = ("image", "image_url", *_SOURCES)
+_VIDEO_KEYS = ("video", "video_url", *_SOURCES)
+# Hints to OpenAI's servers and caches, which change nothing of what is shown.
+_IGNORED = ("detail", "cache_control", "annotations")
+# Say whether the message is trained on: OpenAI's name, and ms-swift's.
+_TRAINED_KEYS = ("weight", "loss", "loss_scale")
 
 
 @dataclass(frozen=True)
 class Message:
-    """A chat message. `text` has a placeholder for each of its images and videos."""
+    """A chat message. `text` has a placeholder for each of its images and videos.
+
+    keys: further keys, which the chat template may read: tool_calls, reasoning_content, ...
+    is_trained: False for a message of the assistant that SFT does not learn.
+    """
 
     role: str
     text: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    is_trained: bool = True
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages and the images stored in them, in order and encoded as they are stored."""
+    """Messages, and the images and videos stored in them, in order and as they are stored.
+
+    num_bare: parts of each kind ("image", "video") whose item is in a column.
+    """
 
     messages: tuple[Message, ...]
     images: tuple[Any, ...] = ()
+    videos: tuple[Any, ...] = ()
+    num_bare: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Parts:
+    """Images and videos of the messages read so far.
+
+    num_bare: parts of each kind ("image", "video") whose item is in a column.
+    """
+
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    num_bare: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def count(self) -> int:
+        """Number of images and videos."""
+        return len(self.images) + len(self.videos) + self.num_bare.total()
+
+    def text(self, content: str | Sequence[Any], where: str) -> str:
+        """Return content as text with placeholders, and keep its images and videos.
+
+        Raises ValueError, beginning with `where`, for a part that is not understood.
+        """
+        parts = [content] if isinstance(content, str) else content
+        return "".join(self._part(part, where) for part in parts)
+
+    def _part(self, part: Any, where: str) -> str:
+        if isinstance(part, str):
+            return part
+        given = {} if not isinstance(part, Mapping) else _present(part)
+        named = given.pop("type", next((key for key in _KINDS if key in given), None))
+        kind = _KINDS.get(str(named))
+        if kind is None or (kind == "text" and not isinstance(given.get("text"), str)):
+            raise ValueError(
+                f"{where} has the part {part!r:.80}; its type must be text, image or video"
+            )
+        if kind == "text":
+            text = given.pop("text")
+        elif kind == "image":
+            text = self._image(given, where)
+        else:
+            text = self._video(given, where)
+        if given.get("text") == "":
+            del given["text"]
+        if given:
+            raise ValueError(
+                f"{where} has a part of type {kind} with the key {next(iter(given))!r}, which "
+                "is not read; remove it"
+            )
+        return text
+
+    def _image(self, given: dict[str, Any], where: str) -> str:
+        """Keep the image of a part, whose keys are taken out of `given`."""
+        index = given.pop("index", None)
+        if index is not None and index != len(self.images) + self.num_bare["image"]:
+            raise ValueError(
+                f"{where} has an image part with index={index!r:.80}; images are taken in order"
+            )
+        found = {key: given.pop(key) for key in _IMAGE_KEYS if key in given}
+        if not found:
+            self.num_bare["image"] += 1
+            return IMAGE_PLACEHOLDER
+        item = _item(found, where)
+        if isinstance(item, Mapping):
+            item = _present(item)
+            if unknown := item.keys() - set(_SOURCES):
+                raise ValueError(
+                    f"{where} has an image with the key {min(unknown)!r}; it must be one of "
+                    f"{', '.join(_SOURCES)}"
+                )
+            item = item["url"] if item.keys() == {"url"} else item
+        self.images.append(item)
+        return IMAGE_PLACEHOLDER
+
+    def _video(self, given: dict[str, Any], where: str) -> str:
+        """Keep the video of a part, whose keys are taken out of `given`."""
+        found = {key: given.pop(key) for key in _VIDEO_KEYS if key in given}
+        if not found:
+            self.num_bare["video"] += 1
+            return VIDEO_PLACEHOLDER
+        item = _item(found, where)
+        if isinstance(item, list):
+            rates = [given.pop(key) for key in ("sample_fps", "fps") if key in given]
+            item = {"frames": item, "fps": rates[0] if rates else None}
+        self.videos.append(item)
+        return VIDEO_PLACEHOLDER
 
 
 def read_chat(value: Sequence[Any]) -> Chat:
     """Read a list of {role, content}; content is text, or a list of parts.
 
-    A part is {type: text, text}, {type: image} or {type: video}, whose item is in the image or
-    video column, {type: image, image: IMAGE} or {type: image_url, image_url: {url: IMAGE}}.
-    Raises ValueError for anything else.
+    Calls are in `tool_calls` as in OpenAI's form, or a message of the role tool_call or
+    function_call. Raises ValueError for anything else.
     """
-    messages, images = [], list[Any]()
+    messages, parts = list[Message](), _Parts()
     for number, message in enumerate(value):
         where = f"message {number}"
         if not isinstance(message, Mapping):
             raise ValueError(f"{where} is {message!r:.80}; it must have a role and content")
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise ValueError(f"{where} has the role {role!r}; it must be one of {', '.join(ROLES)}")
-        parts = [content] if isinstance(content, str) else content
-        if not isinstance(parts, list):
-            raise ValueError(f"{where} has the content {content!r:.80}; it must be text or parts")
-        messages.append(Message(role, "".join(_part(part, where, images) for part in parts)))
+        before = parts.count
+        read = _message(message, where, parts)
+        if read.role == "assistant" and number == len(value) - 1 > 0 and parts.count > before:
+            raise ValueError(f"{where} is the answer, but it has an image or a video: remove that")
+        if _role(message) in _CALL_ROLES and messages and messages[-1].role == "assistant":
+            messages[-1] = _joined(messages[-1], read)
+        else:
+            messages.append(read)
     if not any(message.role == "user" for message in messages):
         raise ValueError("the messages have none by the user")
-    return Chat(tuple(messages), tuple(images))
+    return Chat(tuple(messages), tuple(parts.images), tuple(parts.videos), parts.num_bare)
 
 
-def _part(part: Any, where: str, images: list[Any]) -> str:
-    """Return a part as text. An image stored in it is appended to `images`."""
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    if kind == "video":
-        return VIDEO_PLACEHOLDER
-    if kind in ("image", "image_url"):
-        item = part.get(kind)
-        if isinstance(item, Mapping) and "url" in item:
-            item = item["url"]
-        if item is not None:
-            images.append(item)
-        return IMAGE_PLACEHOLDER
-    raise ValueError(f"{where} has the part {part!r:.80}; its type must be text, image or video")
+def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    """Read a list of tools as in OpenAI's form, or the functions alone; also as JSON text.
+
+    Raises ValueError for anything else.
+    """
+    tools = _from_json(value, "tools") if isinstance(value, str) and value.strip() else value
+    read = []
+    for tool in _listed(tools or []):
+        tool = _from_json(tool, "tools") if isinstance(tool, str) else tool
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"a tool is {tool!r:.80}; it must be a function with a name")
+        read.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return tuple(read)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return the value without the keys that are null, at any depth. Arrow adds them: all structs
+    of a column have the keys of each.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _role(message: Mapping[str, Any]) -> object:
+    return message.get("role", message.get("from"))
+
+
+def _message(message: Mapping[str, Any], where: str, parts: _Parts) -> Message:
+    role, content = _role(message), message.get("content", message.get("value"))
+    named = {"role", "content", "from", "value", *_TRAINED_KEYS}
+    keys = {k: v for k, v in message.items() if k not in named and v is not None and v != []}
+    is_trained = all(_is_trained(message.get(key), key, where) for key in _TRAINED_KEYS)
+    if role in _CALL_ROLES:
+        calls = _tool_calls(content, where)
+        return Message("assistant", "", {**keys, "tool_calls": calls}, is_trained)
+    role = _ROLE_NAMES.get(str(role), role)
+    if role not in ROLES:
+        raise ValueError(f"{where} has the role {role!r}; it must be one of {', '.join(ROLES)}")
+    if "tool_calls" in keys:
+        if role != "assistant":
+            raise ValueError(
+                f"{where} by the {role} has tool_calls; only the assistant calls tools"
+            )
+        keys["tool_calls"] = _tool_calls(keys["tool_calls"], where)
+    if content is None and keys.keys() & {"tool_calls", "reasoning_content"}:
+        content = ""
+    if not isinstance(content, str | list):
+        raise ValueError(f"{where} has the content {content!r:.80}; it must be text or parts")
+    return Message(str(role), parts.text(content, where), keys, is_trained)
+
+
+def _is_trained(value: object, key: str, where: str) -> bool:
+    if value is not None and value not in (0, 1):
+        raise ValueError(f"{where} has {key}={value!r:.80}; it must be 0 (not trained on) or 1")
+    return value is None or bool(value)
+
+
+def _joined(message: Message, calls: Message) -> Message:
+    """Return a message of the assistant with further calls of the same turn."""
+    both = [*message.keys.get("tool_calls", ()), *calls.keys["tool_calls"]]
+    keys = {**message.keys, **calls.keys, "tool_calls": both}
+    return replace(message, keys=keys, is_trained=message.is_trained and calls.is_trained)
+
+
+def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
+    """Return calls in OpenAI's form, but with the arguments as an object, as templates need it."""
+    calls = []
+    for call in _listed(_from_json(value, where) if isinstance(value, str) else value):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, str):
+            arguments = _from_json(arguments or "{}", where)
+        arguments = {} if arguments is None else arguments
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise ValueError(
+                f"{where} has the tool call {call!r:.80}; it must have a name, and arguments that "
+                "are an object or its JSON"
+            )
+        own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        made = {"name": name, "arguments": dict(arguments)}
+        calls.append({**own, "type": "function", "function": made})
+    return calls
+
+
+def _listed(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _from_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {text!r:.80} is not JSON ({error})") from error
+
+
+def _present(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a part that have a value and a meaning."""
+    return {k: v for k, v in part.items() if v is not None and k not in _IGNORED}
+
+
+def _item(found: Mapping[str, Any], where: str) -> Any:
+    """Return the image or video of a part: the value of its one key, or a struct of sources."""
+    if found.keys() <= set(_SOURCES):
+        return dict(found)
+    if len(found) > 1:
+        raise ValueError(
+            f"{where} has a part with the keys {', '.join(found)}; its image or video must be in "
+            "one of them"
+        )
+    (value,) = found.values()
+    return value

@@ -1,9 +1,12 @@
 """Files of data sets, on this machine or at any URL that fsspec knows (s3://, gs://, ...)."""
 
 import errno
+import gzip
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -11,7 +14,9 @@ from typing import IO, Any, TypeVar
 import fsspec
 from fsspec.registry import known_implementations
 
-SUFFIXES = (".parquet", ".jsonl", ".csv")
+_GZIP = ".gz"
+_TEXTS = (".jsonl", ".json", ".csv")
+SUFFIXES = (".parquet", *_TEXTS, *(suffix + _GZIP for suffix in _TEXTS))
 # A file is hashed whole up to this size; of a larger one its end and evenly spread parts are.
 WHOLE_BYTES = 2**28
 _PART = 2**20
@@ -62,7 +67,12 @@ class DataFile:
 
     @property
     def suffix(self) -> str:
-        return Path(self.url).suffix.lower()
+        """Suffix in lower case; of a compressed file without that of the compression."""
+        return Path(self.url[: -len(_GZIP)] if self.is_compressed else self.url).suffix.lower()
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.url.lower().endswith(_GZIP)
 
     @property
     def folder(self) -> str:
@@ -74,6 +84,23 @@ class DataFile:
         """Open the file for reading. Raises as `read_safely`."""
         filesystem, path = find_filesystem(self.url)
         return read_safely(f"{self.url}: cannot be read", lambda: filesystem.open(path, "rb"))
+
+    @contextmanager
+    def content(self) -> Iterator[IO[bytes]]:
+        """Open the file for reading, decompressed. Raises as `read_safely`, and ValueError for a
+        file that is not of the compression that its name says.
+
+        Seeking in a compressed file decompresses it up to there.
+        """
+        with self.open() as stream:
+            if not self.is_compressed:
+                yield stream
+                return
+            try:
+                with gzip.GzipFile(fileobj=stream) as unpacked:
+                    yield unpacked
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise ValueError(f"{self.url}: not a whole gzip file ({error})") from error
 
     def digest(self) -> str:
         """Return the SHA-256 of the content. Of files above WHOLE_BYTES it covers the size, evenly
@@ -116,7 +143,7 @@ def expand(entries: Sequence[str]) -> list[DataFile]:
     """Return the files of a recipe's entries. An entry is a file or a glob (*, ?, [...]). It is
     one data set, named after its folder and its name without suffix: "geo3k/train".
 
-    Raises ValueError for an entry without files, and for a file that is not Parquet, JSONL or CSV.
+    Raises ValueError for an entry without files, and for a file whose name has none of SUFFIXES.
     """
     files = []
     for number, entry in enumerate(entries):
@@ -127,10 +154,10 @@ def expand(entries: Sequence[str]) -> list[DataFile]:
         else:
             urls = [entry] if filesystem.exists(path) else []
         if not urls:
-            raise ValueError(f"{entry}: no such data file; give Parquet, JSONL or CSV files")
+            raise ValueError(f"{entry}: no such data file; give Parquet, JSONL, JSON or CSV files")
         for url in urls:
             file = DataFile(url, number, _name(entry, url))
-            if file.suffix not in SUFFIXES:
+            if not url.lower().endswith(SUFFIXES):
                 raise ValueError(
                     f"{url}: not a data file by its name; it must end in {', '.join(SUFFIXES)}"
                 )
@@ -141,7 +168,9 @@ def expand(entries: Sequence[str]) -> list[DataFile]:
 def _name(entry: str, url: str) -> str:
     """Return the name of a data set: the file's folder, and the entry without suffix."""
     folder = url.split("://")[-1].strip("/").split("/")[-2:-1]
-    return "/".join([*folder, entry.rpartition("/")[2].rpartition(".")[0]])
+    name = entry.rpartition("/")[2]
+    name = name[: -len(_GZIP)] if name.lower().endswith(_GZIP) else name
+    return "/".join([*folder, name.rpartition(".")[0]])
 
 
 def _parts(size: int) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Encoded images from the cells of an image column.
 
 A cell holds bytes, a path beside the data file, base64, a data: URL, an http(s) URL, or a struct of
-bytes and path.
+bytes, path, url or base64.
 """
 
 import base64
@@ -83,7 +83,11 @@ def is_url(value: object) -> bool:
 
 def _content(value: object) -> object:
     if isinstance(value, dict):
-        return next((value[key] for key in ("bytes", "path", "url") if value.get(key)), None)
+        named = next((key for key in ("bytes", "path", "url", "base64") if value.get(key)), None)
+        content = None if named is None else value[named]
+        if named == "base64" and isinstance(content, str) and not content.startswith("data:"):
+            return f"data:;base64,{content}"
+        return content
     return value
 
 

@@ -191,6 +191,29 @@ def prompt_tree(
     return Tree((root, *children))
 
 
+def supervised_tree(prompt: "Prompt") -> Tree:
+    """Return the prompt and its answer as a chain, with the turns that SFT learns as targets."""
+    segments = list[Segment]()
+    keys = [image.key for image in prompt.images]
+
+    def add(bounds: slice, num_images: int, *, is_target: bool) -> None:
+        shown = tuple(keys[:num_images])
+        del keys[:num_images]
+        ids, positions = prompt.token_ids[bounds], prompt.positions[:, bounds]
+        segments.append(Segment(ids, positions, len(segments) - 1, is_target, images=shown))
+
+    end = 0
+    for turn in prompt.turns:
+        seen = len(prompt.images) - len(keys)
+        add(slice(end, turn.start), turn.num_images - seen, is_target=False)
+        add(slice(turn.start, turn.end), 0, is_target=True)
+        end = turn.end
+    add(slice(end, None), len(keys), is_target=False)
+    answer = torch.tensor(prompt.answer_ids)
+    positions = text_positions(len(answer), prompt.next_position)
+    return Tree((*segments, Segment(answer, positions, len(segments) - 1, is_target=True)))
+
+
 def make_pack(
     trees: Sequence[Tree],
     *,

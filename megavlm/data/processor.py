@@ -1,19 +1,18 @@
 """Processor of rows into prompts: token ids, positions, images."""
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from megavlm.config.data import Data
-from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
+from megavlm.data.chat_template import ChatTemplate, text_after_response
 from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedImage
 from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.rows import Row
@@ -21,11 +20,20 @@ from megavlm.data.videos import VideoProcessor, VideoTokens
 from megavlm.models.registry import family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
-_RESPONSE = "A response that no chat template contains."
-
 
 class PromptTooLong(ValueError):
     """A prompt of more than max_prompt_tokens."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tokens of an earlier turn of the assistant, the end of turn included, in a prompt that has
+    num_images images and videos before it.
+    """
+
+    start: int
+    end: int
+    num_images: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +46,8 @@ class Prompt:
     positions: Tensor  # [3, T] int64
     next_position: int  # M-RoPE position of the first response token
     images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
+    turns: tuple[Turn, ...] = ()  # that SFT learns besides the answer
+    answer_ids: tuple[int, ...] = ()  # of the answer that SFT learns
 
     @property
     def num_vision_tokens(self) -> int:
@@ -94,19 +104,26 @@ class Processor:
         self.vision_token_ids = self.image_token_id, self.video_token_id
         self._tokenizer = processor.tokenizer
         self._piece_of = lru_cache(2**16)(lambda ids: self._tokenizer.decode(list(ids)))
-        self._template = processor.chat_template or self._tokenizer.chat_template
-        if self._template is None:
+        template = processor.chat_template or self._tokenizer.chat_template
+        if template is None:
             raise ValueError(f"model.folder: {folder} has no chat template; take an Instruct model")
+        self.eos_id, self.stop_ids = self._ends(folder, config, template)
+        control = (*self.vision_token_ids, *self.stop_ids, self._tokenizer.pad_token_id)
+        self.chat_template = ChatTemplate(
+            self._tokenizer,
+            template,
+            data,
+            end_id=self.eos_id,
+            control_ids=[i for i in control if i is not None],
+        )
         cache = ImageCache(cache_bytes)
         self._images = ImageProcessor(
             image_processor, min_pixels=data.min_pixels, max_pixels=data.max_pixels, cache=cache
         )
         self._videos = VideoProcessor(video_processor, cache)
         self.merge_size = self._images.merge_size  # patches of a side that become one token
-        self._system_prompt = data.system_prompt
         self._max_prompt_tokens = data.max_prompt_tokens
 
-        self.eos_id, self.stop_ids = self._ends(folder, config)
         self.vocab_size: int = config.get_text_config().vocab_size
         added = self._tokenizer.added_tokens_decoder
         special = {index for index, token in added.items() if token.special}
@@ -115,7 +132,9 @@ class Processor:
         # pad the embedding table.
         self.suppressed_ids = tuple(sorted((special | unused) - {self.eos_id}))
 
-    def _ends(self, folder: Path, config: PreTrainedConfig) -> tuple[int, tuple[int, ...]]:
+    def _ends(
+        self, folder: Path, config: PreTrainedConfig, template: str
+    ) -> tuple[int, tuple[int, ...]]:
         """Return the token that ends a turn, which is trained on, and all at which servers end a
         response: the tokenizer's, config.json's and generation_config.json's. A turn ends as the
         chat template ends it, if servers do, otherwise by the tokenizer's.
@@ -132,21 +151,43 @@ class Processor:
         for ids in named:
             if ids is not None:
                 stops.update(ids if isinstance(ids, list) else [ids])
-        written = self._tokenizer(self._after_response(str(folder), []), add_special_tokens=False)["input_ids"]
+        text = text_after_response(self._tokenizer, template)
+        written = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         end = written[0] if written and written[0] in stops else self._tokenizer.eos_token_id
         return end, tuple(sorted(stops))
 
     def prompt(self, row: Row) -> Prompt:
         """Convert a row to tokens, positions, images and videos.
 
-        Raises ValueError, naming the row, for an image or a video that cannot be used and for
-        vision tokens in the text; PromptTooLong for a prompt above data.max_prompt_tokens.
+        Raises ValueError, naming the row, for an image or a video that cannot be used, for control
+        tokens in the text and for chats that the model's template cannot render; PromptTooLong for
+        a prompt above data.max_prompt_tokens.
         """
-        prompt = self._prompt(row, self._short_ids(row))
+        return self._checked(self._prompt(row, self._short_ids(row)))
+
+    def supervised_prompt(self, row: Row) -> Prompt:
+        """Convert a row to a prompt with the turns and the answer that SFT learns. Raises
+        ValueError as `prompt`, and for an answer that cannot follow the prompt.
+        """
+        text = self.chat_template.prompt(row)
+        answer_ids, spans = tuple(self.answer_ids(row)), self.chat_template.turns(row).spans
+        short_ids = self._ids(row, text)
+        turns = self._token_spans(text, spans) if spans else ()
+        prompt = self._prompt(row, short_ids, turns=turns)
+        return self._checked(replace(prompt, answer_ids=answer_ids))
+
+    def _checked(self, prompt: Prompt) -> Prompt:
         num_tokens = len(prompt.token_ids)
         if num_tokens > self._max_prompt_tokens:
-            raise PromptTooLong(self.too_long(row, num_tokens))
+            raise PromptTooLong(self.too_long(prompt.row, num_tokens))
         return prompt
+
+    def num_context_turns(self, row: Row) -> int:
+        """Return how many earlier turns of the assistant SFT does not learn though they are not
+        of weight 0: the chat template renders them otherwise than they are sampled. Raises
+        ValueError as `prompt`.
+        """
+        return self.chat_template.turns(row).num_context
 
     def too_long(self, row: Row, num_tokens: int) -> str:
         """Return the sentence about a prompt of num_tokens, above data.max_prompt_tokens."""
@@ -164,7 +205,8 @@ class Processor:
         """
         assert response[-1] == self.eos_id, "a truncated turn has no next one"
         assert not row.videos, "rollouts have no videos"
-        short_ids = [*prompt.short_ids, *response, *self._next_ids(row)]
+        following = self._ids(row, self.chat_template.next_turn(row))
+        short_ids = [*prompt.short_ids, *response, *following]
         return self._prompt(row, short_ids, prompt.images)
 
     def with_images(
@@ -185,16 +227,25 @@ class Processor:
             raise ValueError(f"{row.source}: {error}") from error
 
     def _prompt(
-        self, row: Row, short_ids: list[int], known: Sequence[ProcessedImage] = ()
+        self,
+        row: Row,
+        short_ids: list[int],
+        known: Sequence[ProcessedImage] = (),
+        turns: Sequence[tuple[int, int]] = (),
     ) -> Prompt:
-        """Build a prompt. `known` are the processed images of the first image tokens."""
+        """Build a prompt. `known` are the processed images of the first image tokens. turns: bounds
+        of turns in short_ids.
+        """
         encoded, videos = iter(row.images), iter(row.videos)
         before = iter(known)
         images: list[ProcessedImage] = []
         spans: list[Span] = []
         token_ids: list[int] = []
+        bounds = {bound: (0, 0) for turn in turns for bound in turn}  # tokens and images before it
         try:
-            for token in short_ids:
+            for place, token in enumerate(short_ids):
+                if place in bounds:
+                    bounds[place] = len(token_ids), len(images)
                 if token == self.image_token_id:
                     image = next(before, None) or self._images.image(next(encoded))
                     num_tokens = image.num_patches // self._images.merge_size**2
@@ -217,7 +268,15 @@ class Processor:
             vision_token_ids=self.vision_token_ids,
             merge_size=self._images.merge_size,
         )
-        return Prompt(row, ids, tuple(short_ids), positions, next_position, tuple(images))
+        return Prompt(
+            row,
+            ids,
+            tuple(short_ids),
+            positions,
+            next_position,
+            tuple(images),
+            tuple(Turn(bounds[a][0], bounds[b][0], bounds[a][1]) for a, b in turns),
+        )
 
     def num_tokens(self, row: Row) -> int:
         """Return the length of the row's prompt without decoding its images, whatever the limit.
@@ -257,38 +316,22 @@ class Processor:
         """Return the tokens of a complete response: the text and the end of the turn."""
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self.eos_id]
 
+    def answer_ids(self, row: Row) -> list[int]:
+        """Return the tokens of the row's answer as the chat template renders it, tool calls and
+        thoughts included, and the end of the turn. Raises ValueError as `supervised_prompt`.
+        """
+        return self.encode_answer(self.chat_template.answer(row))
+
     def _short_ids(self, row: Row) -> list[int]:
-        return self._ids(row, self._templated(row.source, _messages(row, self._system_prompt)))
+        return self._ids(row, self.chat_template.prompt(row))
 
-    def _next_ids(self, row: Row) -> list[int]:
-        """Return the tokens from the end of a response to the start of the next one."""
-        text = self._after_response(row.source, _messages(row, None))
-        end = self._tokenizer.decode([self.eos_id])
-        if not text.startswith(end):
-            raise ValueError(
-                f"model.folder: its chat template ends a response by {text[:20]!r}, and not by "
-                f"{end!r}, so that episodes cannot continue after one"
-            )
-        return self._ids(row, text.removeprefix(end))
-
-    def _after_response(self, source: str, following: list[dict[str, object]]) -> str:
-        """Return the template's text from the end of a response on."""
-        asked: dict[str, object] = {"role": "user", "content": "?"}
-        replied: dict[str, object] = {"role": "assistant", "content": _RESPONSE}
-        return self._templated(source, [asked, replied, *following]).rpartition(_RESPONSE)[2]
-
-    def _templated(self, source: str, messages: list[dict[str, object]]) -> str:
-        """Return the text of messages. source: what they come from, for errors."""
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
-            )
-        except TemplateError as error:  # e.g. of a system message that is not the first one
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise ValueError(
-                f"{source}: the model's chat template refuses messages by {roles} ({error})"
-            ) from error
-        return text
+    def _token_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the bounds of the tokens that lie within each span of characters."""
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts, ends = zip(*encoded["offset_mapping"], strict=True)
+        return tuple((bisect_left(starts, a), bisect_right(ends, b)) for a, b in spans)
 
     def _ids(self, row: Row, text: str) -> list[int]:
         try:
@@ -302,48 +345,7 @@ class Processor:
         ):
             if ids.count(token) != len(items):
                 raise ValueError(
-                    f"{row.source}: the text holds the model's own {kind} token; remove it "
-                    f"(places are marked by {IMAGE_PLACEHOLDER} and {VIDEO_PLACEHOLDER})"
+                    f"{row.source}: the chat template shows {ids.count(token)} of {len(items)} "
+                    f"{kind}s; leave {kind}s out of messages whose role it shows none for"
                 )
         return ids
-
-
-def _messages(row: Row, system_prompt: str | None) -> list[dict[str, object]]:
-    """Return the messages for the chat template. A system message in the row replaces
-    `system_prompt`.
-    """
-    messages = row.messages or (Message("user", row.problem),)
-    if system_prompt is not None and messages[0].role != "system":
-        messages = (Message("system", system_prompt), *messages)
-    # A placeholder counts only in a row that has such items. Items without any placeholder come
-    # before the first text of the user.
-    marked = {
-        mark: (kind, len(items))
-        for mark, kind, items in (
-            (IMAGE_PLACEHOLDER, "image", row.images),
-            (VIDEO_PLACEHOLDER, "video", row.videos),
-        )
-        if items
-    }
-    first = "".join(
-        mark * number
-        for mark, (_, number) in marked.items()
-        if not any(mark in message.text for message in messages)
-    )
-    asked = next(i for i, message in enumerate(messages) if message.role == "user")
-    return [
-        _message(message.role, first * (i == asked) + message.text, marked)
-        for i, message in enumerate(messages)
-    ]
-
-
-def _message(role: str, text: str, marked: Mapping[str, tuple[str, int]]) -> dict[str, object]:
-    if role != "user" and not any(mark in text for mark in marked):
-        return {"role": role, "content": text}
-    parts = re.split(f"({'|'.join(marked)})", text) if marked else [text]
-    content = [
-        {"type": marked[part][0]} if part in marked else {"type": "text", "text": part}
-        for part in parts
-        if part
-    ]
-    return {"role": role, "content": content}

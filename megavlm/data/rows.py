@@ -11,14 +11,23 @@ from itertools import accumulate
 from typing import Any, overload
 
 from megavlm.config.data import Data
-from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message, read_chat
+from megavlm.data.chat import (
+    IMAGE_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+    Chat,
+    Message,
+    read_chat,
+    read_tools,
+    without_nulls,
+)
 from megavlm.data.files import DataFile, expand
 from megavlm.data.image_decoding import decode
 from megavlm.data.image_sources import DataFolder, image_bytes, is_url
-from megavlm.data.tables import RecordBlock, open_table
+from megavlm.data.tables import RecordBlock, cell_text, open_table
 
 logger = logging.getLogger(__name__)
 
+TOOLS_COLUMN, SYSTEM_COLUMN = _BESIDE_CHAT = ("tools", "system")
 CACHE_BYTES = 2**28  # of blocks that a process keeps; larger blocks are kept one at a time
 NULL_MEANS = {
     "data.prompt_key": "; null asks data.question of every row",
@@ -51,6 +60,8 @@ class Row:
     extra: Mapping[str, Any] = field(default_factory=dict)  # columns for rewards and environments
     num_unfetched: int = 0  # images at URLs, which Rows.peek leaves out
     messages: tuple[Message, ...] = ()  # the whole chat; () where `problem` is all of it
+    tools: tuple[Mapping[str, Any], ...] = ()  # that the chat's assistant may call
+    response: Message | None = None  # the last of a chat by the assistant; `answer` is its text
     dataset: str = field(default="", compare=False)  # the data set's name: "geo3k/train"
     is_fetched: bool = field(default=False, compare=False)  # some images came from the network
 
@@ -59,7 +70,9 @@ class Rows(Sequence[Row]):
     """The rows of data files, in order. Only the blocks last used are in memory.
 
     `data` names the columns. The prompt column holds text or a chat (see chat.py); a chat whose
-    last message is by the assistant gives the answer, if no column does. An image column holds an
+    last message is by the assistant gives the answer, if no column does. Beside a chat, a column
+    `tools` holds the tools of its assistant, and a text in `system` its system message. An image
+    column holds an
     image or a list of them, in any form of image_sources.py; paths are relative to the data file
     and stay inside its folder. The video column holds a video or a list of them: a struct of
     `frames`, a list of images, and `fps`, the frames per second. Null or an empty list is a row
@@ -158,8 +171,9 @@ class Rows(Sequence[Row]):
     def _block(self, number: int) -> RecordBlock:
         if number not in self._cache:
             file, block = self.blocks[number]
-            columns = [name for _, name in _columns(self._data)]
-            self._cache[number] = self._tables[file].read(block, columns)
+            table, columns = self._tables[file], [name for _, name in _columns(self._data)]
+            columns += [name for name in _BESIDE_CHAT if name in (table.columns or ())]
+            self._cache[number] = table.read(block, list(dict.fromkeys(columns)))
             held = sum(self.block_bytes[n] for n in self._cache)
             while held > CACHE_BYTES and len(self._cache) > 1:
                 oldest, _ = self._cache.popitem(last=False)
@@ -185,6 +199,9 @@ class Rows(Sequence[Row]):
                 name: None if isinstance(value, float) and math.isnan(value) else value
                 for name, value in content.record(offset).items()
             }
+            for name in (data.prompt_key, TOOLS_COLUMN):
+                if name in record and content.fills_nulls:
+                    record[name] = without_nulls(record[name])
             maker = _RowMaker(data, record, DataFolder(file.folder), fetches, checked)
             return maker.row(index, source, file.dataset)
         except ValueError as error:
@@ -206,42 +223,51 @@ class _RowMaker:
 
     def row(self, index: int, source: str, dataset: str) -> Row:
         data, record = self.data, self.record
-        messages, held = self._prompt()
-        answer = self._answer()
+        chat = self._chat()
+        messages, response, answer = chat.messages, None, self._answer()
         if len(messages) > 1 and messages[-1].role == "assistant":
-            if data.answer_key is not None:
-                raise ValueError(
-                    "the chat ends with the assistant, but answers are in "
-                    f"{data.answer_key!r}: set data.answer_key=null, or leave that message out"
-                )
-            messages, answer = messages[:-1], messages[-1].text
+            messages, response = messages[:-1], messages[-1]
+            answer = self._response(response)
         found = [(name, item) for name in data.image_keys for item in _listed(record.get(name))]
-        if found and held:
-            raise ValueError(f"images both in the messages and in {', '.join(data.image_keys)}")
-        found = found or [(str(data.prompt_key), item) for item in held]
         videos = () if data.video_key is None else _listed(record.get(data.video_key))
+        for kind, columns, items, held in (
+            ("image", ", ".join(data.image_keys), found, chat.images),
+            ("video", data.video_key, videos, chat.videos),
+        ):
+            if items and held:
+                raise ValueError(f"{kind}s both in the messages and in {columns}")
+            if chat.num_bare.get(kind) and not columns and self.checked:
+                key = "data.image_keys=[]" if kind == "image" else "data.video_key=null"
+                raise ValueError(
+                    f"the messages have a part of type {kind} without its {kind}, and {key} names "
+                    f"no column of {kind}s: set it, or give the part its {kind}"
+                )
+        found = found or [(str(data.prompt_key), item) for item in chat.images]
+        videos = videos or chat.videos
         if self.checked:
-            for mark, items, name in (
-                (IMAGE_PLACEHOLDER, found, ", ".join(data.image_keys)),
-                (VIDEO_PLACEHOLDER, videos, data.video_key),
+            for mark, items, name, held in (
+                (IMAGE_PLACEHOLDER, found, ", ".join(data.image_keys), chat.images),
+                (VIDEO_PLACEHOLDER, videos, data.video_key, chat.videos),
             ):
                 if name or held:
                     _check_placeholders(messages, mark, len(items), data.prompt_key, name)
         images = [self._image(column, item) for column, item in found]
         category = None if data.category_key is None else record.get(data.category_key)
-        whole = len(messages) == 1 and messages[0].role == "user"
+        whole = len(messages) == 1 and messages[0] == Message("user", messages[0].text)
         last = next(message for message in reversed(messages) if message.role == "user")
         return Row(
             index=index,
             problem=last.text,
             answer=answer,
             images=tuple(image for image in images if image is not None),
-            category="" if category is None else str(category),
+            category="" if category is None else cell_text(category),
             source=source,
             videos=tuple(self._video(item) for item in videos),
             extra={name: record.get(name) for name in data.extra_keys},
             num_unfetched=images.count(None),
             messages=() if whole else messages,
+            tools=self._tools(),
+            response=response,
             dataset=dataset,
             is_fetched=self.fetches and any(is_url(item) for _, item in found),
         )
@@ -253,17 +279,41 @@ class _RowMaker:
         value = self.record.get(name)
         return _text(value[0] if isinstance(value, list) and value else value, name)
 
-    def _prompt(self) -> tuple[tuple[Message, ...], list[Any]]:
-        """Return the chat, and the images that its messages hold."""
+    def _response(self, message: Message) -> str:
+        """Return the answer that the last message of a chat gives."""
+        if self.data.answer_key is not None:
+            raise ValueError(
+                "the chat ends with the assistant, but answers are in "
+                f"{self.data.answer_key!r}: set data.answer_key=null, or leave that message out"
+            )
+        if not message.is_trained:
+            raise ValueError(
+                "the last message of the chat is the answer, but its weight is 0: leave it out"
+            )
+        return message.text
+
+    def _chat(self) -> Chat:
         column, question = self.data.prompt_key, self.data.question
         if column is None:
             assert question is not None
-            return (Message("user", question),), []
+            return Chat((Message("user", question),))
         value = self.record.get(column)
-        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-            chat = read_chat(value)
-            return chat.messages, list(chat.images)
-        return (Message("user", _text(value, column)),), []
+        if not self._is_chat():
+            return Chat((Message("user", _text(value, column)),))
+        chat = read_chat(value)
+        system = self.record.get(SYSTEM_COLUMN)
+        if not isinstance(system, str) or not system or chat.messages[0].role == "system":
+            return chat
+        return replace(chat, messages=(Message("system", system), *chat.messages))
+
+    def _tools(self) -> tuple[Mapping[str, Any], ...]:
+        return read_tools(self.record.get(TOOLS_COLUMN)) if self._is_chat() else ()
+
+    def _is_chat(self) -> bool:
+        value = None if self.data.prompt_key is None else self.record.get(self.data.prompt_key)
+        return (
+            isinstance(value, list) and bool(value) and all(isinstance(x, Mapping) for x in value)
+        )
 
     def _image(self, column: str, value: object) -> bytes | None:
         """Return an encoded image, None for one that is not fetched. Errors name the column."""
@@ -323,9 +373,9 @@ def _check_columns(file: DataFile, names: Sequence[str] | None, data: Data) -> N
 
 
 def _text(value: object, column: str) -> str:
-    if not isinstance(value, str | int | float):
+    if isinstance(value, list | Mapping | bytes) or value is None:
         raise ValueError(f"{column!r} is {value!r:.200}; it must be text or a number")
-    return str(value)
+    return cell_text(value)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -47,12 +47,14 @@ def summarize(
     *,
     max_tokens: int,
     limit: int,
+    is_supervised: bool = False,
     num_samples: int = 10,
     count: Callable[[int, int], object] = lambda done, total: None,
 ) -> Summary:
     """Summarize at most `limit` evenly spread rows.
 
-    max_tokens: limit of a prompt's length. count: called with the rows that are done and all.
+    max_tokens: limit of a prompt's length. is_supervised: SFT learns the answers, so that the chat
+    template must render them. count: called with the rows that are done and all.
     """
     summary = Summary(len(rows))
     indices = evenly(len(rows), limit)
@@ -65,6 +67,7 @@ def summarize(
             num_tokens = processor.num_tokens(row)
             check_images(row)
             sizes = [image_size(image) for image in row.images]
+            encoded = processor.answer_ids(row) if is_supervised else None
         except ValueError as error:
             summary.num_bad += 1
             _explain(summary, str(error))
@@ -75,7 +78,8 @@ def summarize(
                 f"the prompt has {num_tokens} tokens, more than data.max_prompt_tokens={max_tokens}"
             )
             _explain(summary, f"{row.source}: {reason}")
-        _add(summary, row, num_tokens, sizes, len(processor.encode_answer(row.answer)))
+        answer = processor.encode_answer(row.answer) if encoded is None else encoded
+        _add(summary, row, num_tokens, sizes, len(answer))
         if index in wanted:
             summary.samples.append((row, num_tokens))
     return summary

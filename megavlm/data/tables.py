@@ -1,15 +1,21 @@
-"""Tables of records that are read block by block: a Parquet row group, a run of JSONL lines.
+"""Tables of records that are read block by block: a Parquet row group, a run of JSONL lines or of
+a JSON list's objects.
 
 No thread of Arrow's gets a Python file: one that lets go of it while the interpreter shuts down
 aborts the process (https://github.com/apache/arrow/issues/34314). So Parquet is read by no thread
 (`use_threads`, `pre_buffer`), and CSV from a copy in Arrow's memory.
 """
 
+import codecs
 import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import IO, Any, Protocol
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from decimal import Decimal
+from typing import IO, Any, ClassVar, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -17,9 +23,11 @@ import pyarrow.parquet as pq
 from megavlm.data import git_lfs
 from megavlm.data.files import DataFile, read_safely
 
-# A block of JSONL ends at the first of these.
+# A block of JSONL or of a JSON list ends at the first of these.
 BLOCK_LINES = 256
 BLOCK_BYTES = 2**24
+_PEEK = 2**16
+_CSV_BYTES = 2**31 - 1  # of a block, Arrow's limit: a cell is not longer
 
 
 class RecordTable(Protocol):
@@ -46,6 +54,9 @@ class RecordTable(Protocol):
 class RecordBlock(Protocol):
     """Consecutive records of a table, in memory."""
 
+    fills_nulls: ClassVar[bool]
+    """True if a struct has all keys of its column, null where its record lacks them."""
+
     def record(self, index: int) -> dict[str, Any]:
         """Return one record. Raises ValueError if it cannot be parsed."""
 
@@ -59,9 +70,27 @@ def open_table(file: DataFile, texts: Sequence[str] = ()) -> RecordTable:
     with file.open() as stream:
         if git_lfs.is_pointer(stream.read(64)):
             raise ValueError(f"{file.url}: {git_lfs.FETCH}")
+    if file.suffix == ".parquet":
+        return ParquetTable(file)
     if file.suffix == ".csv":
         return CsvTable(file, texts)
-    return ParquetTable(file) if file.suffix == ".parquet" else LinesTable(file)
+    if file.suffix == ".json":
+        with file.content() as stream:
+            if not _begins_lines(stream.read(_PEEK)):
+                return ListTable(file)
+    return LinesTable(file)
+
+
+def cell_text(value: object) -> str:
+    """Return a value of a column as pandas prints it."""
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    if isinstance(value, timedelta):
+        hours, seconds = divmod(value.seconds, 3600)
+        clock = f"{hours:02}:{seconds // 60:02}:{seconds % 60:02}"
+        clock += f".{value.microseconds:06}" * bool(value.microseconds)
+        return f"{value.days} days {'+' * (value.days < 0)}{clock}"
+    return str(value)
 
 
 class ParquetTable:
@@ -115,10 +144,15 @@ class CsvTable:
         options = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
         content = pa.BufferOutputStream()
         try:
-            with file.open() as stream:
+            with file.content() as stream:
                 content.write(stream.read())
-            reader = pa.BufferReader(content.getvalue())
-            self._table = pyarrow.csv.read_csv(reader, convert_options=options)
+            held = content.getvalue()
+            self._table = pyarrow.csv.read_csv(
+                pa.BufferReader(held),
+                read_options=pyarrow.csv.ReadOptions(block_size=min(held.size + 1, _CSV_BYTES)),
+                parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+                convert_options=options,
+            )
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{file.url}: not a readable CSV file ({error})") from error
         self.columns: Sequence[str] = self._table.schema.names
@@ -130,50 +164,193 @@ class CsvTable:
 
 
 class ArrowBlock:
+    fills_nulls: ClassVar[bool] = True
+
     def __init__(self, table: pa.Table) -> None:
         self._table = table
+        self._narrow = {x.name: x.type for x in table.schema if _is_narrow(x.type)}
 
     def record(self, index: int) -> dict[str, Any]:
-        return self._table.slice(index, 1).to_pylist()[0]
+        record: dict[str, Any] = self._table.slice(index, 1).to_pylist()[0]
+        return record | {name: _as_printed(record[name], t) for name, t in self._narrow.items()}
 
 
-class LinesTable:
-    """A JSONL file: one JSON object per line. Empty lines are skipped."""
+def _is_narrow(kind: pa.DataType) -> bool:
+    """Return True for a type that holds floats of 32 bits or fewer."""
+    if pa.types.is_dictionary(kind):
+        return _is_narrow(kind.value_type)
+    inner = (kind.field(i).type for i in range(kind.num_fields))
+    return kind in (pa.float32(), pa.float16()) or any(map(_is_narrow, inner))
+
+
+def _as_printed(value: Any, kind: pa.DataType) -> Any:
+    """Return a value whose floats are those that are printed: 0.1 for the float32 next to it."""
+    if pa.types.is_dictionary(kind):
+        return _as_printed(value, kind.value_type)
+    if kind in (pa.float32(), pa.float16()) and value is not None:
+        return float(str(np.dtype(kind.to_pandas_dtype()).type(value)))
+    if isinstance(value, list) and kind.num_fields == 1 and not pa.types.is_map(kind):
+        return [_as_printed(item, kind.field(0).type) for item in value]
+    if isinstance(value, dict):
+        return {x.name: _as_printed(value[x.name], x.type) for x in kind}
+    return value
+
+
+class _TextTable:
+    """A file of JSON objects, whose blocks are ranges of its bytes."""
 
     columns = None
 
     def __init__(self, file: DataFile) -> None:
         self._file = file
-        self._starts = [0]  # of each block, and the end
+        self._starts: list[int] = []
         self.block_rows: list[int] = []
-        with file.open() as stream:
-            rows, position = 0, 0
-            for line in stream:
-                rows += bool(line.strip())
-                position += len(line)
-                if rows == BLOCK_LINES or (rows and position - self._starts[-1] >= BLOCK_BYTES):
-                    self._end_block(rows, position)
+        self.block_bytes: list[int] = []
+        first, rows = 0, 0
+        with file.content() as stream:
+            for start, end in self._records(stream):
+                first = first if rows else start
+                rows += 1
+                if rows == BLOCK_LINES or end - first >= BLOCK_BYTES:
+                    self._end_block(first, end, rows)
                     rows = 0
-            if rows:
-                self._end_block(rows, position)
-        bounds = zip(self._starts, self._starts[1:], strict=False)
-        self.block_bytes = [end - start for start, end in bounds]
+        if rows:
+            self._end_block(first, end, rows)
 
-    def read(self, block: int, columns: Sequence[str] | None) -> "LinesBlock":
+    def _records(self, stream: IO[bytes]) -> Iterator[tuple[int, int]]:
+        """Iterate over the bounds of the records, in bytes."""
+        raise NotImplementedError
+
+    def _content(self, block: int) -> bytes:
         def read() -> bytes:
-            with self._file.open() as stream:
+            with self._file.content() as stream:
                 stream.seek(self._starts[block])
                 return _read_exactly(stream, self.block_bytes[block])
 
-        content = read_safely(f"{self._file.url}: cannot be read", read)
-        return LinesBlock([line for line in content.split(b"\n") if line.strip()])
+        return read_safely(f"{self._file.url}: cannot be read", read)
 
-    def _end_block(self, rows: int, position: int) -> None:
+    def _end_block(self, start: int, end: int, rows: int) -> None:
+        self._starts.append(start)
+        self.block_bytes.append(end - start)
         self.block_rows.append(rows)
-        self._starts.append(position)
+
+
+class LinesTable(_TextTable):
+    """A JSONL file: one JSON object per line. Empty lines are skipped."""
+
+    def read(self, block: int, columns: Sequence[str] | None) -> "LinesBlock":
+        return LinesBlock([line for line in self._content(block).split(b"\n") if line.strip()])
+
+    def _records(self, stream: IO[bytes]) -> Iterator[tuple[int, int]]:
+        start, end = 0, 0
+        for line in stream:
+            end += len(line)
+            if line.strip():
+                yield start, end
+                start = end
+
+
+class ListTable(_TextTable):
+    """A JSON file: one list of objects."""
+
+    def read(self, block: int, columns: Sequence[str] | None) -> "ListBlock":
+        content = self._content(block)
+        return ListBlock(json.loads(b"[%b]" % content), _may_have_half_pairs(content))
+
+    def _records(self, stream: IO[bytes]) -> Iterator[tuple[int, int]]:
+        """Iterate over the bounds of the objects. Holds little more than one of them."""
+        try:
+            text = _JsonText(stream)
+            text.take("[")
+            more = text.next() != "]"
+            while more:
+                yield text.object()
+                if more := text.next() != "]":
+                    text.take(",")
+            text.take("]")
+            text.end()
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{self._file.url}: not a JSON list of objects, or an object on each line ({error})"
+            ) from error
+
+
+class _JsonText:
+    """A cursor in a stream of JSON, which is read as far as it is needed."""
+
+    _SPACE = re.compile(r"[ \t\n\r]*")
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._text, self._place = "", 0  # of the cursor in the text
+        self._position = 0  # of the cursor in bytes
+        if self.next() == "\ufeff":
+            self._move(1)
+
+    def next(self) -> str:
+        """Return the next character that is no white space, "" at the end."""
+        while True:
+            self._move(self._SPACE.match(self._text, self._place).end() - self._place)  # type: ignore[union-attr]
+            if self._place < len(self._text) or not self._fill():
+                return self._text[self._place : self._place + 1]
+
+    def take(self, mark: str) -> None:
+        if self.next() != mark:
+            raise ValueError(f"byte {self._position}: {self.next()!r} in place of {mark!r}")
+        self._move(1)
+
+    def object(self) -> tuple[int, int]:
+        """Pass an object. Returns its bounds in bytes."""
+        if self.next() != "{":
+            raise ValueError(f"byte {self._position}: {self.next()!r} does not begin an object")
+        while True:
+            try:
+                _, end = json.JSONDecoder().raw_decode(self._text, self._place)
+                break
+            except ValueError as error:
+                if not self._fill():
+                    raise ValueError(f"object at byte {self._position}: {error}") from error
+        start = self._position
+        self._move(end - self._place)
+        return start, self._position
+
+    def end(self) -> None:
+        if self.next():
+            raise ValueError(f"byte {self._position}: {self.next()!r} after the list")
+
+    def _move(self, count: int) -> None:
+        end = self._place + count
+        self._position += len(self._text[self._place : end].encode())
+        self._place = end
+
+    def _fill(self) -> bool:
+        """Read on, as much as is held. Returns False at the end."""
+        rest = self._text[self._place :]
+        data = self._stream.read(max(BLOCK_BYTES, len(rest)))
+        self._text, self._place = rest + self._decoder.decode(data, not data), 0
+        return bool(data)
+
+
+class ListBlock:
+    fills_nulls: ClassVar[bool] = False
+
+    def __init__(self, records: Sequence[dict[str, Any]], checked: bool) -> None:
+        self._records, self._checked = records, checked
+
+    def record(self, index: int) -> dict[str, Any]:
+        record = self._records[index]
+        if self._checked:
+            try:
+                json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise _half_pair("object", error) from error
+        return dict(record)
 
 
 class LinesBlock:
+    fills_nulls: ClassVar[bool] = False
+
     def __init__(self, lines: Sequence[bytes]) -> None:
         self._lines = lines
 
@@ -181,18 +358,32 @@ class LinesBlock:
         line = self._lines[index]
         try:
             record = json.loads(line.decode("utf-8-sig"))
-            if b"\\ud" in line or b"\\uD" in line:
+            if _may_have_half_pairs(line):
                 json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the line has half a surrogate pair, {error.object[error.start]!a}, which is no "
-                "character: remove it"
-            ) from error
+            raise _half_pair("line", error) from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the line is not JSON ({error})") from error
         if not isinstance(record, Mapping):
             raise ValueError("the line is not a JSON object")
         return dict(record)
+
+
+def _may_have_half_pairs(content: bytes) -> bool:
+    return b"\\ud" in content or b"\\uD" in content
+
+
+def _half_pair(what: str, error: UnicodeEncodeError) -> ValueError:
+    return ValueError(
+        f"the {what} has half a surrogate pair, {error.object[error.start]!a}, which is no "
+        "character: remove it"
+    )
+
+
+def _begins_lines(content: bytes) -> bool:
+    """Return True for the first bytes of a file with an object on each line."""
+    line, end, _ = content.removeprefix(codecs.BOM_UTF8).strip().partition(b"\n")
+    return line.startswith(b"{") and (line.rstrip().endswith(b"}") or not end)
 
 
 def _read_exactly(stream: IO[bytes], size: int) -> bytes:

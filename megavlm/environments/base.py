@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 from megavlm.rewards.base import Example, Score
 
-ChatMessage = Mapping[str, str]  # role and content; <image> in the content stands for an image
+# role and content, in which <image> stands for an image; further keys are the chat template's
+ChatMessage = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

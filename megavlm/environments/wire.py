@@ -19,7 +19,7 @@ def unpack_row(values: Mapping[str, Any]) -> Example:
 
 
 def pack_observation(shown: Observation) -> dict[str, Any]:
-    messages = [{"role": m["role"], "content": m["content"]} for m in shown.messages]
+    messages = [dict(message) for message in shown.messages]
     return {"messages": messages, "images": [_text(image) for image in shown.images]}
 
 

@@ -18,8 +18,8 @@ FailureKind = Literal["timeout", "memory", "output", "exception", "value", "cras
 
 @dataclass(frozen=True)
 class Example:
-    """Row as rewards and environments see it. images: encoded files. chat: role and content of the
-    messages if the prompt is more than the user's `problem`.
+    """Row as rewards and environments see it. images: encoded files. chat: role, content and
+    further keys of the messages if the prompt is more than the user's `problem`.
     """
 
     problem: str
@@ -27,10 +27,10 @@ class Example:
     category: str = ""
     images: tuple[bytes, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
-    chat: tuple[Mapping[str, str], ...] = ()
+    chat: tuple[Mapping[str, Any], ...] = ()
 
     @property
-    def messages(self) -> tuple[Mapping[str, str], ...]:
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
         return self.chat or ({"role": "user", "content": self.problem},)
 
     def columns(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megavlm.data.chat import IMAGE_PLACEHOLDER, ROLES, Message
 from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
-from megavlm.environments.base import Observation, Step
+from megavlm.environments.base import ChatMessage, Observation, Step
 from megavlm.environments.remote import make_environments
 from megavlm.inference.generation import Ask
 from megavlm.inference.protocol import Response
@@ -284,7 +284,7 @@ class EpisodeRunner:
         environment may repeat the policy's words. Raises RewardFailure for any other form than
         Observation's.
         """
-        messages = tuple(Message(m["role"], m["content"]) for m in observation.messages)
+        messages = tuple(_message(message) for message in observation.messages)
         images = tuple(observation.images)
         if problem := _problem(messages, len(images)):
             raise RewardFailure(
@@ -293,7 +293,7 @@ class EpisodeRunner:
                 f"{problem}; give it a message by the user, and an <image> for each image or none",
             )
         asked = [message.text for message in messages if message.role == "user"]
-        alone = len(messages) == 1
+        alone = messages == (Message("user", asked[-1]),)
         return replace(base, problem=asked[-1], images=images, messages=() if alone else messages)
 
     def _name(self, prompt: Prompt) -> str:
@@ -315,12 +315,17 @@ def _problem(messages: Sequence[Message], num_images: int) -> str:
     return ""
 
 
+def _message(message: ChatMessage) -> Message:
+    keys = {key: value for key, value in message.items() if key not in ("role", "content")}
+    return Message(message["role"], message["content"], keys)
+
+
 def example(row: Row, system_prompt: str | None = None) -> Example:
     """Return the row as rewards and environments get it. `system_prompt`: for a row without one."""
     messages = row.messages or (Message("user", row.problem),)
     if system_prompt is not None and messages[0].role != "system":
         messages = (Message("system", system_prompt), *messages)
-    chat = tuple({"role": m.role, "content": m.text} for m in messages)
+    chat = tuple({"role": m.role, "content": m.text, **m.keys} for m in messages)
     return Example(row.problem, row.answer, row.category, row.images, row.extra, chat)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megavlm.checkpointing.folder import experts_form, locate_step
+from megavlm.config.algorithm import SFT
 from megavlm.config.dump import to_yaml
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
@@ -83,12 +84,15 @@ def check_tensors(config: Config) -> str:
 
 @dataclass
 class _Found:
-    """Numbers of the rows that became prompts. unfetched: rows whose images stayed at URLs."""
+    """Numbers of the rows that became prompts. unfetched: rows whose images stayed at URLs.
+    context: earlier messages of the assistant that SFT does not learn.
+    """
 
     lengths: list[int] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # the reasons
     fetched: int = 0
     unfetched: int = 0
+    context: int = 0
 
 
 def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) -> str:
@@ -98,11 +102,15 @@ def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) ->
     are refused, and if none is left where they are skipped.
     """
     data, found = config.data, _Found()
+    is_learnt = key == "data.train_files" and isinstance(config.algorithm, SFT)
     indices = evenly(len(rows), PROMPTS)
     for index in indices:
         try:
             row = _read(rows, index, found)
             length = None if row.num_unfetched else processor.num_tokens(row)
+            if is_learnt and length is not None:
+                processor.answer_ids(row)
+                found.context += processor.num_context_turns(row)
         except ValueError as error:
             if data.bad_samples == "refuse":
                 raise
@@ -142,6 +150,11 @@ def _summary(found: _Found, num_rows: int, num_prompts: int) -> str:
     texts.append(prompts)
     if found.skipped:
         texts.append(f"{len(found.skipped)} of them would be skipped, first: {found.skipped[0]}")
+    if found.context:
+        texts.append(
+            f"{found.context} earlier messages of the assistant are context and not learnt, since "
+            "the chat template renders them otherwise than they are sampled"
+        )
     if found.fetched:
         texts.append(
             f"images at URLs fetched for {found.fetched} rows, and for {found.unfetched} not"

@@ -170,7 +170,8 @@ def check_data(files: Sequence[str], config: Config, use: Literal["sft", "reward
 
 
 def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) -> None:
-    if use == "sft" and not row.answer.strip():
+    calls = row.response is not None and row.response.keys.get("tool_calls")
+    if use == "sft" and not row.answer.strip() and not calls:
         raise ValueError(
             f"{row.source}: algorithm.name=sft needs an answer to learn, and this row has none: "
             "name its column in data.answer_key, or end the chat with the assistant's message"

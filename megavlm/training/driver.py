@@ -78,14 +78,15 @@ class Driver:
         self.processor = Processor(config.model.folder, data)
         self.rows, self.test_rows = Rows(data.train_files, data), Rows(data.test_files, data)
         # The prompts of a step, so that an image is processed once in it.
+        is_sft = isinstance(algorithm, SFT)
         size = algorithm.batch_size if isinstance(algorithm, SFT) else algorithm.prompts_per_step
         self.stream = PromptStream(
             self.rows,
-            self.processor.prompt,
+            self.processor.supervised_prompt if is_sft else self.processor.prompt,
             data,
             seed=config.run.seed,
             batch_size=size,
-            held="nothing" if isinstance(algorithm, SFT) else held_for(config.rollout),
+            held="nothing" if is_sft else held_for(config.rollout),
         )
         self.partial_rollouts = PartialRolloutBuffer(TimedOutGroups(config.rollout.timed_out, size))
         self.best_metric = BestMetricTracker(config.checkpoint.best_metric)

@@ -1,7 +1,9 @@
-"""Supervised fine-tuning: the rows' answers are the responses, in the same packs as for GRPO."""
+"""Supervised fine-tuning: the assistant's turns in the data are the responses, in the same packs as
+for GRPO.
+"""
 
 from megavlm.config.algorithm import SFT
-from megavlm.data.packing import prompt_tree
+from megavlm.data.packing import supervised_tree
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.losses import supervised_loss
 from megavlm.training.metrics import supervised_metrics
@@ -29,8 +31,5 @@ class SupervisedTrainer(BaseTrainer):
             return None
         assert isinstance(self.train_state.config.algorithm, SFT)
         prompts = driver.stream.take(self.train_state.config.algorithm.batch_size)
-        answers = [driver.processor.encode_answer(prompt.row.answer) for prompt in prompts]
-        trees = [
-            prompt_tree(prompt, [answer]) for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+        trees = [supervised_tree(prompt) for prompt in prompts]
         return driver.plan([trees], prompts, prompts, tower_trained=self.tower_trained)

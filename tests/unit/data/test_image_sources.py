@@ -1,4 +1,4 @@
-"""Every form in which a data set names an image, and chats that hold them."""
+"""Every form in which a data set names an image."""
 
 import base64
 import io
@@ -11,9 +11,8 @@ import pytest
 from PIL import Image
 
 from megavlm.data import image_sources
-from megavlm.data.chat import Message, read_chat
 from megavlm.data.image_sources import DataFolder, image_bytes, is_url
-from tests.conftest import png, read_rows
+from tests.conftest import read_rows
 
 
 def encoded(format_: str) -> bytes:
@@ -85,75 +84,9 @@ def test_what_needs_the_network() -> None:
         assert not is_url(other)
 
 
-def test_chat_with_parts() -> None:
-    chat = read_chat(
-        [
-            {"role": "system", "content": "Be brief."},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": "What is "},
-                    {"type": "image", "image": "a.png"},
-                    {"type": "image_url", "image_url": {"url": "https://a/b.png"}},
-                    {"type": "text", "text": "?"},
-                ],
-            },
-        ]
-    )
-    assert chat.messages[1] == Message("user", "What is <image><image>?")
-    assert chat.images == ("a.png", "https://a/b.png")
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ([{"role": "robot", "content": "x"}], "message 0 has the role 'robot'"),
-        ([{"role": "user", "content": 3}], "message 0 has the content 3"),
-        ([{"role": "user", "content": [{"type": "sound"}]}], "its type must be text, image or"),
-        ([{"role": "assistant", "content": "x"}], "none by the user"),
-        (["x"], "message 0 is 'x'"),
-    ],
-)
-def test_bad_chats_are_refused(value: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_chat(value)
-
-
 def lines(path: Path, *records: dict[str, Any]) -> list[str]:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return [str(path)]
-
-
-def test_rows_of_chats(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png())
-    user = {"role": "user", "content": "<image>Why?"}
-    files = lines(
-        tmp_path / "x.jsonl",
-        {"chat": [{"role": "system", "content": "s"}, user], "answer": "b", "images": ["a.png"]},
-        {"chat": [user], "answer": "b", "images": ["a.png"]},
-        {
-            "chat": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, "Why?"]}],
-            "answer": "b",
-        },
-    )
-    first, second, third = read_rows(files, prompt_key="chat")
-    assert first.messages == (Message("system", "s"), Message("user", "<image>Why?"))
-    assert second.messages == () and second.problem == third.problem == "<image>Why?"
-    assert first.images == second.images == third.images == (png(),)
-
-
-def test_the_last_assistant_message_is_the_answer(tmp_path: Path) -> None:
-    chat = [
-        {"role": "user", "content": "1?"},
-        {"role": "assistant", "content": "one"},
-        {"role": "user", "content": "2?"},
-        {"role": "assistant", "content": "two"},
-    ]
-    files = lines(tmp_path / "x.jsonl", {"chat": chat, "answer": "x"})
-    (row,) = read_rows(files, prompt_key="chat", answer_key=None)
-    assert (row.problem, row.answer, len(row.messages)) == ("2?", "two", 3)
-    with pytest.raises(ValueError, match=r"set data\.answer_key=null"):
-        read_rows(files, prompt_key="chat")
 
 
 def test_several_image_columns_and_a_question_for_all(tmp_path: Path) -> None:

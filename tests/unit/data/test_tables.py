@@ -1,14 +1,21 @@
-"""Parquet, JSONL and CSV: read block by block, here and at URLs."""
+"""Parquet, JSONL, JSON and CSV: read block by block, here and at URLs."""
 
+import base64
+import csv
+import gzip
 import json
 import math
 import pickle
 import subprocess
 import sys
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -316,3 +323,171 @@ def test_digest_of_a_large_file_takes_its_end_and_parts(
         path.write_bytes(content)
         digests.add(DataFile(str(path), 0, "").digest())
     assert len(digests) == 4
+
+
+COLUMNS: list[tuple[pa.Array, str]] = [
+    (pa.array([0.1], pa.float32()), "0.1"),
+    (pa.array([0.1], pa.float64()), "0.1"),
+    (pa.array([np.float16(0.1)], pa.float16()), "0.1"),
+    (pa.array([3.0], pa.float32()), "3.0"),
+    (pa.array([7, None], pa.int64()).slice(0, 1), "7"),
+    (pa.array([2**63], pa.uint64()), str(2**63)),
+    (pa.array([True]), "True"),
+    (pa.array([Decimal("1.50")]), "1.50"),
+    (pa.array([Decimal("0")], pa.decimal128(20, 10)), "0.0000000000"),
+    (pa.array([date(2024, 1, 2)]), "2024-01-02"),
+    (pa.array([datetime(2024, 1, 2, 3, 4, 5)], pa.timestamp("ns")), "2024-01-02 03:04:05"),
+    (pa.array([datetime(2024, 1, 2, 3)], pa.timestamp("s", "UTC")), "2024-01-02 03:00:00+00:00"),
+    (pa.array([time(3, 4, 5)]), "03:04:05"),
+    (pa.array([timedelta(days=1, hours=2)], pa.duration("us")), "1 days 02:00:00"),
+    (pa.array([timedelta(seconds=-1.5)], pa.duration("ns")), "-1 days +23:59:58.500000"),
+    (pa.array(["red"]).dictionary_encode(), "red"),
+    (pa.array([0.1], pa.float32()).dictionary_encode(), "0.1"),
+    (pa.array(["red"], pa.large_string()), "red"),
+    (pa.array([[0.1, 2]], pa.list_(pa.float32())), "0.1"),
+    (pa.array([[date(2024, 1, 2)]]), "2024-01-02"),
+]
+
+
+@pytest.mark.parametrize(("column", "text"), COLUMNS, ids=lambda x: str(getattr(x, "type", x)))
+def test_an_answer_is_the_text_that_pandas_prints(
+    tmp_path: Path, column: pa.Array, text: str
+) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"problem": ["q"], "answer": column, "task": column}), path)
+    (row,) = read_rows([str(path)], image_keys=())
+    assert row.answer == text
+    if not pa.types.is_list(column.type):
+        assert row.category == text
+        if not pa.types.is_decimal(column.type):
+            assert str(pd.Series(column.to_pandas()).iloc[0]) == text
+
+
+def test_numbers_of_32_bits_reach_rewards_as_they_are_printed(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    spot = pa.struct([("lat", pa.float32()), ("name", pa.string())])
+    table = {"lat": pa.array([0.1, None], pa.float32()), "spots": pa.array([[(0.1, "a")], None],
+             pa.list_(spot)), "problem": ["q", "q"], "answer": ["a", "a"]}  # fmt: skip
+    pq.write_table(pa.table(table), path)
+    first, second = read_rows(
+        [str(path)], image_keys=(), category_key=None, extra_keys=("lat", "spots")
+    )
+    assert first.extra == {"lat": 0.1, "spots": [{"lat": 0.1, "name": "a"}]}
+    assert second.extra == {"lat": None, "spots": None}
+
+
+def test_a_json_list_is_read_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "BLOCK_LINES", 4)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 64)  # of a read
+    records = [{"problem": f'q{i} é 漢 [{{ \\" ', "answer": i, "x": [{}] * i} for i in range(10)]
+    for number, text in enumerate(
+        (
+            json.dumps(records),
+            json.dumps(records, indent=2, ensure_ascii=False),
+            "\ufeff \n" + json.dumps(records, ensure_ascii=False) + "\n\n",
+        )
+    ):
+        path = tmp_path / f"{number}.json"
+        path.write_text(text)
+        rows = Rows([str(path)], Data(category_key=None))
+        assert [rows[i].answer for i in (9, 0, 5)] == ["9", "0", "5"] and len(rows) == 10
+        assert [row.problem for row in rows] == [record["problem"] for record in records]
+        assert rows[3].source == f"{path}:3" and rows[3].dataset.endswith(f"/{number}")
+        assert len(rows.block_rows) > 1 and sum(rows.block_bytes) < path.stat().st_size
+
+
+def test_a_json_file_may_have_an_object_on_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"problem": "a", "answer": 1}\n{"problem": "b", "answer": 2}\n')
+    assert [row.answer for row in read_rows([str(path)])] == ["1", "2"]
+    path.write_text('{"problem": "a", "answer": 1}')
+    assert [row.answer for row in read_rows([str(path)])] == ["1"]
+    path.write_text("[]")
+    assert read_rows([str(path)]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n "data": [{"problem": "q"}]\n}', r"byte 0: '{' in place of '\['"),
+        ('[{"problem": "q"}, 3]', "byte 19: '3' does not begin an object"),
+        ('[{"problem": "q"} {"problem": "r"}]', "byte 18: '{' in place of ','"),
+        ('[{"problem": "q"},]', r"byte 18: '\]' does not begin an object"),
+        ('[{"problem": "q"}', "byte 17: '' in place of ','"),
+        ('[{"problem": "q}]', "object at byte 1: Unterminated string"),
+        ('[{"problem": "q"}] x', "byte 19: 'x' after the list"),
+        ('[{"problem": "\udce9"}]', "can't decode byte 0xe9"),
+        ("[" + '{"a":' * 100_000, "recursion"),
+        ("", r"byte 0: '' in place of '\['"),
+    ],
+    ids=lambda x: x[:20],
+)
+def test_a_json_file_of_another_form_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(ValueError, match=rf"x\.json: not a JSON list .*{message}"):
+        read_rows([str(path)])
+
+
+def test_half_a_pair_in_a_json_list_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('[{"problem": "q", "answer": "a"}, {"problem": "\\ud800", "answer": "a"}]')
+    with pytest.raises(ValueError, match=r"x\.json:1: the object has half a surrogate pair"):
+        read_rows([str(path)])
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "X.JSONL"])
+def test_compressed_files_equal_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(tables, "BLOCK_LINES", 3)
+    records = [{"problem": f"q{i}", "answer": str(i)} for i in range(10)]
+    plain = {
+        ".jsonl": "".join(json.dumps(record) + "\n" for record in records),
+        ".json": json.dumps(records),
+        ".csv": "problem,answer\n" + "".join(f"q{i},{i}\n" for i in range(10)),
+    }[Path(name).suffix.lower()]
+    (tmp_path / name).write_text(plain)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(plain.encode()))
+    given, packed = (
+        Rows([str(tmp_path / file)], Data(image_keys=(), category_key=None))
+        for file in (name, f"{name}.gz")
+    )
+    assert packed.block_rows == given.block_rows and packed.block_bytes == given.block_bytes
+    for index in (9, 0, 5):
+        first, second = given[index], packed[index]
+        assert (first.problem, first.dataset) == (second.problem, second.dataset)
+    assert packed.fingerprint() == Rows([f"{tmp_path}/{name}.gz"], packed._data).fingerprint()
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(plain.encode())[:-9])
+    with pytest.raises(ValueError, match=r"\.gz: not a whole gzip file"):
+        Rows([str(tmp_path / f"{name}.gz")], Data(image_keys=(), category_key=None))
+    (tmp_path / f"{name}.gz").write_text(plain)
+    with pytest.raises(ValueError, match=r"\.gz: not a whole gzip file"):
+        Rows([str(tmp_path / f"{name}.gz")], Data(image_keys=(), category_key=None))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "json", "parquet"])
+def test_cells_of_several_megabytes(tmp_path: Path, suffix: str) -> None:
+    data = png() + bytes(3 * 2**20)  # what follows an image is not read
+    image = "data:image/png;base64," + base64.b64encode(data).decode()
+    record = {"problem": "a\n" * 2**20, "answer": "red", "images": image}
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([record, record]), path)
+    elif suffix == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(record))
+            writer.writeheader()
+            writer.writerows([record, record])
+    else:
+        path.write_text(json.dumps([record] * 2) if suffix == "json" else json.dumps(record))
+    row = read_rows([str(path)], category_key=None)[-1]
+    assert row.problem == record["problem"] and row.images == (data,)
+    if suffix in ("json", "jsonl"):
+        parts = [{"type": "image", "image": image}, {"type": "text", "text": "a" * 2**22}]
+        chat = {"problem": [{"role": "user", "content": parts}], "answer": "red"}
+        path.write_text(json.dumps([chat]) if suffix == "json" else json.dumps(chat))
+        (row,) = read_rows([str(path)])
+        assert row.images == (data,) and row.problem == "<image>" + "a" * 2**22

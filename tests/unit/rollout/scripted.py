@@ -67,7 +67,9 @@ def episode_runner(
     config: Any = SimpleNamespace(
         environment=EnvironmentConfig(name=name, **settings),
         run=SimpleNamespace(seed=1),
-        data=SimpleNamespace(system_prompt=processor._system_prompt, long_prompts=long_prompts),
+        data=SimpleNamespace(
+            system_prompt=processor.chat_template.system_prompt, long_prompts=long_prompts
+        ),
     )
     return EpisodeRunner(config, processor, manager, RUNNER)
 

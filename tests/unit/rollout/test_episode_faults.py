@@ -51,7 +51,7 @@ def test_a_step_that_fails_is_scored_by_policy(
         ("role", "the role 'robot'"),
         ("part", "the content .*is not text"),
         ("surrogate", "surrogates"),
-        ("vision token", "the model's own image token"),
+        ("vision token", "a control token of the model"),
         ("placeholder", "2 <image> for 1 images"),
     ],
 )

@@ -117,7 +117,7 @@ def test_the_whole_conversation_is_what_a_template_makes_of_it(
 def test_an_environment_adds_to_the_configured_system_prompt(
     processor: Processor, manager: RewardManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor, "_system_prompt", "Look.")
+    monkeypatch.setattr(processor.chat_template, "system_prompt", "Look.")
     policy = Policy(processor, "3", "3")
     play(processor, manager, policy, "vqa", n=1)
     play(processor, manager, policy, "geo3k_calculator", n=1, options={"instruction": "No."})

@@ -103,7 +103,12 @@ def test_a_checkpoint_of_another_size(dry: DryRun, model: Path, tmp_path: Path) 
             ["data.max_prompt_tokens=5", "data.long_prompts=skip"],
             "data.train_files: none of 2 rows, evenly spread, can be used: ",
         ),
-        ([row(problem="<image><|image_pad|>")], [], "the text holds the model's own image token"),
+        (
+            [row(problem="<image><|image_pad|>")],
+            [],
+            "own_rows.parquet:0: 'problem' holds '<|image_pad|>', a control token",
+        ),
+        ([row(answer="red<|im_end|>")], [], "own_rows.parquet:0: 'answer' holds '<|im_end|>', a"),
         (
             [row(problem="<image><|image_pad|>")],
             ["data.bad_samples=skip"],
@@ -120,6 +125,22 @@ def test_rows_that_make_no_prompt(
     good = write_rows(tmp_path / "good.parquet", [*rows, row(), row(images=[], problem="q")])
     if "skip" in str(overrides) and "max_prompt" not in str(overrides):
         assert "1 of them would be skipped, first: " in dry(f"data.train_files={good}", *overrides)
+
+
+def test_chats_whose_answers_the_template_cannot_render(dry: DryRun, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "zoom", "arguments": "{}"}}
+    user = {"role": "user", "content": "?"}
+    chats = {
+        "calls": [user, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "good": [user, {"role": "assistant", "content": "!"}] * 2,
+    }
+    for name, chat in chats.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps([{"messages": chat}]))
+    keys = ["data.prompt_key=messages", "data.answer_key=null", "data.image_keys=[]"]
+    quiet = [*keys, "data.test_files=[]", "data.category_key=null", "algorithm.name=sft"]
+    said = refused(dry, *quiet, f"data.train_files={tmp_path}/calls.json")
+    assert "calls.json:0: the chat has tool_calls, which the model's chat template" in said
+    assert "prompts of all" in dry(*quiet, f"data.train_files={tmp_path}/good.json")
 
 
 def test_some_images_at_urls_are_fetched(

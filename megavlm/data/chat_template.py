@@ -1,0 +1,238 @@
+"""Text of rows as the model folder's chat template renders it: prompts, next turns and answers."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from megavlm.config.data import Data
+from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
+from megavlm.data.rows import Row
+
+_RESPONSE = "A response that no chat template contains."
+_EXCHANGE: tuple[dict[str, object], ...] = (
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": _RESPONSE},
+)
+# Keys of a message that say something. Others, such as ids, may stay unread.
+_CONTENT_KEYS = (
+    "tool_calls",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "function_call",
+    "audio",
+    "refusal",
+)
+# Special tokens of Qwen2-VL and Qwen2.5-VL that are text: answers mark objects and boxes by them.
+_MARKUP = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Messages of the assistant before the answer. spans: of those that SFT learns, in characters
+    of the prompt, the end of turn included. num_context: others, which the template renders
+    otherwise than they are sampled.
+    """
+
+    spans: tuple[tuple[int, int], ...] = ()
+    num_context: int = 0
+
+
+class ChatTemplate:
+    """A chat template, with the tokens that no text of a row may hold."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str,
+        data: Data,
+        *,
+        end_id: int,
+        control_ids: Sequence[int],
+    ) -> None:
+        """Store the template. end_id: the token that ends a turn. control_ids: tokens that no text
+        may hold, besides the tokenizer's special ones.
+
+        Raises ValueError for a system prompt with such a token.
+        """
+        self._tokenizer, self._template, self._data = tokenizer, template, data
+        self.system_prompt = data.system_prompt
+        self._after_response = text_after_response(tokenizer, template)
+        self._end: str = tokenizer.decode([end_id])
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        names = {str(tokenizer.convert_ids_to_tokens(i)) for i in special | set(control_ids)}
+        names = {name for name in names if not _MARKUP.fullmatch(name)}
+        self._control = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+        if data.system_prompt is not None:
+            self._check_text(data.system_prompt, "data.system_prompt")
+        if data.question is not None:
+            self._check_text(data.question, "data.question")
+
+    def prompt(self, row: Row) -> str:
+        """Return the text up to the start of the response.
+
+        Raises ValueError, naming the row, for a control token in the prompt or the answer, for
+        what the template refuses, and for tools and keys of messages that it does not read.
+        """
+        return self._prompt(row, self._messages(row, self.system_prompt))
+
+    def next_turn(self, row: Row) -> str:
+        """Return the text from the end of a response to the start of the next one. Raises
+        ValueError as `prompt`.
+        """
+        asked, replied = _EXCHANGE
+        text = self._prompt(row, [asked, replied, *self._messages(row, None)], "an observation")
+        text = text.rpartition(_RESPONSE)[2]
+        if not text.startswith(self._end):
+            raise ValueError(
+                f"model.folder: its chat template ends a response by {text[:20]!r}, and not by "
+                f"{self._end!r}, so that episodes cannot continue after one"
+            )
+        return text.removeprefix(self._end)
+
+    def answer(self, row: Row) -> str:
+        """Return the text of the row's answer as a response, without the end of turn.
+
+        Raises ValueError as `prompt`, and for an answer that cannot follow the prompt's text.
+        """
+        messages = self._messages(row, self.system_prompt)
+        prompt = self._prompt(row, messages)
+        response = row.response or Message("assistant", row.answer)
+        self._check_keys(row, [response])
+        answer = _message(response, response.text, {})
+        text = self._render(row, [*messages, answer], begins_response=False)
+        if not text.startswith(prompt) or not text.endswith(self._after_response):
+            begin = prompt.rpartition(self._end)[2]
+            raise ValueError(
+                f"{row.source}: the chat template begins a response by {begin!r}, and renders this "
+                f"answer otherwise, as {text[len(prompt) - len(begin) :][:80]!r}: give an answer "
+                "that it renders so (with a thought or without), or take another template"
+            )
+        return text.removeprefix(prompt).removesuffix(self._after_response)
+
+    def turns(self, row: Row) -> Turns:
+        """Return the messages of the assistant before the answer, if the chat gives the answer.
+
+        Raises ValueError as `prompt`.
+        """
+        system = self.system_prompt
+        before, messages = _with_system(row, system), self._messages(row, system)
+        text, spans, num_learnt = self._prompt(row, messages), list[tuple[int, int]](), 0
+        for index, message in enumerate(before):
+            if row.response is None or message.role != "assistant" or not message.is_trained:
+                continue
+            num_learnt += 1
+            if not any(earlier.role == "user" for earlier in before[:index]):
+                continue  # nothing asked for it, and templates refuse a chat without a question
+            start = self._render(row, messages[:index])
+            if isinstance(messages[index]["content"], str) and text.startswith(start):
+                end = text.find(self._end, len(start))
+                spans += [(len(start), end + len(self._end))] if end >= 0 else []
+        return Turns(tuple(spans), num_learnt - len(spans))
+
+    def _prompt(self, row: Row, messages: list[dict[str, object]], name: str = "") -> str:
+        name = name or repr(self._data.prompt_key or "data.question")
+        self._check_keys(row, row.messages)
+        for text in (row.problem, *(message.text for message in row.messages)):
+            self._check_text(text, f"{row.source}: {name}")
+        further = [message.keys for message in (*row.messages, *filter(None, [row.response]))]
+        if row.tools or any(further):
+            said = json.dumps([further, row.tools], ensure_ascii=False, default=str)
+            self._check_text(said, f"{row.source}: {name} or 'tools'")
+        answer = name if self._data.answer_key is None else repr(self._data.answer_key)
+        self._check_text(row.answer, f"{row.source}: {answer}")
+        return self._render(row, messages)
+
+    def _render(
+        self, row: Row, messages: list[dict[str, object]], *, begins_response: bool = True
+    ) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=[dict(tool) for tool in row.tools] or None,
+                chat_template=self._template,
+                add_generation_prompt=begins_response,
+                tokenize=False,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(
+                f"{row.source}: the model's chat template refuses the messages ({error})"
+            ) from error
+        return text
+
+    def _check_text(self, text: str, where: str) -> None:
+        if found := self._control.search(text):
+            raise ValueError(
+                f"{where} holds {found[0]!r}, a control token of the model; remove it or spell it "
+                f"otherwise (places of images and videos are marked by {IMAGE_PLACEHOLDER} and "
+                f"{VIDEO_PLACEHOLDER})"
+            )
+
+    def _check_keys(self, row: Row, messages: Sequence[Message]) -> None:
+        """Check that the template reads the keys that say something: it leaves out others."""
+        used = {key for message in messages for key in _CONTENT_KEYS if message.keys.get(key)}
+        for key in sorted(used | ({"tools"} if row.tools else set())):
+            if not re.search(rf"\b{key}\b", self._template):
+                raise ValueError(
+                    f"{row.source}: the chat has {key}, which the model's chat template does not "
+                    "read: write them into the text of the messages, or take a model whose "
+                    "template reads them"
+                )
+
+    def _messages(self, row: Row, system_prompt: str | None) -> list[dict[str, object]]:
+        """Return the messages for the template, up to the response."""
+        messages = _with_system(row, system_prompt)
+        # A placeholder counts only in a row that has such items. Items without any placeholder come
+        # before the first text of the user.
+        marked = {
+            mark: (kind, len(items))
+            for mark, kind, items in (
+                (IMAGE_PLACEHOLDER, "image", row.images),
+                (VIDEO_PLACEHOLDER, "video", row.videos),
+            )
+            if items
+        }
+        first = "".join(
+            mark * number
+            for mark, (_, number) in marked.items()
+            if not any(mark in message.text for message in messages)
+        )
+        asked = next(i for i, message in enumerate(messages) if message.role == "user")
+        return [
+            _message(message, first * (i == asked) + message.text, marked)
+            for i, message in enumerate(messages)
+        ]
+
+
+def text_after_response(tokenizer: Any, template: str) -> str:
+    """Return the text that a chat template writes after a response, with which no chat goes on."""
+    rendered: str = tokenizer.apply_chat_template(
+        list(_EXCHANGE), chat_template=template, tokenize=False
+    )
+    return rendered.rpartition(_RESPONSE)[2]
+
+
+def _with_system(row: Row, system_prompt: str | None) -> tuple[Message, ...]:
+    """Return the messages of a row. Its own system message replaces `system_prompt`."""
+    messages = row.messages or (Message("user", row.problem),)
+    if system_prompt is None or messages[0].role == "system":
+        return messages
+    return (Message("system", system_prompt), *messages)
+
+
+def _message(
+    message: Message, text: str, marked: Mapping[str, tuple[str, int]]
+) -> dict[str, object]:
+    if message.role != "user" and not any(mark in text for mark in marked):
+        return {"role": message.role, "content": text, **message.keys}
+    parts = re.split(f"({'|'.join(marked)})", text) if marked else [text]
+    content = [
+        {"type": marked[part][0]} if part in marked else {"type": "text", "text": part}
+        for part in parts
+        if part
+    ]
+    return {"role": message.role, "content": content, **message.keys}

@@ -1,0 +1,310 @@
+"""SFT learns the assistant's turns as the families' own chat templates render them."""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.data.chat import read_chat, read_tools
+from megavlm.data.packing import Tree, make_pack, supervised_tree
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Row
+from tests.conftest import DATA
+from tests.unit.data.samples import image
+
+Make = Callable[..., Processor]
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "zoom",
+            "description": "Zooms in.",
+            "parameters": {"type": "object", "properties": {"box": {"type": "array"}}},
+        },
+    }
+]
+CALL = {"type": "function", "function": {"name": "zoom", "arguments": {"box": [1, 2]}}}
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [{"type": "image"}, {"type": "text", "text": "Where is the car?"}],
+    },
+    {"role": "assistant", "content": "I zoom.", "tool_calls": [CALL]},
+    {"role": "tool", "content": [{"type": "image"}]},
+    {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "a car"},
+    {"role": "tool", "content": "a tree"},
+    {"role": "assistant", "content": "At the left."},
+]
+JSON_CALL = '<tool_call>\n{"name": "zoom", "arguments": {"box": [1, 2]}}\n</tool_call>'
+XML_CALL = (
+    "<tool_call>\n<function=zoom>\n<parameter=box>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"
+)
+JSON_TURNS = [f"I zoom.\n{JSON_CALL}", f"{JSON_CALL}\n{JSON_CALL}", "At the left."]
+XML_TURNS = [f"I zoom.\n\n{XML_CALL}", f"{XML_CALL}\n{XML_CALL}", "At the left."]
+NO_THOUGHT = "\n</think>\n\n"
+TEMPLATES = {
+    "qwen3_vl": ("qwen3_vl", JSON_TURNS),
+    "qwen3_5_think": ("qwen3_5", [NO_THOUGHT + turn for turn in XML_TURNS]),
+    "qwen3_5_nothink": ("qwen3_5", XML_TURNS),
+    "qwen3_6": ("qwen3_5", [NO_THOUGHT + turn for turn in XML_TURNS]),
+    "qwen3_8": ("qwen3_5", [NO_THOUGHT + turn for turn in XML_TURNS]),
+}
+
+
+def template_of(name: str) -> str:
+    """Return a released chat template, which TRL has copies of."""
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0]) / "chat_templates"
+    return (folder / f"{name}.jinja").read_text()
+
+
+@pytest.fixture
+def make(folder_of: Callable[[str], Path], tmp_path: Path) -> Make:
+    """Makes the processor of a tiny model with a released template, and further tokens."""
+
+    def processor(name: str, *, special: tuple[str, ...] = (), **data: Any) -> Processor:
+        family = TEMPLATES.get(name, ("qwen2_5_vl",))[0]
+        folder = tmp_path / name
+        shutil.copytree(folder_of(family), folder)
+        (folder / "chat_template.jinja").write_text(template_of(name))
+        _add_tokens(folder / "tokenizer.json", special)
+        return Processor(folder, replace(DATA, answer_key=None, **data))
+
+    return processor
+
+
+def _add_tokens(path: Path, special: tuple[str, ...]) -> None:
+    """Add tokens as Qwen3's tokenizers have them, in rows that pad the embedding table."""
+    values = json.loads(path.read_text())
+    known = {token["content"]: token["id"] for token in values["added_tokens"]}
+    first = max([*known.values(), *values["model"]["vocab"].values()]) + 1
+    plain = dict.fromkeys(values["added_tokens"][0], False)
+    texts = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    values["added_tokens"] += [
+        {**plain, "id": first + i, "content": name, "special": name in special}
+        for i, name in enumerate((*texts, *special))
+    ]
+    path.write_text(json.dumps(values))
+
+
+def row_of(chat: list[dict[str, Any]], tools: object = None) -> Row:
+    """Return the row of a chat, with an image for each part that is one."""
+    read = read_chat(chat)
+    sizes = [(90 + 30 * seed, 60) for seed in range(read.num_bare["image"])]
+    images = tuple(image(size, seed=seed) for seed, size in enumerate(sizes))
+    *before, response = read.messages
+    asked = next(message.text for message in reversed(before) if message.role == "user")
+    return Row(
+        0, asked, response.text, images, "", "x.jsonl:0",
+        messages=tuple(before), response=response, tools=read_tools(tools),
+    )  # fmt: skip
+
+
+def exchange(*turns: str) -> list[dict[str, Any]]:
+    """Return a chat of questions and answers by turns."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+
+
+def targets(processor: Processor, tree: Tree) -> list[str]:
+    decode = processor._tokenizer.decode
+    return [decode(segment.token_ids) for segment in tree.segments if segment.is_target]
+
+
+def learnt(processor: Processor, row: Row) -> list[str]:
+    """Return the texts that SFT learns of a row, without the end of turn that all have."""
+    texts = targets(processor, supervised_tree(processor.supervised_prompt(row)))
+    assert all(text.endswith("<|im_end|>") for text in texts)
+    return [text.removesuffix("<|im_end|>") for text in texts]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_with_tools_is_what_transformers_renders(make: Make, name: str) -> None:
+    processor, row = make(name), row_of(CHAT, TOOLS)
+    prompt = processor.supervised_prompt(row)
+    tree = supervised_tree(prompt)
+    assert targets(processor, tree) == [f"{turn}<|im_end|>" for turn in TEMPLATES[name][1]]
+    ids = torch.cat([segment.token_ids for segment in tree.segments])
+    vision = processor.image_token_id
+    short = [
+        token for i, token in enumerate(ids.tolist()) if token != vision or ids[i - 1] != vision
+    ]
+    text = processor._tokenizer.apply_chat_template(
+        CHAT, tools=TOOLS, chat_template=template_of(name), tokenize=False
+    )
+    assert short == processor._tokenizer(text.removesuffix("\n"))["input_ids"]
+
+
+def test_the_mask_is_that_of_trl_s_template(make: Make) -> None:
+    """It marks what the assistant says, and the line break after the end of turn, too."""
+    processor = make("qwen3_vl")
+    theirs = processor._tokenizer.apply_chat_template(
+        CHAT,
+        tools=TOOLS,
+        chat_template=template_of("qwen3_vl_training"),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    pairs = zip(theirs["input_ids"], theirs["assistant_masks"], strict=True)
+    said = processor._tokenizer.decode([token for token, mask in pairs if mask])
+    ours = learnt(processor, row_of(CHAT, TOOLS))
+    assert "".join(f"{text}<|im_end|>\n" for text in ours) == said
+
+
+def test_the_tree_of_a_chat_has_its_images_and_positions_in_place(make: Make) -> None:
+    processor = make("qwen3_vl")
+    prompt = processor.supervised_prompt(row_of(CHAT, TOOLS))
+    tree = supervised_tree(prompt)
+    first, second = (shown.key for shown in prompt.images)
+    assert [segment.images for segment in tree.segments] == [(first,), (), (second,), (), (), ()]
+    assert [segment.is_target for segment in tree.segments] == [False, True] * 3
+    assert [segment.parent for segment in tree.segments] == [-1, 0, 1, 2, 3, 4]
+    positions = torch.cat([segment.positions for segment in tree.segments], dim=1)
+    num_tokens = len(prompt.token_ids)
+    assert torch.equal(positions[:, :num_tokens], prompt.positions)
+    assert positions[0, num_tokens:].tolist() == [
+        prompt.next_position + i for i in range(len(prompt.answer_ids))
+    ]
+    pack = make_pack([tree], vision_token_ids=processor.vision_token_ids)
+    assert len(pack.vision_index) == prompt.num_vision_tokens
+    assert torch.equal(pack.source_index, (pack.segment_ids % 2 == 1).nonzero().flatten() - 1)
+
+
+def test_a_plain_answer_is_the_text_that_follows_the_prompt(make: Make) -> None:
+    row = Row(0, "What?", "red", (), "", "x:0")
+    for name, answer in (
+        ("qwen2_5_vl", "red"),
+        ("qwen3_vl", "red"),
+        ("qwen3_5_think", f"{NO_THOUGHT}red"),
+        ("qwen3_5_nothink", "red"),
+    ):
+        processor = make(name)
+        prompt = processor.supervised_prompt(row)
+        assert list(prompt.answer_ids) == processor.encode_answer(answer) and prompt.turns == ()
+        assert torch.equal(prompt.token_ids, processor.prompt(row).token_ids)
+
+
+def test_thoughts_are_learnt_where_the_template_has_them(make: Make) -> None:
+    think, nothink = make("qwen3_5_think"), make("qwen3_5_nothink")
+    key = [*exchange("?"), {"role": "assistant", "content": "A.", "reasoning_content": "So."}]
+    for chat in (
+        key,
+        exchange("?", "<think>\nSo.\n</think>\n\nA."),
+        exchange("?", "So.</think>A."),
+    ):
+        assert learnt(think, row_of(chat)) == ["So.\n</think>\n\nA."]
+        with pytest.raises(ValueError, match=r"x\.jsonl:0: the chat template begins a response by"):
+            nothink.supervised_prompt(row_of(chat))
+    with pytest.raises(ValueError, match=r"x\.jsonl:0: the chat has reasoning_content, which"):
+        make("qwen3_vl").supervised_prompt(row_of(key))
+
+
+def test_earlier_answers_are_learnt_where_they_stand_as_they_are_sampled(make: Make) -> None:
+    row = row_of(exchange("1?", "one", "2?", "two"))
+    for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_8"):
+        processor = make(name)
+        said = [turn.removeprefix(NO_THOUGHT) for turn in learnt(processor, row)]
+        assert said == ["one", "two"] and processor.num_context_turns(row) == 0
+    for name in ("qwen3_5_think", "qwen3_5_nothink"):  # without the thoughts that a response has
+        processor = make(name)
+        assert [turn.removeprefix(NO_THOUGHT) for turn in learnt(processor, row)] == ["two"]
+        assert processor.num_context_turns(row) == 1
+
+
+def test_weights_and_answers_of_a_column_leave_earlier_turns_as_context(make: Make) -> None:
+    processor, chat = make("qwen3_vl"), exchange("1?", "one", "2?", "two")
+    chat[1]["weight"] = 0
+    row = row_of(chat)
+    assert learnt(processor, row) == ["two"] and processor.num_context_turns(row) == 0
+    row = replace(row_of(exchange("1?", "one", "2?", "two")), response=None, answer="2")
+    assert learnt(processor, row) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("key", "row"),
+    [
+        ("tool_calls", row_of([*CHAT[:2], CHAT[2]])),
+        ("tool_calls", row_of([*CHAT[:3], {"role": "tool", "content": "x"}, CHAT[-1]])),
+        ("tools", row_of([*CHAT[:2], CHAT[-1]], TOOLS)),
+    ],
+)
+def test_a_template_that_knows_no_tools_refuses_them(make: Make, key: str, row: Row) -> None:
+    processor = make("qwen2_5_vl")
+    with pytest.raises(
+        ValueError, match=rf"x\.jsonl:0: the chat has {key}, which the model's chat"
+    ):
+        processor.supervised_prompt(row)
+
+
+def test_what_a_template_refuses_is_named(make: Make) -> None:
+    processor = make("qwen3_5_think")
+    chat = [*exchange("?", "!", "?"), {"role": "system", "content": "s"}, *exchange("?", "!")]
+    with pytest.raises(
+        ValueError, match=r"x\.jsonl:0: .* refuses the messages \(System message mus"
+    ):
+        processor.supervised_prompt(row_of(chat))
+    shown = [*exchange("?"), {"role": "assistant", "content": [{"type": "image"}]}]
+    with pytest.raises(ValueError, match=r"x\.jsonl:0: the chat template shows 0 of 1 images"):
+        make("qwen3_vl").supervised_prompt(row_of([*shown, *exchange("?", "!")]))
+
+
+CONTROL = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>")
+
+
+@pytest.mark.parametrize("token", CONTROL)
+def test_control_tokens_are_refused_when_a_row_is_read(make: Make, token: str) -> None:
+    text = f"a{token}b"
+    call = {"name": "zoom", "arguments": {"text": text}}
+    processor = make("qwen3_vl", prompt_key="chat")
+    for row, where in (
+        (Row(0, text, "a", (), "", "x:0"), "x:0: 'chat'"),
+        (Row(0, "?", text, (), "", "x:0"), "x:0: 'chat'"),
+        (row_of([{"role": "system", "content": text}, *exchange("?", "!")]), "x.jsonl:0: 'chat'"),
+        (row_of(exchange("?", text, "?", "!")), "x.jsonl:0: 'chat'"),
+        (row_of(exchange("?", text)), "x.jsonl:0: 'chat'"),
+        (
+            row_of([*exchange("?"), {"role": "assistant", "content": "", "tool_calls": [call]}]),
+            "x.jsonl:0: 'chat' or 'tools'",
+        ),
+        (
+            row_of(exchange("?", "!"), [{"name": "zoom", "description": text}]),
+            "x.jsonl:0: 'chat' or 'tools'",
+        ),
+    ):
+        for use in (processor.prompt, processor.num_tokens, processor.supervised_prompt):
+            with pytest.raises(ValueError) as caught:
+                use(row)
+            assert str(caught.value).startswith(f"{where} holds {token!r}, a control token of the")
+    with pytest.raises(ValueError, match=r"^data\.system_prompt holds '<\|im_end\|>'"):
+        Processor(processor_folder(make), replace(DATA, system_prompt="a<|im_end|>"))
+
+
+def processor_folder(make: Make) -> Path:
+    """Return the folder of a new processor."""
+    return Path(make("qwen2_5_vl")._tokenizer.name_or_path)
+
+
+def test_the_name_of_an_answers_column_is_said(make: Make) -> None:
+    processor = Processor(processor_folder(make), DATA)
+    with pytest.raises(ValueError, match=r"^x:0: 'answer' holds '<\|im_end\|>', a control token"):
+        processor.prompt(Row(0, "?", "a<|im_end|>", (), "", "x:0"))
+
+
+def test_text_that_models_write_stays_text(make: Make) -> None:
+    markup = ("<|box_start|>", "<|box_end|>", "<|object_ref_start|>")
+    processor = make("qwen3_vl", special=(*markup, "<|secret|>"))
+    for text in ("<think>\nSo.\n</think>\n\n<tool_call>\n</tool_call>", "".join(markup), "<|x|>"):
+        assert learnt(processor, row_of(exchange(text, text))) == [text]
+    with pytest.raises(ValueError, match=r"holds '<\|secret\|>'"):
+        processor.prompt(row_of(exchange("?", "<|secret|>")))
