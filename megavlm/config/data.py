@@ -12,8 +12,8 @@ class Data(Section):
     column."""
 
     train_files: tuple[str, ...] = ()
-    """Parquet, JSONL or CSV files to train on: paths, globs, or any URL that fsspec opens. Each
-    entry is one data set."""
+    """Parquet, JSONL, JSON or CSV files to train on: paths, globs, or any URL that fsspec opens.
+    Each entry is one data set."""
 
     test_files: tuple[str, ...] = ()
     """Files to evaluate on, of the same kinds and columns."""
@@ -24,20 +24,20 @@ class Data(Section):
 
     prompt_key: str | None = "problem"
     """Column of the prompt: text, or chat messages. A last message of the assistant is taken as the
-    answer. Null asks `data.question` of every row. The default column names are those of
-    hiyouga/geometry3k."""
+    answer, a column `tools` beside a chat as its tools. Null asks `data.question` of every row. The
+    default column names are those of hiyouga/geometry3k."""
 
     question: str | None = None
     """Prompt of every row where `data.prompt_key` is null."""
 
     answer_key: str | None = "answer"
-    """Column of the reference answer, which rewards compare with and SFT learns: text, a number, or
-    a list of them, of which the first is taken."""
+    """Column of the reference answer, which rewards compare with and SFT learns: text, or another
+    value as pandas prints it. Of a list the first is taken."""
 
     image_keys: tuple[str, ...] = ("images",)
     """Columns of images, each with an image or a list of them: bytes, base64, a path beside the
-    file, a URL, or a struct of bytes and path. `<image>` in the prompt marks their place; without
-    it they come first."""
+    file, a URL, or a struct of bytes, path, url or base64. `<image>` in the prompt marks their
+    place; without it they come first."""
 
     video_key: str | None = None
     """Column of videos, a struct of frames and fps, for supervised data. Rollout servers do not

@@ -7,7 +7,7 @@ from io import BytesIO
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from megavlm.data import git_lfs
+from megavlm import git_lfs
 
 # Formats of training data. Pillow's other decoders are rarely needed and have had more flaws.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

@@ -26,7 +26,7 @@ class PromptTooLong(ValueError):
 
 
 @dataclass(frozen=True)
-class Turn:
+class LearntTurn:
     """Tokens of an earlier turn of the assistant, the end of turn included, in a prompt that has
     num_images images and videos before it.
     """
@@ -46,7 +46,7 @@ class Prompt:
     positions: Tensor  # [3, T] int64
     next_position: int  # M-RoPE position of the first response token
     images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
-    turns: tuple[Turn, ...] = ()  # that SFT learns besides the answer
+    turns: tuple[LearntTurn, ...] = ()  # that SFT learns besides the answer
     answer_ids: tuple[int, ...] = ()  # of the answer that SFT learns
 
     @property
@@ -275,7 +275,7 @@ class Processor:
             positions,
             next_position,
             tuple(images),
-            tuple(Turn(bounds[a][0], bounds[b][0], bounds[a][1]) for a, b in turns),
+            tuple(LearntTurn(bounds[a][0], bounds[b][0], bounds[a][1]) for a, b in turns),
         )
 
     def num_tokens(self, row: Row) -> int:

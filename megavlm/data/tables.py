@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from megavlm.data import git_lfs
+from megavlm import git_lfs
 from megavlm.data.files import DataFile, read_safely
 
 # A block of JSONL or of a JSON list ends at the first of these.

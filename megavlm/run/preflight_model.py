@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from megavlm import git_lfs
 from megavlm.checkpointing.folder import (
     MANIFEST,
     PEFT_CONFIG,
@@ -21,7 +22,6 @@ from megavlm.checkpointing.folder import (
 )
 from megavlm.config.algorithm import SFT
 from megavlm.config.schema import Config
-from megavlm.data import git_lfs
 from megavlm.models.folder_files import check_files
 from megavlm.models.registry import FAMILIES, family, quantization
 from megavlm.run.preflight_layout import Values, check_sizes

@@ -16,6 +16,7 @@ LEVELS = [
         "version_option",
         "process",
         "signals",
+        "git_lfs",
     },  # the first imports a family's modules when they are used
     {"config", "observability"},
     {"algorithms", "parallel", "rewards"},

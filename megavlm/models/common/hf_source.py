@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megavlm.data import git_lfs
+from megavlm import git_lfs
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

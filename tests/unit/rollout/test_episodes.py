@@ -1,5 +1,6 @@
 """Episodes of a scripted policy: what is sent, and what is trained on."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,13 @@ from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
+from megavlm.environments.base import Observation
+from megavlm.environments.wire import pack_observation, unpack_observation
 from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import RewardManager
+from megavlm.rollout.episodes import example
 from megavlm.rollout.groups import policy_trees, rollout_metrics
 from megavlm.rollout.trajectory import Group, group_tree
 from tests.columns import columns
@@ -112,6 +116,23 @@ def test_the_whole_conversation_is_what_a_template_makes_of_it(
     assert turn.token_ids.tolist() == whole.token_ids.tolist()
     assert turn.positions.equal(whole.positions) and turn.next_position == whole.next_position
     assert turn.request_ids == whole.request_ids
+
+
+def test_an_environment_keeps_what_messages_hold_besides_text(
+    processor: Processor, manager: RewardManager
+) -> None:
+    calls = [{"type": "function", "function": {"name": "zoom", "arguments": {"box": [1, 2]}}}]
+    messages = (
+        Message("user", "?"),
+        Message("assistant", "", {"tool_calls": calls}),
+        Message("tool", "a car", {"tool_call_id": "1"}),
+        Message("user", "!"),
+    )
+    row = Row(5, "!", "3", (), "", "x", messages=messages)
+    playing = episode_runner(processor, manager, "vqa")
+    sent = json.loads(json.dumps(pack_observation(Observation(example(row).messages))))
+    assert playing._next_row(row, unpack_observation(sent)) == row
+    playing._environments.close()
 
 
 def test_an_environment_adds_to_the_configured_system_prompt(
