@@ -36,7 +36,7 @@ from megavlm.training.guards import SkipCounter
 from megavlm.training.step.vision_features import VisionFeatures
 
 
-class Schedule(OptimizerParamScheduler):
+class UpdateSchedule(OptimizerParamScheduler):
     """megatron-core's schedule of learning rate and weight decay, which counts updates.
 
     A checkpoint gives it the count alone: the values are this run's. Another number of updates in
@@ -73,7 +73,7 @@ class Updater:
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
-    scheduler: Schedule
+    scheduler: UpdateSchedule
     mesh: Mesh
     skips: SkipCounter = field(default_factory=SkipCounter)
     offloads: bool = False
@@ -271,7 +271,7 @@ def build_updater(
         config, wrapped, config_overrides=overrides, use_gloo_process_groups=True
     )
     _make_moments(optimizer)
-    scheduler = Schedule(
+    scheduler = UpdateSchedule(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,

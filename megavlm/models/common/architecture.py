@@ -123,7 +123,7 @@ def rotary_parameters(
     does not fill the head.
     """
     parameters = text.rope_parameters
-    if parameters["rope_type"] not in ("default", "mrope"):
+    if parameters["rope_type"] != "default":
         raise ValueError(
             f"text_config.rope_parameters: rope_type {parameters['rope_type']!r} is not supported; "
             "use default."

@@ -79,6 +79,15 @@ def test_one_rank_goes_through_without_a_bit_changed(hf_folder: Folder, tmp_path
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "rank-stabilised": {"use_rslora": True, "rank_pattern": {"k_proj": 3}},
+    "rank-stabilised, of two scales": {"use_rslora": True, "alpha_pattern": {"v_proj": 3}},
+    "patterns of which the first holds": {
+        "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 3, "q_proj": 2},
+        "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 5, "q_proj": 3},
+    },
+    "a pattern from the first letter on": {
+        "rank_pattern": {r"^model\.language_model\.layers\.1\.self_attn\.q_proj": 2},
+        "alpha_pattern": {r"^layers\.1\.self_attn\.k_proj": 5},  # which matches nothing
+    },
     "a scale that must be rounded": {"alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 5}},
     "q and v alone": {"target_modules": ["q_proj", "v_proj"]},
     "a regex": {"target_modules": r".*language_model\.layers\.[02]\.self_attn\.(k|o)_proj"},

@@ -155,6 +155,14 @@ def test_rotary_embeddings_that_are_refused(
         part(config.model_type, "config").rotary(config)
 
 
+def test_qwen3_vl_has_no_rotary_embedding_of_qwen2_vl_s_type(tmp_path: Path) -> None:
+    """transformers cannot build it; that of Qwen2-VL it reads as the default one."""
+    scaling = {"type": "mrope", "mrope_section": [24, 20, 20]}
+    config = released_config("Qwen3-VL-8B", tmp_path, rope_scaling=scaling)
+    with pytest.raises(ValueError, match="rope_type 'mrope' is not supported; use default"):
+        part(config.model_type, "config").rotary(config)
+
+
 def test_a_section_that_is_not_given_is_the_released_one(tmp_path: Path) -> None:
     for release in ("Qwen2.5-VL-7B", "Qwen3-VL-8B"):
         config = released_config(release, tmp_path, rope_scaling={"rope_type": "default"})
