@@ -17,6 +17,7 @@ from checkpoint_tools.lora.step_adapters import has_adapters, step_adapters
 from checkpoint_tools.streaming import ShowProgress, no_progress
 from checkpoint_tools.weights import Weights, open_both
 from megavlm.models.common.loading import HUB, Form
+from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 _TEXT = "The quick brown fox jumps over the lazy dog, and then?"
@@ -152,6 +153,7 @@ def _logits(folder: Path, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
     disable_progress_bar()
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    use_plain_torch(model)
     model.eval()
     # A weight may start anywhere in a mapped file, and kernels round by its alignment: equal
     # weights give equal logits only from memory of their own.

@@ -11,6 +11,7 @@ from megavlm.config.algorithm import SFT
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
+from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.observability.text import duration
 
 EPOCHS = 8
@@ -68,6 +69,7 @@ def _seconds_per_row(config: Config, prompts: Sequence[Prompt]) -> float:
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(config.model.folder, local_files_only=True)
+    use_plain_torch(model)
     _train(model, prompts[0])  # the first one allocates
     start = time.process_time()
     for prompt in prompts:

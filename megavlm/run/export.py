@@ -15,6 +15,7 @@ from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Pack, join_targets, make_pack, prompt_tree
 from megavlm.data.positions import text_positions
 from megavlm.data.processor import Prompt
+from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.models.registry import family
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
@@ -117,6 +118,8 @@ def _transformers_logits(
     disable_progress_bar()
     with device:
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype))
+    if device.type == "cpu":
+        use_plain_torch(model)
     model.eval()
     logits = []
     for prompt, answer in probes:

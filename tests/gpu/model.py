@@ -2,8 +2,6 @@
 
 import gc
 import importlib.util
-import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY, HubTensors, load_hf, local_tensors
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.linear_attention import chunked_rule, gated_delta_net
+from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.models.registry import family
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import Mesh, init_distributed
@@ -98,7 +97,7 @@ def theirs(config: Any) -> Any:
     torch.manual_seed(0)
     with torch.device(platform.device()):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    use_plain_torch(config)
+    use_plain_torch(model)
     _slow_decay(model)
     has_norm = any(".q_norm." in name for name, _ in model.named_parameters())
     with torch.no_grad():
@@ -113,16 +112,6 @@ def theirs(config: Any) -> Any:
 
 def _is_zero_centred(norm: Tensor) -> bool:
     return not norm.any()  # Qwen3.5's norms multiply with 1 + weight
-
-
-def use_plain_torch(config: Any) -> None:
-    """Have transformers compute linear attention by its own torch operations, which are exact in
-    fp32, whatever kernels can be imported.
-    """
-    module = sys.modules[type(config).__module__.replace(".configuration_", ".modeling_")]
-    for name, function in vars(module).copy().items():
-        if name.endswith(("_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")):
-            setattr(module, name, inspect.unwrap(function))
 
 
 @dataclass(frozen=True)

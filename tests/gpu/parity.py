@@ -142,9 +142,7 @@ def errors(found: Outcome, exact: Outcome, expected: Mapping[Any, torch.Tensor])
     }
 
 
-def fault_of(
-    variant: Variant, found: Errors, theirs: Errors, spread: float = SPREAD
-) -> str | None:
+def fault_of(variant: Variant, found: Errors, theirs: Errors, spread: float = SPREAD) -> str | None:
     """Return a sentence if a variant is too far from transformers in fp32, or if a shared prompt
     changes its results. spread: of errors in bf16, over transformers' own.
     """

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megavlm.data.processor import ProcessedImage, Prompt
+from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 TEXT, IMAGE, VIDEO = 0, 1, 2  # transformers' mm_token_type_ids
@@ -40,6 +41,7 @@ class Reference:
         define_torchvision_operators()
         self.config = AutoConfig.from_pretrained(folder)
         self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+        use_plain_torch(self.model)
         self.value_weight, self.value_bias = (
             x.requires_grad_() for x in value_parameters(self.config.text_config.hidden_size)
         )
