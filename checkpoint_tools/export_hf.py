@@ -13,8 +13,9 @@ from torch import Tensor
 from checkpoint_tools.hf_config import dtype_keys, untie
 from checkpoint_tools.lora.adapters import AdapterPairs, merged_weights
 from checkpoint_tools.lora.step_adapters import has_adapters, step_adapters
-from checkpoint_tools.model_card import model_card
+from checkpoint_tools.model_card import model_card, pixel_limits
 from checkpoint_tools.output_folder import output_folder
+from checkpoint_tools.pixel_limits import write_pixel_limits
 from checkpoint_tools.safetensors_io import DTYPES, SafetensorsWriter, Spec
 from checkpoint_tools.streaming import ShowProgress, no_progress, prefetch
 from checkpoint_tools.weights import KeyEntries, Weights, step_weights
@@ -92,7 +93,8 @@ def write_hf(
 ) -> Export:
     """Write weights, with `adapters` merged in fp32 and rounded once, as a HuggingFace folder.
 
-    Raises ValueError if a sum is too large for its dtype, or as `output_folder` does.
+    The pixel limits that a run trained with go into the preprocessor's files. Raises ValueError if
+    a sum is too large for its dtype, or as `output_folder` does.
     """
     options = options or WriteOptions()
     dtype = options.dtype
@@ -118,6 +120,7 @@ def write_hf(
         options.show("export", total) as advance,
     ):
         copy_hf_files(weights.hf_files, output)
+        write_pixel_limits(output, pixel_limits(weights))
         _write_config(
             output / "config.json",
             dtype or weights.dtypes[next(reversed(weights.groups))],

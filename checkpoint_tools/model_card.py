@@ -1,5 +1,6 @@
 """README.md of an exported model: its origin, training and evaluation."""
 
+import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,17 +51,37 @@ def model_card(
     return "\n".join(parts)
 
 
+def pixel_limits(weights: Weights) -> dict[str, int]:
+    """Return data.min_pixels and data.max_pixels of the run that saved the weights, as far as they
+    are given.
+    """
+    recipe = _recipe(_run_file(weights))
+    data = {} if recipe is None else recipe["data"]
+    limits = {name: data.get(name) for name in ("min_pixels", "max_pixels")}
+    return {name: value for name, value in limits.items() if isinstance(value, int)}
+
+
 def _run(weights: Weights) -> list[str] | None:
     """Describe the run that saved the weights, None if no run did."""
-    if weights.manifest is None:
-        return None
-    run_dir, step = weights.path.absolute().parents[1], weights.manifest.step
-    file = run_dir / "config.yaml"
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    text = _run_file(weights)
     recipe = _recipe(text)
     if recipe is None:
         return None
-    return [*_training(recipe, step, code_of(text)), *_evaluation(run_dir, step)]
+    assert weights.manifest is not None
+    run_dir, step = weights.path.absolute().parents[1], weights.manifest.step
+    return [
+        *_use(recipe["data"], pixel_limits(weights)),
+        *_training(recipe, step, code_of(text)),
+        *_evaluation(run_dir, step),
+    ]
+
+
+def _run_file(weights: Weights) -> str:
+    """Return the text of the recipe beside the checkpoints; "" without one."""
+    if weights.manifest is None:
+        return ""
+    file = weights.path.absolute().parents[1] / "config.yaml"
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def _recipe(text: str) -> dict[str, Any] | None:
@@ -94,6 +115,23 @@ def _what(weights: Weights, adapters: AdapterPairs | None) -> Iterator[str]:
     source = f"Step {step.step} of a checkpoint" if step else f"Weights of {weights.path.name}"
     merged = f", with adapters of rank {adapters.rank} merged," if adapters else ","
     yield f"{source}{merged} exported by {code_version()}.\n"
+
+
+def _use(data: dict[str, Any], limits: dict[str, int]) -> Iterator[str]:
+    """Tell how a user asks the model as in training: its system prompt and the size of images."""
+    prompt = data.get("system_prompt")
+    if not (prompt or limits):
+        return
+    yield "## Use\n"
+    if prompt:
+        yield "The model was trained with this system prompt. Send it as the first message:\n"
+        message = {"role": "system", "content": prompt}
+        yield f"```json\n{json.dumps(message, ensure_ascii=False)}\n```\n"
+    for name, which in (("min_pixels", "least"), ("max_pixels", "most")):
+        if name in limits:
+            yield f"- Images were resized to at {which} {limits[name]:,} pixels."
+    if limits:
+        yield "\nThe preprocessor's files have these limits.\n"
 
 
 def _training(recipe: dict[str, Any], step: int, code: str | None) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """What an export holds, and who can read it."""
 
+import io
 import json
 import os
 import re
@@ -7,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -20,11 +23,15 @@ from checkpoint_tools.lora.adapters import AdapterPairs, Pair, Projection
 from checkpoint_tools.model_card import model_card
 from checkpoint_tools.weights import step_weights
 from megavlm.checkpointing.folder import copy_hf_files
+from megavlm.config.data import Data
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Row
 from megavlm.inference.server_args import CPU_SUPPORT
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.parity.table import FAMILIES
 from tests.unit.checkpoint_tools.conftest import Folder
+from tests.unit.data.samples import auto_processor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -331,3 +338,73 @@ def test_what_is_not_trained_is_copied(hf_folder: Folder, tmp_path: Path) -> Non
             assert torch.equal(written[name], tensor.to(dtype)), name
         assert "`mtp.*` (2 tensors" in (out / "README.md").read_text()
         source = out
+
+
+IMAGE_SIZE = (280, 392)  # width, height: grid 1 x 28 x 20 in the folder's limits
+
+
+def trained(hf: Path, root: Path, **data: Any) -> Path:
+    """Return the folder of a run that imported `hf`, and trained with these keys of data."""
+    import_hf(hf, root / "run" / "checkpoints")
+    recipe = {
+        "model": {"folder": "base"},
+        "data": {"train_files": ["train.parquet"], **data},
+        "algorithm": {"name": "grpo", "steps": 40},
+    }
+    (root / "run" / "config.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    return root / "run" / "checkpoints"
+
+
+@pytest.mark.parametrize("form", ["both", "processor alone", "preprocessor alone", "released"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_an_exported_folder_shows_images_and_videos_as_they_were_trained(
+    family: str, form: str, hf_folder: Folder, tmp_path: Path
+) -> None:
+    """In each form that a folder has: what transformers 5 saves, and what is on the hub."""
+    hf = Path(shutil.copytree(hf_folder(family), tmp_path / "hf"))
+    if form in ("preprocessor alone", "released"):
+        (hf / "processor_config.json").unlink()
+    if form == "processor alone":
+        (hf / "preprocessor_config.json").unlink()
+    if form == "released":
+        file = hf / "preprocessor_config.json"
+        values = json.loads(file.read_text())
+        size = values.pop("size")
+        limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        file.write_text(json.dumps(values | limits))
+    base, limit = auto_processor(hf), 48 * 28 * 28
+    checkpoint = trained(hf, tmp_path, min_pixels=None, max_pixels=limit)
+    export_hf(checkpoint, tmp_path / "out")
+
+    image = Image.new("RGB", IMAGE_SIZE)
+    ours = Processor(hf, Data(max_prompt_tokens=2**20, max_pixels=limit))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    (shown,) = ours.prompt(Row(0, "<image>", "", (buffer.getvalue(),), "", "rows:0")).images
+    served = auto_processor(tmp_path / "out")
+    grid = served.image_processor(images=[image], return_tensors="pt")["image_grid_thw"]
+    assert grid.tolist() == [list(shown.grid)]
+    assert grid.tolist() != base.image_processor(images=[image])["image_grid_thw"].tolist()
+    assert served.video_processor.size == base.video_processor.size
+    assert served.image_processor.size["shortest_edge"] == base.image_processor.size.shortest_edge
+
+
+def test_without_limits_in_the_recipe_the_preprocessor_is_the_base_s(
+    hf_folder: Folder, tmp_path: Path
+) -> None:
+    hf = hf_folder("qwen2_vl")
+    export_hf(trained(hf, tmp_path, max_pixels=None), tmp_path / "out")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (hf / name).read_bytes()
+    assert not (tmp_path / "out" / "video_preprocessor_config.json").exists()
+    assert "## Use" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_card_has_the_system_prompt_as_a_message(hf_folder: Folder, tmp_path: Path) -> None:
+    prompt = 'Think "step by step".\nGib die Größe an.'
+    checkpoint = trained(hf_folder("qwen2_vl"), tmp_path, system_prompt=prompt, max_pixels=100352)
+    export_hf(checkpoint, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    message = card.split("```json\n")[1].split("\n```")[0]
+    assert json.loads(message) == {"role": "system", "content": prompt}
+    assert "at most 100,352 pixels" in card
