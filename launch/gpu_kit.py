@@ -52,7 +52,7 @@ def unpack(wheels: Iterable[Path], left_out: Sequence[str], site: Path) -> None:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if not is_left_out(name, left_out)]
-            archive.extractall(site, names)
+            archive.extractall(site, names)  # noqa: S202 (pip's own wheels)
     for library in sorted(site.rglob("*.so*")):
         content = bytearray(library.read_bytes())
         trim(content, HOPPER)
@@ -67,7 +67,8 @@ def pack(site: Path, archive: Path) -> None:
     """Write the files of `site`, like beside like, as a tar file compressed by xz on all cores."""
     files = (path for path in site.rglob("*") if path.is_file())
     with archive.open("wb") as output:
-        xz = subprocess.Popen(["xz", "-T0", "-9e"], stdin=subprocess.PIPE, stdout=output)
+        command = ["xz", "-T0", "-9e"]
+        xz = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output)
         with tarfile.open(fileobj=xz.stdin, mode="w|") as tar:
             for path in sorted(files, key=lambda path: (path.suffix, path)):
                 tar.add(path, path.relative_to(site))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 import fsspec
 from fsspec.registry import known_implementations
@@ -98,7 +98,7 @@ class DataFile:
                 return
             try:
                 with gzip.GzipFile(fileobj=stream) as unpacked:
-                    yield unpacked
+                    yield cast(IO[bytes], unpacked)
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
                 raise ValueError(f"{self.url}: not a whole gzip file ({error})") from error
 

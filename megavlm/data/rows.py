@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
 from megavlm.config.data import Data
 from megavlm.data.chat import (
@@ -298,7 +298,7 @@ class _RowMaker:
             assert question is not None
             return Chat((Message("user", question),))
         value = self.record.get(column)
-        if not self._is_chat():
+        if not _is_chat(value):
             return Chat((Message("user", _text(value, column)),))
         chat = read_chat(value)
         system = self.record.get(SYSTEM_COLUMN)
@@ -307,13 +307,9 @@ class _RowMaker:
         return replace(chat, messages=(Message("system", system), *chat.messages))
 
     def _tools(self) -> tuple[Mapping[str, Any], ...]:
-        return read_tools(self.record.get(TOOLS_COLUMN)) if self._is_chat() else ()
-
-    def _is_chat(self) -> bool:
-        value = None if self.data.prompt_key is None else self.record.get(self.data.prompt_key)
-        return (
-            isinstance(value, list) and bool(value) and all(isinstance(x, Mapping) for x in value)
-        )
+        column = self.data.prompt_key
+        has_chat = column is not None and _is_chat(self.record.get(column))
+        return read_tools(self.record.get(TOOLS_COLUMN)) if has_chat else ()
 
     def _image(self, column: str, value: object) -> bytes | None:
         """Return an encoded image, None for one that is not fetched. Errors name the column."""
@@ -370,6 +366,10 @@ def _check_columns(file: DataFile, names: Sequence[str] | None, data: Data) -> N
                 f"{file.url}: no column {column!r} ({key}); it has {', '.join(names)}"
                 + NULL_MEANS.get(key, "")
             )
+
+
+def _is_chat(value: object) -> TypeGuard[list[Mapping[str, Any]]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, Mapping) for x in value)
 
 
 def _text(value: object, column: str) -> str:

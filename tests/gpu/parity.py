@@ -27,7 +27,8 @@ from tests.gpu.model import Outcome
 # Largest errors in fp32: of a log-prob, and of the gradient. fla's kernels multiply in TF32.
 EXACT = (1e-4, 1e-3)
 TF32 = (2e-2, 3e-2)
-# In bf16, of transformers' own errors. A token whose best experts are nearly equal may go to others.
+# In bf16, of transformers' own errors. A token whose best experts are nearly equal may go to
+# others.
 SPREAD, MIXTURE_SPREAD = 1.25, 2.5
 # An answer that misses its parent's tokens has gradients that are wrong by more than this.
 LEAST_GRADIENT_ERROR = 0.02
