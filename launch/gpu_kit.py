@@ -8,6 +8,7 @@ Needs the standard library and xz.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -111,6 +112,8 @@ def main() -> None:
         site = Path(name) / "site"
         wheels = download(stage, Path(name))
         unpack(wheels, LEFT_OUT[stage], site)
+        if (STUBS / stage).is_dir():
+            shutil.copytree(STUBS / stage, site, dirs_exist_ok=True)
         pack(site, archive)
     try:
         size = check_size(archive, tracked())
