@@ -2,11 +2,9 @@
 transformers' layer on separate sequences, in fp64.
 """
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from torch import Tensor
 
 from megavlm.models.linear_attention.chunked_rule import chunk_gated_delta_rule
 from megavlm.models.linear_attention.delta_rule import tree_convolution, tree_delta_rule
-from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.models.linear_attention.tree_scan import make_tree_scan
-from tests.unit.models.families import build_in_transformers, small_config
 from tests.unit.models.forests import FORESTS, Shape, random_shape
 
 HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
@@ -174,28 +170,3 @@ def test_the_torch_rule_takes_the_kernels_arguments() -> None:
     ).split()
     ours = list(inspect.signature(chunk_gated_delta_rule).parameters)
     assert ours == [name for name in theirs if name in ours]
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_transformers_computes_on_a_cpu_where_it_has_kernels_for_a_gpu(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build_in_transformers(small_config(family), "cpu")
-    module = inspect.getmodule(type(model))
-    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
-        monkeypatch.setattr(module, name, kernel_in_place_of(getattr(module, name)))
-    ids = torch.arange(9)[None] + 20
-    with pytest.raises(RuntimeError, match="no GPU"):
-        model(input_ids=ids)
-    use_plain_torch(model)
-    assert model(input_ids=ids).logits.isfinite().all()
-
-
-def kernel_in_place_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel as transformers puts it before its own function; it refuses a CPU's tensors."""
-
-    @functools.wraps(function)
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no GPU")
-
-    return kernel
