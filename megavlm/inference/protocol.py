@@ -6,7 +6,6 @@ of files in this machine's memory, never as a URL, so that a server fetches noth
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from megavlm.inference.errors import RolloutRequestError
+from megavlm.numbers import is_float32
 
 if TYPE_CHECKING:
     from megavlm.data.image_processing import ProcessedImage
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # Added to a suppressed token's logit: its probability is exactly 0 in every float type.
 SUPPRESSED_BIAS = -1e9
 ABORT = "abort"
+# What parsing raises for an answer of another form: 1e999 is read as infinity, and no int.
+MALFORMED = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 Body = bytes | memoryview  # a part of a request's body
 TextOf = Callable[["ProcessedImage"], Body]  # an image as a JSON string
 
@@ -196,7 +198,7 @@ def parse_generate(
 ) -> list[list[Response]]:
     """Return the n responses of each prompt, in the order of the request.
 
-    Raises KeyError, TypeError or ValueError if the answer is not of SGLang's form, and
+    Raises one of MALFORMED if the answer is not of SGLang's form, and
     RolloutRequestError if the server counts other prompt tokens than the trainer: then their image
     processing differs, and its log-probs would be of another prompt.
     """
@@ -236,7 +238,14 @@ def _response(
     finish = _finish(meta["finish_reason"], tokens, len(before), sampling)
     if not tokens and finish != ABORT:
         raise ValueError(f"a response without a token ended with {finish}")
-    if not all(map(math.isfinite, logprobs)):
+    if finish != ABORT:  # the counts of an aborted one may lag
+        counted = meta.get("completion_tokens", len(tokens))
+        if counted != len(tokens) or len(before) + len(tokens) > sampling.max_new_tokens:
+            raise ValueError(
+                f"a response of {counted} tokens has {len(tokens)} log-probs, and may have "
+                f"{sampling.max_new_tokens - len(before)}"
+            )
+    if not all(map(is_float32, logprobs)):
         raise ValueError("a response has log-probs that are not finite")
     if not all(0 <= token < sampling.vocab_size for token in tokens):
         raise ValueError(f"a response has a token beyond the {sampling.vocab_size} of the model")

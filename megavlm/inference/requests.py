@@ -13,6 +13,7 @@ import httpx
 
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import (
+    MALFORMED,
     Body,
     Response,
     Sampling,
@@ -163,7 +164,7 @@ class Request:
             ) from error
         except httpx.HTTPError as error:
             raise RequestFailed(repr(error)) from error
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise RequestFailed(f"malformed response: {error!r}") from error
 
     def body(self, sampling: Sampling, text_of: TextOf) -> list[Body]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from typing import Any
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.reward import Reward
+from megavlm.numbers import is_float32
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
 from megavlm.rewards.pool import RewardPool
@@ -87,9 +87,9 @@ class RewardManager:
             found = await asyncio.gather(
                 *(self._part(part, response, example, stage) for part in self.parts)
             )
+            return self._combine(found, stage)
         except RewardFailure as failure:
             return self.failed(failure)
-        return self._combine(found, stage)
 
     def failed(self, failure: RewardFailure) -> Score:
         """Return the score that reward.on_failure defines for a failure, and count it. Raises
@@ -107,17 +107,19 @@ class RewardManager:
         return Score(self._settings.failure_value, False, failure=failure.kind, skipped=skipped)
 
     def _combine(self, found: Sequence[Score], stage: CurriculumStage) -> Score:
-        """Return the weighted sum of scores; the first one decides correctness."""
+        """Return the weighted sum of scores; the first one decides correctness. Raises
+        RewardFailure for a sum that is not finite.
+        """
         if len(found) == 1:
             only, part = found[0], self.parts[0]
-            return replace(only, reward=part.weight * only.reward)
+            return replace(only, reward=_finite(part.weight * only.reward))
         parts: dict[str, float] = {}
         total = 0.0
         for part, score in zip(self.parts, found, strict=True):
             total += stage.weights.get(part.label, part.weight) * score.reward
             parts[part.label] = score.reward
             parts |= {f"{part.label}/{name}": value for name, value in score.parts.items()}
-        return Score(total, found[0].correct, parts)
+        return Score(_finite(total), found[0].correct, parts)
 
     async def _part(
         self, part: Part, response: str, example: Example, stage: CurriculumStage
@@ -152,11 +154,17 @@ class RewardManager:
 def _checked(found: Mapping[str, Any]) -> Score:
     reward, parts = found.get("reward"), found.get("parts")
     numbers = [reward, *parts.values()] if isinstance(parts, Mapping) else [None]
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise RewardFailure("value", f"{reward!r} is no finite number")
+    for number in numbers:
+        _finite(number)
     assert isinstance(reward, int | float) and isinstance(parts, Mapping)
     correct = found.get("correct")
     return Score(float(reward), reward >= 1 if correct is None else bool(correct), dict(parts))
+
+
+def _finite(number: Any) -> float:
+    if not is_float32(number):
+        raise RewardFailure("value", f"{number!r:.50} is no finite number")
+    return float(number)
 
 
 def _remote(part: Part, timeout: float) -> RemoteReward:

@@ -140,7 +140,7 @@ class RemoteReward:
             raise RewardFailure("remote", f"{self._options.url} sent no reward")
         correct = answer.get("correct")
         return {
-            "reward": float(answer["reward"]),
+            "reward": answer["reward"],
             "correct": None if correct is None else bool(correct),
             "parts": {},
         }

@@ -1,13 +1,13 @@
 """The environment of one episode: calls with a time limit, and steps whose values are checked."""
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments.base import Context, Observation, Step
 from megavlm.environments.remote import EnvironmentPool, Local
+from megavlm.numbers import is_float32
 from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
 
 T = TypeVar("T")
@@ -89,9 +89,9 @@ def step_score(step: Step, name: str, before: float) -> tuple[float, Score]:
         if score is None:
             parts = {str(k): float(v) for k, v in info.get("parts", {}).items()}
             score = Score(reward, bool(info.get("correct", before + reward >= 1)), parts)
-        numbers = [reward, *score.parts.values()]
-    except (AttributeError, TypeError, ValueError) as error:
+        numbers = [reward, score.reward, *score.parts.values()]
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise RewardFailure("value", f"{name}: {error!r}"[:500]) from error
-    if not all(map(math.isfinite, numbers)):
+    if not all(map(is_float32, numbers)):
         raise RewardFailure("value", f"{name}: a step's reward or parts are {numbers}")
     return reward, score

@@ -14,10 +14,33 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 Fault = Literal[
-    "500", "400", "reset", "garbage", "list", "wrong form", "hang", "slow body", "head only"
+    "500",
+    "400",
+    "reset",
+    "garbage",
+    "list",
+    "wrong form",
+    "cut",
+    "NaN",
+    "1e999",
+    "long number",
+    "too deep",
+    "few",
+    "hang",
+    "slow body",
+    "head only",
 ]
 HEALTH = ("/health", "/health_generate")  # open to all
 PROMPT_IDS = 3  # of the prompts that tests make; more ids are tokens to continue from
+
+
+# Of the answer's first log-prob, its tokens' ids, and the number of its tokens.
+_IN_PLACE = {
+    "NaN": (b"[[-0.5,", b"[[NaN,"),
+    "1e999": (b", null]", b"e999, null]"),
+    "long number": (b"[[-0.5,", b"[[-1" + b"0" * 400 + b","),
+    "few": (b'"completion_tokens": 2', b'"completion_tokens": 3'),
+}
 
 
 class Refusal(Exception):
@@ -218,6 +241,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, b"[1, 2]")
         elif fault == "wrong form":
             self._reply(200, b'{"meta_info": {}}')
+        elif fault == "cut":
+            self._reply(200, content[: len(content) // 2])
+        elif fault in _IN_PLACE:
+            self._reply(200, content.replace(*_IN_PLACE[fault]))
+        elif fault == "too deep":
+            self._reply(200, b"[" * 100_000)
         elif fault == "head only":
             self._head(200, len(content))
             fake.closed.wait()

@@ -77,7 +77,11 @@ def test_connections_are_kept_between_rollouts() -> None:
         assert fake.num_connections == 1
 
 
-@pytest.mark.parametrize("fault", ["500", "reset", "garbage", "wrong form", "hang", "slow body"])
+MALFORMED: list[Fault] = ["garbage", "wrong form", "cut", "NaN", "1e999", "long number"]
+MALFORMED += ["too deep", "few"]
+
+
+@pytest.mark.parametrize("fault", ["500", "reset", "hang", "slow body", *MALFORMED])
 def test_fault_is_retried(fault: Fault) -> None:
     with FakeServer(fault, fault) as fake:
         ((response,),) = client(fake, total=1.5).generate([make_prompt()], n=1, sampling=GREEDY)
@@ -85,7 +89,7 @@ def test_fault_is_retried(fault: Fault) -> None:
         assert len(fake.requests) == 3
 
 
-@pytest.mark.parametrize("fault", ["500", "garbage", "hang"])
+@pytest.mark.parametrize("fault", ["500", "hang", *MALFORMED])
 def test_retries_are_bounded(fault: Fault) -> None:
     with FakeServer(*[fault] * 20) as fake:
         with pytest.raises(RolloutServerError, match=rf"rows.parquet:7 in {ATTEMPTS} attempts"):
@@ -286,7 +290,9 @@ def data_url_of(image: ProcessedImage) -> str:
         ([(-0.5, 5), (-math.inf, 6)], "log-probs that are not finite"),
         ([(-0.5, 9)], "a token beyond the 9 of the model"),
         ([(-0.5, -1)], "a token beyond the 9 of the model"),
+        ([(-1e39, 5)], "log-probs that are not finite"),
         ([], "a response without a token ended with stop"),
+        ([(-0.5, 5)] * 5, "a response of 5 tokens has 5 log-probs, and may have 4"),
     ],
 )
 def test_an_answer_of_the_right_form_can_be_malformed(

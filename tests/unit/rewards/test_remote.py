@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,9 +184,19 @@ def test_an_answer_without_a_reward_is_a_failure(answer: Any) -> None:
         assert score(by_model(service)).failure == "remote"
 
 
-def test_a_reward_that_is_not_finite_is_a_failure() -> None:
-    with FakeService({"reward": float("inf")}) as service:  # JSON's dialect of Python has it
+@pytest.mark.parametrize("reward", [float("inf"), 10**400, 1e39])
+def test_a_reward_that_training_cannot_hold_is_a_failure(reward: float) -> None:
+    """Infinity is in Python's dialect of JSON, and 1e39 is infinite in float32."""
+    with FakeService({"reward": reward}) as service:
         assert score(by_url(service)).failure == "value"
+
+
+def test_a_sum_of_rewards_that_is_too_large_is_a_failure() -> None:
+    with FakeService({"reward": 3e38}) as service:
+        part = by_url(service)
+        assert score(part).reward == 3e38
+        assert score(replace(part, weight=2.0)).failure == "value"
+        assert score(part, replace(part, label="other")).failure == "value"
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import pytest
 
 from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor, Prompt
+from megavlm.environments.base import Step
 from megavlm.inference.protocol import Response
-from megavlm.rewards.base import Example, RewardStop, Score
+from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
 from megavlm.rewards.manager import RewardManager
+from megavlm.rollout.timed_environment import step_score
 from megavlm.rollout.trajectory import Group
 from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, fails, graded, play
 
@@ -40,6 +42,21 @@ def test_a_step_that_fails_is_scored_by_policy(
     policy = Policy(processor, "3")
     (episode,) = play(processor, manager, policy, FAULTY, n=1, memory_mb=1024, **settings)
     assert (episode.score.reward, episode.score.failure) == (0.0, kind)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(None, 10**400, True),
+        Step(None, 1e39, True),
+        Step(None, 0.0, True, {"parts": {"size": 10**400}}),
+        Step(None, 0.0, True, {"score": Score(1.0, True, {"size": 10**400})}),
+        Step(None, 0.0, True, {"score": Score(float("nan"), True)}),
+    ],
+)
+def test_a_number_that_training_cannot_hold_is_a_failure_of_its_step(step: Step) -> None:
+    with pytest.raises(RewardFailure, match="value: counting: "):
+        step_score(step, "counting", 0.0)
 
 
 @pytest.mark.parametrize(
