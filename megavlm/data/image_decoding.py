@@ -41,9 +41,9 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode an image to RGB, turned upright by its EXIF orientation; of an animation the first
     frame.
 
-    An orientation that cannot be read is ignored. Transparency is dropped, as transformers' image
-    processors drop it. 16-bit greys are scaled to 8 bits, where Pillow alone would clip nearly all
-    of them to white.
+    An orientation that cannot be read is ignored. Transparency is dropped, as SGLang and
+    transformers drop it. 16-bit greys are scaled to 8 bits, where Pillow alone would clip nearly
+    all of them to white.
 
     Raises ValueError for bytes that are not an image in one of FORMATS, are truncated, or declare
     more than max_pixels, which is checked before any pixel is decoded.
