@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from megavlm.config.recipe import one_line, parse_yaml
 from megavlm.config.schema import Config
 
 _CODE = "# By "
@@ -36,15 +37,19 @@ def write(config: Config, folder: str | Path) -> None:
 
 def changes(config: Config, folder: str | Path) -> list[str]:
     """Return the keys whose values are not those of `folder`/config.yaml, each as
-    `section.key=value (was value)`. Returns none where there is no such file.
+    `section.key=value (was value)`; of a damaged file, that they are unknown. Returns none where
+    there is no such file.
     """
     path = Path(folder, "config.yaml")
     if not path.is_file():
         return []
-    before, now = (
-        dict(_values("", OmegaConf.to_container(OmegaConf.create(text))))
-        for text in (path.read_text(encoding="utf-8"), to_yaml(config))
-    )
+    try:
+        before, now = (
+            dict(_values("", OmegaConf.to_container(parse_yaml(text))))
+            for text in (path.read_text(encoding="utf-8"), to_yaml(config))
+        )
+    except ValueError as error:
+        return [f"unknown, as {path} is damaged ({one_line(error)})"]
     none = "absent"
     return [
         f"{key}={now.get(key, none)} (was {before.get(key, none)})"

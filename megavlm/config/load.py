@@ -120,11 +120,12 @@ def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
     section = OmegaConf.structured(cls)
     try:
         return OmegaConf.to_object(OmegaConf.merge(section, changed))
-    except (OmegaConfBaseException, TypeError):
+    except (OmegaConfBaseException, TypeError, OverflowError):
         for key, value in changed.items():  # one by one, to find which
             try:
                 OmegaConf.merge(section, {key: value})
-            except (OmegaConfBaseException, TypeError) as error:  # TypeError: keys, not a list
+            # TypeError: keys, not a list; OverflowError: an int that no float holds
+            except (OmegaConfBaseException, TypeError, OverflowError) as error:
                 raise ValueError(_mistyped(f"{name}.{key}", value, types[key])) from error
         raise
 

@@ -16,18 +16,21 @@ from omegaconf.errors import OmegaConfBaseException
 
 def read_recipe(path: Path, inside: tuple[Path, ...] = ()) -> DictConfig:
     """Read a file merged over its bases. `inside`: files that name it as a base."""
-    path = path.resolve()
-    if path in inside:
-        raise ValueError(f"{path} is a base of itself (through {inside[-1]}): remove one of them")
     named = f" (a base of {inside[-1]})" if inside else ""
     try:
-        content = OmegaConf.create(path.read_text(encoding="utf-8") or "{}")
+        path = path.resolve()
+    except ValueError as error:  # a null byte in it
+        raise ValueError(f"{str(path)!r}{named} is no path of a recipe: {error}") from error
+    if path in inside:
+        raise ValueError(f"{path} is a base of itself (through {inside[-1]}): remove one of them")
+    try:
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"the recipe {path}{named} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ValueError(f"the recipe {path}{named} is not YAML: {one_line(error)}") from error
-    if not isinstance(content, DictConfig):
-        raise ValueError(f"the recipe {path}{named} must be sections of keys, not a list or text")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the recipe {path}{named} is not YAML: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"the recipe {path}{named} {error}") from error
     given = content.pop("base", None)
     bases = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(bases, list | ListConfig) or not all(isinstance(x, str) for x in bases):
@@ -47,8 +50,23 @@ def parse_override(text: str) -> DictConfig:
         raise ValueError(f"{text!r} is not an override: write section.key=value")
     try:
         return OmegaConf.from_dotlist([text])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"the value of {text!r} is not YAML: {one_line(error)}") from error
+    except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
+        raise ValueError(f"the value of {text!r:.200} is not YAML: {one_line(error)}") from error
+
+
+def parse_yaml(text: str) -> DictConfig:
+    """Parse a YAML file's text as a tree of sections. Raises ValueError, with the end of a sentence
+    that the file begins, for anything else.
+    """
+    try:
+        content = OmegaConf.create(text or "{}")
+    except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
+        raise ValueError(f"is not YAML: {one_line(error)}") from error
+    except AssertionError:  # a number alone
+        content = None
+    if not isinstance(content, DictConfig):
+        raise ValueError("must be sections of keys, not a list, text or number")
+    return content
 
 
 def one_line(error: Exception) -> str:

@@ -123,6 +123,8 @@ MISTAKES = {
     "algorithm.batch_size=1": "unknown key algorithm.batch_size",  # sft's, and this is grpo
     "algorithm.name=dpo": "algorithm.name='dpo' is unknown: choose one of grpo, ppo, sft",
     "optimizer.lr=fast": 'optimizer.lr="fast" has the wrong type: it must be a number',
+    f"optimizer.lr=1{'0' * 400}": "has the wrong type: it must be a number",
+    f"run.seed=1{'0' * 5000}": "is not YAML: Exceeds the limit",
     "run.seed=1.5": "run.seed=1.5 has the wrong type: it must be a whole number",
     "run.seed=null": "run.seed=null has the wrong type: it must be a whole number",
     "parallel.data=two": "has the wrong type: it must be a whole number or null",
@@ -161,6 +163,9 @@ def test_what_must_be_given_is_named(tmp_path: Path) -> None:
     [
         ("a: [", "is not YAML"),
         ("- a\n- b", "must be sections of keys"),
+        ("5", "must be sections of keys"),
+        (f"run: {{seed: 1{'0' * 5000}}}", "recipe.yaml is not YAML: Exceeds the limit"),
+        ('base: "a\\0b"', r"a\\x00b' \(a base of .*\) is no path of a recipe"),
         ("base: 3", "base=3 in .* must be a file, or a list of files"),
         ("base: [1]", "must be a file, or a list of files"),
         ("base: {a: b}", "must be a file, or a list of files"),
@@ -199,6 +204,15 @@ def test_the_dump_is_complete_and_loads_to_the_same(tmp_path: Path) -> None:
         assert set(dumped[section.name]) == {
             item.name for item in fields(getattr(config, section.name))
         }
+
+
+@pytest.mark.parametrize("content", [b"5", b"- a", b"run: [", b"run: {dir: '${'}", b"\0", b"\xff"])
+def test_a_damaged_record_of_the_last_start_is_named(tmp_path: Path, content: bytes) -> None:
+    config = load(recipe(tmp_path, REQUIRED))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_bytes(content)
+    (found,) = changes(config, tmp_path / "run")
+    assert re.fullmatch(r"unknown, as .*config.yaml is damaged \(.*\)", found)
 
 
 def test_changes_since_the_last_start_are_named(tmp_path: Path) -> None:
