@@ -78,7 +78,7 @@ test-gpu-path: ## run models and updates on Transformer Engine's layers and the 
 	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) LOCK="$(LOCK) $(GPU_LOCK)"
 	MEGAVLM_GPU_PATH=1 OMP_NUM_THREADS=1 $(GPU_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(GPU_PATH_TESTS)
 
-IMAGE_VENV := .venv-gpu-image
+IMAGE_VENV ?= .venv-gpu-image
 IMAGE_LOCK := launch/requirements-gpu-image.txt
 IMAGE_STAMP := $(IMAGE_VENV)/installed-$(shell cksum < $(IMAGE_LOCK) | cut -d' ' -f1)
 # The image's Python where there is one: pyenv's python3.12 runs only where its version is chosen.
@@ -105,13 +105,26 @@ parity: setup ## compare all models, layouts and inputs with transformers; write
 pushes: setup ## run every kind of weight sync against a real SGLang server
 	OMP_NUM_THREADS=1 SYNC_MATRIX=all $(BIN)/python -m pytest tests/sglang/test_push_matrix.py
 
+# Transformer Engine's torch extension comes as source. It is compiled for the image's torch with the headers of
+# the CUDA wheels, without nvcc: all kernels are in the core's library.
+ENGINE := $(shell grep '^transformer_engine_torch==' tests/gpu/requirements/d.txt)
+ENGINE_WHEEL := $(IMAGE_VENV)/wheels/$(subst ==,-,$(ENGINE))-cp312-cp312-linux_x86_64.whl
+
+$(ENGINE_WHEEL): $(IMAGE_STAMP)
+	@echo "Compiling $(ENGINE), for 20 minutes on two cores"
+	@nvidia=$$($(IMAGE_VENV)/bin/python -c 'import nvidia; print(nvidia.__path__[0])'); \
+	PATH="$(abspath $(IMAGE_VENV))/bin:$$PATH" CUDA_HOME=$$nvidia/cu13 CPATH=$$nvidia/cudnn/include:$$nvidia/nccl/include \
+	NVTE_PYTORCH_FORCE_BUILD=TRUE $(IMAGE_VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check \
+		--no-deps --no-build-isolation --wheel-dir $(@D) $(ENGINE)
+
 # What a stage of tests/gpu needs travels in one folder to a machine with a GPU and without a network.
 KITS := gpu-a gpu-b gpu-c gpu-d
 
 gpu-a: ## pack stage a of the GPU tests in gpu/ (also gpu-b, gpu-c, gpu-d); there: bash gpu/run.sh a
+gpu-d: $(ENGINE_WHEEL)
 $(KITS): gpu-%:
 	@rm -rf gpu && mkdir gpu && cp tests/gpu/run.sh gpu/
-	@$(PYTHON) launch/gpu_kit.py $* gpu
+	@$(PYTHON) launch/gpu_kit.py $* gpu --wheels $(IMAGE_VENV)/wheels
 
 style: setup ## run the linter, the formatter (check only) and the type checker
 	$(BIN)/ruff check .

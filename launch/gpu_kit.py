@@ -33,14 +33,19 @@ SAME_PACKAGES = {"c": "b"}
 # Paths in the site folder, as fnmatch: `*` matches slashes too.
 LEFT_OUT: dict[str, Sequence[str]] = {
     "a": ("pycountry/locales/*",),  # translations of countries' names
+    "d": ("pycountry/locales/*", "transformer_engine/jax/*"),
 }
 
 
-def download(stage: str, folder: Path) -> list[Path]:
-    """Download the wheels of a stage's list, none of their dependencies, for the GPU machine."""
+def download(stage: str, compiled: Path, folder: Path) -> list[Path]:
+    """Download the wheels of a stage's list, none of their dependencies, for the GPU machine.
+
+    Wheels in the folder `compiled` are taken from there.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
     command += [str(folder), "--only-binary=:all:", "--python-version", "3.12"]
     command += ["--implementation", "cp", "-r", str(LISTS / f"{stage}.txt")]
+    command += ["--find-links", str(compiled)]
     command += [word for name in PLATFORMS for word in ("--platform", name)]
     subprocess.run(command, check=True)
     return sorted(folder.glob("*.whl"))
@@ -104,13 +109,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("stage", choices=("a", "b", "c", "d"))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--wheels", type=Path, default=ROOT, help="folder of compiled wheels")
     given = parser.parse_args()
     stage = SAME_PACKAGES.get(given.stage, given.stage)
     given.folder.mkdir(parents=True, exist_ok=True)
     archive = given.folder.resolve() / "site.tar.xz"
     with tempfile.TemporaryDirectory() as name:
         site = Path(name) / "site"
-        wheels = download(stage, Path(name))
+        wheels = download(stage, given.wheels, Path(name))
         unpack(wheels, LEFT_OUT[stage], site)
         if (STUBS / stage).is_dir():
             shutil.copytree(STUBS / stage, site, dirs_exist_ok=True)

@@ -58,6 +58,17 @@ def test_stages_with_a_server_run_on_a_cpu(name: str, check: str, tmp_path: Path
     assert check in {line["check"] for line in run_script(name, tmp_path)}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5_moe"])
+def test_parity_on_transformer_engine_s_layers_runs_on_a_cpu(family: str) -> None:
+    command = [sys.executable, "-m", "tests.gpu.parity", family, "tiny", "engine"]
+    variables = {shapes.SWITCH: "tiny", "MEGAVLM_GPU_PATH": "1"}
+    reply = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    lines = [json.loads(line) for line in reply.stdout.splitlines()]
+    assert [line for line in lines if line["fault"]] == [] and reply.returncode == 0, reply.stderr
+    assert any(line["check"].startswith("flash, bfloat16") for line in lines)
+
+
 class InProcess(Part):
     """A part whose module stands for a program of Python."""
 

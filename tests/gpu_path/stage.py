@@ -72,6 +72,7 @@ def _show_a_gpu() -> None:
     """Answer what is asked about the GPU; the platform's device and backend remain the CPU's."""
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda device: None
     torch.cuda.get_device_properties = lambda device=None: GPU
     torch.cuda.get_device_capability = lambda device=None: (GPU.major, GPU.minor)
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
