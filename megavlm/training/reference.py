@@ -5,55 +5,11 @@ from, or the model without the adapters that are trained.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megavlm.models.common.lora import adapters, adapters_disabled
-from megavlm.parallel import platform
 from megavlm.parallel.collectives import any_rank
-
-# Bytes of a block of host memory. torch's allocator of pinned memory rounds each request up to a
-# power of two, which would waste up to half of a large one.
-BLOCK_BYTES = 2**28
-ALIGNMENT = 16  # bytes at whose multiples a parameter starts, enough for every dtype
-
-
-class HostCopy:
-    """Room in host memory for the values of parameters, allocated once; pinned on a machine with a
-    GPU, where copies run at the speed of the link and without waiting for one another.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        left = sum(p.nbytes + -p.nbytes % ALIGNMENT for p in parameters)
-        self._blocks: list[Tensor] = []
-        while left > 0:
-            size = min(left, BLOCK_BYTES)
-            self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=platform.has_gpu()))
-            left -= size
-
-    def save(self) -> None:
-        """Copy the parameters to the host."""
-        for part, host in self._parts():
-            host.copy_(part, non_blocking=True)
-
-    def load(self) -> None:
-        """Copy what was saved into the parameters."""
-        for part, host in self._parts():
-            part.copy_(host, non_blocking=True)
-
-    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parts of each parameter that lie within one block, and their place there."""
-        place = 0
-        for parameter in self._parameters:
-            rest = parameter.detach().view(-1)
-            while len(rest):
-                block, start = divmod(place, BLOCK_BYTES)
-                count = min(len(rest), (BLOCK_BYTES - start) // rest.element_size())
-                part, rest = rest[:count], rest[count:]
-                yield part, self._blocks[block][start : start + part.nbytes].view(part.dtype)
-                place += part.nbytes
-            place += -place % ALIGNMENT
+from megavlm.parallel.offload import HostCopy
 
 
 class ReferenceWeights:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megavlm.config.optimizer import Optimizer
+from megavlm.parallel import offload
 from megavlm.parallel.offload import Offloadable, distinct_storages
 from megavlm.training.colocate import trainer_memory
 from tests.distributed.fork import launch
@@ -86,7 +87,12 @@ def test_updates_with_offloaded_state_are_the_same_bit_by_bit(folder: Path, layo
             assert np.array_equal(one, other)
 
 
-def test_views_share_a_storage_that_leaves_once() -> None:
+@pytest.mark.parametrize("block", [2**28, 16])
+def test_views_share_a_storage_that_leaves_once(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through blocks of host memory, as the reference's weights: pinned memory is rounded up."""
+    monkeypatch.setattr(offload, "BLOCK_BYTES", block)
     whole = torch.arange(6.0)
     views = [whole[:2], whole[2:].view(2, 2)]
     assert len(distinct_storages([whole, *views, torch.empty(0)])) == 1

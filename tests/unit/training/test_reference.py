@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megavlm.parallel import platform
-from megavlm.training import reference
-from megavlm.training.reference import HostCopy, ReferenceWeights
+from megavlm.parallel import offload, platform
+from megavlm.parallel.offload import HostCopy
+from megavlm.training.reference import ReferenceWeights
 
 COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 VIEWS = {"detach", "view", "slice", "alias"}
@@ -58,7 +58,7 @@ def same(module: nn.Module, expected: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("block", [2**28, 64, 16])
 def test_both_are_bit_for_bit_themselves(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Wherever the blocks of host memory end."""
-    monkeypatch.setattr(reference, "BLOCK_BYTES", block)
+    monkeypatch.setattr(offload, "BLOCK_BYTES", block)
     module = model()
     start = values(module)
     weights = ReferenceWeights([module])
@@ -109,6 +109,6 @@ def test_host_memory_is_pinned_where_a_gpu_is(
 
     monkeypatch.setattr(platform, "has_gpu", lambda: has_gpu)
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(reference, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 64)
     HostCopy([nn.Parameter(torch.ones(25)), nn.Parameter(torch.ones(3))])
     assert requests == [(64, has_gpu), (64, has_gpu)]  # 112 and 16 bytes
