@@ -1,12 +1,17 @@
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+ROOT = Path(__file__).parent
+# Read and not imported: pip builds without this folder on its path.
+VERSION = re.findall('__version__ = "(.+)"', (ROOT / "megavlm/__init__.py").read_text())
+
 setup(
     name="megavlm",
-    version="0.1.0",
+    version=VERSION[0],
     description="Reinforcement learning for vision-language models on megatron-core and SGLang",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",

@@ -1,9 +1,10 @@
 """The option --version of a command."""
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
+
+from megavlm import __version__
 
 
 def add_version(app: typer.Typer, name: str) -> None:
@@ -11,7 +12,7 @@ def add_version(app: typer.Typer, name: str) -> None:
 
     def show(is_asked: bool) -> None:
         if is_asked:
-            typer.echo(f"{name} {version('megavlm')}")
+            typer.echo(f"{name} {__version__}")
             raise typer.Exit
 
     option = typer.Option(

@@ -8,12 +8,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from megavlm import __version__
 from megavlm.config.recipe import one_line, parse_yaml
 from megavlm.config.schema import Config
 
@@ -83,4 +83,4 @@ def code_version() -> str:
         command = [git, "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
         command += ["--exclude", "*"]  # tags
         commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return f"megavlm {version('megavlm')}" + (f", commit {commit}" if commit else "")
+    return f"megavlm {__version__}" + (f", commit {commit}" if commit else "")

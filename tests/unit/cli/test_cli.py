@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from megavlm import cli
+from megavlm import __version__, cli
 from megavlm.config.dump import to_yaml
 from megavlm.config.load import load
 from megavlm.demo.tiny_model import make_tiny_model
@@ -142,7 +142,7 @@ def test_bad_input_is_one_sentence_on_stderr_and_exit_code_2(
 def test_version_and_completion(command: str) -> None:
     program = Path(sys.executable).with_name(command)
     shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-    assert shown.stdout == f"{command} {version('megavlm')}\n"
+    assert shown.stdout == f"{command} {version('megavlm')}\n" == f"{command} {__version__}\n"
     helped = subprocess.run([program, "--help"], capture_output=True, text=True, check=True)
     assert "--install-completion" in helped.stdout
 

@@ -134,7 +134,10 @@ def test_written_out_kernels_have_the_real_signatures() -> None:
         parameters = inspect.signature(function).parameters.values()
         return [(p.name, p.kind, p.default) for p in parameters if p.name != "self"]
 
-    assert form(gpu_kernels.varlen_attn) == form(varlen.varlen_attn)
+    # Each torch adds arguments; 2.11 is the oldest.
+    theirs = form(varlen.varlen_attn)
+    names = {name for name, *_ in theirs}
+    assert [x for x in form(gpu_kernels.varlen_attn) if x[0] in names] == theirs
     if not importlib.util.find_spec("transformer_engine"):
         return  # a GPU machine compares the other
     from transformer_engine.pytorch import DotProductAttention
