@@ -4,7 +4,6 @@ A run's own has a first line that names the code that ran; model cards repeat it
 """
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from omegaconf import OmegaConf
 from megavlm import __version__
 from megavlm.config.recipe import one_line, parse_yaml
 from megavlm.config.schema import Config
+from megavlm.writing import write_whole
 
 _CODE = "# By "
 _ROOT = Path(__file__).parents[2]
@@ -29,10 +29,7 @@ def to_yaml(config: Config) -> str:
 def write(config: Config, folder: str | Path) -> None:
     """Write `folder`/config.yaml atomically; the folder is made."""
     path = Path(folder, "config.yaml")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(f"{_CODE}{code_version()}\n{to_yaml(config)}", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, f"{_CODE}{code_version()}\n{to_yaml(config)}".encode())
 
 
 def changes(config: Config, folder: str | Path) -> list[str]:

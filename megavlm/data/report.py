@@ -9,7 +9,7 @@ from typing import Any
 from megavlm.data.image_decoding import decode
 from megavlm.data.summary import Summary
 from megavlm.observability.page import embed, render
-from megavlm.observability.records import write_whole
+from megavlm.writing import write_whole
 
 DATA_REPORT_FILE = "data_report.html"
 NUM_BINS = 8

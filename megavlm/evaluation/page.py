@@ -11,8 +11,8 @@ from megavlm.evaluation.map import spots, world_map
 from megavlm.evaluation.statistics import Estimate, PairedTest
 from megavlm.evaluation.tables import MeasureTable, ModelComparison
 from megavlm.observability.page import EmbeddedImage, embed, render
-from megavlm.observability.records import write_whole
 from megavlm.observability.text import failed_rewards, number, percent, points, short_names
+from megavlm.writing import write_whole
 
 # Bounds of the page's size; those of texts are in the template.
 MAX_QUESTIONS = 80

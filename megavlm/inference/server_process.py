@@ -156,7 +156,8 @@ class ServerProcess:
         except OSError as error:
             return f"{message}; its log cannot be read: {error}"
         tail = "\n".join(f"  {line[:500]}" for line in lines)
-        return f"{message}; the end of {self.log_path}:\n{tail}"
+        full = "" if shutil.disk_usage(self.log_path.parent).free else ", whose disk is full"
+        return f"{message}; the end of {self.log_path}{full}:\n{tail}"
 
     def _family(self) -> list[psutil.Process]:
         """Return the descendants of the server's first process, the youngest first, and itself."""

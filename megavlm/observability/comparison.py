@@ -12,9 +12,10 @@ from megavlm.observability.charts import Line, draw_chart
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
 from megavlm.observability.page import render
 from megavlm.observability.plots import moving_mean, window_of
-from megavlm.observability.records import Record, read_records, write_whole
+from megavlm.observability.records import Record, read_records
 from megavlm.observability.report import CONFIG_FILE
 from megavlm.observability.text import duration, number, percent, short_names
+from megavlm.writing import write_whole
 
 STYLES = ("c1", "c2", "c3", "c4", "pale", "dash")  # of lines, one for each run
 # Title and metric of the charts.

@@ -1,4 +1,4 @@
-"""JSON-lines files that survive a kill and a resume, and files written atomically."""
+"""JSON-lines files that survive a kill and a resume."""
 
 import json
 import math
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from megavlm.writing import naming, write_whole
 
 Record = dict[str, Any]
 SERVERS_FILE = "servers.json"  # states of the rollout servers, while a run goes on
@@ -26,7 +28,7 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
     file stays as it was, and OSError is raised.
     """
     line = _line(record).encode()
-    with path.open("ab", buffering=0) as file:
+    with naming(path), path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         written = 0
         try:
@@ -49,18 +51,6 @@ def keep_records(path: Path, keep: Callable[[Record], bool]) -> list[Record]:
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Replace the file by these records."""
     write_whole(path, "".join(map(_line, records)).encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: it holds the old content or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def finite(value: Any) -> Any:

@@ -9,10 +9,11 @@ from megavlm.observability.charts import Chart, Line, draw_chart
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
 from megavlm.observability.page import render
 from megavlm.observability.plots import moving_mean, window_of
-from megavlm.observability.records import Record, read_records, write_whole
+from megavlm.observability.records import Record, read_records
 from megavlm.observability.report_samples import LIMITS, sampled_steps
 from megavlm.observability.result import RESULT_FILE, CategoryRow, category_rows
 from megavlm.observability.text import duration, percent, points
+from megavlm.writing import write_whole
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"

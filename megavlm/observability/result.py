@@ -13,8 +13,9 @@ from typing import Any
 
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
 from megavlm.observability.phases import seconds_outside_phases
-from megavlm.observability.records import finite, read_records, write_whole
+from megavlm.observability.records import finite, read_records
 from megavlm.observability.text import failed_rewards, percent, points
+from megavlm.writing import write_whole
 
 RESULT_FILE = "result.json"
 FINAL_EPISODES = 100  # whose mean reward is the final one

@@ -9,7 +9,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from megavlm.observability.records import Record, append_record, keep_records, write_whole
+from megavlm.observability.records import Record, append_record, keep_records
+from megavlm.writing import write_whole
 
 SAMPLES_FOLDER = "samples"
 SAMPLES_FILE = "rollouts.jsonl"

@@ -13,9 +13,9 @@ from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import Any
 
-from megavlm.observability.records import write_whole
 from megavlm.observability.text import shorten
 from megavlm.observability.tracker_packages import TRACKERS, TrackedImage, TrackedRun, Tracker
+from megavlm.writing import write_whole
 
 IDS_FILE = "trackers.json"  # in the run directory: the run's id in each tracker, for a resume
 WAITING = 1000  # records that wait for a tracker's network; further ones are dropped and counted

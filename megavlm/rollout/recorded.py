@@ -23,9 +23,9 @@ from megavlm.data.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.inference.protocol import Response, VersionSpan
-from megavlm.observability.records import write_whole
 from megavlm.rewards.base import Score
 from megavlm.rollout.trajectory import Episode, Group
+from megavlm.writing import write_whole
 
 ROLLOUTS_FOLDER = "rollouts"  # in the run directory
 _PREFIX, _SUFFIX = "step_", ".safetensors"

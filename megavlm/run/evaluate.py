@@ -25,13 +25,14 @@ from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import connect
 from megavlm.inference.protocol import Sampling
 from megavlm.observability.progress import Progress
-from megavlm.observability.records import finite, write_whole
+from megavlm.observability.records import finite
 from megavlm.observability.text import failed_rewards, number, percent, points
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.run.model_paths import served_folder
 from megavlm.training.evaluation import EvaluationSet, sampling
+from megavlm.writing import write_whole
 
 RESULT_FILE, TABLE_FILE, PAGE_FILE = "evaluation.json", "evaluation.parquet", "evaluation.html"
 

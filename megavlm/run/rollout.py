@@ -1,6 +1,6 @@
 """`megavlm rollout`: the rollouts of a recipe's steps without training, for `rollout.replay`."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from megavlm.observability.progress import Progress
 from megavlm.rollout.groups import rollout_metrics, sample_records
 from megavlm.rollout.trajectory import Group
 from megavlm.run.model_paths import served_folder
+from megavlm.run.run_lock import run_lock
 from megavlm.training.driver import Driver
 from megavlm.training.evaluation import sampling
 
@@ -25,7 +26,8 @@ def record_rollouts(config: Config, progress: Progress) -> None:
     """Write `algorithm.steps` steps of rollouts by the model that the recipe starts from, with
     their metrics and samples. Earlier ones in run.dir are replaced.
 
-    Raises ValueError for a recipe that samples nothing, and as a run's rollouts do.
+    Raises ValueError for a recipe that samples nothing, and for a run.dir that a run holds; OSError
+    for rollouts that cannot be written; and as a run's rollouts do.
     """
     if not isinstance(config.algorithm, PolicyOptimization) or config.rollout.replay is not None:
         key = "algorithm.name=sft" if config.rollout.replay is None else "rollout.replay"
@@ -35,11 +37,11 @@ def record_rollouts(config: Config, progress: Progress) -> None:
         run=replace(config.run, record_rollouts=True),
         rollout=replace(config.rollout, max_staleness=0),  # no weights are awaited
     )
-    write(config, config.run.dir)
-    with (
-        served_folder(config, None) as folder,
-        connect(config, folder, progress, needs_refit=False) as connection,
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(run_lock(config.run.dir))
+        write(config, config.run.dir)
+        folder = stack.enter_context(served_folder(config, None))
+        connection = stack.enter_context(connect(config, folder, progress, needs_refit=False))
         served = replace(config, model=replace(config.model, folder=str(folder)))
         _record(served, connection, progress)
 
@@ -67,7 +69,7 @@ def _record(config: Config, connection: Connection, progress: Progress) -> None:
                 groups += driver.partial_rollouts.split(started)
             for episode in (episode for group in groups for episode in group.episodes):
                 episode.responses = [_of_first_weights(r) for r in episode.responses]
-            driver.keep_rollouts(step, groups)
+            driver.recorded.save(step, groups)  # what a run records besides, this is run for
             samples = sample_records(groups, driver.processor.pieces)
             driver.record(step, rollout_metrics(groups, 0), samples)
     progress.line(f"{algorithm.steps} steps of rollouts are in {driver.recorded.folder}")

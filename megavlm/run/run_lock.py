@@ -18,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+from megavlm.writing import naming
+
 LOCK_FILE = ".lock"
 
 logger = logging.getLogger(__name__)
@@ -39,9 +41,10 @@ def run_lock(run_dir: str | Path) -> Iterator[None]:
                 run_dir,
             )
         started = datetime.now().astimezone().isoformat(" ", "seconds")
-        file.truncate(0)
-        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "started": started}, file)
-        file.flush()
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+        with naming(path):
+            file.truncate(0)
+            os.write(file.fileno(), json.dumps(holder).encode())  # closing would write a rest again
         # A lock lives until the last copy of its descriptor is closed, and a forked child may
         # outlive this process: it closes its copy. Programs started by exec inherit none.
         os.register_at_fork(after_in_child=file.close)

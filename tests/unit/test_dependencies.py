@@ -17,6 +17,8 @@ LEVELS = [
         "process",
         "signals",
         "git_lfs",
+        "numbers",
+        "writing",
     },  # the first imports a family's modules when they are used
     {"config", "observability"},
     {"algorithms", "parallel", "rewards"},

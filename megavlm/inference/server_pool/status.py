@@ -11,7 +11,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import ProbeError, Probes
 from megavlm.inference.server_pool.records import ServerRecords
 from megavlm.inference.server_pool.state import State
-from megavlm.observability.records import write_whole
+from megavlm.writing import write_whole
 
 WRITE_EVERY = 5.0  # seconds
 

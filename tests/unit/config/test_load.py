@@ -1,3 +1,4 @@
+import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -204,6 +205,17 @@ def test_the_dump_is_complete_and_loads_to_the_same(tmp_path: Path) -> None:
         assert set(dumped[section.name]) == {
             item.name for item in fields(getattr(config, section.name))
         }
+
+
+def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path: Path) -> None:
+    config = load(recipe(tmp_path, REQUIRED))
+    write(config, tmp_path)
+    before = (tmp_path / "config.yaml").read_bytes()
+    (tmp_path / f".config.yaml.{os.getpid()}.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/config.yaml'"):
+        write(config, tmp_path)
+    assert (tmp_path / "config.yaml").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "config.yaml"}
 
 
 @pytest.mark.parametrize("content", [b"5", b"- a", b"run: [", b"run: {dir: '${'}", b"\0", b"\xff"])

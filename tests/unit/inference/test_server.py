@@ -3,6 +3,7 @@
 import mmap
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -270,6 +271,9 @@ def test_the_log_rotates_and_its_end_is_shown(
     with server.log_path.open("ab") as log:
         log.write(b"old\n" * 10**5 + b"the last words\n")
     assert server.with_log("it died").endswith("the last words")
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert "server.log, whose disk is full:" in server.with_log("it died")
 
 
 def test_stacks_are_in_the_log_of_a_server_that_is_aborted(tmp_path: Path) -> None:

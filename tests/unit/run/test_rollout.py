@@ -1,6 +1,7 @@
 """`megavlm rollout` over a fake server, and a replay's reading of what it wrote."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 from megavlm.config.algorithm import SFT
 from megavlm.config.load import load
 from megavlm.config.rollout import Rollout
+from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.observability.progress import Progress
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.run.rollout import record_rollouts
+from megavlm.run.run_lock import run_lock
 from tests.cache import cached_folder
 from tests.conftest import row, write_rows
 from tests.fakes.server import PROMPT_IDS, FakeServer
@@ -44,14 +47,20 @@ reward: {{workers: 1}}
     return path
 
 
+def extra_tokens(config: Config) -> int:
+    """Return how many tokens a prompt has beyond those that it is sent as."""
+    rows = Rows(config.data.train_files, config.data)
+    prompt = Processor(config.model.folder, config.data).prompt(rows[0])
+    return len(prompt.token_ids) - len(prompt.short_ids)
+
+
 def test_rollouts_without_a_trainer_are_those_that_a_replay_reads(
     recipe: Path, tmp_path: Path
 ) -> None:
     config = load(recipe)
     processor = Processor(config.model.folder, config.data)
     rows = Rows(config.data.train_files, config.data)
-    prompt = processor.prompt(rows[0])
-    extra = len(prompt.token_ids) - len(prompt.short_ids)
+    extra = extra_tokens(config)
     with FakeServer(prompt_tokens=PROMPT_IDS + extra, weight_version="default") as fake:
         config = load(recipe, [f"rollout.urls=['{fake.url}']"])
         for _ in range(2):  # the second replaces the first
@@ -72,6 +81,27 @@ def test_rollouts_without_a_trainer_are_those_that_a_replay_reads(
     assert [record["step"] for record in metrics] == [1, 2]
     assert all(record["episodes"] == PROMPTS * RESPONSES for record in metrics)
     assert not list((tmp_path / "run").glob("checkpoints*"))
+
+
+def test_two_runs_in_one_folder_are_refused(recipe: Path, tmp_path: Path) -> None:
+    with run_lock(tmp_path / "run"), Progress() as progress:
+        with pytest.raises(ValueError, match=f"run.dir={tmp_path}/run is in use by process"):
+            record_rollouts(load(recipe), progress)
+    assert not (tmp_path / "run/config.yaml").exists()
+
+
+def test_a_full_disk_ends_it_and_names_the_file(recipe: Path, tmp_path: Path) -> None:
+    """Rollouts are what it is for: it does not go on without them, as training does."""
+    config = load(recipe)
+    folder = tmp_path / "run/rollouts"
+    folder.mkdir(parents=True)
+    (folder / f".step_000001.safetensors.{os.getpid()}.tmp").symlink_to("/dev/full")
+    extra = extra_tokens(config)
+    with FakeServer(prompt_tokens=PROMPT_IDS + extra, weight_version="default") as fake:
+        config = load(recipe, [f"rollout.urls=['{fake.url}']"])
+        with Progress() as progress, pytest.raises(OSError, match=r"No space left.*step_000001"):
+            record_rollouts(config, progress)
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(
