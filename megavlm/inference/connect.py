@@ -44,13 +44,15 @@ def connect(
     progress: Progress,
     *,
     needs_refit: bool = True,
+    waits: bool = True,
     beat: Callable[[], object] = lambda: None,
 ) -> Iterator[Connection]:
     """Connect to `rollout.urls`, or run servers of `model_folder` as long as the context.
 
     progress: shows the wait for servers, and how far a generation is. needs_refit: servers get
-    requests only after a push; False: they serve what they started with. beat: called with each
-    response.
+    requests only after a push; False: they serve what they started with. waits: for the servers to
+    start; False: `server_pool.wait_for_starts` does, except where they share GPUs. beat: called
+    with each response.
     """
     rollout = config.rollout
     policy = RestartPolicy(
@@ -62,7 +64,9 @@ def connect(
     )
     handles = server_handles(config, model_folder, needs_refit=needs_refit)
     progress.begin(_waiting(config, len(handles)))
-    server_pool = ServerPool(handles, policy, progress.line, Path(config.run.dir) / SERVERS_FILE)
+    states_file = Path(config.run.dir) / SERVERS_FILE
+    waits = waits or rollout.colocate
+    server_pool = ServerPool(handles, policy, progress.line, states_file, waits=waits)
     with server_pool, _client(rollout, server_pool, progress.show, beat) as client:
         if not rollout.colocate:
             yield Connection(client, server_pool)

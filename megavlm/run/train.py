@@ -64,7 +64,9 @@ def train(config: Config, progress: Progress) -> bool:
             if generates(config):
                 with phases("start of servers"):
                     connection = stack.enter_context(
-                        connect(config, config.model.folder, progress, beat=phases.beat)
+                        connect(
+                            config, config.model.folder, progress, waits=False, beat=phases.beat
+                        )
                     )
                 watchdog.servers = connection.server_pool
         if config.rollout.colocate:

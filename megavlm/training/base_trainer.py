@@ -42,9 +42,13 @@ class BaseTrainer:
         driver_state = self.resume()
         if state.step:
             state.progress.line(f"resumed from step {state.step} of {state.config.algorithm.steps}")
+        connection = None if driver is None else driver.connection
+        if connection is not None and connection.server_pool.is_starting:
+            state.progress.begin("waiting for the rollout servers")
+            with state.phases("start of servers"):
+                connection.server_pool.wait_for_starts()
         if driver is not None:
             driver.start(state.step, driver_state)
-        connection = None if driver is None else driver.connection
         if self.sync is not None and state.config.rollout.colocate:
             servers = None if connection is None else connection.memory
             memory = SharedMemory(self.offloadable(), servers, state.mesh)

@@ -17,8 +17,9 @@ class ServerPool(ServerRecords):
     """Context manager, the Targets of weight pushes and the Routing of the rollout client.
 
     Entering starts the servers in parallel and returns when all of them answer; it raises
-    RolloutServerError if one does not start. Leaving stops the servers that it started. Every
-    method may be called from any thread.
+    RolloutServerError if one does not start. With waits=False it returns at once, and
+    `wait_for_starts` is called before anything else. Leaving stops the servers that it started.
+    Every method may be called from any thread.
     """
 
     def __init__(
@@ -27,16 +28,19 @@ class ServerPool(ServerRecords):
         policy: RestartPolicy,
         log: Callable[[str], None] = print,
         states_file: Path | None = None,
+        *,
+        waits: bool = True,
     ) -> None:
         """states_file: where the servers' states are written for `megavlm watch`."""
         super().__init__(handles, policy, log)
-        self._supervisor = Supervisor(self, states_file)
+        self._supervisor, self._waits = Supervisor(self, states_file), waits
 
     def __enter__(self) -> "ServerPool":
         with ExitStack() as stack:
             self._supervisor.start()
             stack.callback(self._supervisor.close)  # on Ctrl-C, too: no process may be left
-            self.wait_for_starts()
+            if self._waits:
+                self.wait_for_starts()
             stack.pop_all()
         return self
 

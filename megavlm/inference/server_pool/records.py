@@ -48,7 +48,7 @@ class ServerRecords:
         self._num_users = 0  # that generate now
         self._num_failures = 0  # deaths of servers and failed pushes
         self.work_seen = 0  # times that a server was seen at work while it answered no request
-        self._is_starting = True
+        self.is_starting = True  # until all have answered once
         self._supervisor_error: BaseException | None = None
 
     def record(self, url: str) -> ServerRecord:
@@ -110,7 +110,7 @@ class ServerRecords:
         with self._changed:
             while any(record.state is State.STARTING for record in self._checked_starts()):
                 self._changed.wait(1.0)
-            self._is_starting = False
+            self.is_starting = False
 
     def supervisor_failed(self, error: BaseException) -> None:
         """Raise `error` in all callers from now on: nobody watches the servers any more."""
@@ -149,7 +149,7 @@ class ServerRecords:
             listener()
 
     def _log_change(self, url: str, before: ServerRecord, after: ServerRecord) -> None:
-        if self._is_starting:
+        if self.is_starting:
             return
         why = after.reason.split("; the end of")[0]
         match after.state:

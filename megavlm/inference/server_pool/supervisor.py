@@ -91,6 +91,8 @@ class Supervisor:
             return
         if records.resting and state is State.DEAD:
             return  # its memory is in use
+        if records.is_starting and state is State.DEAD and handle.server is not None:
+            return  # wait_for_starts ends the run: a restart would not help
         action = records.apply(url, Event(EventKind.TICK))
         if action is Action.START:
             await self._launch(handle)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megavlm.config.load import load
-from megavlm.inference.connect import managed_servers, server_gpus, server_handles
+from megavlm.inference.connect import connect, managed_servers, server_gpus, server_handles
 from megavlm.inference.server_args import ServerOptions
+from megavlm.observability.progress import Progress
 from megavlm.run.plan.servers import server_plan
 
 
@@ -44,6 +45,23 @@ def test_ports_logs_and_cores_differ(write_recipe: Any, tmp_path: Path) -> None:
     assert all(len(cores.split("|")) == 2 for cores in bound)
     (alone,) = managed_servers(load(write_recipe()), "model")
     assert alone.log_path.name == "rollout_server.log"
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_servers_on_shared_gpus_are_waited_for(
+    write_recipe: Any, monkeypatch: pytest.MonkeyPatch, colocate: bool
+) -> None:
+    class Made(Exception):
+        pass
+
+    def make(*_: Any, waits: bool) -> None:
+        raise Made(waits)
+
+    monkeypatch.setattr("megavlm.inference.connect.ServerPool", make)
+    config = load(write_recipe(rollout={"colocate": colocate}))
+    with pytest.raises(Made) as made, connect(config, "m", Progress(is_quiet=True), waits=False):
+        pass
+    assert made.value.args == (colocate,)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,29 @@ def test_a_server_that_does_not_start_at_first_ends_the_run(
         policy = replace(POLICY, start_timeout=1.0) if mode == "silent" else POLICY
         managed(tmp_path, 2, lines, policy=policy).__enter__()
     assert not [p for p in psutil.Process().children() if str(tmp_path) in " ".join(p.cmdline())]
+
+
+def test_servers_start_while_something_else_is_done(tmp_path: Path, lines: list[str]) -> None:
+    with managed(tmp_path, 1, lines, waits=False) as pool:
+        (url,) = pool.handles
+        assert state(pool, url) is State.STARTING and pool.is_starting
+        pool.wait_for_starts()
+        assert state(pool, url) is State.STALE and not pool.is_starting
+    assert lines == []
+
+
+def test_a_server_that_does_not_start_meanwhile_is_not_started_again(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB", "crash")
+    with managed(tmp_path, 1, lines, waits=False) as pool:
+        (url,) = pool.handles
+        wait_for(lambda: state(pool, url) is State.DEAD)
+        wait_for(lambda: time.monotonic() > pool.record(url).retry_at + 10 * supervisor.TICK)
+        assert state(pool, url) is State.DEAD
+        with pytest.raises(RolloutServerError, match="no such model"):
+            pool.wait_for_starts()
+    assert lines == []
 
 
 def test_a_server_whose_port_another_program_takes_before_it_listens(

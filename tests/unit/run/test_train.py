@@ -28,7 +28,8 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
     events = []
 
     @contextmanager
-    def connect(*_: Any, **__: Any) -> Iterator[Any]:
+    def connect(*_: Any, waits: bool, **__: Any) -> Iterator[Any]:
+        assert not waits, "servers on GPUs of their own start while the model is built"
         events.append("servers")
         yield SimpleNamespace(server_pool=None)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megavlm.signals import STOP_SIGNALS, Stopped, stop_at_once
-from megavlm.training import guards
+from megavlm.training import base_trainer, guards
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.guards import SLURM_END, TimeLimit
 
@@ -143,3 +143,22 @@ def test_the_time_limit_leaves_two_of_the_longest_steps(
     assert run(trainer, limit)[0] == finishes
     if hours == 2.0:
         assert trainer.log[-2:] == ["train 2", "save 2"]
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_servers_are_waited_for_once_the_checkpoint_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    """They start meanwhile. Those that share GPUs have started before."""
+    trainer = Trainer()
+    do, config = trainer.do, trainer.train_state.config
+    config.rollout = SimpleNamespace(colocate=False)
+    pool = SimpleNamespace(is_starting=starts, wait_for_starts=lambda: do("wait"))
+    trainer.driver.connection = SimpleNamespace(server_pool=pool)
+    trainer.driver.start = lambda *_: do("start")  # type: ignore[method-assign,union-attr]
+    trainer.sync = SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setattr(trainer, "resume", lambda: do("resume"))
+    pusher = SimpleNamespace(push=lambda: do("push"))
+    monkeypatch.setattr(base_trainer, "WeightPusher", lambda *_: pusher)
+    trainer.setup()
+    assert trainer.log == ["resume", *["wait"] * starts, "start", "push"]
