@@ -2,9 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
@@ -33,6 +32,9 @@ from megavlm.weight_sync.sglang_layout import linear_rows
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports import TRANSPORTS
 from megavlm.weight_sync.transports.base import Transport
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class WeightSync:
@@ -124,10 +126,7 @@ class WeightSync:
         started = time.monotonic()
         failed: set[str] = set()  # servers that failed in this update
         while True:  # again for the servers that are left
-            with self._decision(version) as decided:
-                if self._coordinator is not None:
-                    decided[0] = self._coordinator.open(failed, full=full)
-            attempt: SyncAttempt = decided[0]
+            attempt = self._decide(version, SyncCoordinator.open, failed, full=full)
             buckets, sent = self._buckets(attempt), None
             if dist.get_rank() in self._senders:
                 sent = self._sender(attempt).send(buckets)
@@ -135,14 +134,18 @@ class WeightSync:
                 deque(buckets, maxlen=0)  # takes part in gathering
             reports = self._gather_reports(sent)
             pairs = [] if self._adapters is None else self._adapters.gather(self._settings.dtype)
-            with self._decision(version) as decided:
-                if self._coordinator is not None:
-                    decided[0] = self._coordinator.close(
-                        attempt, reports, str(version), failed, pairs, started
-                    )
-            if decided[0] is not None:
+            report = self._decide(
+                version,
+                SyncCoordinator.close,
+                attempt,
+                reports,
+                str(version),
+                failed,
+                pairs,
+                started,
+            )
+            if report is not None:
                 self.version = version
-                report: SyncReport = decided[0]
                 return report
 
     def close(self) -> None:
@@ -152,22 +155,29 @@ class WeightSync:
         self._transport.close()
         self._http.close()
 
-    @contextmanager
-    def _decision(self, version: int) -> Iterator[list[Any]]:
-        """Broadcast the item that rank 0 puts in the list, or raise its error on every rank.
-
-        A context manager rather than a function of a callback, which keeps the call stack short.
+    def _decide(
+        self,
+        version: int,
+        method: Callable[Concatenate[SyncCoordinator, P], T],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> T:
+        """Call a method of rank 0's coordinator. Every rank returns its result or raises its error.
+        Collective.
         """
         decided: list[Any] = [None]
-        try:
-            yield decided
-        except (WeightSyncError, RolloutServerError) as error:
-            decided[0] = error
+        if self._coordinator is not None:
+            try:
+                decided[0] = method(self._coordinator, *arguments, **options)
+            except (WeightSyncError, RolloutServerError) as error:
+                decided[0] = error
         dist.broadcast_object_list(decided, src=0, group=self._group)
         if isinstance(decided[0], WeightSyncError):
             raise WeightSyncError(f"weight update to version {version} failed: {decided[0]}")
         if isinstance(decided[0], RolloutServerError):
             raise decided[0]
+        result: T = decided[0]
+        return result
 
     def _buckets(self, attempt: SyncAttempt) -> Iterator[TensorBucket]:
         """Gather all buckets and yield those that this rank sends. Collective."""

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 # Lower never imports higher; packages of one level do not import each other. A module's package is
 # the part of its name after `megavlm.`; a module that is named here has a level of its own.
 LEVELS = [
+    {"__version__"},
     {
         "models.registry",
         "version_option",
@@ -18,7 +19,6 @@ LEVELS = [
         "signals",
         "git_lfs",
         "numbers",
-        "writing",
     },  # the first imports a family's modules when they are used
     {"config", "observability"},
     {"algorithms", "parallel", "rewards"},
