@@ -154,7 +154,15 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) ->
             process.kill()
     if interrupts:
         return 128 + signal.SIGINT
-    return code if code >= 0 else 128 - code
+    if code >= 0:
+        return code
+    if not is_explained(reason, code):
+        print(
+            f"megavlm: the launcher of the ranks ended with {signal.Signals(-code).name}: start "
+            "the run again",
+            file=sys.stderr,
+        )
+    return 128 - code
 
 
 def _sweep(before: set[int]) -> None:

@@ -7,12 +7,15 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 from megavlm.config.schema import Config
 from megavlm.process import leave
 from megavlm.run.exit_codes import ExitCode
-from megavlm.run.launcher import REASON_FILE
+from megavlm.run.launcher import AGENT_PID, REASON_FILE
 
 PATIENCE = 5.0  # seconds that a rank which lost a peer waits for that peer to report the reason
+NOTICED = 2.0  # seconds in which torchrun has seen the first rank that ended, and not this one too
 
 
 def end_run(sentence: str, code: ExitCode) -> NoReturn:
@@ -36,14 +39,25 @@ def claim_reason(code: ExitCode) -> bool:
 
 def reason_given() -> int | None:
     """Return the exit code of a peer that reports within PATIENCE why the run ends: this error is a
-    result. None if no peer does.
+    result. So it is if a peer of this machine has ended without a word, which the launcher then
+    names. None if no peer does.
     """
     deadline = time.monotonic() + PATIENCE
     while REASON_FILE in os.environ and time.monotonic() < deadline:
         if os.path.exists(os.environ[REASON_FILE]):
             return int(Path(os.environ[REASON_FILE]).read_text() or 130)  # empty: Ctrl-C
+        if _lost_peer():
+            time.sleep(NOTICED)
+            return ExitCode.TRANSIENT
         time.sleep(0.05)
     return None
+
+
+def _lost_peer() -> bool:
+    """Return True if another rank of this machine has ended."""
+    ranks = psutil.Process(int(os.environ[AGENT_PID])).children()
+    alive = [rank for rank in ranks if rank.status() != psutil.STATUS_ZOMBIE]
+    return len(alive) < int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def keep_traceback(config: Config) -> str:

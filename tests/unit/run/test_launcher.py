@@ -228,11 +228,30 @@ def test_who_has_explained_the_end(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named(write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    with working(write_recipe()) as (process, family):
+@pytest.mark.parametrize("seed", [4, 10])
+def test_a_killed_rank_is_named(write_recipe: WriteRecipe, tmp_path: Path, seed: int) -> None:
+    """The other one, whose collective fails, says nothing."""
+    with working(write_recipe(), seed) as (process, family):
         pid = int((tmp_path / "run" / "pids-1").read_text().split()[0])
         os.kill(pid, signal.SIGKILL)
         _, stderr = process.communicate(timeout=WAIT)
         assert all_gone(family)
         assert process.returncode == 128 + signal.SIGKILL
-        assert stderr.splitlines()[-1] == "megavlm: rank 1 ended with SIGKILL"
+        assert stderr == "megavlm: rank 1 ended with SIGKILL\n"
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_is_named_and_leaves_nothing(
+    write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with working(write_recipe()) as (process, family):
+        (launcher,) = family[0].children()
+        launcher.kill()
+        _, stderr = process.communicate(timeout=WAIT)
+        assert all_gone(family)
+        assert process.returncode == 128 + signal.SIGKILL
+        ended = "megavlm: the launcher of the ranks ended with SIGKILL: start the run again\n"
+        assert stderr == ended
+    assert not list((tmp_path / "temporary").iterdir())
