@@ -152,7 +152,7 @@ class SyncCoordinator:
         started: float,
     ) -> SyncReport:
         servers, pause = self.servers, self._settings.pause
-        self._transport.close(attempt)
+        self._transport.complete(attempt)
         servers.request_each("/end_weight_update", {url: {} for url in self._sessions})
         # On a CPU a flush collects garbage among everything that a server has loaded unless that is
         # frozen, which takes half a second. SGLang's own freeze at its start comes too early.

@@ -10,9 +10,10 @@ class Transport(Protocol):
     """Transport of tensors, one object on every trainer rank.
 
     In an attempt each rank that sends opens the transport, rank 0 before all others, sends its
-    buckets and finishes; then rank 0 closes the attempt. A server that fails is lost to `servers`,
-    and the others go on. WeightSyncError is raised if none is left, TrainerFault if no server
-    caused the failure. A transport never flushes the servers' caches: the coordinator does so once.
+    buckets and finishes; then rank 0 completes the attempt. A server that fails is lost to
+    `servers`, and the others go on. WeightSyncError is raised if none is left, TrainerFault if no
+    server caused the failure. A transport never flushes the servers' caches: the coordinator does
+    so once.
 
     by_stage: the first rank of each pipeline stage sends the stage's tensors, all at the same time;
     otherwise rank 0 sends everything.
@@ -36,9 +37,10 @@ class Transport(Protocol):
     def finish(self) -> None:
         """Finish this rank's sending, after its last bucket if none failed."""
 
-    def close(self, attempt: SyncAttempt | None = None) -> None:
-        """Close an attempt or, without one, the transport.
-
-        attempt: on rank 0, after every rank has sent everything: block until the servers have
-        loaded it. None: release what this rank holds, at the end of the run.
+    def complete(self, attempt: SyncAttempt) -> None:
+        """Block until the servers have loaded an attempt. Called on rank 0, after all ranks have
+        finished.
         """
+
+    def close(self) -> None:
+        """Release what this rank holds, at the end of the run."""

@@ -57,11 +57,11 @@ class DiskTransport:
     def finish(self) -> None:
         pass
 
-    def close(self, attempt: SyncAttempt | None = None) -> None:
-        if attempt is None:
-            if self._owns_folder:
-                self._remove()
-            return
+    def close(self) -> None:
+        if self._owns_folder:
+            self._remove()
+
+    def complete(self, attempt: SyncAttempt) -> None:
         with self._writing():
             os.rename(self.folder / PARTIAL, self.folder / READY)
             filled = {name: any((self.folder / READY / name).iterdir()) for name in (CHANGED, REST)}

@@ -124,9 +124,11 @@ class DistributedTransport:
                 self._ask(self._requests([]))
         self._pool.shutdown(wait=False)
 
-    def close(self, attempt: SyncAttempt | None = None) -> None:
-        if attempt is None:
-            self._leave()
+    def complete(self, attempt: SyncAttempt) -> None:
+        pass
+
+    def close(self) -> None:
+        self._leave()
 
     # Sending and waiting
 

@@ -66,7 +66,10 @@ class TensorTransport:
     def finish(self) -> None:
         pass
 
-    def close(self, attempt: SyncAttempt | None = None) -> None:
+    def complete(self, attempt: SyncAttempt) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
