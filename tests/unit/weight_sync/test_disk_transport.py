@@ -26,7 +26,7 @@ class Servers:
 def update(transport: DiskTransport, servers: Any, name: str) -> None:
     transport.open(servers, ATTEMPT)
     (transport.folder / PARTIAL / CHANGED / name).touch()
-    transport.close(ATTEMPT)
+    transport.complete(ATTEMPT)
 
 
 def test_a_folder_is_there_until_the_next_update(
