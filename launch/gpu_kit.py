@@ -33,6 +33,25 @@ SAME_PACKAGES = {"c": "b"}
 # Paths in the site folder, as fnmatch: `*` matches slashes too.
 LEFT_OUT: dict[str, Sequence[str]] = {
     "a": ("pycountry/locales/*",),  # translations of countries' names
+    "b": (
+        "pycountry/locales/*",
+        # Kernels that these stages do not call: FlashAttention 3, of MLA and of other GPUs.
+        "sgl_kernel/flash_ops*",
+        "sgl_kernel/flashmla_ops*",
+        "sgl_kernel/infllm_ops*",
+        "sgl_kernel/spatial_ops*",
+        "sgl_kernel/sm100/*",
+        "triton_kernels/*",
+        "sglang/multimodal_gen/*",
+        "sglang/test/*",
+        "sglang/srt/*/_core.cpython-*.so",  # Rust servers
+        "torch_memory_saver_*_cu12.abi3.so",
+        "torchvision/image.so",
+        "torchvision.libs/*",  # of JPEGs on a GPU
+        "matplotlib/mpl-data/images/*",
+        "matplotlib/mpl-data/sample_data/*",
+        "tensorboard/webfiles.zip",
+    ),
     "d": ("pycountry/locales/*", "transformer_engine/jax/*"),
 }
 

@@ -1,8 +1,11 @@
 """Images of random pixels, without a processor."""
 
+import io
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from megavlm.data.image_processing import PatchFormat, ProcessedImage
 
@@ -16,3 +19,13 @@ def random_image(
     pixels = torch.randint(256, size, dtype=torch.uint8, generator=generator)
     cut = PatchFormat((128.0,) * 3, (64.0,) * 3, patch, temporal, vision.spatial_merge_size)
     return ProcessedImage(key, pixels, cut)
+
+
+def image(width: int, height: int, seed: int) -> bytes:
+    """A PNG of random squares."""
+    pixels = np.random.default_rng(seed).integers(
+        0, 255, (-(-height // 7), -(-width // 7), 3), dtype=np.uint8
+    )
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -7,10 +7,10 @@ so nothing here counts them as if they were. Intervals and tests are scipy's.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
+from types import ModuleType
 from typing import Literal
 
 import numpy as np
-import scipy  # not scipy.stats, which loads for a second: at its first use
 
 RESAMPLES = 2000
 FLIPS = 10_000
@@ -61,7 +61,7 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
 
     Source: E. B. Wilson, "Probable inference", JASA 22 (1927).
     """
-    interval = scipy.stats.binomtest(successes, count).proportion_ci(method="wilson")
+    interval = _stats().binomtest(successes, count).proportion_ci(method="wilson")
     # It holds the share itself, which rounding may leave outside at 0 and at 1.
     share = successes / count
     return min(float(interval.low), share), max(float(interval.high), share)
@@ -98,7 +98,7 @@ def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
 def mcnemar(first_only: int, second_only: int) -> float:
     """Return the exact two-sided p-value of the discordant questions."""
     total = first_only + second_only
-    return float(scipy.stats.binomtest(first_only, total).pvalue) if total else 1.0
+    return float(_stats().binomtest(first_only, total).pvalue) if total else 1.0
 
 
 def _is_binary(values: np.ndarray) -> bool:
@@ -108,7 +108,7 @@ def _is_binary(values: np.ndarray) -> bool:
 def _bootstrap(values: np.ndarray) -> tuple[float, float]:
     if values.min() == values.max():  # nothing to draw; scipy refuses a single value
         return float(values[0]), float(values[0])
-    found = scipy.stats.bootstrap(
+    found = _stats().bootstrap(
         (values,),
         np.mean,
         n_resamples=RESAMPLES,
@@ -122,7 +122,7 @@ def _bootstrap(values: np.ndarray) -> tuple[float, float]:
 def _sign_flip(difference: np.ndarray) -> float:
     if len(difference) == 1:  # both signs are as far from zero
         return 1.0
-    found = scipy.stats.permutation_test(
+    found = _stats().permutation_test(
         (difference,),
         np.mean,
         permutation_type="samples",
@@ -132,3 +132,9 @@ def _sign_flip(difference: np.ndarray) -> float:
         rng=np.random.default_rng(_SEED),
     )
     return float(found.pvalue)
+
+
+def _stats() -> ModuleType:
+    import scipy.stats  # loads for a second, and runs without evaluation do not need it
+
+    return scipy.stats

@@ -1,12 +1,10 @@
 """The inputs of the parity matrix, by name: prompts with images and videos, and responses."""
 
-import io
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 from transformers import AutoConfig
 
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
@@ -14,18 +12,9 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
 from tests.conftest import DATA
 from tests.parity.reference import Sequences
+from tests.random_images import image
 
 QUESTION = "Find x in the triangle. How many blue circles?"
-
-
-def image(width: int, height: int, seed: int) -> bytes:
-    """A PNG of random squares."""
-    pixels = np.random.default_rng(seed).integers(
-        0, 255, (-(-height // 7), -(-width // 7), 3), dtype=np.uint8
-    )
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def video(width: int, height: int, num_frames: int, seed: int, fps: float = 2.0) -> Video:
