@@ -11,7 +11,7 @@ import typer
 
 from megavlm.demo import FAMILY
 from megavlm.models.registry import FAMILIES
-from megavlm.process import loading_packages
+from megavlm.process import leave, loading_packages
 from megavlm.slurm.command import launch
 from megavlm.version_option import add_version
 
@@ -375,15 +375,17 @@ def _run(
     with Progress(sys.stderr) as progress:
         progress.show("checking the recipe")
         if dry_run:
-            from megavlm.run.dry_run import dry_run as check_all
+            with loading_packages():  # its checks import most of what a run does
+                from megavlm.run.dry_run import dry_run as check_all
 
-            resolved = check_all(config, world_size=world_size, phase=phase)
+                resolved = check_all(config, world_size=world_size, phase=phase)
         else:
             from megavlm.run import preflight
 
             preflight.check(config, world_size=world_size, phase=phase)
     if dry_run:
-        return typer.echo(resolved, nl=False)
+        typer.echo(resolved, nl=False)
+        leave(0)
     from megavlm.run.launcher import ONE_NODE, run_workers
 
     nodes = nodes or ONE_NODE

@@ -17,8 +17,8 @@ ServerArgs = Mapping[str, str | int | float | bool | list[str] | None]
 # Measured on two cores: one thread, and sleeping when idle, are ten times faster than the defaults.
 CPU_ARGS: ServerArgs = {
     "attention_backend": "torch_native",
-    # max_total_tokens bounds the pool. This is how much memory other processes may take while the
-    # server starts before it gives up.
+    # max_total_tokens bounds the pool. This is how much memory other processes, such as ranks that
+    # load their model, may take while the server starts before it gives up.
     "mem_fraction_static": 0.6,
     "max_total_tokens": 20000,
     "sleep_on_idle": True,

@@ -32,6 +32,7 @@ def megavlm(
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["megavlm", *map(str, arguments)])
+        monkeypatch.setattr(cli, "leave", sys.exit)
         with pytest.raises(SystemExit) as ended:
             cli.main()
         captured = capsys.readouterr()
