@@ -1,8 +1,8 @@
 """Pages that are generated when the documentation is built (`make docs`).
 
 The configuration reference is read from the dataclasses in megavlm/config: type, default, range and
-the docstring under each field. The command-line reference is what typer prints. The changelog and
-the results of parity and benchmarks are copied from the repository, the import order from its test.
+the docstring under each field. The command-line reference is typer's. README, changelog and results
+are copied from the repository, the import order from its test.
 """
 
 import ast
@@ -36,11 +36,14 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     pages = {
+        "index.md": home_page(),
         "reference/configuration.md": configuration_page(),
         "reference/cli.md": command_page(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         "parity-results.md": (ROOT / "tests/parity/RESULTS.md").read_text(encoding="utf-8"),
-        "benchmarks.md": benchmark_page(),
+        "benchmarks.md": benchmark_page("RESULTS.md"),
+        "gpu-stages.md": benchmark_page("GPU.md"),
+        "contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "]("),
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -52,9 +55,28 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown.replace("IMPORT_ORDER", import_order())
 
 
-def benchmark_page() -> str:
-    """Return the results of the benchmarks, whose links are from their own folder."""
-    text = (ROOT / "tests/benchmarks/RESULTS.md").read_text(encoding="utf-8")
+# Files outside docs/ that are pages here.
+PAGES = {
+    "tests/benchmarks/RESULTS.md": "benchmarks.md",
+    "tests/benchmarks/GPU.md": "gpu-stages.md",
+    "tests/parity/RESULTS.md": "parity-results.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "docs/": "",
+}
+
+
+def home_page() -> str:
+    """Return the README, with links from docs/."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for path, page in PAGES.items():
+        text = text.replace(f"]({path}", f"]({page}")
+    return text
+
+
+def benchmark_page(name: str) -> str:
+    """Return a page of results, whose links are from their own folder."""
+    text = (ROOT / "tests/benchmarks" / name).read_text(encoding="utf-8")
     return text.replace("](../../docs/", "](")
 
 
