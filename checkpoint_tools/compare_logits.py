@@ -1,6 +1,5 @@
 """Comparison of two models by transformers' logits on a text and on an image."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from checkpoint_tools.weights import Weights, open_both
 from megavlm.models.common.loading import HUB, Form
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from megavlm.temporary import temporary_folder
 
 _TEXT = "The quick brown fox jumps over the lazy dog, and then?"
 
@@ -117,9 +117,9 @@ def _hf_folder(weights: Weights, alpha: float | None, show: ShowProgress) -> Ite
         yield weights.path
         return
     adapters = step_adapters(weights, alpha=alpha) if has_adapters(weights) else None
-    with tempfile.TemporaryDirectory(prefix="megavlm-verify-") as folder:
-        write_hf(weights, Path(folder) / "hf", adapters=adapters, options=WriteOptions(show=show))
-        yield Path(folder) / "hf"
+    with temporary_folder("megavlm-verify-") as folder:
+        write_hf(weights, folder / "hf", adapters=adapters, options=WriteOptions(show=show))
+        yield folder / "hf"
 
 
 def _inputs(folder: Path) -> dict[str, Any]:

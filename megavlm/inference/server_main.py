@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOOK_EVERY = 2.0  # seconds
 SHARED_MEMORY = "/dev/shm/sgl"  # noqa: S108  begin of the names of SGLang's files
 # Of server_support: for slices in a request or in this machine's memory, and by process groups.
 LOADERS = ("megavlm_weights.load_slices", "megavlm_weights.receive_slices")
@@ -47,15 +48,19 @@ def ignore_signals() -> None:
 
 
 def fork_reaper() -> None:
-    """Fork a child that removes TMPDIR and kills the process group once this process is gone."""
+    """Fork a child that removes TMPDIR and kills the process group once this process is gone. It
+    looks at the group's shared memory before: SGLang's workers end with this process, too.
+    """
     main = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if os.fork() == 0:
         die_with(main, by=signal.SIGTERM)
-        while os.getppid() == main:  # else it was sent by somebody else
-            signal.sigwait({signal.SIGTERM})
+        files: set[str] = set()
+        while os.getppid() == main:  # SIGTERM may be somebody else's
+            files = set(filter(os.path.exists, files)) | shared_memory_of(os.getpgid(0))
+            signal.sigtimedwait({signal.SIGTERM}, LOOK_EVERY)
         shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
-        remove(shared_memory_of(os.getpgid(0)))
+        remove(files | shared_memory_of(os.getpgid(0)))
         os.killpg(0, signal.SIGKILL)
 
 

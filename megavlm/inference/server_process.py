@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from megavlm.inference.server_main import SHARED_MEMORY, remove, shared_memory_of
+from megavlm.temporary import temporary_folder
 
 # Environment variables with the keys of servers that were started elsewhere; never in a recipe,
 # which is written to the run directory.
@@ -56,24 +56,24 @@ class ServerProcess:
         self._environment = dict(environment)
         self._stop_timeout = stop_timeout
         self._process: subprocess.Popen[bytes] | None = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary = ExitStack()
 
     def launch(self) -> None:
         """Start the processes."""
         assert self._process is None, "it is running"
         remove_leftovers()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = tempfile.TemporaryDirectory(prefix="megavlm-rollout-")
+        folder = self._temporary.enter_context(temporary_folder("megavlm-rollout-"))
         command = [sys.executable, "-P", str(SERVER_MAIN), str(os.getpid())]
         with ExitStack() as stack:
-            stack.callback(self._temporary.cleanup)
+            stack.callback(self._temporary.close)
             with open(self.log_path, "ab") as log:  # appending, or a rotation would leave a gap
                 self._process = subprocess.Popen(
                     command + self._arguments,
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=self._environment | {"TMPDIR": self._temporary.name},  # of its sockets
+                    env=self._environment | {"TMPDIR": str(folder)},  # of its sockets
                     start_new_session=True,  # its own process group, out of Ctrl-C's reach
                 )
             stack.callback(self.stop)
@@ -144,8 +144,7 @@ class ServerProcess:
             _kill_group(process.pid)
             process.wait()
             remove(files)
-            assert self._temporary is not None
-            self._temporary.cleanup()
+            self._temporary.close()
 
     def with_log(self, message: str) -> str:
         """Return the message with the end of the server's log, or why that cannot be read."""

@@ -24,6 +24,7 @@ from megavlm.inference.server import ClaimedPort, require_free
 from megavlm.run import doctor_checks as checks
 from megavlm.run import preflight
 from megavlm.run.doctor_checks import Finding, attempt
+from megavlm.temporary import temporary_folder
 
 PORT = 29500  # of torchrun's rendezvous (launch/slurm.sbatch)
 LEAST_DISK = 10 * 10**9  # bytes, without a recipe or its model
@@ -180,8 +181,7 @@ def _check_ranks(config: Config | None, cpu: bool, make_model: Callable[[Path], 
     if not cpu and not gpus:
         return True  # said above
     disable_progress_bar()
-    with tempfile.TemporaryDirectory(prefix="megavlm-doctor-") as name:
-        folder = Path(name)
+    with temporary_folder("megavlm-doctor-") as folder:
         make_model(folder / "model")
         recipe = folder / "recipe.yaml"
         recipe.write_text(json.dumps(rank_recipe(config, folder, gpus)))  # JSON is YAML

@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ import psutil
 from megavlm.process import leave, loading_packages
 from megavlm.run.exit_codes import ExitCode
 from megavlm.signals import STOP_SIGNALS
+from megavlm.temporary import temporary_folder
 
 AGENT_PID = "MEGAVLM_AGENT_PID"  # the process that must be a worker's parent
 REASON_FILE = "MEGAVLM_REASON_FILE"  # exists once the reason for the end was printed
@@ -105,8 +105,8 @@ def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NOD
         for number in (signal.SIGINT, *STOP_SIGNALS)
     }
     try:
-        with tempfile.TemporaryDirectory(prefix="megavlm-") as folder:
-            reason = Path(folder, "reason")
+        with temporary_folder("megavlm-run-") as folder:
+            reason = folder / "reason"
             environment = {**os.environ, REASON_FILE: str(reason)}
             # More threads than cores are slower, and torchrun warns if it is unset.
             environment.setdefault("OMP_NUM_THREADS", "1")

@@ -1,6 +1,5 @@
 """Models that `megavlm evaluate` is given by path: their kinds, and folders that a server loads."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Literal
 
 from megavlm.checkpointing.folder import PEFT_CONFIG, is_checkpoint
 from megavlm.config.schema import Config
+from megavlm.temporary import temporary_folder
 
 
 def model_kind(path: Path) -> Literal["adapter", "hf", "checkpoint"]:
@@ -63,8 +63,8 @@ def served_folder(config: Config, name: str | None) -> Iterator[Path]:
     if kind == "hf":
         yield path
         return
-    with tempfile.TemporaryDirectory(prefix="megavlm-evaluate-") as folder:
-        target = Path(folder) / "hf"
+    with temporary_folder("megavlm-evaluate-") as folder:
+        target = folder / "hf"
         options = WriteOptions(experts="hub")  # the form that servers read
         if kind == "adapter":
             merge_adapters(own, target, adapter=path, options=options)

@@ -19,6 +19,7 @@ LEVELS = [
         "signals",
         "git_lfs",
         "numbers",
+        "temporary",
         "writing",
     },  # the first imports a family's modules when they are used
     {"config", "observability"},

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megavlm import temporary
 from megavlm.config.load import load
 from megavlm.data.caption_corpus import with_corpus
 from megavlm.rewards.base import Example
-from megavlm.rollout import rewards
 from megavlm.rollout.rewards import make_reward_manager
 
 CAPTIONS = [["a red bus drives by", "a bus"], ["two dogs play outside here"]]
@@ -65,7 +65,7 @@ def test_the_judge_of_a_recipe_weighs_words_by_it_and_takes_it_away(
 def test_folders_of_killed_runs_are_removed(
     write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of managers that live, nor those of the last hour."""
+    """Not those of managers that live, nor young ones."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left = tmp_path / "megavlm_rewards_left"
     left.mkdir()
@@ -73,7 +73,7 @@ def test_folders_of_killed_runs_are_removed(
     config = load(write_recipe())
     managers = [make_reward_manager(config)]
     assert left.exists()
-    monkeypatch.setattr(rewards, "LEFT_FOR", 0.0)
+    monkeypatch.setattr(temporary, "LEFT_FOR", 0.0)
     managers += [make_reward_manager(config), make_reward_manager(config)]
     assert not left.exists()
     assert len(list(tmp_path.glob("megavlm_rewards_*"))) == len(managers)

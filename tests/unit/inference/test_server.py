@@ -21,7 +21,7 @@ from megavlm.inference import server_process
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import ManagedServer, free_port
 from megavlm.inference.server_args import ServerOptions, command_line
-from megavlm.inference.server_main import SHARED_MEMORY, shared_memory_of
+from megavlm.inference.server_main import LOOK_EVERY, SHARED_MEMORY, shared_memory_of
 from tests.timeouts import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,8 +69,8 @@ def test_nothing_is_left(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         server.check()
         started = set(descendants()) - before
         assert len(started) == 3  # the server, its reaper, its worker
-        assert server._temporary is not None and Path(server._temporary.name).is_dir()
-        temporary = Path(server._temporary.name)
+        temporary = Path(psutil.Process(server.pid).environ()["TMPDIR"])
+        assert temporary.is_dir()
         assert "pointers by megavlm_images" in server.log_path.read_text()
     _, alive = psutil.wait_procs(started, timeout=scaled(180))
     assert not alive and not temporary.exists()
@@ -322,18 +322,26 @@ def test_shared_memory_that_another_server_removes_meanwhile(
     assert not left.exists()
 
 
+@pytest.mark.parametrize(
+    "killed", ["nobody", "first", pytest.param("workers", marks=pytest.mark.slow)]
+)
 def test_a_server_that_ends_leaves_no_shared_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
 ) -> None:
+    """SGLang's workers may end before its first process: nobody maps their files then."""
     monkeypatch.setenv("STUB", "shared memory")
-    for kill in (False, True):
-        with managed(tmp_path) as server:
-            paths = [Path(file) for file in shared_memory_of(server.pid)]
-            assert len(paths) == 2 and all(path.exists() for path in paths)
-            if kill:
-                os.kill(psutil.Process(server.pid).pid, signal.SIGKILL)  # its reaper removes it
-                wait_until(lambda paths=paths: not any(path.exists() for path in paths))
-        assert not any(path.exists() for path in paths)
+    with managed(tmp_path) as server:
+        paths = [Path(file) for file in shared_memory_of(server.pid)]
+        assert len(paths) == 2 and all(path.exists() for path in paths)
+        if killed == "workers":
+            time.sleep(LOOK_EVERY + scaled(0.5))
+            for child in psutil.Process(server.pid).children():
+                if "-c" in child.cmdline():
+                    child.kill()
+        if killed != "nobody":
+            os.kill(psutil.Process(server.pid).pid, signal.SIGKILL)  # its reaper removes it
+            wait_until(lambda: not any(path.exists() for path in paths))
+    assert not any(path.exists() for path in paths)
 
 
 def wait_until(fact: Callable[[], bool]) -> None:
