@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang.srt.managers.mm_utils import ShmPointerMMData
 
 from megavlm.inference.server_main import shared_memory_of
-from megavlm.inference.server_support import megavlm_images
 
 
 def test_responses_to_a_prompt_read_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reader gets the pixels, what it writes to them is its own, and nothing is left."""
+    # SGLang takes seconds, which every worker of pytest would spend to collect the tests.
+    from sglang.srt.managers.mm_utils import ShmPointerMMData
+
+    from megavlm.inference.server_support import megavlm_images
+
     monkeypatch.setattr(ShmPointerMMData, "__init__", ShmPointerMMData.__init__)
     megavlm_images.install()
     pixels, other = torch.rand(64, 96), torch.rand(8, 96)
