@@ -84,6 +84,12 @@ def unpack(wheels: Iterable[Path], left_out: Sequence[str], site: Path) -> None:
         library.write_bytes(content)
 
 
+def add_stand_ins(stage: str, site: Path) -> None:
+    """Copy a stage's stand-ins for what is left out, if it has any, over its packages."""
+    if (STUBS / stage).is_dir():
+        shutil.copytree(STUBS / stage, site, dirs_exist_ok=True)
+
+
 def is_left_out(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
@@ -137,8 +143,7 @@ def main() -> None:
         site = Path(name) / "site"
         wheels = download(stage, given.wheels, Path(name))
         unpack(wheels, LEFT_OUT[stage], site)
-        if (STUBS / stage).is_dir():
-            shutil.copytree(STUBS / stage, site, dirs_exist_ok=True)
+        add_stand_ins(stage, site)
         pack(site, archive)
     try:
         size = check_size(archive, tracked())

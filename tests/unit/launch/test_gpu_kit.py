@@ -1,0 +1,108 @@
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from launch import gpu_kit
+from launch.device_code import SASS
+from tests.unit.launch.libraries import fat_binary, library
+
+
+def make_wheel(path: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_what_is_left_out_is_not_unpacked_and_device_code_is_trimmed(tmp_path: Path) -> None:
+    both = [(SASS, 80, b"ampere"), (SASS, 90, b"hopper")]
+    kept = [(SASS, 80, bytes(6)), (SASS, 90, b"hopper")]
+    wheel = make_wheel(
+        tmp_path / "kernels.whl",
+        {
+            "kernels/__init__.py": b"",
+            "kernels/sm90/ops.abi3.so": library(b".nv_fatbin", fat_binary(both)),
+            "kernels/sm100/ops.abi3.so": b"not unpacked, so not read",
+            "kernels/flash_ops.abi3.so": b"nor this",
+        },
+    )
+    gpu_kit.unpack([wheel], ("kernels/sm100/*", "kernels/flash*"), tmp_path / "site")
+    assert files_of(tmp_path / "site") == {
+        "kernels/__init__.py": b"",
+        "kernels/sm90/ops.abi3.so": library(b".nv_fatbin", fat_binary(kept)),
+    }
+
+
+def test_stand_ins_are_copied_over_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_kit, "STUBS", tmp_path / "stubs")
+    site, stubs = tmp_path / "site", tmp_path / "stubs" / "b"
+    for path in (site / "server/run.py", site / "server/kernels.py", stubs / "server/kernels.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.parts[-3])
+    gpu_kit.add_stand_ins("b", site)
+    gpu_kit.add_stand_ins("a", site)  # has none
+    assert files_of(site) == {"server/run.py": b"site", "server/kernels.py": b"b"}
+
+
+def test_an_archive_has_the_site_s_files(tmp_path: Path) -> None:
+    site, archive = tmp_path / "site", tmp_path / "site.tar.xz"
+    (site / "package").mkdir(parents=True)
+    (site / "package/module.py").write_text("x = 1")
+    gpu_kit.pack(site, archive)
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path / "there", filter="data")
+    assert files_of(tmp_path / "there") == {"package/module.py": b"x = 1"}
+
+
+def test_an_archive_travels_with_the_project_within_a_limit(tmp_path: Path) -> None:
+    archive, module = tmp_path / "site.tar.xz", tmp_path / "module.py"
+    archive.write_bytes(bytes(900))
+    module.write_bytes(bytes(100))
+    assert gpu_kit.check_size(archive, [module, archive], limit=1000) == 1000
+    with pytest.raises(ValueError, match="leave more out"):
+        gpu_kit.check_size(archive, [module], limit=999)
+
+
+def test_the_lists_of_all_stages_pin_what_stage_a_needs() -> None:
+    lists = {path.stem: path.read_text().splitlines() for path in gpu_kit.LISTS.glob("*.txt")}
+    assert set(lists) == set(gpu_kit.LEFT_OUT) and set(lists) >= set(gpu_kit.SAME_PACKAGES.values())
+    for lines in lists.values():
+        pins = [line for line in lines if not line.startswith("#")]
+        assert all(pin.count("==") == 1 for pin in pins)
+        assert set(pins) >= {pin for pin in lists["a"] if not pin.startswith("#")}
+
+
+USES = {
+    "from xgrammar import Grammar; Grammar()": "xgrammar.Grammar was used",
+    "from flashinfer.sampling import top_k; top_k(1)": "flashinfer.sampling.top_k was used",
+    "import flashinfer.norm": "No module named 'flashinfer.norm'",
+}
+
+
+@pytest.mark.parametrize("program", USES)
+def test_a_stand_in_can_be_imported_and_refuses_to_be_used(program: str) -> None:
+    command = [sys.executable, "-S", "-c", program]
+    folder = str(gpu_kit.STUBS / "b")
+    reply = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": folder})
+    assert reply.returncode == 1 and USES[program] in reply.stderr
+
+
+def test_a_stand_in_can_be_the_type_of_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(gpu_kit.STUBS / "b")
+    from left_out import stand_ins  # type: ignore[import-not-found]
+    from pydantic import create_model
+
+    grammar = stand_ins("xgrammar")("Grammar")
+    model = create_model("Request", grammar=(grammar | None, None))
+    assert model().grammar is None
