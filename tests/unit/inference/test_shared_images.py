@@ -10,6 +10,7 @@ import torch
 from megavlm.inference.server_main import shared_memory_of
 
 
+@pytest.mark.slow
 def test_responses_to_a_prompt_read_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reader gets the pixels, what it writes to them is its own, and nothing is left."""
     # SGLang takes seconds, which every worker of pytest would spend to collect the tests.
