@@ -58,7 +58,11 @@ def server_args() -> dict[str, object]:
     """Return the server's arguments on a GPU, where a trainer is beside it."""
     if shapes.is_tiny():
         return {}
-    return KIT_ARGS | {"mem_fraction_static": 0.45, "cuda_graph_max_bs_decode": BATCH}
+    return KIT_ARGS | {
+        "mem_fraction_static": 0.45,
+        "cuda_graph_max_bs_decode": BATCH,
+        "skip_server_warmup": True,  # it asks for a chat about an image; each measurement warms up
+    }
 
 
 def main() -> None:
