@@ -15,12 +15,22 @@ SERVERS_FILE = "servers.json"  # states of the rollout servers, while a run goes
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return all records of a file, [] if there is none. A line torn by a kill is skipped."""
+    """Return all records of a file, [] if there is none. A line torn by a kill is skipped. Raises
+    ValueError for another that is damaged.
+    """
     if not path.exists():
         return []
     # Every complete line ends in a newline: what follows the last one is torn, mostly nothing.
     *lines, _torn = path.read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines]
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(
+                f"line {number} of {path} is damaged ({error}): delete it, and start again"
+            ) from error
+    return records
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:

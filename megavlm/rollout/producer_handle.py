@@ -4,6 +4,7 @@ servers, allows prompts, and takes groups.
 
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -140,9 +141,12 @@ class RolloutProducer:
                 raise message[1]
             if message[0] == "ended":
                 code = self._process.wait()
+                how = f"exit code {code}: its own message is above"
+                if code < 0:  # without a word
+                    how = signal.Signals(-code).name
                 raise RolloutServerError(
-                    f"the producer of rollouts ended with exit code {code}: its own message is "
-                    "above; the run can resume from its last checkpoint"
+                    f"the producer of rollouts ended with {how}; the run can resume from its last "
+                    "checkpoint"
                 )
             return message
 

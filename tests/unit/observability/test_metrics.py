@@ -134,3 +134,11 @@ def test_every_metric_of_a_step_is_explained() -> None:
     assert unexplained(metrics(1)) == set()
     assert unexplained(["reward/part/format", "critic_gradient_norm", "policy_loss/mine"]) == set()
     assert unexplained(["rewards", "seconds/", "kl"]) == {"rewards", "seconds/", "kl"}
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    for damage in (b"\0" * 9, b'{"step": 1', b"\xff"):
+        path.write_bytes(b'{"step": 0}\n' + damage + b'\n{"step": 2}\n')
+        with pytest.raises(ValueError, match=rf"line 2 of {path} is damaged \(.*\): delete it"):
+            read_records(path)
