@@ -1,15 +1,41 @@
-"""Quick start and end of a process with large packages: torch, megatron-core, transformers; and how
-many files it may open.
+"""A process of a run: its start with large packages (torch, megatron-core, transformers), requests
+to it by signals and by a file, and its end with an exit code.
 """
 
 import atexit
 import gc
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
+from types import FrameType
 from typing import NoReturn
+
+# A preemption, Slurm's warning before the time limit, and the end of a terminal.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Folder in the run directory that the watchdog writes stacks to, and a file in it: when that is not
+# empty, servers on the rollout nodes of a Slurm job write theirs to their logs.
+STACKS, STACKS_WANTED = "stacks", "wanted_of_servers"
+
+
+class ExitCode(IntEnum):
+    """Ends of a run, by which a batch script decides whether to start it again. The same command
+    goes on from the last checkpoint in every case.
+
+    The values are BSD's (sysexits.h) where one fits. A rank that is killed by signal n ends the run
+    with 128 + n, as in a shell.
+    """
+
+    DONE = 0
+    FAULT = 1  # an error of the program: it shows a traceback
+    USER_ERROR = 2  # a recipe, file or option is wrong: starting it again changes nothing
+    TRANSIENT = 69  # servers, another rank, the network or the file system failed
+    NOT_FINITE = 70  # too many updates in a row had gradients that are not finite
+    HUNG = 71  # no rank made progress, see parallel/watchdog.py: start it again
+    STOPPED = 75  # stopped on request, or by its time limit, with a checkpoint: start it again
 
 
 @contextmanager
@@ -43,3 +69,25 @@ def leave(code: int) -> NoReturn:
         except OSError:
             pass  # a full disk, or nobody reads it
     os._exit(code)
+
+
+class Stopped(BaseException):
+    """A request to stop where there is no step to finish. Not an Exception: it passes through
+    handlers of errors, as KeyboardInterrupt does.
+    """
+
+
+def stop_at_once() -> None:
+    """Raise Stopped in the main thread upon a request to stop, from now on."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+
+
+def leave_to_parent() -> None:
+    """Ignore Ctrl-C and requests to stop: the parent process handles them and ends this one."""
+    for number in (signal.SIGINT, *STOP_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)

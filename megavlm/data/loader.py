@@ -19,7 +19,7 @@ from megavlm.config.rollout import Rollout
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
 from megavlm.data.sampler import BatchSampler, DataSetOrder, RowSampler
-from megavlm.signals import leave_to_parent
+from megavlm.process import leave_to_parent
 
 Kind = Literal["bad", "long"]
 Held = Literal["pixels", "requests", "nothing"]  # of an image: what rollouts or a plan need

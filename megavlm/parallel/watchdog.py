@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from megavlm.observability.phases import Phases
 from megavlm.observability.text import duration
-from megavlm.signals import STACKS_WANTED
+from megavlm.process import STACKS_WANTED
 
 TICK = 5.0  # longest pause between looks, in seconds
 GRACE = 10.0  # seconds in which each rank reports what it does

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from megavlm.process import leave_to_parent
 from megavlm.rewards import registry
 from megavlm.rewards.wire import frame, receive
-from megavlm.signals import leave_to_parent
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 

@@ -32,14 +32,13 @@ from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_main import die_with
 from megavlm.inference.server_pool.mirror import Report, ServerMirror
 from megavlm.parallel import platform
-from megavlm.process import allow_open_files, leave
+from megavlm.process import allow_open_files, leave, leave_to_parent
 from megavlm.rewards.base import RewardStop
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.group_arrays import send_groups
 from megavlm.rollout.partial_rollouts import TimedOutGroups, oldest_version, response_of
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
-from megavlm.signals import leave_to_parent
 
 TICK = 0.05  # seconds
 

@@ -24,9 +24,7 @@ from typing import Self
 
 import psutil
 
-from megavlm.process import leave, loading_packages
-from megavlm.run.exit_codes import ExitCode
-from megavlm.signals import STOP_SIGNALS
+from megavlm.process import STOP_SIGNALS, ExitCode, leave, loading_packages
 from megavlm.temporary import temporary_folder
 
 AGENT_PID = "MEGAVLM_AGENT_PID"  # the process that must be a worker's parent
@@ -89,7 +87,7 @@ ONE_NODE = Nodes()
 
 def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NODE) -> int:
     """Run `python -m megavlm ARGUMENTS` on `num_ranks` ranks of this machine. Returns the run's
-    exit code: that of the rank that ended first with one (run/exit_codes.py), or 128 + the number
+    exit code: that of the rank that ended first with one (process.py), or 128 + the number
     of the signal that ended it.
 
     SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks, which stop after their step, and so is

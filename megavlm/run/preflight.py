@@ -26,7 +26,7 @@ from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS, check_environme
 from megavlm.environments.remote import make_environments
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
-from megavlm.inference.server_options import option_names
+from megavlm.inference.server_args import option_names
 from megavlm.observability.trackers import check_trackers
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example

@@ -10,8 +10,7 @@ from typing import NoReturn
 import psutil
 
 from megavlm.config.schema import Config
-from megavlm.process import leave
-from megavlm.run.exit_codes import ExitCode
+from megavlm.process import ExitCode, leave
 from megavlm.run.launcher import AGENT_PID, REASON_FILE
 
 PATIENCE = 5.0  # seconds that a rank which lost a peer waits for that peer to report the reason

@@ -16,12 +16,11 @@ from megavlm.parallel import platform
 from megavlm.parallel.collectives import barrier
 from megavlm.parallel.mesh import Layout, build_mesh, init_distributed, own_store, shutdown
 from megavlm.parallel.watchdog import Watchdog
-from megavlm.run.exit_codes import ExitCode
+from megavlm.process import STACKS, ExitCode
 from megavlm.run.finish import finish
 from megavlm.run.reason import end_run
 from megavlm.run.run_lock import run_lock
 from megavlm.run.shared_files import check_shared_files
-from megavlm.signals import STACKS
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
 from megavlm.training.guards import TimeLimit

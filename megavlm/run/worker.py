@@ -15,12 +15,10 @@ from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError, WeightSyncError
 from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
-from megavlm.process import leave, loading_packages
+from megavlm.process import ExitCode, Stopped, leave, loading_packages, stop_at_once
 from megavlm.rewards.base import RewardStop
-from megavlm.run.exit_codes import ExitCode
 from megavlm.run.launcher import AGENT_PID, die_with
 from megavlm.run.reason import claim_reason, end_run, keep_traceback, reason_given
-from megavlm.signals import Stopped, stop_at_once
 
 if TYPE_CHECKING:
     from megavlm.run.preflight import Phase

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY, ServerProcess
-from megavlm.signals import STACKS, STACKS_WANTED, STOP_SIGNALS
+from megavlm.process import STACKS, STACKS_WANTED, STOP_SIGNALS
 
 TICK = 0.5  # seconds between looks at the servers
 LONGEST_PAUSE = 60.0  # seconds before a restart; the first pause takes one

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, Self
 
 from megavlm.parallel.collectives import any_rank
-from megavlm.signals import STOP_SIGNALS, Stopped
+from megavlm.process import STOP_SIGNALS, Stopped
 
 MAX_SKIPPED = 5
 SLURM_END = "SLURM_JOB_END_TIME"  # Unix seconds, in the environment of a job

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from megavlm.demo.data import DemoData
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.run.exit_codes import ExitCode
+from megavlm.process import ExitCode
 from tests.e2e.conftest import World
 
 pytestmark = pytest.mark.sglang

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.observability.records import read_records
-from megavlm.run.exit_codes import ExitCode
+from megavlm.process import ExitCode
 from tests.e2e.conftest import World
 from tests.e2e.running import running
 

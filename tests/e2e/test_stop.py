@@ -16,7 +16,7 @@ import torch
 
 from megavlm.checkpointing.folder import complete_steps, latest_step, step_folder
 from megavlm.checkpointing.reader import StepReader
-from megavlm.run.exit_codes import ExitCode
+from megavlm.process import ExitCode
 from megavlm.run.run_lock import run_lock
 from tests.e2e.conftest import WAIT, World
 

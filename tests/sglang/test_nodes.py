@@ -17,7 +17,7 @@ from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_args import ServerOptions, command_line
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY, ServerProcess
-from megavlm.signals import STACKS, STACKS_WANTED
+from megavlm.process import STACKS, STACKS_WANTED
 from megavlm.slurm.servers import TICK
 from tests.conftest import DATA
 from tests.parity.reference import Reference

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from megavlm.observability.records import read_records
-from megavlm.run.exit_codes import ExitCode
+from megavlm.process import ExitCode
 from tests.soak.growth import kind_of
 from tests.soak.run import PROMPTS, RESPONSES, command, start, steps_done
 

@@ -16,7 +16,6 @@ LEVELS = [
         "models.registry",
         "version_option",
         "process",
-        "signals",
         "git_lfs",
         "numbers",
         "temporary",

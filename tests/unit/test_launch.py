@@ -15,7 +15,7 @@ import pytest
 
 from megavlm.inference.server import HOST, ClaimedPort
 from megavlm.inference.server_process import LOG_BYTES
-from megavlm.signals import STACKS, STACKS_WANTED
+from megavlm.process import STACKS, STACKS_WANTED
 from tests.timeouts import scaled
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.observability import report_samples
+from megavlm.observability import report as module
 from megavlm.observability.charts import HEIGHT, WIDTH, Line, draw_chart
 from megavlm.observability.report import ACCURACY_HEAD, write_report
 from megavlm.observability.result import build_result, write_result
@@ -96,17 +96,17 @@ def test_only_the_pages_own_script_may_run(tmp_path: Path) -> None:
 
 
 def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_samples, "MAX_IMAGE_BYTES", 40_000)
+    monkeypatch.setattr(module, "MAX_IMAGE_BYTES", 40_000)
     groups = [
         group("p" * 10_000, texts=["r" * 10_000] * 64, images=[image(f"big{i}", (900, 500))])
         for i in range(4)
     ]
     page = report(tmp_path, groups, steps=60)
-    assert len(page.values("data-step")) == report_samples.MAX_STEPS
+    assert len(page.values("data-step")) == module.MAX_STEPS
     assert page.values("data-step")[0] == "1" and page.values("data-step")[-1] == "60"
     assert sum(map(len, page.values("src"))) <= 40_000
     assert "left out for size" in page.html
-    most = report_samples.MAX_STEPS * 4 * 33 * 2500
+    most = module.MAX_STEPS * 4 * 33 * 2500
     assert len(page.html) < most and "r" * 1300 not in page.html
 
 

@@ -9,8 +9,7 @@ from megavlm.config.data import Data
 from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.observability.records import read_records
-from megavlm.observability.report import write_report
-from megavlm.observability.report_samples import spans
+from megavlm.observability.report import spans, write_report
 from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER
 from tests.unit.observability.runs import group, write_run
 

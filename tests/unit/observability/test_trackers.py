@@ -14,8 +14,7 @@ from PIL import Image
 from megavlm.config.run import TRACKERS as NAMES
 from megavlm.config.run import RunConfig
 from megavlm.observability import trackers as module
-from megavlm.observability.tracker_packages import TRACKERS
-from megavlm.observability.trackers import Trackers, check_trackers
+from megavlm.observability.trackers import TRACKERS, Trackers, check_trackers
 from tests.timeouts import scaled
 from tests.unit.inference.server_pools import wait_for
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megavlm.run.exit_codes import ExitCode
+from megavlm.process import ExitCode
 from megavlm.run.launcher import is_explained
 from tests.timeouts import scaled
 

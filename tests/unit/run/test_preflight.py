@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from megavlm.config.load import load
-from megavlm.inference.server_args import CPU_ARGS, SHARED_GPU_ARGS
-from megavlm.inference.server_options import option_names
+from megavlm.inference.server_args import CPU_ARGS, SHARED_GPU_ARGS, option_names
 from megavlm.run import preflight, preflight_model
 from tests.conftest import LFS_POINTER, TINY_CONFIG, png, row, write_model_folder, write_rows
 from tests.unit.models.releases import RELEASES

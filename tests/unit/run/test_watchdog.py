@@ -20,8 +20,7 @@ from megavlm.parallel.watchdog import (
     behind,
     waits_for_others,
 )
-from megavlm.run.exit_codes import ExitCode
-from megavlm.signals import STACKS, STACKS_WANTED
+from megavlm.process import STACKS, STACKS_WANTED, ExitCode
 from tests.distributed.fork import launch
 from tests.timeouts import scaled
 from tests.unit.run.test_launcher import FAKE_TRAINING, train

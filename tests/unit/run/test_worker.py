@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megavlm.run.exit_codes import ExitCode
+from megavlm.process import ExitCode
 
 CODE = """
 import os, signal, sys

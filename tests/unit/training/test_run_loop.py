@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megavlm.signals import STOP_SIGNALS, Stopped, stop_at_once
+from megavlm.process import STOP_SIGNALS, Stopped, stop_at_once
 from megavlm.training import base_trainer, guards
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.guards import SLURM_END, TimeLimit

@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from megavlm.signals import STOP_SIGNALS
+from megavlm.process import STOP_SIGNALS
 
 
 def train(config: Any, progress: Any) -> bool:
@@ -86,9 +86,8 @@ def hang(config: Any, rank: int, *, holds_interpreter: bool) -> None:
     from megavlm.observability.phases import Phases
     from megavlm.parallel.mesh import own_store
     from megavlm.parallel.watchdog import Watchdog
-    from megavlm.run.exit_codes import ExitCode
+    from megavlm.process import STACKS, ExitCode
     from megavlm.run.reason import end_run
-    from megavlm.signals import STACKS
 
     dist.init_process_group("gloo")
     if config.rollout.urls:
