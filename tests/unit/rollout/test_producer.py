@@ -364,7 +364,7 @@ def test_the_process_ends_with_the_trainer_and_its_death_is_one_sentence(
         children = process.children(recursive=True)
         assert children, "its rewards"
         process.kill()
-        with pytest.raises(RolloutServerError, match=r"ended with exit code -9: .*checkpoint"):
+        with pytest.raises(RolloutServerError, match=r"ended with SIGKILL; .*checkpoint"):
             producer.take(SIZE, 1, None, no_refit)
         psutil.wait_procs(children, 30)
         assert not any(child.is_running() for child in children)
