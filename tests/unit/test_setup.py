@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from launch.install import LARGE, commands, read
 from megavlm.demo.tiny_model import make_tiny_model
 
@@ -17,6 +19,7 @@ print(AutoModelForImageTextToText.from_pretrained(sys.argv[1]).config.model_type
 """
 
 
+@pytest.mark.slow
 def test_a_plain_interpreter_loads_an_exported_model(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "hf", ["What colour is it?"] * 10, seed=0)
     command = [sys.executable, "-I", "-c", LOAD, str(tmp_path / "hf")]

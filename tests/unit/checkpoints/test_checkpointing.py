@@ -74,6 +74,7 @@ def test_a_resumed_run_is_bit_equal(
     assert shorter[0][1] != through[0]  # the comparison can fail
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_buckets_of_gradients_may_change(hf: Path, tmp_path: Path) -> None:
     """A run that overlaps their reduction goes on without, bit by bit."""
@@ -164,8 +165,8 @@ def test_a_run_can_be_saved_before_its_first_update(hf: Path, tmp_path: Path, la
     [
         ("PP2 virtual 2", "TP2"),
         ("DP2", "CP2"),
-        ("TP2xPP2", "DP2"),
         *slow(
+            ("TP2xPP2", "DP2"),
             ("TP2", "one rank"),
             ("one rank", "TP2"),
             ("DP2", "one rank"),
@@ -270,6 +271,7 @@ def load_error(
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_cannot_be_loaded_is_named_on_every_rank(hf: Path, tmp_path: Path) -> None:
     import_hf(hf, tmp_path / "imported")

@@ -46,6 +46,7 @@ for method in ("spawn", "forkserver"):
     assert run(program) == "fork\nforkserver\n"
 
 
+@pytest.mark.slow
 def test_torchvision_imports_and_keeps_its_operators() -> None:
     program = (
         "import gc, torchvision, torch; gc.collect();"

@@ -256,6 +256,7 @@ def test_what_is_frozen_is_not_trained(tmp_path: Path) -> None:
                 assert held.trained is (held.component != "tower" or not freeze_tower)
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     """rank x (in + out) of each projection, whatever the layout; the model itself is frozen."""
     release, rank = "Qwen3-VL-30B-A3B", 16

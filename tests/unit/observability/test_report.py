@@ -95,6 +95,7 @@ def test_only_the_pages_own_script_may_run(tmp_path: Path) -> None:
     assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
 
 
+@pytest.mark.slow
 def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_IMAGE_BYTES", 40_000)
     groups = [

@@ -107,12 +107,13 @@ def test_bad_input_in_a_rank_is_one_sentence(
     assert f"ValueError: {reason}" in traceback.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "world_size", "seed", "code", "stderr"),
     [
         ("0", "3", 0, 2, "megavlm: parallel.tensor=1 x parallel.data=2 is 2 ranks, but the world"),
         ("0", "2", 5, 69, "megavlm: the server did not start\nits last words (traceback: "),
-        pytest.param("1", "2", 5, 69, "", marks=pytest.mark.slow),
+        ("1", "2", 5, 69, ""),
     ],
 )
 def test_under_a_torchrun_of_the_user_s_rank_0_checks_and_speaks(
@@ -147,6 +148,7 @@ def test_interrupt_ends_every_process(write_recipe: WriteRecipe) -> None:
         assert stderr == ""
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_outside_of_a_step_ends_every_process(write_recipe: WriteRecipe) -> None:
     with working(write_recipe()) as (process, family):
         process.send_signal(signal.SIGTERM)

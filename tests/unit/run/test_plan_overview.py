@@ -43,6 +43,7 @@ def test_a_pipeline_has_a_bubble_and_a_context_axis_an_exchange(tmp_path: Path) 
     assert "bubble is 0%" not in text and " 0.0 over the context" not in text
 
 
+@pytest.mark.slow
 def test_what_would_make_a_recipe_fit_is_named_and_fits(tmp_path: Path) -> None:
     released_config("Qwen2.5-VL-7B", tmp_path)
     text = plan(tmp_path, "qwen2_5_vl_7b_geo3k", "recompute.language=none")
@@ -78,6 +79,7 @@ def test_a_search_finds_layouts_that_fit(
     assert "fit" not in found and f"{'total':14}{seconds[0]:8.1f} s" in found
 
 
+@pytest.mark.slow
 def test_only_layouts_that_cannot_fit_are_left_out_unseen(tmp_path: Path) -> None:
     config = released_config("Qwen2.5-VL-3B", tmp_path)
 

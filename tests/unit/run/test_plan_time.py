@@ -71,6 +71,7 @@ def changed(folder: Path, set_up: SetUp, *keys: str) -> dict[str, float]:
     return StepModel(config, hf_config, set_up.trainers, set_up.servers).seconds()
 
 
+@pytest.mark.slow
 def test_each_saving_shortens_its_phase(tmp_path: Path) -> None:
     plain = model(SEVEN, tmp_path).seconds()
     none = changed(tmp_path, SEVEN, "recompute.language=none")

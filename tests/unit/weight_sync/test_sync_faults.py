@@ -316,5 +316,6 @@ def counted() -> tuple[int, int]:
     return max(counts), len(counts)
 
 
+@pytest.mark.slow
 def test_a_rank_holds_two_buckets_at_most() -> None:
     assert launch(1, counted) == [(2, 5)]
