@@ -139,7 +139,7 @@ def run(path: Path, timeout: float) -> tuple[list[dict[str, Any]], Memory]:
     if done.returncode:
         seconds = time.monotonic() - started
         logs = [x.read_text()[-3000:] for x in metrics.parent.glob("rollout_server*.log")]
-        raise RuntimeError("\n".join((f"{seconds:.0f} s", done.stdout, done.stderr, *logs)))
+        raise RuntimeError("\n".join((f"{seconds:.0f} s", *logs, done.stdout, done.stderr)))
     return read_records(metrics), memory
 
 

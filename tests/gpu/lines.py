@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-LONGEST = 600  # characters of an error
+LONGEST = 1500  # characters of an error
 
 
 def report(check: str, fault: str | None = None, **values: Any) -> None:
@@ -21,4 +21,11 @@ def checking(check: str) -> Iterator[None]:
         yield
     except Exception as error:  # one kernel's error must not hide the others
         traceback.print_exc()
-        report(check, fault=f"{type(error).__name__}: {error}"[:LONGEST])
+        report(check, fault=shortened(f"{type(error).__name__}: {error}"))
+
+
+def shortened(text: str) -> str:
+    """Leave out the middle of a long text: a program's output tells at its end why it failed."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: LONGEST // 3]} ... {text[-LONGEST // 3 * 2 :]}"

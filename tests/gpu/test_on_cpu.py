@@ -17,6 +17,7 @@ from megavlm.run.preflight import check_server_args
 from tests.benchmarks.results import replace_part
 from tests.gpu import figures, grpo, linear_attention, page, parity, shapes, stage
 from tests.gpu.grpo import Memory
+from tests.gpu.lines import LONGEST
 from tests.gpu.stage import Part, Results, Stage
 from tests.timeouts import scaled
 from tests.unit.models.releases import RELEASES
@@ -104,6 +105,17 @@ for name in ("flash", "flex"):
 """
     lines = run_parts(tmp_path, program)
     assert [line["fault"] for line in lines] == ["RuntimeError: illegal memory access", None, None]
+
+
+def test_a_long_error_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    program = """
+from tests.gpu.lines import checking
+with checking("run"):
+    raise RuntimeError("51 s" + "step\\n" * 10_000 + "no such kernel")
+"""
+    fault = run_parts(tmp_path, program)[0]["fault"]
+    assert fault.startswith("RuntimeError: 51 s") and fault.endswith("no such kernel")
+    assert len(fault) < 2 * LONGEST
 
 
 def test_a_part_that_hangs_is_stopped_with_its_children_and_keeps_its_results(
