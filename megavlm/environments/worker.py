@@ -1,5 +1,5 @@
 """Process that runs environments of a user's class: `python -m megavlm.environments.worker
-CONTROL_FD`, with the limits and the protocol of rewards/worker.py.
+CONTROL_FD`, with the limits and the protocol of megavlm/limited.
 
 It keeps nothing between two requests: an environment is sent to the trainer as a pickle, and comes
 back with the next response. So a killed process affects no other episode. Pickles are opened by
@@ -17,9 +17,9 @@ from typing import Any
 
 from megavlm.environments import registry, wire
 from megavlm.environments.base import Context, Environment
+from megavlm.limited.limits import has_children, limit, limit_cpu
+from megavlm.limited.wire import frame, receive
 from megavlm.rewards.base import Example, Score
-from megavlm.rewards.wire import frame, receive
-from megavlm.rewards.worker import has_children, limit, limit_cpu
 
 
 def main() -> None:

@@ -11,9 +11,7 @@ with `reward` and optionally `correct` and `parts`. A number alone is correct fr
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-FailureKind = Literal["timeout", "memory", "output", "exception", "value", "crash", "remote"]
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,6 @@ def check_answer(row: Mapping[str, Any]) -> None:
             "the row has no answer that a response is compared with: name its column in "
             "data.answer_key, or take another reward"
         )
-
-
-class RewardFailure(Exception):
-    """Failure to compute a reward: a limit, an exception, or no number."""
-
-    def __init__(self, kind: FailureKind, message: str) -> None:
-        super().__init__(f"{kind}: {message}")
-        self.kind = kind
 
 
 class RewardStop(RuntimeError):

@@ -10,11 +10,12 @@ from typing import Any
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.reward import Reward
+from megavlm.limited.failure import CallFailure
 from megavlm.numbers import is_float32
 from megavlm.rewards import registry
-from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
+from megavlm.rewards.base import Example, RewardStop, Score
 from megavlm.rewards.pool import RewardPool
-from megavlm.rewards.remote import RemoteOptions, RemoteReward
+from megavlm.rewards.services import RemoteOptions, RemoteReward
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +89,10 @@ class RewardManager:
                 *(self._part(part, response, example, stage) for part in self.parts)
             )
             return self._combine(found, stage)
-        except RewardFailure as failure:
+        except CallFailure as failure:
             return self.failed(failure)
 
-    def failed(self, failure: RewardFailure) -> Score:
+    def failed(self, failure: CallFailure) -> Score:
         """Return the score that reward.on_failure defines for a failure, and count it. Raises
         RewardStop if it says stop.
         """
@@ -108,7 +109,7 @@ class RewardManager:
 
     def _combine(self, found: Sequence[Score], stage: CurriculumStage) -> Score:
         """Return the weighted sum of scores; the first one decides correctness. Raises
-        RewardFailure for a sum that is not finite.
+        CallFailure for a sum that is not finite.
         """
         if len(found) == 1:
             only, part = found[0], self.parts[0]
@@ -163,7 +164,7 @@ def _checked(found: Mapping[str, Any]) -> Score:
 
 def _finite(number: Any) -> float:
     if not is_float32(number):
-        raise RewardFailure("value", f"{number!r:.50} is no finite number")
+        raise CallFailure("value", f"{number!r:.50} is no finite number")
     return float(number)
 
 

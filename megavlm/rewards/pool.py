@@ -1,67 +1,29 @@
-"""Pools of processes with limits, which are kept, and replaced when one was killed at a limit. A
-subprocess with limits is no security boundary against hostile code. It bounds the cost of a faulty
-reward, and the cost that a model's text can cause in a correct one.
-"""
+"""Reward functions in a pool of processes with limits."""
 
 import base64
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
-from megavlm.rewards.base import RewardFailure
-from megavlm.rewards.process import LimitedProcess, RewardProcess, Rewards
+from megavlm.limited.pool import ProcessPool
+from megavlm.limited.process import LimitedProcess
 
-P = TypeVar("P", bound=LimitedProcess)
-T = TypeVar("T")
+Rewards = Sequence[tuple[str, Mapping[str, Any]]]  # names and options
 
 
-class ProcessPool(Generic[P]):
-    def __init__(self, start: Callable[[], P], *, workers: int) -> None:
-        """Start one process, and up to `workers` when there is work. Raises what `start` raises."""
-        self._start = start
-        # A process ends with the thread that started it, so each thread keeps one of its own.
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="limited")
-        self._mine = threading.local()
-        self._lock = threading.Lock()
-        self._processes: list[P] = []
-        self._has_started = self.closed = False
-        try:
-            self.submit(lambda _: None).result()
-        except ValueError:
-            self.close()
-            raise
-        self._has_started = True
-
-    def submit(self, work: Callable[[P], T]) -> "Future[T]":
-        """Run `work` with a live process; the future raises RewardFailure if none starts."""
-        return self._threads.submit(lambda: work(self._process()))
-
-    def _process(self) -> P:
-        process: P | None = getattr(self._mine, "process", None)
-        if process is None or not process.alive:
-            if process is not None:
-                with self._lock:
-                    self._processes.remove(process)
-                self._mine.process = None
-            try:
-                process = self._start()
-            except ValueError as error:
-                if self._has_started:
-                    raise RewardFailure("crash", str(error)) from error
-                raise
-            self._mine.process = process
-            with self._lock:
-                self._processes.append(process)
-        return process
-
-    def close(self) -> None:
-        """Wait for running work, and end all processes."""
-        self.closed = True
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.kill()
-        self._processes.clear()
+class RewardProcess(LimitedProcess):
+    def __init__(self, rewards: Rewards, memory_mb: int) -> None:
+        """Start the process. Raises ValueError if a function cannot be loaded or rejects its
+        options.
+        """
+        names = ", ".join(name for name, _ in rewards)
+        super().__init__(
+            "megavlm.rewards.worker",
+            {"rewards": rewards},
+            what=f"reward ({names})",
+            memory_mb=memory_mb,
+        )
+        self.takes: list[set[str]] = [set(arguments) for arguments in self.reply["takes"]]
 
 
 class RewardPool:
@@ -82,7 +44,7 @@ class RewardPool:
         options: Mapping[str, Any],
     ) -> "Future[dict[str, Any]]":
         """Call rewards[function]; the future returns {reward, correct, parts} or raises
-        RewardFailure.
+        CallFailure.
         """
 
         def call(process: RewardProcess) -> dict[str, Any]:

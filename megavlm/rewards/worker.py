@@ -5,23 +5,15 @@ answers one request at a time. Its standard output is a pipe that the trainer co
 """
 
 import base64
-import ctypes
-import math
-import os
-import resource
-import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from megavlm.process import leave_to_parent
+from megavlm.limited.limits import has_children, limit, limit_cpu
+from megavlm.limited.wire import frame, receive
 from megavlm.rewards import registry
-from megavlm.rewards.wire import frame, receive
-
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
@@ -68,36 +60,6 @@ def as_reply(result: Any) -> dict[str, Any]:
         "correct": None if correct is None else bool(correct),
         "parts": {str(name): float(value) for name, value in result.get("parts", {}).items()},
     }
-
-
-def limit(memory_bytes: int, parent: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    prctl = ctypes.CDLL(None).prctl
-    # The trainer's end is this process's end; and what its children leave behind becomes its child,
-    # where the trainer finds it.
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    leave_to_parent()  # Slurm signals every process of a job, and the step goes on to its end
-    if os.getppid() != parent:
-        sys.exit()
-
-
-def limit_cpu(seconds: float) -> None:
-    """Limit the processor time of this process and its children from now on, even if the trainer is
-    gone.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds) + 1, hard))
-
-
-def has_children() -> bool:
-    try:
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):
-            pass  # one that had ended
-    except ChildProcessError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
 from megavlm.environments.base import ChatMessage, Observation, Step
-from megavlm.environments.remote import make_environments
+from megavlm.environments.processes import make_environments
 from megavlm.inference.generation import Ask
 from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
+from megavlm.limited.failure import CallFailure
 from megavlm.observability.phases import Phases
-from megavlm.rewards.base import Example, RewardFailure
+from megavlm.rewards.base import Example
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
@@ -200,7 +201,7 @@ class EpisodeRunner:
             if data.long_prompts == "refuse":
                 raise PromptTooLong(f"{self._name(prompt)} adds to the prompt. {error}") from error
             self._skip("long", str(error))
-        except RewardFailure as failure:
+        except CallFailure as failure:
             self.reward_manager.failed(failure)
             self._skip("bad", str(failure))
         else:
@@ -216,7 +217,7 @@ class EpisodeRunner:
         except PromptTooLong:
             raise
         except ValueError as error:  # an image
-            raise RewardFailure("value", f"{self._name(prompt)}: {error}") from error
+            raise CallFailure("value", f"{self._name(prompt)}: {error}") from error
 
     async def _play(self, episode: Episode, response: Response, ask: Ask) -> None:
         """Play an episode from its first response, to its end or until a request times out."""
@@ -226,7 +227,7 @@ class EpisodeRunner:
                 try:
                     following = await ask(prompt)
                 except RequestRefused as error:
-                    failure = RewardFailure("remote", f"{self._name(prompt)}: {error}")
+                    failure = CallFailure("remote", f"{self._name(prompt)}: {error}")
                     episode.fail(self.reward_manager.failed(failure))
                 else:
                     await self._step(episode, following)
@@ -240,7 +241,7 @@ class EpisodeRunner:
             reward, score = step_score(step, self._name(prompt), sum(episode.rewards))
             if not step.done and self._has_next_turn(episode, response):
                 following = self._next_prompt(prompt, response, step)
-        except RewardFailure as failure:
+        except CallFailure as failure:
             score = self.reward_manager.failed(failure)
             reward = score.reward
         else:
@@ -260,18 +261,18 @@ class EpisodeRunner:
         return is_whole and not vision and len(episode.responses) + 1 < self._settings.max_turns
 
     def _next_prompt(self, prompt: Prompt, response: Response, step: Step) -> Prompt:
-        """Return the prompt of the next turn. Raises RewardFailure for an unusable observation."""
+        """Return the prompt of the next turn. Raises CallFailure for an unusable observation."""
         name = self._name(prompt)
         if step.observation is None:
-            raise RewardFailure("value", f"{name}: a step that is not done has no observation")
+            raise CallFailure("value", f"{name}: a step that is not done has no observation")
         row = self._next_row(prompt.row, step.observation)
         try:
             following = self._processor.next_turn(prompt, response.token_ids, row)
         except ValueError as error:
-            raise RewardFailure("value", f"{name}: {error}") from error
+            raise CallFailure("value", f"{name}: {error}") from error
         added = len(following.token_ids) - len(prompt.token_ids) - len(response.token_ids)
         if added > self._settings.max_observation_tokens:
-            raise RewardFailure(
+            raise CallFailure(
                 "value",
                 f"{name}: an observation has {added} tokens, more than "
                 f"environment.max_observation_tokens={self._settings.max_observation_tokens}: "
@@ -281,13 +282,13 @@ class EpisodeRunner:
 
     def _next_row(self, base: Row, observation: Observation) -> Row:
         """Return a row of the observation. An <image> in one without images is plain text: the
-        environment may repeat the policy's words. Raises RewardFailure for any other form than
+        environment may repeat the policy's words. Raises CallFailure for any other form than
         Observation's.
         """
         messages = tuple(_message(message) for message in observation.messages)
         images = tuple(observation.images)
         if problem := _problem(messages, len(images)):
-            raise RewardFailure(
+            raise CallFailure(
                 "value",
                 f"environment.name={self._settings.name}, {base.source}: an observation has "
                 f"{problem}; give it a message by the user, and an <image> for each image or none",

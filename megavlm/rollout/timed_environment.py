@@ -6,9 +6,10 @@ from typing import TypeVar
 
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments.base import Context, Observation, Step
-from megavlm.environments.remote import EnvironmentPool, Local
+from megavlm.environments.processes import EnvironmentPool, Local
+from megavlm.limited.failure import CallFailure
 from megavlm.numbers import is_float32
-from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
+from megavlm.rewards.base import Example, RewardStop, Score
 
 T = TypeVar("T")
 
@@ -16,7 +17,7 @@ T = TypeVar("T")
 class TimedEnvironment:
     """An environment each of whose calls may take `environment.timeout` seconds, rewards apart.
 
-    A call that fails raises RewardFailure, with `name` in the message.
+    A call that fails raises CallFailure, with `name` in the message.
     """
 
     def __init__(
@@ -66,21 +67,21 @@ class TimedEnvironment:
                     self._clock = None
         except RewardStop:
             raise
-        except RewardFailure as failure:
-            raise RewardFailure(failure.kind, f"{self._name}: {failure}") from failure
+        except CallFailure as failure:
+            raise CallFailure(failure.kind, f"{self._name}: {failure}") from failure
         except TimeoutError as error:
             message = f"{self._name}: no answer in {self._limit:g} s"
-            raise RewardFailure("timeout", message) from error
+            raise CallFailure("timeout", message) from error
         # An environment may raise anything, and its episode is one of many.
         except Exception as error:
-            raise RewardFailure("exception", f"{self._name}: {error!r}"[:500]) from error
+            raise CallFailure("exception", f"{self._name}: {error!r}"[:500]) from error
 
 
 def step_score(step: Step, name: str, before: float) -> tuple[float, Score]:
     """Return a step's reward, and the score in its info. Without one, the episode is correct from
     a total reward of 1 on.
 
-    before: sum of the earlier rewards. name: of the environment, for messages. Raises RewardFailure
+    before: sum of the earlier rewards. name: of the environment, for messages. Raises CallFailure
     if the values are no finite numbers.
     """
     try:
@@ -91,7 +92,7 @@ def step_score(step: Step, name: str, before: float) -> tuple[float, Score]:
             score = Score(reward, bool(info.get("correct", before + reward >= 1)), parts)
         numbers = [reward, score.reward, *score.parts.values()]
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise RewardFailure("value", f"{name}: {error!r}"[:500]) from error
+        raise CallFailure("value", f"{name}: {error!r}"[:500]) from error
     if not all(map(is_float32, numbers)):
-        raise RewardFailure("value", f"{name}: a step's reward or parts are {numbers}")
+        raise CallFailure("value", f"{name}: a step's reward or parts are {numbers}")
     return reward, score

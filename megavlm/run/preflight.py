@@ -22,8 +22,8 @@ from megavlm.config.optimizer import Optimizer
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.data.rows import Row, Rows, check_images
+from megavlm.environments.processes import make_environments
 from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS, check_environment_name
-from megavlm.environments.remote import make_environments
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
 from megavlm.inference.server_args import option_names

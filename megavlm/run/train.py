@@ -18,9 +18,9 @@ from megavlm.parallel.mesh import Layout, build_mesh, init_distributed, own_stor
 from megavlm.parallel.watchdog import Watchdog
 from megavlm.process import STACKS, ExitCode
 from megavlm.run.finish import finish
+from megavlm.run.reachable_files import check_reachable_files
 from megavlm.run.reason import end_run
 from megavlm.run.run_lock import run_lock
-from megavlm.run.shared_files import check_shared_files
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
 from megavlm.training.guards import TimeLimit
@@ -39,7 +39,7 @@ def train(config: Config, progress: Progress) -> bool:
     timeout = timedelta(hours=config.run.timeout)
     init_distributed(timeout)
     mesh = build_mesh(Layout.from_config(config.parallel), seed=config.run.seed, timeout=timeout)
-    check_shared_files(config)
+    check_reachable_files(config)
     phases = Phases(
         platform.synchronize, begun=progress.show, before={"start of ranks": progress.elapsed}
     )

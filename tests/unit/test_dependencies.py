@@ -22,7 +22,8 @@ LEVELS = [
         "writing",
     },  # the first imports a family's modules when they are used
     {"config", "observability"},
-    {"algorithms", "parallel", "rewards"},
+    {"algorithms", "limited", "parallel"},
+    {"rewards"},
     {"environments", "data"},
     {"models"},
     {"checkpointing", "inference"},
@@ -37,6 +38,7 @@ LEVELS = [
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 # Packages that do without these libraries, wherever in a module they would be imported.
 FORBIDDEN = {
+    "limited": {"torch", "megatron", "sglang", "transformers"},
     "rewards": {"torch", "megatron", "sglang", "transformers"},
     "environments": {"torch", "megatron", "sglang", "transformers"},
     "algorithms": {"torch.distributed", "megatron", "sglang"},

@@ -10,7 +10,8 @@ from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response
-from megavlm.rewards.base import Example, RewardFailure, Score
+from megavlm.limited.failure import CallFailure
+from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.trajectory import Episode, Group
@@ -105,7 +106,7 @@ def fails(policy: Any) -> RewardManager:
     class Short(RewardManager):
         async def score(self, response: str, example: Example, stage: Any = None) -> Any:
             if len(response) > 5:
-                return self.failed(RewardFailure("timeout", "as told"))
+                return self.failed(CallFailure("timeout", "as told"))
             return Score(1.0 if response == "3" else 0.5, response == "3")
 
     return Short([], Reward(on_failure=policy, workers=1, timeout=1, memory_mb=1024))

@@ -11,7 +11,8 @@ from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor, Prompt
 from megavlm.environments.base import Step
 from megavlm.inference.protocol import Response
-from megavlm.rewards.base import Example, RewardFailure, RewardStop, Score
+from megavlm.limited.failure import CallFailure
+from megavlm.rewards.base import Example, RewardStop, Score
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.timed_environment import step_score
 from megavlm.rollout.trajectory import Group
@@ -55,7 +56,7 @@ def test_a_step_that_fails_is_scored_by_policy(
     ],
 )
 def test_a_number_that_training_cannot_hold_is_a_failure_of_its_step(step: Step) -> None:
-    with pytest.raises(RewardFailure, match="value: counting: "):
+    with pytest.raises(CallFailure, match="value: counting: "):
         step_score(step, "counting", 0.0)
 
 

@@ -45,7 +45,7 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
     monkeypatch.setattr(run, "init_distributed", waits_for.append)
     monkeypatch.setattr(run, "build_mesh", build_mesh)
     monkeypatch.setattr(run, "own_store", HashStore)
-    monkeypatch.setattr(run, "check_shared_files", lambda _: events.append("files"))
+    monkeypatch.setattr(run, "check_reachable_files", lambda _: events.append("files"))
     monkeypatch.setattr(run, "connect", connect)
     monkeypatch.setattr(run, "barrier", lambda _: events.append("all ranks wait"))
     monkeypatch.setattr(run.TrainState, "build", build)

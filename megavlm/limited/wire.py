@@ -1,4 +1,4 @@
-"""Messages between the trainer and a reward process: JSON with a length prefix. JSON and not
+"""Messages between the trainer and a process with limits: JSON with a length prefix. JSON and not
 pickle, because replies are untrusted.
 """
 

@@ -10,23 +10,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import psutil
 
-from megavlm.rewards.base import RewardFailure
-from megavlm.rewards.wire import HEAD, frame
+from megavlm.limited.failure import CallFailure
+from megavlm.limited.wire import HEAD, frame
 
 START_SECONDS = 120.0
-MAX_OUTPUT = 2**20  # bytes that a reward may print for one response
+MAX_OUTPUT = 2**20  # bytes that may be printed in one call
 MAX_REPLY = 2**16
-# Rewards do not get the trainer's keys.
+# No keys of the trainer's.
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
-
-
-Rewards = Sequence[tuple[str, Mapping[str, Any]]]  # names and options
 
 
 class LimitedProcess:
@@ -62,7 +59,7 @@ class LimitedProcess:
         limits = {"memory_bytes": memory_mb * 2**20, "parent": os.getpid()}
         try:
             self.reply = self._exchange({**setup, **limits}, START_SECONDS)
-        except RewardFailure as failure:
+        except CallFailure as failure:
             printed = self._printed.decode(errors="replace").strip()[-300:]
             raise ValueError(
                 f"the process for the {what} did not start ({failure}) {printed}"
@@ -72,7 +69,7 @@ class LimitedProcess:
             raise ValueError(f"the {what} cannot be loaded: {self.reply['error']}")
 
     def call(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return what the function returned. Raises RewardFailure; check `alive` before the next
+        """Return what the function returned. Raises CallFailure; check `alive` before the next
         call.
         """
         reply = self._exchange({**request, "cpu_seconds": seconds}, seconds)
@@ -81,7 +78,7 @@ class LimitedProcess:
         if "failure" in reply:
             if reply["failure"] == "memory":  # its state is unknown
                 self.kill()
-            raise RewardFailure(reply["failure"], str(reply.get("message")))
+            raise CallFailure(reply["failure"], str(reply.get("message")))
         return reply
 
     @property
@@ -94,10 +91,10 @@ class LimitedProcess:
             return self._wait(message, time.monotonic() + seconds, seconds)
         except TimeoutError:
             self.kill()
-            raise RewardFailure("timeout", f"no answer in {seconds:g} s") from None
+            raise CallFailure("timeout", f"no answer in {seconds:g} s") from None
         except OSError:  # it died before it read the message
             raise self._death() from None
-        except RewardFailure:
+        except CallFailure:
             self.kill()
             raise
 
@@ -130,14 +127,14 @@ class LimitedProcess:
     def _count_output(self, data: bytes) -> None:
         self._printed += data
         if len(self._printed) > MAX_OUTPUT:
-            raise RewardFailure("output", f"more than {MAX_OUTPUT} bytes printed")
+            raise CallFailure("output", f"more than {MAX_OUTPUT} bytes printed")
 
-    def _death(self) -> RewardFailure:
+    def _death(self) -> CallFailure:
         self.kill()
         code = self._process.returncode
         if code == -signal.SIGXCPU:
-            return RewardFailure("timeout", "out of processor time")
-        return RewardFailure("crash", f"its process ended with {code}")
+            return CallFailure("timeout", "out of processor time")
+        return CallFailure("crash", f"its process ended with {code}")
 
     def kill(self) -> None:
         """Kill the process and its descendants, those in other process groups included."""
@@ -151,21 +148,6 @@ class LimitedProcess:
         self._control.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
-
-
-class RewardProcess(LimitedProcess):
-    def __init__(self, rewards: Rewards, memory_mb: int) -> None:
-        """Start the process. Raises ValueError if a function cannot be loaded or rejects its
-        options.
-        """
-        names = ", ".join(name for name, _ in rewards)
-        super().__init__(
-            "megavlm.rewards.worker",
-            {"rewards": rewards},
-            what=f"reward ({names})",
-            memory_mb=memory_mb,
-        )
-        self.takes: list[set[str]] = [set(arguments) for arguments in self.reply["takes"]]
 
 
 def _kill_tree(root: psutil.Process) -> None:
@@ -190,13 +172,13 @@ def _parse(reply: bytearray, max_reply: int) -> dict[str, Any] | None:
         return None
     size = HEAD.unpack_from(reply)[0]
     if size > max_reply:
-        raise RewardFailure("value", f"a reply of {size} bytes")
+        raise CallFailure("value", f"a reply of {size} bytes")
     if len(reply) < HEAD.size + size:
         return None
     try:
         value = json.loads(reply[HEAD.size :])
     except ValueError as error:
-        raise RewardFailure("value", "a reply that is not JSON") from error
+        raise CallFailure("value", "a reply that is not JSON") from error
     if not isinstance(value, dict):
-        raise RewardFailure("value", "a reply that is no object")
+        raise CallFailure("value", "a reply that is not an object")
     return value

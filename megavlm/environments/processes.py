@@ -11,9 +11,9 @@ from typing import Any
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments import registry, wire
 from megavlm.environments.base import Context, Environment, Observation, Step
+from megavlm.limited.pool import ProcessPool
+from megavlm.limited.process import LimitedProcess
 from megavlm.rewards.base import Example
-from megavlm.rewards.pool import ProcessPool
-from megavlm.rewards.process import LimitedProcess
 
 MAX_ENVIRONMENT_REPLY = 2**28  # of an environment with its row's images, and an observation
 
@@ -58,7 +58,7 @@ class EnvironmentPool:
         return RemoteEnvironment(self, context)
 
     async def call(self, request: Mapping[str, Any], context: Context) -> dict[str, Any]:
-        """Send a request to a process and return its reply. Raises RewardFailure, and what
+        """Send a request to a process and return its reply. Raises CallFailure, and what
         context.score raises.
         """
         loop = asyncio.get_running_loop()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megavlm.config.reward import Reward
-from megavlm.rewards import remote
+from megavlm.rewards import services
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
 from tests.fakes.service import FakeService, Fault
@@ -127,8 +127,8 @@ def test_a_service_that_is_busy_is_asked_again_when_it_says(
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(remote.asyncio, "sleep", sleep)
-    for wait, expected in (("7", 7.0), ("86400", remote.MAX_PAUSE)):
+    monkeypatch.setattr(services.asyncio, "sleep", sleep)
+    for wait, expected in (("7", 7.0), ("86400", services.MAX_PAUSE)):
         with FakeService({"reward": 1}, "429") as service:
             service.retry_after = wait
             assert score(by_url(service)) == Score(1.0, True)

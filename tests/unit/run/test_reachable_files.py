@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.config.load import load
-from megavlm.run.shared_files import check_shared_files, shared_files, unreadable
+from megavlm.run.reachable_files import check_reachable_files, reachable_files, unreadable
 from tests.conftest import write_model_folder, write_rows
 from tests.distributed.fork import launch
 
@@ -23,7 +23,7 @@ def on_machines(recipe: Path, disks: tuple[Path, ...]) -> str:
     socket.gethostname = lambda: f"node{rank}"
     os.chdir(disks[rank].parent)
     try:
-        check_shared_files(load(recipe))
+        check_reachable_files(load(recipe))
     except ValueError as error:
         return str(error)
     return ""
@@ -64,7 +64,7 @@ def test_of_a_data_set_behind_a_url_one_file_is_looked_at(
             model={"folder": str(tmp_path / "model")}, data={"train_files": [*paths, urls]}
         )
     )
-    model, *files = shared_files(config)
+    model, *files = reachable_files(config)
     assert [name for _, name in files] == [*paths, f"file://{tmp_path}/a.parquet"]
     assert unreadable([model, *files]) == []
     Path(paths[0]).unlink()

@@ -18,12 +18,12 @@ from megavlm.data.files import expand, find_filesystem, has_protocol
 Named = tuple[str, str]
 
 
-def check_shared_files(config: Config) -> None:
+def check_reachable_files(config: Config) -> None:
     """Raise ValueError on every rank if a machine cannot read a file that rank 0's machine has.
     Collective.
     """
     is_driver = dist.get_rank() == 0
-    wanted = run_on_all_ranks("start", lambda: shared_files(config) if is_driver else [])[0]
+    wanted = run_on_all_ranks("start", lambda: reachable_files(config) if is_driver else [])[0]
     looks = int(os.environ.get("LOCAL_RANK", "0")) == 0  # one rank of each machine
     answers = run_on_all_ranks(
         "start", lambda: (socket.gethostname(), unreadable(wanted) if looks else [])
@@ -41,7 +41,7 @@ def check_shared_files(config: Config) -> None:
         )
 
 
-def shared_files(config: Config) -> list[Named]:
+def reachable_files(config: Config) -> list[Named]:
     """Return the files that every machine reads: all local ones, and the first of each data set
     behind a URL.
     """

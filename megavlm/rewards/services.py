@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from megavlm.rewards.base import Example, RewardFailure
+from megavlm.limited.failure import CallFailure
+from megavlm.rewards.base import Example
 from megavlm.rewards.boxed import after_thinking
 from megavlm.rewards.options import check_number
 from megavlm.rewards.words import ASCII_SIGNS
@@ -127,7 +128,7 @@ class RemoteReward:
         self._http: httpx.AsyncClient | None = None
 
     async def score(self, response: str, example: Example) -> dict[str, Any]:
-        """Return {reward, correct, parts}. Raises RewardFailure."""
+        """Return {reward, correct, parts}. Raises CallFailure."""
         if self._is_model:
             return self._rating(await self._post(self._question(response, example)))
         body = {
@@ -137,7 +138,7 @@ class RemoteReward:
         }
         answer = await self._post(body)
         if not isinstance(answer, dict) or not isinstance(answer.get("reward"), int | float):
-            raise RewardFailure("remote", f"{self._options.url} sent no reward")
+            raise CallFailure("remote", f"{self._options.url} sent no reward")
         correct = answer.get("correct")
         return {
             "reward": answer["reward"],
@@ -169,12 +170,12 @@ class RemoteReward:
             text = answer["choices"][0]["message"]["content"]
             finish = answer["choices"][0].get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise RewardFailure("remote", f"{url} sent no chat answer") from error
+            raise CallFailure("remote", f"{url} sent no chat answer") from error
         if finish in _UNFINISHED:
-            raise RewardFailure("remote", f"{url} did not finish its rating: {finish}")
+            raise CallFailure("remote", f"{url} did not finish its rating: {finish}")
         rating = _rating_in(text, scale) if isinstance(text, str) else None
         if rating is None or not 0 <= rating <= scale:
-            raise RewardFailure("remote", f"{url} sent no single rating from 0 to {scale:g}")
+            raise CallFailure("remote", f"{url} sent no single rating from 0 to {scale:g}")
         reward = rating / scale
         return {"reward": reward, "correct": reward >= self._options.correct_from, "parts": {}}
 
@@ -196,7 +197,7 @@ class RemoteReward:
                     problem = _TryAgain(repr(error))
                 except _TryAgain as error:
                     problem = error
-        raise RewardFailure("remote", f"{self._options.url}: {problem}")
+        raise CallFailure("remote", f"{self._options.url}: {problem}")
 
     async def _once(self, content: bytes) -> Any:
         async with self._client().stream("POST", self._options.url, content=content) as reply:
@@ -206,16 +207,16 @@ class RemoteReward:
                 raise _TryAgain(f"HTTP {reply.status_code}", pause)
             if reply.status_code != httpx.codes.OK:  # our mistake, or a redirect
                 code = reply.status_code
-                raise RewardFailure("remote", f"{self._options.url} returned HTTP {code}")
+                raise CallFailure("remote", f"{self._options.url} returned HTTP {code}")
             parts = bytearray()
             async for data in reply.aiter_bytes():
                 parts += data
                 if len(parts) > MAX_SERVICE_REPLY:
-                    raise RewardFailure("remote", f"more than {MAX_SERVICE_REPLY} bytes of answer")
+                    raise CallFailure("remote", f"more than {MAX_SERVICE_REPLY} bytes of answer")
         try:
             return json.loads(parts)
         except ValueError as error:
-            raise RewardFailure("remote", f"{self._options.url} sent no JSON") from error
+            raise CallFailure("remote", f"{self._options.url} sent no JSON") from error
 
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:
