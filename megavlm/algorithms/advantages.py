@@ -8,7 +8,8 @@ path: `algorithm.advantage_estimator: my_package.module:function`. For example
         rewards = inputs.sequence_rewards
         return (rewards - rewards[inputs.has_reward].mean())[inputs.sequence_ids]
 
-`advantage_estimator` declares what the trainer should know of one:
+Further parameters are options: `algorithm.options: {scale: 2.0}` is given to a function with a
+parameter `scale`. `advantage_estimator` declares what the trainer should know of one:
 
     @advantage_estimator(whiten=True)
     def whitened(inputs: AdvantageInputs, settings: GRPO) -> Tensor: ...

@@ -8,8 +8,9 @@ Built-in ones are named in registry.py; a recipe names one of your own by import
         ratio = ratios(inputs.logprobs, inputs.old_logprobs)
         return PolicyTerm.unclipped(-ratio * inputs.advantages, ratio)
 
-The trainer multiplies the loss of each token by its importance weight, adds the KL and entropy
-terms, and aggregates as `algorithm.loss_aggregation` says.
+Further parameters are options: `algorithm.options: {scale: 2.0}` is given to a function with a
+parameter `scale`. The trainer multiplies the loss of each token by its importance weight, adds the
+KL and entropy terms, and aggregates as `algorithm.loss_aggregation` says.
 """
 
 from collections.abc import Callable, Mapping

@@ -5,7 +5,9 @@ Values are import paths, so that names in a recipe are checked without importing
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megavlm.config.algorithm import GRPO, PolicyOptimization
@@ -34,33 +36,49 @@ def check(settings: PolicyOptimization) -> None:
     """Raise ValueError, in one sentence, if the section's policy loss or advantage estimator is
     unknown, cannot be imported or called, or does not go with the other keys.
     """
+    taken: set[str] = set()
     _check_name("policy_loss", settings.policy_loss, POLICY_LOSSES)
     if settings.policy_loss not in POLICY_LOSSES:
-        load_policy_loss(settings.policy_loss)
-    if not isinstance(settings, GRPO):
-        return
+        taken |= {*_options(load_policy_loss(settings))}
+    if isinstance(settings, GRPO):
+        taken |= {*_check_estimator(settings)}
+    if unknown := sorted(settings.options.keys() - taken):
+        raise ValueError(
+            f"algorithm.options.{unknown[0]} is a parameter of no function of yours in "
+            "algorithm.policy_loss and algorithm.advantage_estimator: remove it, or add the "
+            "parameter"
+        )
+
+
+def _check_estimator(settings: GRPO) -> Mapping[str, Any]:
+    """Check the advantage estimator, and return the options that it takes."""
     name = settings.advantage_estimator
     _check_name("advantage_estimator", name, ADVANTAGE_ESTIMATORS)
     if name in ADVANTAGE_ESTIMATORS and settings.responses_per_prompt > 1:
-        return
-    if load_advantage_estimator(name).needs_group and settings.responses_per_prompt == 1:
+        return {}
+    estimator = load_advantage_estimator(settings)
+    if estimator.needs_group and settings.responses_per_prompt == 1:
         raise ValueError(
             "algorithm.responses_per_prompt=1 leaves nothing to compare a response with under "
             f"algorithm.advantage_estimator={name}: raise it, or use reinforce_plus_plus"
         )
+    return _options(estimator.function)
 
 
-def load_advantage_estimator(name: str) -> "Estimator":
-    """Return the estimator of that name or import path. Raises ValueError as `check` does."""
+def load_advantage_estimator(settings: GRPO) -> "Estimator":
+    """Return the section's estimator, with its options. Raises ValueError as `check` does."""
     from megavlm.algorithms.advantages import Estimator
 
-    found = _load("advantage_estimator", name, ADVANTAGE_ESTIMATORS)
-    return found if isinstance(found, Estimator) else Estimator(found)
+    found = _load("advantage_estimator", settings, ADVANTAGE_ESTIMATORS)
+    estimator = found if isinstance(found, Estimator) else Estimator(found)
+    function = _with_options("advantage_estimator", estimator.function, settings)
+    return replace(estimator, function=function)
 
 
-def load_policy_loss(name: str) -> "PolicyLoss":
-    """Return the policy loss of that name or import path. Raises ValueError as `check` does."""
-    loss: PolicyLoss = _load("policy_loss", name, POLICY_LOSSES)
+def load_policy_loss(settings: PolicyOptimization) -> "PolicyLoss":
+    """Return the section's policy loss, with its options. Raises ValueError as `check` does."""
+    found = _load("policy_loss", settings, POLICY_LOSSES)
+    loss: PolicyLoss = _with_options("policy_loss", found, settings)
     return loss
 
 
@@ -74,7 +92,8 @@ def _check_name(key: str, name: str, built_in: Mapping[str, str]) -> None:
         )
 
 
-def _load(key: str, name: str, built_in: Mapping[str, str]) -> Any:
+def _load(key: str, settings: PolicyOptimization, built_in: Mapping[str, str]) -> Any:
+    name = getattr(settings, key)
     _check_name(key, name, built_in)
     module, _, attribute = built_in.get(name, name).partition(":")
     try:
@@ -85,12 +104,28 @@ def _load(key: str, name: str, built_in: Mapping[str, str]) -> Any:
         raise ValueError(
             f"algorithm.{key}={name} is not a function: name one that takes (inputs, settings)"
         )
+    return found
+
+
+def _with_options(key: str, function: Callable[..., Any], settings: PolicyOptimization) -> Any:
+    """Return a function with the options that it has parameters for."""
+    signature = inspect.signature(function)
+    further = list(signature.parameters.values())[2:]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in further)
+    names = {p.name for p in further}
+    options = {name: x for name, x in settings.options.items() if takes_any or name in names}
     try:
-        inspect.signature(found).bind("inputs", "settings")
+        signature.bind("inputs", "settings", **options)
     except TypeError as error:
         raise ValueError(
-            f"algorithm.{key}={name} must take two arguments, (inputs, settings), and takes "
-            f"{inspect.signature(found)}: see megavlm/algorithms/"
-            f"{'policy_loss' if key == 'policy_loss' else 'advantages'}.py"
+            f"algorithm.{key}={getattr(settings, key)} must take two arguments, (inputs, "
+            f"settings), and beyond them only what algorithm.options has; it takes {signature}: "
+            f"see megavlm/algorithms/{'policy_loss' if key == 'policy_loss' else 'advantages'}.py"
         ) from error
-    return found
+    return partial(function, **options)
+
+
+def _options(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the options that `_with_options` gave a function."""
+    assert isinstance(function, partial)
+    return function.keywords

@@ -1,7 +1,7 @@
 """The `algorithm` section: one dataclass per algorithm, chosen by its `name`."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from megavlm.config.section import Section, bounded, follows
 
@@ -34,6 +34,10 @@ class PolicyOptimization(Section):
     """Policy loss: clip (PPO's clipped surrogate, arXiv 1707.06347), gspo (one ratio per sequence,
     arXiv 2507.18071), cispo (ratios as clipped weights, arXiv 2506.13585), or a function of your
     own as package.module:function, as megavlm/algorithms/policy_loss.py describes."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of an advantage estimator and a policy loss of your own. Each function gets
+    those that it has parameters for."""
 
     clip_low: float = bounded(0.2, above=0, most=1)
     """Ratios below 1 - `clip_low` are clipped (PPO's epsilon). GSPO takes about 3e-4; 1 sets no

@@ -113,7 +113,7 @@ def _estimate(
     inputs: Sequence[AdvantageInputs], tables: Sequence[TargetColumns], settings: GRPO
 ) -> list[Tensor]:
     """Return the advantages of each minibatch."""
-    estimator = load_advantage_estimator(settings.advantage_estimator)
+    estimator = load_advantage_estimator(settings)
     made = [estimator(of_minibatch, settings) for of_minibatch in inputs]
     if not estimator.whiten:
         return made

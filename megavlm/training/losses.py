@@ -50,7 +50,7 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
     the reference reference_logprobs. Measures are sums over
     tokens; `signal` counts tokens with a gradient that is not rounding alone.
     """
-    loss_of_tokens = load_policy_loss(settings.policy_loss)
+    loss_of_tokens = load_policy_loss(settings)
     kl = estimator(settings.kl_estimator)
     kl_coefficient = update.kl_coefficient if settings.kl_in == "loss" else 0.0
 

@@ -1,5 +1,8 @@
 """A user's advantage estimator and policy loss, named by import path."""
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from megavlm.algorithms.advantages import AdvantageInputs, advantage_estimator
@@ -55,4 +58,10 @@ def total(inputs: PolicyInputs, settings: PolicyOptimization) -> PolicyTerm:
 
 
 def three(inputs: PolicyInputs, settings: PolicyOptimization, temperature: float) -> PolicyTerm:
-    return clip(inputs, settings)
+    made = clip(inputs, settings)
+    return replace(made, metrics={"temperature": torch.full_like(made.loss, temperature)})
+
+
+@advantage_estimator(whiten=True)
+def scaled(inputs: AdvantageInputs, settings: GRPO, *, scale: float = 1.0) -> Tensor:
+    return scale * inputs.rewards

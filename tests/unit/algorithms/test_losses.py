@@ -32,7 +32,8 @@ def term_of(
         sequence_ids=ids,
         num_sequences=len(ids),
     )
-    return load_policy_loss(name)(inputs, replace(SETTINGS, dual_clip=dual_clip))
+    settings = replace(SETTINGS, policy_loss=name, dual_clip=dual_clip)
+    return load_policy_loss(settings)(inputs, settings)
 
 
 def gradient(term: PolicyTerm, logprobs: Tensor) -> Tensor:

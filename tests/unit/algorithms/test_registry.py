@@ -4,8 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megavlm.algorithms import registry
+from megavlm.algorithms.advantages import AdvantageInputs
+from megavlm.algorithms.policy_loss import PolicyInputs
 from megavlm.config.algorithm import GRPO, PPO, PolicyOptimization
 
 OWN = "tests.unit.algorithms.own"
@@ -29,7 +32,19 @@ REFUSED = [
     (GRPO(policy_loss=f"{OWN}:NUMBER"), f"algorithm.policy_loss={OWN}:NUMBER is not a function"),
     (
         PPO(policy_loss=f"{OWN}:three"),
-        f"algorithm.policy_loss={OWN}:three must take two arguments, (inputs, settings), and takes",
+        f"algorithm.policy_loss={OWN}:three must take two arguments, (inputs, settings), and",
+    ),
+    (
+        GRPO(options={"temperature": 2.0}),
+        "algorithm.options.temperature is a parameter of no function of yours in",
+    ),
+    (
+        GRPO(policy_loss=f"{OWN}:three", options={"temperature": 2.0, "temprature": 1.0}),
+        "algorithm.options.temprature is a parameter of no function of yours in",
+    ),
+    (
+        GRPO(policy_loss=f"{OWN}:three", options={"inputs": 1, "temperature": 2.0}),
+        "algorithm.options.inputs is a parameter of no function of yours in",
     ),
     (GRPO(responses_per_prompt=1), "algorithm.responses_per_prompt=1 leaves nothing to compare a"),
     (
@@ -58,20 +73,47 @@ def test_a_mistake_is_one_sentence(settings: PolicyOptimization, message: str) -
 )
 def test_what_is_taken_loads(settings: PolicyOptimization) -> None:
     registry.check(settings)
-    assert callable(registry.load_policy_loss(settings.policy_loss))
+    assert callable(registry.load_policy_loss(settings))
     if isinstance(settings, GRPO):
-        estimator = registry.load_advantage_estimator(settings.advantage_estimator)
+        estimator = registry.load_advantage_estimator(settings)
         assert not (estimator.needs_group and settings.responses_per_prompt == 1)
+
+
+def test_each_function_gets_the_options_that_it_has_parameters_for() -> None:
+    settings = GRPO(
+        policy_loss=f"{OWN}:three",
+        advantage_estimator=f"{OWN}:scaled",
+        options={"temperature": 2.0, "scale": 3.0},
+    )
+    registry.check(settings)
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([1.0, 2.0]),
+        sequence_ids=torch.tensor([0, 1]),
+        group_ids=torch.tensor([0, 0]),
+        has_reward=torch.tensor([True, True]),
+    )
+    estimator = registry.load_advantage_estimator(settings)
+    assert estimator(inputs, settings).tolist() == [3.0, 6.0] and estimator.whiten
+    zero = torch.zeros(2)
+    tokens = PolicyInputs(
+        logprobs=zero,
+        old_logprobs=zero,
+        advantages=torch.ones(2),
+        sequence_ids=torch.tensor([0, 1]),
+        num_sequences=2,
+    )
+    term = registry.load_policy_loss(settings)(tokens, settings)
+    assert term.metrics["temperature"].tolist() == [2.0, 2.0]
 
 
 def test_properties_are_the_estimator_s() -> None:
     whitened = [
         name
         for name in registry.ADVANTAGE_ESTIMATORS
-        if registry.load_advantage_estimator(name).whiten
+        if registry.load_advantage_estimator(GRPO(advantage_estimator=name)).whiten
     ]
     assert whitened == ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-    own = registry.load_advantage_estimator(f"{OWN}:grpo")
+    own = registry.load_advantage_estimator(GRPO(advantage_estimator=f"{OWN}:grpo"))
     assert (own.whiten, own.needs_group) == (False, False)
 
 
