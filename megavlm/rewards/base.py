@@ -6,7 +6,8 @@ A reward is a function
 
 of a response, the row's columns (problem, answer, category and those of data.extra_keys) and, if it
 has that parameter, the row's images as encoded files. It returns a number, or a mapping or Score
-with `reward` and optionally `correct` and `parts`. A number alone is correct from 1.
+with `reward` and optionally `correct` and `parts`. A number alone is correct from 1. The function
+may be async.
 """
 
 from collections.abc import Mapping

@@ -44,12 +44,7 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
     module = import_module(module_name)
     function = getattr(module, attribute)
     if not callable(function):
-        raise ValueError(f"{name} is no function")
-    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-        raise ValueError(
-            f"{name} is async, but rewards are called one by one in processes of their own: make "
-            "it a plain function, or serve it and give its URL"
-        )
+        raise ValueError(f"{name} is not a function")
     takes = arguments(function) - {"images"}
     if (unknown := sorted(set(options) - takes)) and not _takes_any(function):
         known = ", ".join(sorted(takes)) or "none"

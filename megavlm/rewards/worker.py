@@ -4,7 +4,9 @@ It limits itself (memory, processor time), reports which arguments its functions
 answers one request at a time. Its standard output is a pipe that the trainer counts and bounds.
 """
 
+import asyncio
 import base64
+import inspect
 import socket
 import sys
 from collections.abc import Mapping
@@ -40,7 +42,8 @@ def run_reward(function: registry.RewardFunction, request: Mapping[str, Any]) ->
     if request["images"] is not None:
         arguments["images"] = [base64.b64decode(image) for image in request["images"]]
     try:
-        return as_reply(function(request["response"], request["row"], **arguments))
+        result = function(request["response"], request["row"], **arguments)
+        return as_reply(asyncio.run(result) if inspect.iscoroutine(result) else result)
     except MemoryError:
         return {"failure": "memory", "message": "out of memory"}
     # The user's code may raise anything, SystemExit too.

@@ -52,9 +52,8 @@ def test_a_function_with_any_options_gets_those_of_the_recipe_and_the_stage() ->
 
 
 @pytest.mark.parametrize("name", ["later", "LATER"])
-def test_a_coroutine_function_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"user_rewards:{name} is async"):
-        score([Part("later", f"user_rewards:{name}")], "red")
+def test_an_async_function_is_awaited(name: str) -> None:
+    assert score([Part("later", f"user_rewards:{name}")], "red").reward == 1.0
 
 
 def test_a_stage_changes_weights_and_tolerance() -> None:
