@@ -41,9 +41,12 @@ def changes(config: Config, folder: str | Path) -> list[str]:
     if not path.is_file():
         return []
     try:
+        recorded = parse_yaml(path.read_text(encoding="utf-8"))
+        if not recorded:  # as a power loss may leave it
+            raise ValueError("it is empty")
         before, now = (
-            dict(_values("", OmegaConf.to_container(parse_yaml(text))))
-            for text in (path.read_text(encoding="utf-8"), to_yaml(config))
+            dict(_values("", OmegaConf.to_container(tree)))
+            for tree in (recorded, parse_yaml(to_yaml(config)))
         )
     except ValueError as error:
         return [f"unknown, as {path} is damaged ({one_line(error)})"]

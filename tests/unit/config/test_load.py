@@ -218,7 +218,9 @@ def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path: Path) -> No
     assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "config.yaml"}
 
 
-@pytest.mark.parametrize("content", [b"5", b"- a", b"run: [", b"run: {dir: '${'}", b"\0", b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"5", b"- a", b"run: [", b"run: {dir: '${'}", b"\0", b"\xff", b""]
+)
 def test_a_damaged_record_of_the_last_start_is_named(tmp_path: Path, content: bytes) -> None:
     config = load(recipe(tmp_path, REQUIRED))
     (tmp_path / "run").mkdir()
