@@ -30,6 +30,7 @@ from megavlm.temporary import temporary_folder
 AGENT_PID = "MEGAVLM_AGENT_PID"  # the process that must be a worker's parent
 REASON_FILE = "MEGAVLM_REASON_FILE"  # exists once the reason for the end was printed
 GRACE = 20.0  # seconds from Ctrl-C to SIGKILL; a second Ctrl-C kills at once
+LEAVE = 3.0  # seconds for what ends by itself when its parent has ended, and cleans up before
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -164,11 +165,17 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) ->
 
 
 def _sweep(before: set[int]) -> None:
-    """Kill all descendants, except the children `before` the run and their descendants."""
+    """End all descendants, except the children `before` the run and their descendants. They are
+    killed after LEAVE seconds: reapers of servers remove files of theirs (server_main.py).
+    """
+    deadline = time.monotonic() + LEAVE
     while True:
         roots = [child for child in psutil.Process().children() if child.pid not in before]
         if not roots:
             return
+        if (left := deadline - time.monotonic()) > 0:
+            psutil.wait_procs(roots, timeout=left)
+            continue
         for root in roots:
             try:
                 family = [root, *root.children(recursive=True)]

@@ -248,7 +248,8 @@ def test_a_killed_launcher_is_named_and_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    with working(write_recipe()) as (process, family):
+    with working(write_recipe(), seed=11) as (process, family):
+        assert len(list((tmp_path / "temporary").glob("megavlm-rollout-*"))) == 2
         (launcher,) = family[0].children()
         launcher.kill()
         _, stderr = process.communicate(timeout=WAIT)

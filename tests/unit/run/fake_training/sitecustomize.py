@@ -36,10 +36,12 @@ def train(config: Any, progress: Any) -> bool:
         from megavlm.inference.errors import RolloutServerError
 
         raise RolloutServerError("the server did not start\nits last words")
-    elif config.run.seed in (4, 10):  # works for ever, with a process that hides in its own session
+    elif config.run.seed in (4, 10, 11):  # works for ever, with a process that hides in a session
         if config.run.seed == 10:  # and stops only between two steps
             for number in STOP_SIGNALS:
                 signal.signal(number, lambda *_: None)
+        if config.run.seed == 11:
+            server = start_server()  # noqa: F841  it ends when its input is closed
         hidden = subprocess.Popen(["sleep", "1000"], start_new_session=True)  # noqa: S607
         dist.init_process_group("gloo")
         (folder / f"pids-{rank}").write_text(f"{os.getpid()} {hidden.pid}")
@@ -113,6 +115,26 @@ def hang(config: Any, rank: int, *, holds_interpreter: bool) -> None:
                 library = ctypes.PyDLL(None) if holds_interpreter else ctypes.CDLL(None)
                 library.sleep(1000)
             dist.barrier()
+
+
+def start_server() -> "subprocess.Popen[bytes]":
+    """Start a rollout server's first process, which waits for its keys, and its reaper."""
+    import tempfile
+
+    import psutil
+
+    from megavlm.inference.server_process import SERVER_MAIN
+
+    server = subprocess.Popen(
+        [sys.executable, "-P", str(SERVER_MAIN), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": tempfile.mkdtemp(prefix="megavlm-rollout-")},
+        start_new_session=True,
+    )
+    while not psutil.Process(server.pid).children():
+        time.sleep(0.01)
+    return server
 
 
 def restart_servers(urls: list[str]) -> None:
