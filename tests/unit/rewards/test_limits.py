@@ -172,7 +172,7 @@ def test_a_trainer_that_is_killed_leaves_no_reward_process(tmp_path: Path) -> No
     [
         ("user_rewards:missing", "AttributeError"),
         ("nowhere:f", "ModuleNotFoundError"),
-        ("user_rewards:SINK", "is no function"),
+        ("user_rewards:SINK", "is not a function"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_one_sentence(name: str, problem: str) -> None:
