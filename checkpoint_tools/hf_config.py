@@ -29,7 +29,7 @@ def read_config(folder: Path) -> Any:
         model_type = values["model_type"]
     except OSError as error:
         raise ValueError(
-            f"{folder} is no HuggingFace model folder: {error.strerror}: {path}."
+            f"{folder} is not a HuggingFace model folder: {error.strerror}: {path}."
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a model's configuration: {error!r}.") from error
@@ -81,4 +81,4 @@ def _check(path: Path, values: dict[str, Any]) -> None:
     for section, key in dtype_keys(values):
         name = section[key]
         if not isinstance(name, str) or not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f"{path} has {key}={name!r}, which is no dtype of torch.")
+            raise ValueError(f"{path} has {key}={name!r}, which is not a dtype of torch.")

@@ -186,4 +186,4 @@ def _check(
         if part == "value_head" or (part in parts and is_adapter(key)):
             yield key, reader.shape(key), reader.dtype(key)
         elif part in parts and key not in groups:
-            raise ValueError(f"{key} in {path} is no tensor of the model in its config.json.")
+            raise ValueError(f"{key} in {path} is not a tensor of the model in its config.json.")

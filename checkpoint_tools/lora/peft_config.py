@@ -104,9 +104,9 @@ def read_peft_config(folder: Path) -> PeftConfig:
         if min(config.rank, *config.ranks.values(), 1) < 1:
             raise ValueError("a rank is below 1")
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} is no PEFT folder: it has no {PEFT_CONFIG}.") from error
+        raise ValueError(f"{folder} is not a PEFT folder: it has no {PEFT_CONFIG}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, re.error) as error:
-        raise ValueError(f"{path} is no configuration of LoRA adapters: {error}.") from error
+        raise ValueError(f"{path} is not a configuration of LoRA adapters: {error}.") from error
     _check_supported(path, values)
     return config
 

@@ -1,5 +1,5 @@
-"""Tensors of a HuggingFace folder that are no part of the model here (`models.registry.UNTRAINED`):
-a checkpoint keeps them in its `hf/`, so that an export can copy them.
+"""Tensors of a HuggingFace folder that are not part of the model (`models.registry.UNTRAINED`): a
+checkpoint keeps them in its `hf/`, so that an export can copy them.
 
 They are copied as bytes. This module imports neither torch nor megatron-core.
 """

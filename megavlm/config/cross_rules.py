@@ -279,7 +279,7 @@ def _check_checkpoint(config: Config) -> None:
     if not metric.startswith(EVALUATION):
         if near := nearest_metrics(metric):
             raise ValueError(
-                f"checkpoint.best_metric={metric} is no metric of training steps: choose one of "
+                f"checkpoint.best_metric={metric} is not a metric of training steps: choose one of "
                 f"metrics.jsonl, such as {', '.join(near)}, or {EVALUATION}greedy"
             )
         return

@@ -20,7 +20,7 @@ def read_recipe(path: Path, inside: tuple[Path, ...] = ()) -> DictConfig:
     try:
         path = path.resolve()
     except ValueError as error:  # a null byte in it
-        raise ValueError(f"{str(path)!r}{named} is no path of a recipe: {error}") from error
+        raise ValueError(f"{str(path)!r}{named} is not the path of a recipe: {error}") from error
     if path in inside:
         raise ValueError(f"{path} is a base of itself (through {inside[-1]}): remove one of them")
     try:

@@ -262,7 +262,7 @@ def _check_url(key: str, url: str) -> None:
         whole = False
     if not whole or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ValueError(
-            f"rollout.{key} holds {url!r}, which is no server's address: write http://HOST:PORT"
+            f"rollout.{key} holds {url!r}, which is not a server's address: write http://HOST:PORT"
         )
     if "@" in parts.netloc:
         raise ValueError(

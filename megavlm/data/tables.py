@@ -289,7 +289,7 @@ class _JsonText:
             self._move(1)
 
     def next(self) -> str:
-        """Return the next character that is no white space, "" at the end."""
+        """Return the next character that is not white space, "" at the end."""
         while True:
             self._move(self._SPACE.match(self._text, self._place).end() - self._place)  # type: ignore[union-attr]
             if self._place < len(self._text) or not self._fill():

@@ -203,9 +203,7 @@ def _clear(run_dir: Path) -> None:
     """
     if run_dir.is_dir() and any(run_dir.iterdir()):
         if not (run_dir / MARK).is_file():
-            raise ValueError(
-                f"--run-dir {run_dir} holds something that is no earlier demo: give another folder"
-            )
+            raise ValueError(f"--run-dir {run_dir} is not an earlier demo: give another folder")
         shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / MARK).touch()

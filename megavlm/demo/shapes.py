@@ -80,7 +80,7 @@ def write_dataset(
     """
     tasks = LEARNT if tasks is None else tasks
     if unknown := [name for name in tasks if name not in TASKS]:
-        raise ValueError(f"--tasks: {unknown[0]!r} is no task; choose from {', '.join(TASKS)}")
+        raise ValueError(f"--tasks: {unknown[0]!r} is not a task; choose from {', '.join(TASKS)}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     train = examples(np.random.default_rng([seed, 0]), num_train, tasks)

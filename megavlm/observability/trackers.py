@@ -81,7 +81,7 @@ class WandbTracker:
             config=dict(run.config),
             resume="allow",
             reinit="create_new",
-            settings=self._wandb.Settings(console="off"),  # the live line is no log
+            settings=self._wandb.Settings(console="off"),  # the live line is not a log
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

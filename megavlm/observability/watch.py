@@ -228,7 +228,7 @@ def _line(text: str) -> str:
 
 
 def watch(folder: Path, *, once: bool, every: float) -> None:
-    """Show a run until it is finished or the user ends it; once where the output is no terminal."""
+    """Show a run until it is finished or the user ends it; once if the output is not a terminal."""
     run, output = WatchedRun(folder), Output(highlight=False)
     run.read()
     if once or not output.is_terminal:

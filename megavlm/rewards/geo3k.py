@@ -41,7 +41,7 @@ _ROOT = re.compile(
     r"√\s*(?:(\d++(?:\.\d++)?)(?:(?=[cmk]m\b)|(?![.,]\d|[!A-Za-zπ]))|([A-Za-zπ])(?![\w^]))"
 )
 _UNREAD = re.compile(rf"[√∛∜⁺⁻ⁿ{_POWERS}{_FRACTIONS}]")
-# "5 cm^2": a unit with a power is no factor.
+# "5 cm^2": a unit with a power is not a factor.
 _UNIT = re.compile(
     r"(?<=[\d)}π\s])(?:[cmk]m|in|ft|yd|mi|units?|inch(?:es)?|feet|meters?|metres?|(?<=\s)m)"
     r"\s*\^\{?[23]\}?\s*$"

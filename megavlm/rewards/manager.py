@@ -164,7 +164,7 @@ def _checked(found: Mapping[str, Any]) -> Score:
 
 def _finite(number: Any) -> float:
     if not is_float32(number):
-        raise CallFailure("value", f"{number!r:.50} is no finite number")
+        raise CallFailure("value", f"{number!r:.50} is not a finite number")
     return float(number)
 
 

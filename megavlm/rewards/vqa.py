@@ -92,7 +92,7 @@ def prepare(
     wrong: Any = 0.0,
     kinds: Any = None,
 ) -> None:
-    """Check the options. Raises ValueError for an unknown kind or a value that is no number."""
+    """Check the options. Raises ValueError for an unknown kind or a value that is not a number."""
     check_number("vqa's tolerance", tolerance, least=0)
     check_number("vqa's relative tolerance", relative, least=0)
     check_number("vqa's right", right)

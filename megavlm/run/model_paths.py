@@ -19,8 +19,8 @@ def model_kind(path: Path) -> Literal["adapter", "hf", "checkpoint"]:
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return "hf"
     raise ValueError(
-        f"{path} is no model: give a Megatron checkpoint, a HuggingFace folder with its weights, "
-        "or a PEFT adapter's folder"
+        f"{path} is not a model: give a Megatron checkpoint, a HuggingFace folder with its "
+        "weights, or a PEFT adapter's folder"
     )
 
 

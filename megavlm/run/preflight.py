@@ -200,7 +200,7 @@ def check_server_args(rollout: Rollout) -> None:
             near = difflib.get_close_matches(plain, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ValueError(
-                f"rollout.server_args.{name} is no option of the installed SGLang: {hint}"
+                f"rollout.server_args.{name} is not an option of the installed SGLang: {hint}"
                 "python -m sglang.launch_server --help lists them"
             )
 

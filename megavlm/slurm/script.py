@@ -131,7 +131,7 @@ def num_servers(tensor_parallel: int, nodes: int, gpus: int) -> int:
     span = tensor_parallel // gpus
     if nodes % span:
         raise ValueError(
-            f"--rollout-nodes {nodes} is no multiple of the {span} nodes of {gpus} GPUs that a "
+            f"--rollout-nodes {nodes} is not a multiple of the {span} nodes of {gpus} GPUs that a "
             f"server of rollout.tensor_parallel={tensor_parallel} takes: change one of them"
         )
     return nodes // span

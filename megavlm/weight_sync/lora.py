@@ -182,5 +182,5 @@ def _held(chunk: MegatronModule) -> Iterator[tuple[str, Tensor]]:
 
 def _leaf(hf: str) -> str:
     match = re.fullmatch(r".*\.(\w+)\.weight", hf)
-    assert match is not None, f"{hf} is no linear's weight"
+    assert match is not None, f"{hf} is not the weight of a linear"
     return match[1]

@@ -29,7 +29,7 @@ def adapted_entries(entries: Sequence[Entry], targets: Sequence[str]) -> frozens
 
 
 def linear_name(entry: Entry) -> str | None:
-    """Return a linear's name as `lora.targets` has it, None if the entry is no linear's weight.
+    """Return a linear's name as `lora.targets` has it, None for other weights.
 
     The experts of a layer share a name.
     """

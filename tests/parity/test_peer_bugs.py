@@ -97,7 +97,7 @@ def test_adapters_stay_out_of_the_tower() -> None:
 
 
 def adapted(folder: Path, config: Any) -> list[str]:
-    """What adapters are put on if nothing says where; and a leaf name is no answer."""
+    """What adapters are put on if nothing says where; and a leaf name is not an answer."""
     _, _, (chunk,) = build(folder, config, Ranks(), ModelOptions())
     with pytest.raises(ValueError, match="the same leaf name can be in the language model and in"):
         choose(["linear_fc1"], linear_names(chunk.config, chunk.visual), has_tower=True)

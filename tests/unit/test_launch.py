@@ -172,7 +172,7 @@ def test_slurm_needs_nodes_and_gpus(notes: Path, monkeypatch: pytest.MonkeyPatch
     assert done.returncode == 2 and "rollout.tensor_parallel=4 is more than the 3" in done.stderr
     monkeypatch.setenv("GPUS_PER_NODE", "2")
     done = launch("slurm.sbatch", RECIPE)
-    assert done.returncode == 2 and "1 (ROLLOUT_NODES), is no multiple of the 2 n" in done.stderr
+    assert done.returncode == 2 and "1 (ROLLOUT_NODES), is not a multiple of the 2 n" in done.stderr
     monkeypatch.setenv("ROLLOUT_NODES", "3")
     done = launch("slurm.sbatch", RECIPE)
     assert done.returncode == 2 and "3 nodes cannot hold 3 rollout nodes" in done.stderr

@@ -168,7 +168,7 @@ CASES = {
     "pickle": (pickle, r"pytorch_model\.bin.* can run code when read: convert them to safetensors"),
     "unknown key": (
         lambda hf: rewrite(hf, lambda tensors: tensors.update(extra=torch.ones(2))),
-        r"extra in .*model\.safetensors is no tensor of the model that its config\.json describes",
+        r"extra in .*model\.safetensors is not a tensor of the model that its config\.json",
     ),
     "missing key": (
         lambda hf: rewrite(hf, lambda tensors: tensors.pop(NORM)),
@@ -198,7 +198,7 @@ CASES = {
     ),
     "no configuration": (
         lambda hf: (hf / "config.json").unlink(),
-        r"is no HuggingFace model folder: No such file or directory: .*/config\.json",
+        r"is not a HuggingFace model folder: No such file or directory: .*/config\.json",
     ),
     "no weights": (
         lambda hf: (hf / "model.safetensors").unlink(),
@@ -214,11 +214,11 @@ CASES = {
     ),
     "no such dtype": (
         lambda hf: configure(hf, dtype="float99"),
-        r"config\.json has dtype='float99', which is no dtype of torch",
+        r"config\.json has dtype='float99', which is not a dtype of torch",
     ),
     "no such dtype of a part": (
         lambda hf: configure_text(hf, torch_dtype="Tensor"),
-        r"config\.json has torch_dtype='Tensor', which is no dtype of torch",
+        r"config\.json has torch_dtype='Tensor', which is not a dtype of torch",
     ),
     "index of garbage": (
         lambda hf: (shard(hf), (hf / "model.safetensors.index.json").write_text("{")),

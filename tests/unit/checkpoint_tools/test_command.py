@@ -27,7 +27,7 @@ def test_both_ways(hf_folder: Folder, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ("import {hf} {checkpoint}", "/checkpoint is not empty: choose another folder, or add"),
-        ("import nowhere {new}", "nowhere is no HuggingFace model folder: No such file"),
+        ("import nowhere {new}", "nowhere is not a HuggingFace model folder: No such file"),
         ("export {checkpoint} {new} --step 7", "no complete checkpoint of step 7; it has steps 0."),
         ("export {hf} {new}", "holds no complete checkpoint"),
         ("export {checkpoint} {new} --max-shard-size many", "is not a size: write it as 5GB"),

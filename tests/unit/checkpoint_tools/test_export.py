@@ -196,7 +196,7 @@ def test_what_is_not_finite_anyway_is_exported_as_it_is(hf_folder: Folder, tmp_p
 
 
 def test_the_other_files_of_a_model(hf_folder: Folder, tmp_path: Path) -> None:
-    """Links are followed; one to nothing, as a pruned cache has it, is no file to leave out."""
+    """Links are followed; one to nothing, as a pruned cache has it, is not a file to leave out."""
     hf = Path(shutil.copytree(hf_folder("qwen2_vl"), tmp_path / "hf"))
     (hf / "tokenizer.json").rename(tmp_path / "blob")
     (hf / "tokenizer.json").symlink_to(tmp_path / "blob")

@@ -101,25 +101,31 @@ CASES: dict[str, tuple[Spoil, str]] = {
         r"has init_lora_weights='OLoRA', which changes the base weights, too: convert it",
     ),
     "another method": (configured(peft_type="LOHA"), r"adapters: peft_type 'LOHA' is not LORA"),
-    "no rank": (configured(r=None), r"is no configuration of LoRA adapters: int\(\) argument"),
-    "rank 0": (configured(r=0), r"is no configuration of LoRA adapters: a rank is below 1"),
+    "no rank": (configured(r=None), r"is not a configuration of LoRA adapters: int\(\) argument"),
+    "rank 0": (configured(r=0), r"is not a configuration of LoRA adapters: a rank is below 1"),
     "infinite alpha": (
         configured(lora_alpha=float("inf")),
-        r"is no configuration of LoRA adapters: an alpha is not finite",
+        r"is not a configuration of LoRA adapters: an alpha is not finite",
     ),
     "alpha 0": (
         configured(lora_alpha=0),
-        r"is no configuration of LoRA adapters: an alpha is 0, which disables the adapters",
+        r"is not a configuration of LoRA adapters: an alpha is 0, which disables the adapters",
     ),
     "alpha 0 of some": (
         configured(alpha_pattern={"k_proj": 0.0}),
-        r"is no configuration of LoRA adapters: an alpha is 0, which disables the adapters",
+        r"is not a configuration of LoRA adapters: an alpha is 0, which disables the adapters",
     ),
-    "infinite rank": (configured(r=float("inf")), r"is no configuration of LoRA adapters: cannot"),
-    "a pattern": (configured(rank_pattern={"(": 3}), r"is no configuration of LoRA adapters: miss"),
+    "infinite rank": (
+        configured(r=float("inf")),
+        r"is not a configuration of LoRA adapters: cannot",
+    ),
+    "a pattern": (
+        configured(rank_pattern={"(": 3}),
+        r"is not a configuration of LoRA adapters: miss",
+    ),
     "no configuration": (
         lambda folder: (folder / "adapter_config.json").unlink(),
-        r"in/peft is no PEFT folder: it has no adapter_config\.json",
+        r"in/peft is not a PEFT folder: it has no adapter_config\.json",
     ),
     "pickle": (
         lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
@@ -182,7 +188,9 @@ def test_a_base_that_is_not_there(
 ) -> None:
     configure(peft, base_model_name_or_path="Qwen/Qwen2.5-VL-3B-Instruct")
     message = refusal(capsys, "lora-import", peft, tmp_path / "out")
-    assert "names 'Qwen/Qwen2.5-VL-3B-Instruct' as base model, which is no folder here" in message
+    assert (
+        "names 'Qwen/Qwen2.5-VL-3B-Instruct' as base model, which is not a folder here" in message
+    )
     for command in (
         ("lora-import", peft, tmp_path / "out", "--base", checkpoint),
         ("lora-merge", checkpoint, tmp_path / "out", "--adapter", peft),

@@ -238,7 +238,7 @@ def damage(path: Path) -> None:
         ),
         (lambda step: rewrite(step, scores=None), r"manifest\.json cannot .*: scores is None"),
         (lambda step: rewrite(step, step="0"), r"manifest\.json cannot .*: step is '0'"),
-        (lambda step: shutil.rmtree(step.parent / "hf"), "is no HuggingFace model folder"),
+        (lambda step: shutil.rmtree(step.parent / "hf"), "is not a HuggingFace model folder"),
         (
             lambda step: os.truncate(step.parent / "hf/tokenizer.json", 100),
             r"hf/tokenizer\.json has 100 bytes; .* changed on purpose, delete .*/hf/checksums\.",
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_another_size_is_refused(checkpoint: Path, tmp_path: Pat
         export_hf(checkpoint, tmp_path / "out")
     config["text_config"]["layer_types"] = None
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"decoder\.layers\.1\..* is no tensor of the model"):
+    with pytest.raises(ValueError, match=r"decoder\.layers\.1\..* is not a tensor of the model"):
         export_hf(checkpoint, tmp_path / "out")
     config["text_config"] |= {"num_hidden_layers": 3}
     path.write_text(json.dumps(config))
@@ -333,7 +333,7 @@ def other_family(folder: Path) -> None:
         (lambda hf: os.truncate(hf / "model.safetensors", 999), r"not a complete safetensors file"),
         (lambda hf: (hf / "model.safetensors").rename(hf / "pytorch_model.bin"), "pickled weights"),
         (other_family, r"config\.json: model_type 'llava' is not supported: use one of qwen2_5_vl"),
-        (lambda hf: (hf / "config.json").unlink(), "is no HuggingFace model folder: No such file"),
+        (lambda hf: (hf / "config.json").unlink(), "is not a HuggingFace model folder: No such"),
         (lambda hf: (hf / "config.json").write_text("x"), "is not a model's configuration"),
     ],
 )

@@ -38,7 +38,7 @@ BROKEN = {
     ): "checkpoint.keep_every=5 must be a multiple of checkpoint.every=20",
     (
         "checkpoint.best_metric=rewards",
-    ): "checkpoint.best_metric=rewards is no metric of training steps: choose one of metrics.jso",
+    ): "checkpoint.best_metric=rewards is not a metric of training steps: choose one of",
     ("checkpoint.best_metric=evaluation/loss",): "choose one of evaluation/greedy, evaluation/samp",
     (
         "checkpoint.best_metric=evaluation/shuffled/count",

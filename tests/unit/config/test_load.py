@@ -166,7 +166,7 @@ def test_what_must_be_given_is_named(tmp_path: Path) -> None:
         ("- a\n- b", "must be sections of keys"),
         ("5", "must be sections of keys"),
         (f"run: {{seed: 1{'0' * 5000}}}", "recipe.yaml is not YAML: Exceeds the limit"),
-        ('base: "a\\0b"', r"a\\x00b' \(a base of .*\) is no path of a recipe"),
+        ('base: "a\\0b"', r"a\\x00b' \(a base of .*\) is not the path of a recipe"),
         ("base: 3", "base=3 in .* must be a file, or a list of files"),
         ("base: [1]", "must be a file, or a list of files"),
         ("base: {a: b}", "must be a file, or a list of files"),

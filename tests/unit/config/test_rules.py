@@ -355,7 +355,7 @@ def test_what_a_rule_allows(recipe: Path, overrides: tuple[str, ...]) -> None:
     ],
 )
 def test_a_url_is_scheme_host_and_port(recipe: Path, url: str) -> None:
-    with pytest.raises(ValueError, match="which is no server's address: write http://HOST:PORT"):
+    with pytest.raises(ValueError, match="which is not a server's address: write http://HOST:PORT"):
         load(recipe, ["rollout.mode=external", f"rollout.urls=['{url}']"])
 
 

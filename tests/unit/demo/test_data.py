@@ -74,7 +74,7 @@ def test_no_train_file_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_earlier_demo_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="no earlier demo"):
+    with pytest.raises(ValueError, match="not an earlier demo"):
         pipeline.run_demo(pipeline.DemoOptions(run_dir=tmp_path))
     assert (tmp_path / "thesis.tex").exists()
 

@@ -132,7 +132,7 @@ def test_kinds_and_lengths_are_what_the_pixels_show(tmp_path: Path) -> None:
 
 
 def test_unknown_task_names_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'area' is no task; choose from colour, .*, length"):
+    with pytest.raises(ValueError, match=r"'area' is not a task; choose from colour, .*, length"):
         write_dataset(tmp_path, seed=0, num_train=1, num_test=1, tasks=["area"])
 
 

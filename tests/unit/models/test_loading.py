@@ -148,7 +148,7 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
 
 def test_an_unknown_tensor_is_named(folder: Path) -> None:
     rewrite(folder, **{"model.layers.7.mystery": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"mystery in .*model\.safetensors is no tensor of the"):
+    with pytest.raises(ValueError, match=r"mystery in .*model\.safetensors is not a tensor of the"):
         HubTensors(read_mapping(folder), HFFolder(folder))
 
 

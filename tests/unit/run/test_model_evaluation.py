@@ -62,7 +62,7 @@ def evaluated(recipe: Path, *overrides: str) -> EvaluationResult:
 def test_a_reward_that_cannot_be_reached_is_told_everywhere(
     model: dict[str, str], write_recipe: Callable[..., Path], tmp_path: Path, capsys: Any
 ) -> None:
-    """A closed port is no bad model."""
+    """A closed port is not a bad model."""
     reward = {"name": "http://127.0.0.1:9/score", "options": {"attempts": 1}}
     recipe = write_recipe(model=model, reward=reward, evaluation=GREEDY)
     result = evaluated(recipe)

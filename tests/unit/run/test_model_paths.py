@@ -34,7 +34,7 @@ def test_kinds(tmp_path: Path) -> None:
         == "checkpoint"
     )
     for other in (tmp_path / "absent", make(tmp_path / "half", "config.json")):
-        with pytest.raises(ValueError, match="is no model: give a Megatron checkpoint"):
+        with pytest.raises(ValueError, match="is not a model: give a Megatron checkpoint"):
             model_kind(other)
 
 
@@ -77,7 +77,7 @@ def test_wrong_models_are_refused_before_anything_starts(
     def check(*overrides: str) -> None:
         preflight.check(load(write_recipe(), overrides), world_size=1, phase="evaluate")
 
-    with pytest.raises(ValueError, match=r"evaluation\.baseline: .*nowhere is no model"):
+    with pytest.raises(ValueError, match=r"evaluation\.baseline: .*nowhere is not a model"):
         check(f"evaluation.baseline={tmp_path / 'nowhere'}")
     external = ("rollout.mode=external", "rollout.urls=[http://127.0.0.1:1]")
     check(*external)

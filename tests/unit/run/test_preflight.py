@@ -142,8 +142,8 @@ def test_a_checkpoint_is_of_the_model(
     [
         (
             ["rollout.server_args.mem_fraction=0.5"],
-            "rollout.server_args.mem_fraction is no option of the installed SGLang: did you mean "
-            "mem_fraction_static?",
+            "rollout.server_args.mem_fraction is not an option of the installed SGLang: did you "
+            "mean mem_fraction_static?",
         ),
         (["rollout.gpus=[999]"], "rollout.gpus=[999] names GPUs for the servers, and this machine"),
     ],

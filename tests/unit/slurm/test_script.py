@@ -124,10 +124,13 @@ def test_servers_share_a_node_or_take_several(
     ("options", "message"),
     [
         ((12, "--rollout-nodes", 2), "=12 is more than the 8 GPUs of a rollout node and no mult"),
-        ((16, "--rollout-nodes", 3), "--rollout-nodes 3 is no multiple of the 2 nodes of 8 GPUs"),
+        (
+            (16, "--rollout-nodes", 3),
+            "--rollout-nodes 3 is not a multiple of the 2 nodes of 8 GPUs",
+        ),
         (
             (16, "--rollout-nodes", 2, "--rollout-gpus-per-node", 4),
-            "--rollout-nodes 2 is no multiple of the 4 nodes of 4 GPUs",
+            "--rollout-nodes 2 is not a multiple of the 4 nodes of 4 GPUs",
         ),
         ((16, "--rollout-nodes", 0), "--gpus-per-node), on which a server of rollout.mode=managed"),
     ],
