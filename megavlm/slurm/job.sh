@@ -86,7 +86,7 @@ if [ "$rollout_nodes" -gt 0 ]; then
                 "and no multiple of them: a server over several nodes takes whole nodes"
         fi
         if [ $((rollout_nodes % span)) -gt 0 ]; then
-            fail "the number of rollout nodes, $rollout_nodes (ROLLOUT_NODES), is no multiple of the $span nodes of" \
+            fail "the number of rollout nodes, $rollout_nodes (ROLLOUT_NODES), is not a multiple of the $span nodes of" \
                 "$server_gpus GPUs that a server of rollout.tensor_parallel=$tensor_parallel takes: change one of them"
         fi
     fi

@@ -121,7 +121,7 @@ class HubTensors:
             unknown.remove(HEAD)
         if unknown:
             raise ValueError(
-                f"{unknown[0]}{_and_more(unknown)} in {self._source.where(unknown[0])} is no "
+                f"{unknown[0]}{_and_more(unknown)} in {self._source.where(unknown[0])} is not a "
                 f"tensor of the model that its config.json describes."
             )
 
