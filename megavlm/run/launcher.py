@@ -13,6 +13,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ REASON_FILE = "MEGAVLM_REASON_FILE"  # exists once the reason for the end was pr
 GRACE = 20.0  # seconds from Ctrl-C to SIGKILL; a second Ctrl-C kills at once
 LEAVE = 3.0  # seconds for what ends by itself when its parent has ended, and cleans up before
 
+LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -73,7 +75,7 @@ class Nodes:
     @property
     def torchrun_options(self) -> list[str]:
         if self.count == 1:
-            return ["--standalone", "--local-addr=127.0.0.1"]
+            return [f"--master-addr={LOOPBACK}", "--master-port=0"]
         host, _, port = self.master.rpartition(":")
         return [
             f"--nnodes={self.count}",
@@ -201,7 +203,7 @@ def _agent(parent: str, *arguments: str) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, _forward)
     with loading_packages():
-        from torch.distributed import DistNetworkError, DistStoreError, run
+        from torch.distributed import DistNetworkError, DistStoreError, TCPStore, run
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -209,6 +211,19 @@ def _agent(parent: str, *arguments: str) -> int:
     options = run.parse_args(list(arguments))
     # torchrun would kill the ranks 30 s after one of the others, in the middle of a step.
     options.signals_to_handle = "SIGINT,SIGQUIT"
+    if options.master_port == 0:
+        # torchrun's own would listen to every machine, and with --standalone runs what is sent to
+        # it. A store that is there is shared with all in this process.
+        listener = socket.create_server((LOOPBACK, 0))
+        options.master_port = listener.getsockname()[1]
+        store = TCPStore(  # noqa: F841  it ends with this process
+            LOOPBACK,
+            options.master_port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
     try:
         run.run(options)
     except SignalException as stopped:

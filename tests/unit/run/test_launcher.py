@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from megavlm.process import ExitCode
 from megavlm.run.launcher import is_explained
@@ -146,6 +147,21 @@ def test_interrupt_ends_every_process(write_recipe: WriteRecipe) -> None:
         assert all_gone(family)
         assert process.returncode == 128 + signal.SIGINT
         assert stderr == ""
+
+
+@pytest.mark.slow
+def test_a_run_on_one_machine_listens_on_no_wildcard_address(
+    write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    """Nor is the pickle of torchrun's rendezvous in a store, where others could replace it."""
+    with working(write_recipe()) as (_, family):
+        sockets = [each for handle in family for each in handle.net_connections("inet")]
+        listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+        assert "127.0.0.1" in listening and not listening & {"0.0.0.0", "::"}
+        rank = int((tmp_path / "run" / "pids-0").read_text().split()[0])
+        port = int(psutil.Process(rank).environ()["MASTER_PORT"])
+        keys = TCPStore("127.0.0.1", port).list_keys()
+        assert keys and not any("torch.rendezvous" in key for key in keys)
 
 
 @pytest.mark.slow
