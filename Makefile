@@ -94,9 +94,10 @@ $(IMAGE_STAMP):
 	@rm -f $(IMAGE_VENV)/installed-*
 	@touch $@
 
-IMAGE_TESTS := tests/unit/models tests/parity/test_parity.py tests/parity/test_tree_packs.py
+IMAGE_TESTS := tests/unit/models tests/parity/test_parity.py tests/parity/test_tree_packs.py \
+	tests/gpu/test_on_cpu.py::test_stage_a_runs_on_a_cpu
 
-test-gpu-image: $(IMAGE_STAMP) ## run models and parity on the versions of the GPU machine's image, on a CPU (6 GB)
+test-gpu-image: $(IMAGE_STAMP) ## run models, parity and stage a on the versions of the GPU machine's image, on a CPU (6 GB)
 	OMP_NUM_THREADS=1 $(IMAGE_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(IMAGE_TESTS)
 
 parity: setup ## compare all models, layouts and inputs with transformers; write tests/parity/RESULTS.md

@@ -12,9 +12,11 @@ if [ -f "$here/site.tar.xz" ]; then
   tar -xJf "$here/site.tar.xz" -C "$site"
   export PYTHONPATH="$site:$PWD"
   export SGLANG_IS_FLASHINFER_AVAILABLE=false  # its place is taken by stand-ins
-  # torch_memory_saver is loaded before torch, and needs the CUDA runtime that torch would find.
-  runtime=$("${PYTHON:-python3}" -c 'import nvidia; print(nvidia.__path__[0])')/cu13/lib
-  export LD_LIBRARY_PATH="$runtime${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+  # torch_memory_saver is loaded before torch, and needs the CUDA runtime that torch would find in its
+  # wheels; an image with CUDA's own folders has it on the loader's path.
+  if runtime=$("${PYTHON:-python3}" -c 'import nvidia; print(nvidia.__path__[0])' 2>/dev/null); then
+    export LD_LIBRARY_PATH="$runtime/cu13/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+  fi
 fi
 export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
 exec "${PYTHON:-python3}" -m tests.gpu.stage "$stage" "${OUT:-gpu/results}"
