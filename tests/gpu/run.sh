@@ -9,7 +9,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 test -d megavlm || { echo "run this from the repository's root" >&2; exit 2; }
 if [ -f "$here/site.tar.xz" ]; then
   site=$(mktemp -d)
-  tar -xJf "$here/site.tar.xz" -C "$site"
+  "${PYTHON:-python3}" -m tarfile -e "$here/site.tar.xz" "$site"  # an image may lack xz
   export PYTHONPATH="$site:$PWD"
   export SGLANG_IS_FLASHINFER_AVAILABLE=false  # its place is taken by stand-ins
   # torch_memory_saver is loaded before torch, and needs the CUDA runtime that torch would find in its
