@@ -1,9 +1,11 @@
 """Advantages of a step's tokens.
 
-GRPO's compare the responses of a group, which may be in several packs: the driver makes them before
-trees are cut. With the KL in the reward they need log-probs, and each rank makes those of whole
-minibatches. PPO's are made of one sequence, where its values are. Under context parallelism a rank
-holds a part of a sequence; sums over sequences need all of it.
+GRPO compares the responses of a group, and these may end up in several packs, so the driver
+computes its advantages before trees are cut into packs. With the KL in the reward, GRPO needs
+log-probs first, and each rank computes the advantages of whole minibatches. PPO needs one sequence
+at a time, so its advantages are computed on the rank that has the sequence's values. Under context
+parallelism a rank holds only part of a sequence; sums over sequences are gathered from all context
+ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +26,9 @@ from megavlm.data.targets import TargetColumns, concatenate
 
 
 def with_advantages(minibatches: Sequence[Sequence[Tree]], settings: GRPO) -> list[list[Tree]]:
-    """Return the trees of a step's minibatches with `advantages` in their columns, without a KL in
-    the reward; where there will be one, with `rows` for `add_kl_advantages`. Driver only.
+    """Return the trees of a step's minibatches with `advantages` in their columns. The KL in the
+    reward is not included: with kl_in=reward the columns also get `rows`, which `add_kl_advantages`
+    uses later. Driver only.
     """
     tables = [concatenate([c for tree in trees for c in _columns(tree)]) for trees in minibatches]
     made = _estimate([_inputs(table) for table in tables], tables, settings)
@@ -58,9 +61,10 @@ def add_kl_advantages(
     kl_coefficient: float,
     over_all: Reduce,
 ) -> None:
-    """Replace the packs' `advantages` by those with the KL in the reward. Collective.
+    """Recompute the packs' `advantages` with the KL in the reward. Collective.
 
-    num_targets: of each minibatch on all ranks. `over_all` sums over all ranks that hold packs.
+    num_targets: Target tokens of each minibatch, on all ranks together. over_all: Sum over all
+    ranks that hold packs.
     """
     inputs, tables = [], []
     for packs, num in zip(minibatches, num_targets, strict=True):
@@ -86,9 +90,9 @@ def add_value_advantages(
 ) -> None:
     """Add `advantages` and `returns` to the packs' columns. Collective.
 
-    packs: of all minibatches of the step, in the same order on every context rank. kl_coefficient:
-    where the KL is in the reward; 0 elsewhere. `over_context` sums over the context ranks of a
-    pack.
+    packs: The packs of all minibatches of the step, in the same order on every context rank.
+    kl_coefficient: Weight of the KL in the reward; 0 leaves the KL out. over_context: Sum over the
+    context ranks of a pack. over_all: Sum over all ranks that hold packs.
     """
     for pack in packs:
         columns = _whole(pack, over_context)
@@ -99,7 +103,8 @@ def add_value_advantages(
         columns = replace(columns, advantages=advantages, returns=returns)
         pack.columns = columns.select(pack.target_index)
     if settings.normalize_advantages:
-        # Only these columns: minibatches after the first have old log-probs besides.
+        # Whiten these columns only. Packs cannot be concatenated as a whole, because old_logprobs
+        # is set only after the first minibatch.
         made = [pack.columns for pack in packs if pack.columns is not None]
         advantages = torch.cat([c.advantages for c in made if c.advantages is not None])
         counted = torch.cat([c.loss_weights for c in made]) > 0
@@ -148,7 +153,9 @@ def _gae(rewards: Tensor, columns: TargetColumns, settings: PPO) -> tuple[Tensor
 
 
 def _kl(columns: TargetColumns, settings: GRPO | PPO) -> Tensor:
-    """Return the KL [N] of the policy that sampled, by the log-probs that stand for it."""
+    """Return the KL [N] between the sampling policy and the reference. The sampling policy's
+    log-probs are the rollout's or the recomputed old ones, as `old_logprobs` says.
+    """
     sampled = settings.old_logprobs == "rollout"
     logprobs = columns.rollout_logprobs if sampled else columns.old_logprobs
     assert logprobs is not None and columns.reference_logprobs is not None
@@ -156,7 +163,7 @@ def _kl(columns: TargetColumns, settings: GRPO | PPO) -> Tensor:
 
 
 def _whole(pack: Pack, over_context: Reduce) -> TargetColumns:
-    """Return the columns of all N targets of a pack, of which this rank holds n. Collective."""
+    """Gather the columns of all targets of a pack from its context ranks. Collective."""
     assert pack.columns is not None
     if pack.context_size == 1:
         return pack.columns
@@ -167,9 +174,11 @@ def _whole(pack: Pack, over_context: Reduce) -> TargetColumns:
 def _scattered(
     columns: TargetColumns, index: Tensor, num: int, over_ranks: Reduce
 ) -> TargetColumns:
-    """Return the `num` rows of a table of which this rank holds those of `index`. Collective."""
+    """Gather a table of `num` rows from ranks that each hold some of them. index: Positions of this
+    rank's rows in the whole table. Collective.
+    """
     present = columns.present()
-    held = torch.stack([column.double() for column in present.values()])  # exact for every dtype
+    held = torch.stack([column.double() for column in present.values()])  # exact for each dtype
     whole = held.new_zeros(len(held), num)
     whole[:, index] = held
     rows = zip(present.items(), over_ranks(whole), strict=True)

@@ -29,9 +29,11 @@ class BaseTrainer:
     def __init__(
         self, train_state: TrainState, driver: Driver | None, sync: WeightSync | None
     ) -> None:
-        """Store what the trainer works with. driver: on rank 0. sync: in a run that generates."""
+        """Store the trainer's parts. driver: The driver, on rank 0 only. sync: The weight updates
+        to rollout servers; None in a run that generates nothing.
+        """
         self.train_state, self.driver, self.sync = train_state, driver, sync
-        # Of the language model in a step, by phase, without updates.
+        # Forward passes of the language model in a step, by phase; updates are not counted.
         self.passes: defaultdict[str, float] = defaultdict(float)
         opened = () if driver is None else (driver.processor, driver.rows)
         self._image_reader = ImageReader(train_state.config, *opened)
@@ -66,18 +68,20 @@ class BaseTrainer:
         return self.train_state.resume()
 
     def offloadable(self) -> dict[str, Offloadable]:
-        """Return this rank's memory that leaves a shared GPU while servers use it."""
+        """Return this rank's tensors that are offloaded from a shared GPU while the servers use
+        it.
+        """
         return trainer_memory(self.train_state.updater)
 
     @property
     def companion(self) -> Callable[[bool], PendingSave] | None:
-        """Function that begins a checkpoint beside the policy's; see Saver.save."""
+        """Function that begins a second checkpoint together with the policy's; see Saver.save."""
         return None
 
     @property
     def update_passes(self) -> float:
-        """FLOPs of the step's updates over those of a forward pass: the backward has twice as many,
-        or as many where adapters alone have gradients.
+        """FLOPs of the step's updates, as a multiple of one forward pass. A backward pass costs two
+        forward passes, or one if only LoRA adapters have gradients.
         """
         config = self.train_state.config
         epochs = config.algorithm.epochs if isinstance(config.algorithm, PolicyOptimization) else 1
@@ -88,7 +92,9 @@ class BaseTrainer:
 
     @property
     def tower_trained(self) -> bool:
-        """True if updates change image features. On the first pipeline stage, as the driver is."""
+        """True if updates change image features. Valid on the first pipeline stage only, where the
+        driver and the vision tower are.
+        """
         return is_trained(self.train_state.model[0].visual)
 
     def share(self, plan: StepPlan | None) -> RankBatch:
@@ -101,10 +107,11 @@ class BaseTrainer:
         return VisionFeatures(self.train_state.updater.chunks, batch.images, device_bytes)
 
     def run(self, limit: TimeLimit) -> bool:
-        """Train up to the configured step. Returns False if the run was asked to stop before, or
-        `limit` was near.
+        """Train up to the configured step. Returns False if the run stopped earlier because of a
+        stop request or because `limit` was near.
 
-        Both leave a checkpoint. A checkpoint that is being written when training fails is finished.
+        A run that stops early saves a checkpoint, too. If training fails while a checkpoint is
+        being written, the checkpoint is still completed.
         """
         state, config = self.train_state, self.train_state.config
         last, resumed = config.algorithm.steps, state.step or None
@@ -126,7 +133,9 @@ class BaseTrainer:
                 state.saver.poll()
 
     def evaluation_is_due(self) -> bool:
-        """Return True unless the current weights were evaluated, before a restart perhaps."""
+        """Return True if the recipe asks for an evaluation at the current step and none was made
+        yet, by this process or before a restart.
+        """
         state, settings = self.train_state, self.train_state.config.evaluation
         if state.evaluated_step == state.step:
             return False
@@ -136,7 +145,9 @@ class BaseTrainer:
         return state.is_due(settings.every) or (is_last and settings.after)
 
     def evaluate(self, stop: StopRequest) -> None:
-        """Evaluate the current weights. A request to stop breaks it off; a restart makes it."""
+        """Evaluate the current weights. A stop request interrupts the evaluation; a resumed run
+        repeats it.
+        """
         state = self.train_state
         state.updater.finish()
         state.progress.begin(f"evaluating after {state.step} steps")
@@ -148,7 +159,7 @@ class BaseTrainer:
 
         with state.phases("evaluation"):
             is_complete = self.weights.run_on_driver(lambda: stop.complete(evaluate_on_driver))
-        if is_complete:  # on the driver, whose value is saved
+        if is_complete:  # set on the driver, whose value the checkpoint saves
             state.evaluated_step = state.step
 
     def save(self) -> None:
@@ -166,7 +177,9 @@ class BaseTrainer:
         num_tokens: int,
         samples: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Record the step just made. The driver writes, other ranks reset their clocks."""
+        """Record the step that just finished. The driver writes the records; other ranks only reset
+        their clocks.
+        """
         seconds, pushes = self.train_state.phases.take(), self.weights.take_reports()
         if self.driver is None:
             return

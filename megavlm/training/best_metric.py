@@ -7,8 +7,9 @@ from megavlm.config.evaluation import EVALUATION
 
 
 class BestMetricTracker:
-    """Value of a metric for the next checkpoint. A metric of training steps is its mean since the
-    last checkpoint, as a single step is noisy; one of evaluations is that of the evaluated step.
+    """Value of a metric for the next checkpoint. A training metric is averaged over the steps since
+    the last checkpoint, because a single step is noisy. An evaluation metric is the value at the
+    evaluated step.
     """
 
     def __init__(self, metric: str | None) -> None:
@@ -20,7 +21,7 @@ class BestMetricTracker:
         metric.
         """
         if self.metric is None or self.metric.startswith(EVALUATION):
-            self._values = []  # what was evaluated has been trained since
+            self._values = []  # an earlier evaluation no longer describes these weights
             return
         category = self.metric.rpartition("/")[0]  # not every step has prompts of each category
         if self.metric not in metrics and category not in metrics:
@@ -33,13 +34,13 @@ class BestMetricTracker:
             self._values.append(value)
 
     def evaluation(self, scalars: Mapping[str, float]) -> None:
-        """Set the value to that of an evaluation of the present weights."""
+        """Set the value from an evaluation of the current weights."""
         if self.metric is not None and self.metric in scalars:
             self._values = [scalars[self.metric]]
 
     def take(self) -> dict[str, float]:
-        """Return the metric and its value for a checkpoint, empty if there is none, and start
-        anew.
+        """Return {metric: value} for a checkpoint, or an empty dict if there is no value, and reset
+        the tracker.
         """
         values, self._values = self._values, []
         if self.metric is None or not values:

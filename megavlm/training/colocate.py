@@ -16,8 +16,9 @@ from megavlm.parallel.offload import Offloadable
 from megavlm.training.optimizer import Updater
 
 MemoryPhase = Literal["train", "push", "generate"]
-CRITIC = ("critic_parameters", "critic_gradients", "critic_optimizer")  # of a separate critic
-# The trainer's parts, and the servers' by SGLang's tags, in the order in which they are loaded.
+CRITIC = ("critic_parameters", "critic_gradients", "critic_optimizer")  # parts of a separate critic
+# Memory resident in each phase, in loading order: the trainer's parts by our names, the servers' by
+# SGLang's memory tags.
 RESIDENT: dict[MemoryPhase, tuple[str, ...]] = {
     "train": ("parameters", "gradients", "optimizer", *CRITIC),
     "push": ("parameters", "weights"),
@@ -49,8 +50,8 @@ def trainer_memory(updater: Updater, prefix: str = "") -> dict[str, Offloadable]
 class SharedMemory:
     """Switches shared GPUs between trainer and servers.
 
-    Starts in training, with the servers' memory released. `servers`: on the driver. Every method is
-    collective.
+    It starts in the training phase, with the servers' memory released. servers: The servers'
+    memory, on the driver only. Every method is collective.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SharedMemory:
         now, then = self._resident(self._phase), self._resident(phase)
         if now == then:
             return
+        # All ranks release before any loads: the peak never holds both phases.
         leaving = [name for name in reversed(now) if name not in then]
         coming = [name for name in then if name not in now]
         if self._servers is not None:

@@ -1,5 +1,5 @@
 """A separate critic: a second model, with a value head in place of the output layer. It starts from
-the policy's weights and is trained and saved beside it.
+the policy's weights, and is trained and checkpointed separately.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class Critic:
                 )
 
     def features(self, of_policy: VisionFeatures, images: RankImages) -> VisionFeatures:
-        """Return the critic's image features: the policy's where the tower is frozen."""
+        """Return the critic's image features. With a frozen tower they are the policy's."""
         if not of_policy.tower_trained:
             return of_policy
         return VisionFeatures(self.updater.chunks, images)
@@ -75,7 +75,8 @@ class Critic:
     def begin_save(self, copy: bool) -> PendingSave:
         """Begin to save the critic at the current step. Collective.
 
-        It is complete before the policy's checkpoint of the step appears, from which a run resumes.
+        The critic's checkpoint is complete before the policy's checkpoint of the same step appears.
+        A run resumes from the latter, so it always finds the former.
         """
         step = self._train_state.step
         self._prune()

@@ -46,8 +46,8 @@ from megavlm.training.step.step_plan import (
 )
 from megavlm.training.utilization import StepFlops, utilization
 
-SKIPPED_FILE = "skipped_updates.jsonl"  # in the run directory: rows of steps with such an update
-LINE_EVERY = 1.0  # seconds between printed steps; the records have all
+SKIPPED_FILE = "skipped_updates.jsonl"  # in the run directory: rows of steps that skipped an update
+LINE_EVERY = 1.0  # minimum seconds between printed steps; the records have every step
 
 
 class Driver:
@@ -63,21 +63,21 @@ class Driver:
         progress: Progress,
         beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """Load the data and start the rewards. connection: None where the run generates nothing.
-        beat: called with each response of a producer.
+        """Load the data and start the rewards. connection: The rollout servers; None in a run that
+        generates nothing. beat: Callback for each response that the rollout producer receives.
         """
         self.config, self.mesh, self.connection = config, mesh, connection
         self._progress, self._beat = progress, beat
-        self._planned: list[str] = []  # sources of the step's rows
+        self._planned: list[str] = []  # sources of the rows of the step planned last
         self._last_line: float | None = None  # when a step was last printed
         parts = family(hf_config.model_type)
         self._cost = ModelCost.of(parts.mapping(hf_config), parts.architecture(hf_config))
         text = hf_config.get_text_config()
-        self._output_cost = 2.0 * text.vocab_size * text.hidden_size  # of a target token
+        self._output_cost = 2.0 * text.vocab_size * text.hidden_size  # per target token
         data, algorithm = config.data, config.algorithm
         self.processor = Processor(config.model.folder, data)
         self.rows, self.test_rows = Rows(data.train_files, data), Rows(data.test_files, data)
-        # The prompts of a step, so that an image is processed once in it.
+        # Prompts are read in batches of one step, so that an image is processed once per step.
         is_sft = isinstance(algorithm, SFT)
         size = algorithm.batch_size if isinstance(algorithm, SFT) else algorithm.prompts_per_step
         self.stream = PromptStream(
@@ -112,7 +112,8 @@ class Driver:
             backlog = state["backlog"]
             environment = BUILT_IN_ENVIRONMENTS.get(self.config.environment.name)
             if environment is None or not environment.starts_from_row:
-                # Those of a producer: their prompts depend on the step at which they started.
+                # A producer saved these groups. The environment made their prompts from the step at
+                # which they started, so their responses cannot continue here.
                 backlog = [{**item, "responses": []} for item in backlog]
             self.partial_rollouts.load_state_dict(
                 backlog, lambda index: self.processor.prompt(self.rows[index])
@@ -208,7 +209,9 @@ class Driver:
         return self.connection.client
 
     def start_groups(self, groups: Sequence[Group], n: int, step: int) -> list[Group]:
-        """Start n episodes in each group, and in other prompts' for those that cannot start."""
+        """Start n episodes in each group. A prompt whose episodes cannot start is replaced by the
+        next prompt of the data.
+        """
         started = self.episode_runner.start_or_replace(
             groups, n, self.stream.take, stage=self.curriculum.stage(step), step=step
         )
@@ -217,7 +220,7 @@ class Driver:
         return started
 
     def take_groups(self, count: int, version: int, refit: Callable[[], None]) -> list[Group]:
-        """Return the producer's next groups for the present weights, `version`."""
+        """Return the producer's next `count` groups for the current weight version."""
         assert self.producer is not None
         return self.producer.take(count, version, self.curriculum.stage(version), refit)
 
@@ -227,7 +230,7 @@ class Driver:
 
     def replayed_groups(self, step: int) -> list[Group]:
         """Return the groups of a step of the recorded run. Raises ValueError as
-        `RecordedRollouts.load`.
+        `RecordedRollouts.load` does, or if the step has too few groups.
         """
         folder, algorithm = self.config.rollout.replay, self.config.algorithm
         assert folder is not None and isinstance(algorithm, PolicyOptimization)
@@ -247,8 +250,9 @@ class Driver:
         *,
         tower_trained: bool,
     ) -> StepPlan:
-        """Return the plan of a step: trees of each minibatch, packed and balanced, with the images
-        of `prompts`. drawn: the prompts as the data has them, whose images ranks read themselves.
+        """Return the plan of a step: the trees of each minibatch, packed and balanced over the data
+        ranks, and the images of `prompts`. drawn: The original prompts; ranks read their images
+        from the data files again, so that rank 0 need not send their pixels.
         """
         self._planned = [prompt.row.source for prompt in drawn]
         images = {image.key: image for prompt in prompts for image in prompt.images}
@@ -271,7 +275,8 @@ class Driver:
                 grids,
                 {key: self._cost.image(grid) for key, grid in grids.items()},
                 slots=layout.tensor * layout.context,
-                # As many as a pack has, which a trained tower encodes at once.
+                # A trained tower encodes a pack's images at once, so this many patches fit in
+                # memory.
                 round_patches=self.config.data.pack_tokens * self.processor.merge_size**2,
             ),
             num_tokens=sum(tree.num_tokens for tree in trees),
@@ -283,8 +288,9 @@ class Driver:
     def utilization(
         self, passes: Mapping[str, float], seconds: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return FLOPs a second and modelled seconds of the step last planned. passes: of the
-        language model, by phase. seconds: of `Phases.take`.
+        """Return FLOPs per second and modelled seconds of the step planned last. passes: Forward
+        passes of the language model, by phase. seconds: Measured seconds by phase, from
+        `Phases.take`.
         """
         work = self._flops.by_phase(passes, tower_trained=self._tower_trained)
         return utilization(work, seconds, platform.peak_flops(), self.mesh.world_size)

@@ -37,7 +37,7 @@ class EvaluationSet:
         test: Rows,
         train: Rows,
     ) -> "EvaluationSet":
-        """Read the rows once. Raises ValueError as `usable` does, and where no episode can
+        """Read the rows once. Raises ValueError as `usable` does, or if no row's episode can
         start.
         """
 
@@ -57,10 +57,10 @@ def evaluate(
     version: int | None,
     refit: Callable[[], None] | None = None,
 ) -> EvaluationResult:
-    """Play an episode of each row and return the result.
+    """Play one episode for each row and return the result.
 
-    version: of the weights that must answer; None: any. refit: pushes them to servers that
-    restarted.
+    version: Weight version that must generate the responses; None accepts any. refit: Function that
+    pushes the weights to servers that restarted.
     """
 
     def play(questions: Sequence[Row], how: Sampling) -> list[Answer]:
@@ -73,7 +73,7 @@ def evaluate(
         groups = [Group(processor.prompt(row)) for row in questions]
         episode_runner.start(groups, 1)
         episode_runner.play(groups, generate)
-        # An episode that did not start, as one with shuffled images may not, counts as incorrect.
+        # An episode may fail to start, for example with shuffled images; it counts as incorrect.
         return [
             _answer(group.episodes[0]) if group.episodes else Answer("", False) for group in groups
         ]
@@ -94,8 +94,8 @@ def _answer(episode: Episode) -> Answer:
 
 
 def at_version(config: Config, sampling: Sampling, version: int | None) -> Sampling:
-    """Return `sampling` for a weight version: with its adapter, where servers hold adapters, and
-    with a prefix cache of its own, where a push does not empty it.
+    """Return `sampling` for one weight version. If servers hold LoRA adapters, it names the
+    version's adapter; if a push does not empty the prefix cache, it gets a cache key of its own.
     """
     if version is None:
         return sampling

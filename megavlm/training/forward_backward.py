@@ -1,5 +1,5 @@
-"""Passes over a rank's packs through megatron-core's schedules: log-probs without a graph, and
-forward with backward.
+"""Passes over a rank's packs with megatron-core's pipeline schedules: log-probs without an autograd
+graph, and forward with backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,24 +17,25 @@ from megavlm.data.packing import Pack
 from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.training.step.vision_features import VisionFeatures
 
-# Of a pack's scores: the loss, already divided by its global denominator, and measures
-# (`reduce_measures`).
+# Computes from a pack's scores the loss, already divided by its global denominator, and measures to
+# be summed over ranks (`reduce_measures`).
 LossFunction = Callable[[Pack, TokenScores], tuple[Tensor, dict[str, Tensor]]]
-Chunks = Sequence[DistributedDataParallel]  # of this rank's pipeline stage, in order
+Chunks = Sequence[DistributedDataParallel]  # virtual stages of this pipeline rank, in order
 
 
 def compute_logprobs(
     chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures, scoring: Scoring
 ) -> list[TokenScores]:
-    """Return the scores of each pack's targets, without a graph and without entropies. They are on
-    the last pipeline stage; other stages return an empty list. Collective.
+    """Return the scores of each pack's targets, without an autograd graph and without entropies.
+    Only the last pipeline stage has them; other stages return an empty list. Collective.
     """
     return _without_graph(chunks, packs, features, replace(scoring, entropy=False))
 
 
 def logits(chunks: Chunks, packs: Sequence[Pack], features: VisionFeatures) -> list[Tensor]:
-    """Return whole logits at each pack's targets [N, V], on the last pipeline stage; other stages
-    return an empty list. For inspection and tests, never for training.
+    """Return the logits [N, V] at each pack's targets, gathered over the vocabulary shards. Only
+    the last pipeline stage has them; other stages return an empty list. For inspection and tests,
+    not for training.
     """
     group = chunks[-1].module.language_model.pg_collection.tp
     whole = []
@@ -68,8 +69,8 @@ def forward_backward(
     scoring: Scoring,
     loss_function: LossFunction,
 ) -> list[dict[str, Tensor]]:
-    """Accumulate and reduce the gradients of the packs' losses. Returns the measures of each pack,
-    on the last pipeline stage. Collective.
+    """Accumulate and reduce the gradients of the packs' losses. Returns the measures of each pack
+    on the last pipeline stage, an empty list on others. Collective.
     """
 
     def loss_of(pack: Pack, scores: TokenScores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

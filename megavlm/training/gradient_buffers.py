@@ -1,9 +1,9 @@
-"""Gradient buffers of a model's chunks, megatron-core's: reduced after an update's last backward or
-while it runs, and updated parameters gathered while the next forward runs.
+"""megatron-core's gradient buffers for a model's chunks. Gradients are reduced after an update's
+last backward or while it runs; updated parameters can be gathered while the next forward runs.
 
-NCCL needs one order of collectives on all ranks. Ranks without images in a pack use no tower, so
-nothing that depends on it starts a collective: its gradients are reduced after the backward, and
-all gathers start together after the update, in the order of the forward.
+NCCL needs the same order of collectives on all ranks. A rank whose pack has no images does not run
+the vision tower, so the tower must not trigger a collective: its gradients are reduced after the
+backward, and all gathers start together after the update, in the order of the forward.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,10 @@ def wrap(
     shard_optimizer: bool = True,
 ) -> list[DistributedDataParallel]:
     """Give each chunk contiguous gradient buffers, in fp32 by default, reduced over the data and
-    context axes after the last microbatch. settings: None takes the defaults.
+    context axes after the last microbatch. settings: Optimizer settings; None takes the defaults.
 
-    shard_optimizer: a data rank gets its shard of the reduced gradient; else all of it.
+    shard_optimizer: If true, each data rank gets only its shard of the reduced gradient; otherwise
+    all of it.
     """
     settings = settings or Optimizer()
     ddp_config = DistributedDataParallelConfig(
@@ -39,13 +40,14 @@ def wrap(
         grad_reduce_in_fp32=not settings.grad_reduce_in_bf16,
         overlap_grad_reduce=settings.overlap_grad_reduce,
         overlap_param_gather=settings.overlap_param_gather,
-        align_param_gather=True,  # a layer's forward starts no gather, it waits for its own
+        align_param_gather=True,  # a layer's forward only waits for its own gather
     )
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_gradients
     wrapped = [
-        # Later chunks' gradients are ready while others compute: they need no smaller buckets. Then
-        # all buckets are gathered as one, which gloo does wrongly where they have two dtypes.
+        # Gradients of later chunks are ready while other chunks compute, so they need no smaller
+        # buckets. Without bucketing all parameters are gathered as one; gloo gets this wrong if
+        # they have two dtypes.
         DistributedDataParallel(
             config, ddp_config, chunk, disable_bucketing=index > 0 and len(_dtypes(chunk)) < 2
         )
@@ -69,13 +71,15 @@ def _dtypes(chunk: nn.Module) -> set[torch.dtype]:
 
 
 def _groups(chunk: DistributedDataParallel) -> list[Any]:
-    """Return the bucket groups, whose collectives are one; later layers come first."""
+    """Return the bucket groups, each reduced and gathered by one collective. Later layers come
+    first.
+    """
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def _reduce_tower_last(chunk: DistributedDataParallel) -> None:
-    """Leave out bucket groups with gradients of the tower from those that are reduced during the
-    backward: a group that counts no gradient is reduced after it.
+    """Exclude bucket groups with tower gradients from the reduction during the backward. A group
+    that never counts a ready gradient is reduced after the backward.
     """
     tower = chunk.module.visual
     trained = set() if tower is None else {p for p in tower.parameters() if p.requires_grad}
@@ -85,8 +89,8 @@ def _reduce_tower_last(chunk: DistributedDataParallel) -> None:
 
 
 def _wait_for_output_weight(chunk: DistributedDataParallel) -> None:
-    """Wait for the gathered output layer before the final norm: the layer has no forward of its
-    own, which would wait.
+    """Wait for the gathered output layer before the final norm. Its weight is used directly and not
+    by the layer's own forward, so no hook of that forward would wait.
     """
     model = chunk.module.language_model
     output = getattr(model, "output_layer", None)
@@ -100,8 +104,8 @@ def _wait_for_output_weight(chunk: DistributedDataParallel) -> None:
 
 
 def begin_gather(chunk: DistributedDataParallel) -> None:
-    """Start to gather updated parameters, those of the first layers first; nothing where they are
-    gathered in the optimizer's step. Collective.
+    """Start to gather updated parameters, the first layers first. Does nothing if the optimizer's
+    step gathers them already (overlap_param_gather=false). Collective.
     """
     if chunk.ddp_config.overlap_param_gather:
         for group in reversed(_groups(chunk)):
@@ -109,7 +113,7 @@ def begin_gather(chunk: DistributedDataParallel) -> None:
 
 
 def finish_gather(chunk: DistributedDataParallel) -> None:
-    """Block until what is being gathered is there."""
+    """Block until all gathers in flight are complete."""
     for group in _groups(chunk):
         if group.param_gather_handle is not None:
             group.start_param_sync(force_sync=True)  # waits
@@ -120,15 +124,16 @@ def finalize_gradients(
 ) -> None:
     """Sum gradients over the data and context axes, and the tower's over the tensor axis.
 
-    Losses are already divided by their global number of tokens: megatron's count is not used.
+    megatron's token count is not used, because losses are already divided by their global number of
+    tokens.
     """
     finalize_model_grads(chunks, None)
     sum_tower_gradients(chunks[0].module)
 
 
 def sum_tower_gradients(model: VisionLanguageModel) -> None:
-    """Sum the tower's gradients over the tensor axis, each of whose ranks encoded a share of the
-    images.
+    """Sum the tower's gradients over the tensor axis, because each tensor rank encoded only a share
+    of the images.
     """
     if model.visual is None:
         return

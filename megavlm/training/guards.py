@@ -1,6 +1,4 @@
-"""Guards of a run: updates skipped for gradients that are not finite, requests to stop, and the
-time limit.
-"""
+"""Guards of a run: skipped updates with non-finite gradients, stop requests, and the time limit."""
 
 import os
 import signal
@@ -14,11 +12,11 @@ from megavlm.process import STOP_SIGNALS, Stopped
 
 MAX_SKIPPED = 5
 SLURM_END = "SLURM_JOB_END_TIME"  # Unix seconds, in the environment of a job
-MARGIN = 60.0  # seconds, besides twice the longest step with its evaluation and checkpoint
+MARGIN = 60.0  # seconds, added to twice the longest step with its evaluation and checkpoint
 
 
 class NotFiniteError(RuntimeError):
-    """Too many updates in a row had gradients that are not finite."""
+    """Too many updates in a row had non-finite gradients."""
 
 
 class SkipCounter:
@@ -38,8 +36,8 @@ class SkipCounter:
 
 
 class TimeLimit:
-    """Time at which a run has to have stopped: `hours` after its start or, if that is None, when
-    Slurm ends the job that it is in.
+    """Time by which a run must have stopped: `hours` after its start or, if `hours` is None, when
+    Slurm ends the job.
     """
 
     def __init__(self, hours: float | None, started: float) -> None:
@@ -56,8 +54,8 @@ class TimeLimit:
 
 
 class StopRequest:
-    """Requests to stop by a signal or by the time limit, within the context. Main thread only, as
-    for any signal handler.
+    """Context manager that turns stop signals and the time limit into stop requests. It works in
+    the main thread only, as signal handlers do.
     """
 
     def __init__(self, limit: TimeLimit) -> None:
@@ -80,7 +78,7 @@ class StopRequest:
             raise Stopped
 
     def complete(self, work: Callable[[], None]) -> bool:
-        """Do `work` that a signal breaks off. Returns False if one did."""
+        """Run `work`, which a stop signal interrupts. Returns False if it was interrupted."""
         self._interrupts = True
         try:
             if not self._requested:

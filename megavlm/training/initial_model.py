@@ -24,9 +24,9 @@ from megavlm.parallel.mesh import Mesh
 
 
 def starting_step(config: Config) -> Path | None:
-    """Return the step of `model.checkpoint` that a run starts from, None for an HF folder. Found
-    once, so that policy, critic and adapter settings are of the same step. Collective: one rank
-    searches, and only one warns.
+    """Return the checkpoint step in `model.checkpoint` that a run starts from; None if it starts
+    from an HF folder. It is searched once, so that policy, critic and adapter settings come from
+    the same step. Collective: only one rank searches, so that a warning appears once.
     """
     source = config.model.checkpoint
     if source is None:
@@ -45,8 +45,9 @@ def start_model(
     mesh: Mesh,
     head: Literal["tokens", "values", "both"],
 ) -> list[VisionLanguageModel]:
-    """Build this rank's part of the model with the weights of `step`, or of `model.folder`.
-    Adapters are fresh unless the step has them, and a value head predicts 0. Collective.
+    """Build this rank's part of the model with the weights of `step`, or of `model.folder` if
+    `step` is None. Adapters are newly initialized unless the step has them; a value head predicts
+    0. Collective.
     """
     model = build_model(hf_config, mesh, replace(ModelOptions.from_config(config), head=head))
     lora = config.lora
@@ -65,7 +66,9 @@ def start_model(
 
 
 def adapter_settings(config: Config, step: Path | None) -> AdapterSettings | None:
-    """Return the settings of the adapters that a run trains, with the base that they belong to."""
+    """Return the settings of the LoRA adapters that a run trains, including their base model; None
+    without adapters.
+    """
     if config.lora.rank == 0:
         return None
     if step is None:
@@ -77,8 +80,8 @@ def adapter_settings(config: Config, step: Path | None) -> AdapterSettings | Non
 
 
 def _goes_on(step: Path, alpha: float) -> bool:
-    """Return True if the step has adapters. Raises ValueError if their alpha differs.
-    Collective.
+    """Return True if the step has adapters, so that their training continues. Raises ValueError if
+    their alpha differs. Collective.
     """
 
     def look() -> bool:
@@ -99,7 +102,9 @@ def _add(model: Sequence[VisionLanguageModel], lora: LoRA, seed: int) -> None:
 
 @contextmanager
 def _without_value_head(model: Sequence[VisionLanguageModel]) -> Iterator[None]:
-    """Remove the value head within the context: a checkpoint to start from need not have one."""
+    """Detach the value head within the context, because a checkpoint to start from need not have
+    one.
+    """
     heads = [chunk.value_head for chunk in model]
     for chunk in model:
         chunk.value_head = None

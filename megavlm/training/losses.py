@@ -23,15 +23,19 @@ CUSTOM = "policy_loss/"  # prefix of the metrics that a policy loss adds
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """State of the update that a policy loss is for.
+    """Facts about the update that a policy loss is computed for.
 
-    is_first: the first update on its rollout, so that the present log-probs are those of the policy
-    that sampled. For tokens that older weights sampled (`is_stale`) they are the policy's before
-    this step's updates, and the importance weights correct the rest.
-    has_moved: the policy is no longer the reference, so that their KL is more than rounding.
-    is_reference: the policy was the reference before this step's updates, so that their log-probs
-    were the same.
-    reduce: sums over the context ranks that hold parts of the same pack.
+    is_first: True for the first update on a rollout. The current log-probs are then the old ones,
+    before this step's updates. They also belong to the weights that sampled, except for tokens from
+    older weights (`is_stale`), which importance weights correct.
+
+    has_moved: True if the policy differs from the reference, so that their KL is more than
+    rounding.
+
+    is_reference: True if the policy was the reference before this step's updates, so that both have
+    the same log-probs.
+
+    reduce: Sum over the context ranks that hold parts of the same pack.
     """
 
     kl_coefficient: float
@@ -42,13 +46,13 @@ class Update:
 
 
 def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
-    """Return the policy's loss function: a sum over tokens with loss weights that hold the
+    """Return the policy's loss function: a sum over tokens, with loss weights that include the
     denominators.
 
-    The packs have columns with advantages, and with reference_logprobs where the KL is in the loss.
-    The first update on a rollout adds old_logprobs where there are none, and while the policy is
-    the reference reference_logprobs. Measures are sums over
-    tokens; `signal` counts tokens with a gradient that is not rounding alone.
+    The packs need the column `advantages`, and `reference_logprobs` if the KL is in the loss. The
+    first update on a rollout adds `old_logprobs` if they are missing, and `reference_logprobs`
+    while the policy still is the reference. Measures are sums over tokens; `signal` counts the
+    tokens whose gradient is more than rounding.
     """
     loss_of_tokens = load_policy_loss(settings)
     kl = estimator(settings.kl_estimator)
@@ -162,8 +166,9 @@ def _correction(
 
 
 def engine_gap(logprobs: Tensor, columns: TargetColumns, *, is_known: bool = True) -> Measures:
-    """Measure how far rollout engine and trainer are apart. `is_known`: `logprobs` [N] are those of
-    the weights that sampled, except where `is_stale`.
+    """Measure the difference between the log-probs of rollout engine and trainer. is_known: True if
+    `logprobs` [N] belong to the weights that sampled, except where `is_stale`; False measures
+    nothing.
     """
     if not is_known:
         logprobs, columns = logprobs[:0], columns.select(slice(0))
@@ -191,8 +196,8 @@ def critic_loss(settings: PPO) -> LossFunction:
 
 
 def with_value_loss(settings: PPO, policy: LossFunction, *, critic_alone: bool) -> LossFunction:
-    """Return the loss function of a policy with a shared critic. `critic_alone`: the policy's loss
-    is computed, and its gradient is exactly zero.
+    """Return the loss function of a policy with a shared critic. critic_alone: If true, the
+    policy's loss is still computed, but its gradient is exactly zero.
     """
 
     def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
@@ -215,7 +220,7 @@ def weighted_value_loss(settings: PPO, pack: Pack, scores: TokenScores) -> tuple
     loss, clipped = value_loss(scores.values, columns.values, columns.returns, settings.value_clip)
     total = (loss * columns.loss_weights).sum()
     counted = columns.loss_weights > 0
-    # Zeros in place of the other tokens: an index by a mask would wait for the GPU.
+    # Other tokens become zeros; indexing by a mask would synchronize with the GPU.
     values, returns = (x.where(counted, 0.0) for x in (columns.values, columns.returns))
     errors = returns - values
     return total, {

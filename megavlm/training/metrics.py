@@ -1,4 +1,6 @@
-"""Metrics of a step from measures summed over all ranks; names as in observability/metrics.py."""
+"""Metrics of a step, computed from measures that are summed over all ranks.
+observability/metrics.py describes each metric.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +9,7 @@ from megavlm.training.losses import CUSTOM
 
 Report = Mapping[str, float]
 
-# Metric -> the sum over tokens that it is the mean of.
+# Metric -> the summed measure that it is the mean per token of.
 _SHARES = {
     "entropy": "entropy",
     "ratio_mean": "ratio",
@@ -49,8 +51,8 @@ def engine_metrics(reports: Sequence[Report]) -> dict[str, float]:
 
 
 def value_metrics(reports: Sequence[Report]) -> dict[str, float]:
-    """Return the critic's metrics of a step's updates. The explained variance is of all passes
-    together, with the values that the advantages were made with.
+    """Return the critic's metrics over a step's updates. The explained variance covers all passes
+    and uses the values from which the advantages were computed.
     """
     total = {name: sum(report[name] for report in reports) for name in reports[0]}
     sums = ("value_tokens", "returns", "returns_squared", "errors", "errors_squared")

@@ -1,5 +1,5 @@
-"""Updates of a model: gradient buffers, distributed optimizer and learning-rate schedule, all of
-them megatron-core's.
+"""Updates of a model with megatron-core's gradient buffers, distributed optimizer and learning-rate
+schedule.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,10 +37,11 @@ from megavlm.training.step.vision_features import VisionFeatures
 
 
 class UpdateSchedule(OptimizerParamScheduler):
-    """megatron-core's schedule of learning rate and weight decay, which counts updates.
+    """megatron-core's schedule of learning rate and weight decay, counted in updates.
 
-    A checkpoint gives it the count alone: the values are this run's. Another number of updates in
-    a step changes the count, so that the schedule continues at the same step.
+    Only the count is restored from a checkpoint; rates and lengths come from this run's recipe. If
+    the number of updates per step has changed, the count is converted, so that the schedule
+    continues at the same step.
     """
 
     def __init__(self, *args: Any, updates_per_step: int, **kwargs: Any) -> None:
@@ -54,7 +55,7 @@ class UpdateSchedule(OptimizerParamScheduler):
         return {**super().state_dict(), "updates_per_step": self._updates_per_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        before = state.get("updates_per_step", self._updates_per_step)  # older ones have none
+        before = state.get("updates_per_step", self._updates_per_step)  # absent in older ones
         updates = state["num_steps"] - _start(state["lr_warmup_steps"])
         self.num_steps = self.start + ceil(updates * self._updates_per_step / before)
         self.step(increment=0)
@@ -68,7 +69,7 @@ def _start(warmup: int) -> int:
 @dataclass(frozen=True)
 class Updater:
     """Updates a model: this rank's chunks with their gradient buffers, the optimizer and the
-    schedule. offloads: the optimizer's state is in host memory outside its step.
+    schedule. offloads: If true, the optimizer's state is in host memory except during its step.
     """
 
     chunks: list[DistributedDataParallel]
@@ -88,8 +89,8 @@ class Updater:
 
     @contextmanager
     def state_on_device(self) -> Iterator[None]:
-        """Have the optimizer's state on the device, if it is offloaded. Whatever steps, saves or
-        loads it is within this context.
+        """Move an offloaded optimizer state to the device within the context. Code that steps,
+        saves or loads the optimizer must run in it.
         """
         if self.offloads:
             self._state.to_device()
@@ -98,8 +99,8 @@ class Updater:
             self._state.to_host()
 
     def state_tensors(self) -> Iterator[Tensor]:
-        """Yield the optimizer's tensors, without those that are views of parameters, as its main
-        weights are in fp32.
+        """Yield the optimizer's tensors. Views of parameters are left out: with an fp32 model the
+        optimizer's main weights are such views.
         """
         parameters = (p for chunk in self.chunks for p in chunk.parameters())
         shared = {storage.data_ptr() for storage in distinct_storages(parameters)}
@@ -122,22 +123,22 @@ class Updater:
         scoring: Scoring | None = None,
         value_head_alone: bool = False,
     ) -> dict[str, float]:
-        """Accumulate gradients over `packs` and make one optimizer step, or none. Returns measures
+        """Accumulate gradients over `packs` and make at most one optimizer step. Returns measures
         summed over all ranks. Collective.
 
-        There is no optimizer step where a gradient is not finite (`skipped_updates`; RuntimeError
-        after too many in a row, which names `step`), or where the loss reports `signal` and no
-        token has any (`updates_without_signal`): Adam divides by the gradient's size, and would
-        make a full step of rounding errors, or of earlier gradients in its moments. The schedule
-        does not advance then.
+        The optimizer step is skipped if a gradient is not finite (`skipped_updates`), or if the
+        loss reports `signal` and no token has any (`updates_without_signal`). In the second case
+        Adam, which divides by the gradient's size, would turn rounding errors or the earlier
+        gradients in its moments into a full step. A skipped step does not advance the schedule.
+        Raises NotFiniteError, which names `step`, after too many non-finite updates in a row.
 
-        value_head_alone: update the value head only.
+        value_head_alone: Update the value head only; see `step`.
         """
         self.zero_gradients()
         reports = forward_backward(
             self.chunks, packs, features, scoring or Scoring(), loss_function
         )
-        self.finish()  # what no forward of this rank has waited for, such as an unused tower
+        self.finish()  # gathers that no forward has waited for, such as an unused tower's
         measures = reduce_measures(reports, self.mesh)
         skipped = not self.gradients_are_finite()
         self.skips.record(skipped, step)
@@ -153,15 +154,15 @@ class Updater:
         return measures | {"gradient_norm": norm}
 
     def finish(self) -> None:
-        """Block until this rank has all updated parameters. Whatever reads them without a forward
-        comes after it.
+        """Block until this rank has all updated parameters. Call it before reading parameters other
+        than by a forward pass.
         """
         for chunk in self.chunks:
             finish_gather(chunk)
 
     @property
     def has_moved(self) -> bool:
-        """True after an update since the run's start, before a resume or after it."""
+        """True if the run has made an update, before or after a resume."""
         return self.scheduler.num_steps > self.scheduler.start
 
     def zero_gradients(self) -> None:
@@ -184,14 +185,15 @@ class Updater:
         """Clip gradients, update the parameters and advance the schedule. Returns the gradient norm
         before clipping. Collective.
 
-        value_head_alone: update the value head at its full rate; everything else, the schedule too,
-        stays bit for bit. The first update of everything else is as if there were none before.
+        value_head_alone: Update the value head at its full learning rate; all other parameters and
+        the schedule stay bit for bit the same. The first update of the other parameters later
+        starts from zero moments, as if nothing had been updated before.
         """
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         if value_head_alone:
             for group in groups:
-                # megatron-core's mark of a rate of its own
+                # megatron-core's flag for a group with its own learning rate
                 group["lr"] = group["max_lr"] if group["is_decoupled_lr"] else 0.0
         with self.state_on_device():
             if not value_head_alone and not self.has_moved:
@@ -222,11 +224,11 @@ def build_updater(
 ) -> Updater:
     """Build gradient buffers, optimizer and schedule of a model. Collective.
 
-    The schedule counts training steps, of which the run has `num_steps`. value_head_lr: learning
-    rate of a value head beside a policy, which starts at zero.
+    num_steps: Training steps of the whole run, the length of the schedule. value_head_lr: Learning
+    rate of a value head on a policy. A new value head predicts 0.
 
-    Raises ValueError if nothing is trained on one of the pipeline stages, or the optimizer's keys
-    do not go with the model's dtypes.
+    Raises ValueError if one of the pipeline stages has no trainable parameters, or if the
+    optimizer's settings do not support the model's dtypes.
     """
     if any_rank(not any(p.requires_grad for chunk in chunks for p in chunk.parameters())):
         raise ValueError(
@@ -257,8 +259,8 @@ def build_updater(
     )
     overrides = get_standard_config_overrides(config)
     if dtype != torch.float32:
-        # megatron-core's optimizer mistakes states for each other where a group has both dtypes; a
-        # setting, be it the default, makes a group.
+        # megatron-core's optimizer confuses parameter states if a group has both dtypes. Any
+        # override, even with the default value, puts fp32 parameters in a group of their own.
         kept = ParamPredicate("kept in fp32", lambda parameter: parameter.dtype == torch.float32)
         overrides[ParamKey(predicate=kept)] = {"lr_mult": 1.0}
     if value_head_lr is not None:
@@ -291,8 +293,8 @@ def build_updater(
 
 
 def _check_one_dtype(chunks: Sequence[VisionLanguageModel]) -> None:
-    """Raise ValueError if gradients would be of two dtypes, which Transformer Engine's norm and
-    clipping take for one. Collective.
+    """Raise ValueError if gradients would have two dtypes: Transformer Engine's norm and clipping
+    assume a single one. Collective.
     """
     trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
     if any_rank(any(p.dtype == torch.float32 for p in trained)):
@@ -315,8 +317,8 @@ def _make_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def _forget_moments(optimizer: MegatronOptimizer) -> None:
-    """Zero Adam's moments and their step count. A checkpoint has one count for all parameters, so
-    that it must not include updates of the value head alone.
+    """Zero Adam's moments and their step count. A checkpoint has one step count for all parameters,
+    so it must not include updates of the value head alone.
     """
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:

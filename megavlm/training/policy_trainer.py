@@ -1,4 +1,4 @@
-"""Policy optimisation on rollouts. `train_step` is one step, top to bottom."""
+"""Policy optimization on rollouts. `train_step` shows one step from top to bottom."""
 
 import math
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class PolicyTrainer(BaseTrainer):
     def train_step(self) -> None:
         state, phases = self.train_state, self.train_state.phases
         is_replay = state.config.rollout.replay is not None
-        # phases data, rollout and reward
+        # this call times the phases data, rollout and reward itself
         sampled = self.weights.run_on_driver(self.replay if is_replay else self.sample)
         if self.driver is not None and sampled is not None and state.config.run.record_rollouts:
             with phases("record"):
@@ -90,14 +90,14 @@ class PolicyTrainer(BaseTrainer):
             self.record(metrics, num_tokens=batch.num_tokens, samples=samples)
 
     def replay(self) -> list[Group]:
-        """Return the step's groups of the recorded run, in place of `sample`. Driver only."""
+        """Return the step's groups from the recorded run instead of sampling. Driver only."""
         assert self.driver is not None
         with self.train_state.phases("rollout"):
             return self.driver.replayed_groups(self.train_state.step + 1)
 
     def sample(self) -> list[Group]:
         """Return the step's groups with their rewards: as many as the step needs, or more with
-        dynamic sampling, which rolls out further prompts for groups without signal. Driver only.
+        dynamic sampling, because it replaces groups without signal by further prompts. Driver only.
         """
         driver, settings, config = self.driver, self.settings, self.train_state.config
         assert driver is not None
@@ -115,11 +115,11 @@ class PolicyTrainer(BaseTrainer):
             if missing <= 0:
                 break
             if driver.producer is not None:
-                with phases("rollout"):  # the wait for it
+                with phases("rollout"):  # time spent waiting for the producer
                     sampled += driver.take_groups(missing, version, self.weights.refit)
                 continue
             enough = len(sampled) + missing
-            while (missing := enough - len(sampled)) > 0:  # again where requests timed out
+            while (missing := enough - len(sampled)) > 0:  # repeats if requests timed out
                 with phases("data"):
                     count = math.ceil(missing * config.rollout.oversample)
                     groups = driver.partial_rollouts.take(count, driver.stream.take)
@@ -158,8 +158,9 @@ class PolicyTrainer(BaseTrainer):
         )
 
     def add_reference_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
-        """Add the reference's log-probs, but not while the policy is the reference: then they are
-        the old ones, and the KL in the reward is zero. Collective.
+        """Add the reference's log-probs. Nothing is computed while the policy still is the
+        reference: its log-probs are then the old ones, and the KL in the reward is zero.
+        Collective.
         """
         reference, has_moved = self.reference, self.train_state.updater.has_moved
         self.is_reference = reference is not None and reference.is_policy and not has_moved
@@ -168,8 +169,9 @@ class PolicyTrainer(BaseTrainer):
                 self.add_logprobs("reference_logprobs", batch, features, first=0)
 
     def add_old_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
-        """Add the log-probs before the step's updates. The first update is on its own rollout,
-        where the present log-probs are the old ones, unless the KL is in the reward. Collective.
+        """Add the policy's log-probs before the step's updates. The first minibatch is left out,
+        because its update computes them anyway, unless the KL in the reward needs them earlier.
+        Collective.
         """
         if self.settings.old_logprobs == "trainer":
             first = 0 if self.kl_in_reward else 1
@@ -193,7 +195,7 @@ class PolicyTrainer(BaseTrainer):
                     pack.columns = replace(pack.columns, **{name: pack_scores.logprobs})
 
     def add_advantages(self, batch: RankBatch, features: VisionFeatures) -> None:
-        """Add the advantages that need log-probs or values; the driver made the others.
+        """Add the advantages that need log-probs or values; the driver has computed all others.
         Collective.
         """
         mesh = self.train_state.mesh
@@ -256,7 +258,7 @@ class PolicyTrainer(BaseTrainer):
             return
         metrics["kl_coefficient"] = self.state["kl_coefficient"]
         measured = metrics["kl_reference"]
-        if math.isfinite(measured):  # else of a skipped update
+        if math.isfinite(measured):  # it is not after a skipped update
             self.state["kl_coefficient"] = adapted(
                 self.state["kl_coefficient"],
                 measured,
@@ -267,11 +269,11 @@ class PolicyTrainer(BaseTrainer):
 
 
 def start_kl(settings: GRPO | PPO, state: dict[str, float]) -> None:
-    """Set the KL coefficient in a trainer's state: an adapted one goes on, unless the recipe's has
-    changed since.
+    """Set the KL coefficient in a trainer's state. An adapted coefficient is kept on resume unless
+    the recipe's kl_coefficient has changed.
     """
     given = settings.kl_coefficient
-    changed = state.get("kl_coefficient_given", given) != given  # older ones do not have it
+    changed = state.get("kl_coefficient_given", given) != given  # older checkpoints lack it
     if settings.kl_target is None or changed or "kl_coefficient" not in state:
         state["kl_coefficient"] = given
     state["kl_coefficient_given"] = given

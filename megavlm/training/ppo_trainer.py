@@ -1,5 +1,5 @@
-"""Proximal policy optimisation with a critic (arXiv 1707.06347): a policy trainer's steps, with
-values before the advantages and the critic's loss in the update.
+"""Proximal policy optimisation with a critic (arXiv 1707.06347): the steps of PolicyTrainer, with
+values computed before the advantages and the critic's loss in the update.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ class PPOTrainer(PolicyTrainer):
 
     @property
     def critic_alone(self) -> bool:
-        """True in a step of the critic's warm-up."""
+        """True during the critic's warm-up, when the policy is not updated."""
         return self.train_state.step < self.ppo.critic_warmup_steps
 
     def add_advantages(self, batch: RankBatch, features: VisionFeatures) -> None:
@@ -75,7 +75,7 @@ class PPOTrainer(PolicyTrainer):
             )
 
     def add_shared_values(self, batch: RankBatch, features: VisionFeatures) -> None:
-        """Add values and old log-probs to every pack, from one pass. Collective."""
+        """Add values and old log-probs to every pack, from a single pass. Collective."""
         self.passes["advantages"] += 1
         scores = compute_logprobs(
             self.train_state.updater.chunks, batch.packs, features, self.scoring
@@ -108,8 +108,8 @@ class PPOTrainer(PolicyTrainer):
         return metrics | super().update(batch, features)
 
     def engine_gap(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
-        """Return the engine metrics of a step that makes no pass over the policy's losses, from a
-        pass of its own. Collective.
+        """Return the engine metrics of a warm-up step. It computes no policy loss, so they take a
+        pass of their own. Collective.
         """
         train_state = self.train_state
         self.add_logprobs("old_logprobs", batch, features, first=0)

@@ -1,5 +1,5 @@
-"""The reference policy, in place of the current one for a pass: the weights that the run started
-from, or the model without the adapters that are trained.
+"""The reference policy: the weights that the run started from, or the model without its trained
+LoRA adapters. It is swapped in for a forward pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from megavlm.parallel.offload import HostCopy
 
 
 class ReferenceWeights:
-    """A copy of the trainable parameters in host memory, and room for the policy's while they are
-    in its place; frozen parameters are shared with the policy.
+    """A copy of the trainable parameters in host memory, with space for the policy's parameters
+    while the reference is swapped in. Frozen parameters are shared with the policy.
     """
 
-    is_policy = True  # before the first update
+    is_policy = True  # until the first update
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
@@ -26,8 +26,8 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Make the model the reference within the context; afterwards it is bit for bit the policy
-        again.
+        """Load the reference's weights within the context; afterwards the model is bit for bit the
+        policy again.
         """
         self._policy.save()
         self._reference.load()
@@ -38,13 +38,13 @@ class ReferenceWeights:
 
 
 class WithoutAdapters:
-    """The model with its adapters disabled: no second copy of the weights.
+    """The model with its adapters disabled. It needs no second copy of the weights.
 
-    is_policy: the adapters are fresh, so that they change nothing before the first update.
+    is_policy: True if the adapters are new: until the first update they change nothing.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        """Look at the adapters. Collective."""
+        """Find out whether the adapters have been trained. Collective."""
         self._chunks = chunks
         found = [adapter for chunk in chunks for _, adapter in adapters(chunk)]
         learnt = any(bool(b.any()) for adapter in found for b in adapter.lora_B.values())
@@ -59,6 +59,6 @@ class WithoutAdapters:
 
 
 def reference(chunks: Sequence[nn.Module]) -> ReferenceWeights | WithoutAdapters:
-    """Return the reference of a model, before its first update. Collective."""
+    """Return the reference of a model; call it before the first update. Collective."""
     has_adapters = any_rank(any(True for chunk in chunks for _ in adapters(chunk)))
     return WithoutAdapters(chunks) if has_adapters else ReferenceWeights(chunks)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the assistant's turns in the data are the responses, in the same packs as
+"""Supervised fine-tuning: the assistant's turns in the data are the responses. They are packed as
 for GRPO.
 """
 

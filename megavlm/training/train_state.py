@@ -31,9 +31,15 @@ POLICY_CHECKPOINTS = "checkpoints"  # folder in the run directory
 
 @dataclass(kw_only=True, eq=False)
 class TrainState:
-    """`step` counts finished training steps. `initial_step`: the checkpoint step that the weights
-    start from, None for an HF folder. `algorithm_state`: the trainer's own values in a checkpoint,
-    equal on all ranks. `evaluated_step`: the last step whose weights were evaluated, on the driver.
+    """The state of a training run on one rank.
+
+    step: Number of finished training steps.
+
+    initial_step: Checkpoint step that the weights start from; None for an HF folder.
+
+    algorithm_state: The trainer's own values in a checkpoint, equal on all ranks.
+
+    evaluated_step: Last step whose weights were evaluated; only the driver's value counts.
     """
 
     config: Config
@@ -104,9 +110,9 @@ class TrainState:
 
     def resume(self) -> dict[str, Any] | None:
         """Load the checkpoint step that the configuration names, or the run's latest one. Returns
-        the driver's state in it, None if there is none. Collective.
+        the driver's state in it, or None if there is no checkpoint. Collective.
 
-        Raises ValueError if the configuration cannot go on from the step.
+        Raises ValueError if the configuration cannot continue from the step.
         """
         if self.config.run.resume == "never":
             return None
@@ -134,7 +140,7 @@ class TrainState:
         if self.config.lora.rank:
             check_alpha(locate_step(self.folder, step), self.config.lora.alpha)
         self.step = extra["step"]
-        self.evaluated_step = extra.get("evaluated_step", self.step)  # older ones have none
+        self.evaluated_step = extra.get("evaluated_step", self.step)  # older ones lack it
         self.algorithm_state = extra["algorithm"]
         return extra["driver"]
 
@@ -146,8 +152,8 @@ class TrainState:
     ) -> None:
         """Save a checkpoint of the current step. Collective.
 
-        `driver_state` and `scores`, by which checkpoints are compared, as the driver has them.
-        `companion`: see Saver.save.
+        driver_state: The driver's state; None on other ranks. scores: Metrics by which checkpoints
+        are compared; empty on other ranks. companion: See Saver.save.
         """
         with self.phases("checkpoint"), self.updater.state_on_device():
             self.saver.save(
@@ -164,24 +170,24 @@ class TrainState:
             )
 
     def is_due(self, every: int) -> bool:
-        """Return True if the current step is a multiple of `every`; 0 is never."""
+        """Return True if the current step is a multiple of `every`; with 0 it never is."""
         return every > 0 and self.step % every == 0
 
     def start_step_clock(self) -> None:
-        """Start the clock of a step; what was timed since the last one goes to
+        """Start the clock of a step. Seconds timed since the last step are added to
         `seconds_between_steps`.
         """
         seconds = self.phases.take()
         seconds["seconds/other"] = seconds_outside_phases(seconds)
         for name, value in seconds.items():
             phase = name.removeprefix("seconds/")
-            if phase not in ("total", "evaluation"):  # an evaluation's record has its seconds
+            if phase not in ("total", "evaluation"):  # an evaluation's own record has its seconds
                 before = self.seconds_between_steps.get(phase, 0.0)
                 self.seconds_between_steps[phase] = before + value
 
 
 def beat_with_passes(model: Sequence[VisionLanguageModel], phases: Phases) -> None:
-    """Count each pass of a pack, or of a round of images, as a sign of progress."""
+    """Report progress to the watchdog at each forward pass of a pack or of a round of images."""
     for chunk in model:
         for module in (chunk, chunk.visual):
             if module is not None:

@@ -1,4 +1,4 @@
-"""FLOPs of a step by phase, as `models.cost` has them, against its measured seconds.
+"""FLOPs of a step by phase, as `models.cost` models them, compared with the measured seconds.
 
 Not covered: a separate critic, communication, pipeline bubbles, recomputation, padding.
 """
@@ -14,8 +14,8 @@ from megavlm.models.cost import LANGUAGE_SHARE, TOWER_SHARE, ModelCost
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Forward FLOPs of a step on all ranks. language: of the language model with its output layer,
-    each prompt once. tower: of the vision tower, each image once.
+    """Forward FLOPs of a step on all ranks. language: FLOPs of the language model with its output
+    layer, each prompt counted once. tower: FLOPs of the vision tower, each image counted once.
     """
 
     language: float
@@ -29,7 +29,9 @@ class StepFlops:
         images: Mapping[str, ProcessedImage],
         output: float,
     ) -> Self:
-        """Return those of a step's trees. output: FLOPs of a target token in the output layer."""
+        """Return the FLOPs of a step's trees. output: FLOPs of the output layer per target
+        token.
+        """
         each = {key: cost.image(image.grid) for key, image in images.items()}
         language = sum(
             cost.tree(tree, images) - sum(each[key] for key in tree.images) for tree in trees
@@ -43,8 +45,8 @@ class StepFlops:
         return cls(language + output * targets, sum(each.values()))
 
     def by_phase(self, passes: Mapping[str, float], *, tower_trained: bool) -> dict[str, Self]:
-        """Return the FLOPs of each phase that computes. passes: of the language model, by phase. A
-        frozen tower has its own phase, a trained one runs in each pass.
+        """Return the FLOPs of each computing phase. passes: Forward passes of the language model,
+        by phase. A frozen tower runs in the phase `vision`, a trained tower in each pass.
         """
         work = {
             phase: type(self)(count * self.language, count * self.tower if tower_trained else 0.0)
@@ -56,11 +58,11 @@ class StepFlops:
 def utilization(
     work: Mapping[str, StepFlops], seconds: Mapping[str, float], peak: float | None, ranks: int
 ) -> dict[str, float]:
-    """Return the metrics `flops_per_second`, of the update, and for GPUs `mfu` and
+    """Return the metric `flops_per_second` of the update and, for a known GPU, `mfu` and
     `modelled/<phase>`.
 
-    work: FLOPs by phase, on all ranks. seconds: measured, as `seconds/<phase>`. peak: FLOPs a
-    second of each rank's GPU, None if not known.
+    work: FLOPs by phase, on all ranks. seconds: Measured seconds, as `seconds/<phase>`. peak: Peak
+    FLOPs per second of each rank's GPU; None if not known.
     """
     update = work["update"].language + work["update"].tower
     metrics = {"flops_per_second": update / seconds["seconds/update"]}

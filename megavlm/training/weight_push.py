@@ -1,5 +1,5 @@
-"""Weight pushes of a run: retries while servers fail, pushes during a rollout, and GPUs that are
-shared with the servers.
+"""Weight pushes of a run: retries when servers fail, pushes during a rollout, and the memory of
+GPUs that are shared with the servers.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ T = TypeVar("T")
 class WeightPusher:
     """Pushes the weights of a training state to the rollout servers.
 
-    sync: None in a run without servers, which pushes nothing. server_pool: on the driver, None
-    elsewhere. memory: None where trainer and servers have GPUs of their own. Every method is
-    collective.
+    sync: The weight updates; None in a run without servers. server_pool: The servers, on the
+    driver; None on other ranks. memory: The memory of shared GPUs; None if trainer and servers have
+    separate GPUs. Every method is collective.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class WeightPusher:
 
     def push(self) -> None:
         """Push the weights of the current step. A server that started since the last push gets all
-        tensors, frozen ones too.
+        tensors, including frozen ones.
 
-        Where every server fails the push or dies in it, push again to those that recover. The
+        If every server fails or dies during the push, push again to the servers that recover. The
         server pool gives up servers that keep failing, and raises RolloutServerError when too few
         are left. Raises WeightSyncError if no server is at fault.
         """
@@ -64,8 +64,8 @@ class WeightPusher:
             self.push()
 
     def run_on_driver(self, work: Callable[[], T]) -> T | None:
-        """Return the result of `work` on the driver, which alone runs it, and None on other ranks,
-        which take part in the pushes that `work` requests by `refit`.
+        """Run `work` on the driver only. Returns its result on the driver and None on other ranks.
+        Meanwhile the other ranks take part in the pushes that `work` requests by `refit`.
         """
         mesh, result = self._state.mesh, None
         self.switch_memory("generate")
@@ -80,15 +80,15 @@ class WeightPusher:
         return result
 
     def refit(self) -> None:
-        """Push the weights again, for servers that restarted. Called on the driver by the work of
-        `run_on_driver`.
+        """Push the weights again, for servers that restarted. Only the `work` of `run_on_driver`
+        calls it, on the driver.
         """
         broadcast_object(True, self._state.mesh)
         self.push()
         self.switch_memory("generate")
 
     def switch_memory(self, phase: MemoryPhase) -> None:
-        """Give shared GPUs the memory of `phase`; do nothing where they are not shared."""
+        """Load the memory of `phase` on shared GPUs; do nothing if GPUs are not shared."""
         if self.memory is not None:
             self.memory.switch(phase)
 

@@ -1,4 +1,6 @@
-"""Distribution of items, trees or parts of them, over ranks or packs at similar cost."""
+"""Distribution of items (trees or parts of trees) over ranks or packs, so that the costs are
+similar.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +13,12 @@ from megavlm.data.packing import Tree
 
 # The costliest part may be this much above the mean before prompts are repeated to even it out.
 SLACK = 0.01
-SWAP_SLACK = SLACK / 5  # likewise, before whole items are exchanged, which costs nothing
-PARTNERS = 32  # parts that the costliest one is compared with, of many
+SWAP_SLACK = SLACK / 5  # the same for exchanges of whole items, which repeat no prompt
+PARTNERS = 32  # about twice this many parts at most are compared with the costliest one
 
 
 class Item(NamedTuple):
-    """The root of tree `tree` with some of its branches: in a pack a tree of its own."""
+    """The root of tree `tree` with some of its branches; it becomes a separate tree in its pack."""
 
     tree: int
     branches: tuple[int, ...]
@@ -35,7 +37,7 @@ class TreeSize:
 
     @classmethod
     def of(cls, tree: Tree, costs: Sequence[float]) -> "TreeSize":
-        """Return the sizes of a tree. costs: of each segment."""
+        """Return the sizes of a tree. costs: Cost of each segment."""
         lengths = [len(segment.token_ids) for segment in tree.segments]
         branches = tree.branches()
         return cls(
@@ -51,11 +53,11 @@ class TreeSize:
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest branch with the root."""
+        """Return the token count of the root with the longest branch."""
         return self.root_tokens + max(self.tokens, default=0)
 
     def item(self, tree: int, branches: Sequence[int]) -> Item:
-        """Return these branches with the root."""
+        """Return the item of the root with these branches."""
         return Item(
             tree,
             tuple(sorted(branches)),
@@ -64,7 +66,9 @@ class TreeSize:
         )
 
     def cut(self, tree: int, max_tokens: int) -> list[Item]:
-        """Cut into as few items of similar cost as keep max_tokens. A branch is never cut."""
+        """Cut the tree into as few items of at most max_tokens as possible, of similar cost. A
+        branch is never cut.
+        """
         room = max(max_tokens, self.longest) - self.root_tokens
         least, most = -(-sum(self.tokens) // max(room, 1)), len(self.tokens)
         if least <= 1:
@@ -79,8 +83,8 @@ class TreeSize:
 def balance(
     items: Sequence[Item], sizes: Sequence[TreeSize], num_parts: int, max_tokens: float
 ) -> list[list[Item]] | None:
-    """Distribute items over parts of at most max_tokens so that the costliest part costs little,
-    cutting further where it helps. Returns None if the items do not fit.
+    """Distribute items over parts of at most max_tokens so that the costliest part is cheap. Items
+    are cut further if that helps. Returns None if the items do not fit.
     """
     spread = _spread(items, num_parts, max_tokens)
     if spread is None:
@@ -121,7 +125,7 @@ class _Part:
         self._sum()
 
     def exchange(self, given: Item | None, taken: Item | None) -> None:
-        """Take an item in place of another."""
+        """Replace one item by another; None stands for no item."""
         if given is not None:
             self.items.remove(given)
         if taken is not None:
@@ -134,8 +138,9 @@ class _Part:
 
 
 class _Exchange(NamedTuple):
-    """Exchange between the costliest part, which gives `given` for `kept`, and `partner`, which
-    gives `returned` for `sent`. cost: of the costlier of both afterwards.
+    """An exchange between the costliest part and `partner`. In the costliest part `kept` replaces
+    `given`; in the partner `sent` replaces `returned`. cost: Cost of the costlier part after the
+    exchange.
     """
 
     cost: float
@@ -149,8 +154,8 @@ class _Exchange(NamedTuple):
 def _improve(
     parts: Sequence[_Part], exchanges: Callable[[_Part, _Part], Iterator[_Exchange]], slack: float
 ) -> bool:
-    """Make the costliest part cheaper by one exchange with another. Returns False if there is no
-    need or no way.
+    """Make the costliest part cheaper by one exchange with another part. Returns False if it is
+    balanced well enough or no exchange helps.
     """
     worst = max(parts, key=lambda part: part.cost)
     if worst.cost <= (1 + slack) * sum(part.cost for part in parts) / len(parts):
@@ -167,7 +172,7 @@ def _improve(
 
 
 def _swaps(max_tokens: float, worst: _Part, partner: _Part) -> Iterator[_Exchange]:
-    """Yield moves of whole items from part `worst`, and swaps for cheaper ones."""
+    """Yield moves of whole items from part `worst` to `partner`, and swaps for cheaper items."""
     for given in worst.items:
         for taken in (None, *partner.items):
             less = given.cost - (taken.cost if taken else 0.0)
@@ -181,7 +186,9 @@ def _swaps(max_tokens: float, worst: _Part, partner: _Part) -> Iterator[_Exchang
 def _cuts(
     max_tokens: float, sizes: Sequence[TreeSize], worst: _Part, partner: _Part
 ) -> Iterator[_Exchange]:
-    """Yield moves of some branches of an item, with its root repeated."""
+    """Yield moves of some branches of an item to `partner`; both parts then have the item's
+    root.
+    """
     for given in worst.items:
         size = sizes[given.tree]
         wanted = (worst.cost - partner.cost - size.root_cost) / 2
@@ -200,8 +207,8 @@ def _cuts(
 
 
 def best_fit(items: Sequence[Item], sizes: Sequence[TreeSize], max_tokens: int) -> list[list[Item]]:
-    """Distribute items over few packs of at most max_tokens (best fit, largest first). Items of a
-    tree become one where they are in one pack.
+    """Distribute items over few packs of at most max_tokens (best fit, largest first). Items of the
+    same tree in one pack are merged.
     """
     packs: list[list[Item]] = []
     room: list[tuple[int, int]] = []  # (tokens left, pack), ascending
@@ -218,7 +225,7 @@ def best_fit(items: Sequence[Item], sizes: Sequence[TreeSize], max_tokens: int) 
 
 
 def merged(pack: list[Item], sizes: Sequence[TreeSize]) -> list[Item]:
-    """Return a pack's items, those of a tree as one."""
+    """Return a pack's items, with all items of a tree merged into one."""
     if len({item.tree for item in pack}) == len(pack):
         return pack
     branches: dict[int, list[int]] = {}

@@ -1,6 +1,6 @@
-"""The plan of a step's images: which rank encodes which, decided by the driver.
+"""The plan of a step's images: the driver decides which rank encodes which image.
 
-Ranks of the first pipeline stage are numbered as in the world: data rank after data rank, each with
+Ranks of the first pipeline stage are numbered in world order: data rank after data rank, each with
 the `slots` ranks of its tensor and context axes.
 """
 
@@ -19,28 +19,29 @@ from megavlm.data.videos import Grid
 class ImagePlan:
     """The images that one data rank's packs show, in an order that all data ranks share.
 
-    A frozen tower encodes an image on the rank `encoders` of its group, which sends the features to
-    the data ranks `shown_by`: the group is the ranks of one data rank, or, if `across`, those of
-    all. A tower that is trained encodes in each pack, `shares_of` it.
+    With a frozen tower, rank `encoders[i]` of a group encodes image i and sends the features to the
+    data ranks `shown_by[i]`. The group is the ranks of one data rank or, if `across`, of all data
+    ranks. A trained tower encodes the images of each pack in its forward pass, distributed by
+    `shares_of`.
     """
 
     keys: tuple[str, ...]
     grids: tuple[Grid, ...]
     costs: tuple[float, ...]  # modelled FLOPs
     encoders: tuple[int, ...]
-    rounds: tuple[int, ...]  # in which each is encoded
-    num_rounds: int  # the same on all ranks of the group
+    rounds: tuple[int, ...]  # round in which each image is encoded
+    num_rounds: int  # equal on all ranks of the group, as each round is a collective
     shown_by: tuple[tuple[int, ...], ...]
     across: bool
     slots: int
 
     def indices(self, keys: Sequence[str]) -> list[int]:
-        """Return the place of each distinct key, in the order in which they first occur."""
+        """Return the index of each distinct key, in order of first occurrence."""
         places = {key: index for index, key in enumerate(self.keys)}
         return [places[key] for key in dict.fromkeys(keys)]
 
     def shares_of(self, indices: Sequence[int]) -> list[list[int]]:
-        """Return the share of each slot in the images of a pack, as places in `indices`."""
+        """Return the images of a pack that each slot encodes, as positions in `indices`."""
         costs = [self.costs[index] for index in indices]
         slots = assign_encoders(costs, [range(self.slots)] * len(costs))
         return [[i for i, slot in enumerate(slots) if slot == this] for this in range(self.slots)]
@@ -48,8 +49,8 @@ class ImagePlan:
     def held_by(
         self, data_rank: int, slot: int, packs: Sequence[Sequence[str]] | None
     ) -> list[int]:
-        """Return the images that a rank encodes. packs: the images of each pack, where the tower
-        is trained.
+        """Return the indices of the images that a rank encodes. packs: Image keys of each pack if
+        the tower is trained; None if it is frozen.
         """
         if packs is None:
             me = data_rank * self.slots + slot if self.across else slot
@@ -61,11 +62,11 @@ class ImagePlan:
         return sorted(held)
 
     def receivers(self, index: int) -> Collection[int]:
-        """Return the ranks of the group that need an image's features."""
+        """Return the ranks of the group that need the features of image `index`."""
         return {d * self.slots + slot for d in self.shown_by[index] for slot in range(self.slots)}
 
     def to_arrays(self) -> dict[str, Tensor]:
-        """Return the plan's numbers as arrays; the rest is `header`."""
+        """Serialize the plan's numbers as arrays; `header` has the rest."""
         return {
             "grids": torch.tensor(self.grids, dtype=torch.int32).reshape(-1, 3),
             "costs": torch.tensor(self.costs, dtype=torch.float64),
@@ -85,7 +86,7 @@ class ImagePlan:
 
     @classmethod
     def of(cls, header: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> Self:
-        """Return the plan of `to_arrays` and `header`."""
+        """Deserialize a plan from `to_arrays` and `header`."""
         sizes = arrays["num_shown_by"].tolist()
         return cls(
             keys=tuple(header["keys"]),
@@ -101,8 +102,8 @@ class ImagePlan:
 
 
 def assign_encoders(costs: Sequence[float], allowed: Sequence[Sequence[int]]) -> list[int]:
-    """Return the rank that encodes each image, one of those allowed for it: the costliest first,
-    each to the rank with the least so far.
+    """Return the rank that encodes each image. Greedily, the costliest image first, each goes to
+    the least loaded of its allowed ranks.
     """
     loads: dict[int, float] = {}
     encoders = [0] * len(costs)
@@ -121,11 +122,11 @@ def plan_images(
     slots: int,
     round_patches: int | None = None,
 ) -> list[ImagePlan]:
-    """Return the plan of each data rank. shown: keys of the images that each data rank's packs
-    show. slots: ranks of the tensor and context axes together. round_patches: most patches that a
-    rank encodes at once, but for a larger image alone; None: no bound.
+    """Return the plan of each data rank. shown: Keys of the images that each data rank's packs
+    show. slots: Number of ranks on the tensor and context axes together. round_patches: Maximum
+    patches that a rank encodes at once; a larger image is encoded alone. None sets no limit.
 
-    An image that several data ranks show is encoded by one of them.
+    An image that several data ranks show is encoded by only one of them.
     """
     shown_by: dict[str, list[int]] = {}
     for data_rank, keys in enumerate(shown):
@@ -162,7 +163,7 @@ def _rounds(
 ) -> dict[str, int]:
     """Return the round in which each image is encoded by its rank."""
     rounds: dict[str, int] = {}
-    last: dict[int, tuple[int, int]] = {}  # by rank: its last round, and the patches in it
+    last: dict[int, tuple[int, int]] = {}  # rank -> its last round, and the patches in it
     for key, encoder in encoders.items():
         number, held = last.get(encoder, (0, 0))
         if held and most is not None and held + patches[key] > most:

@@ -1,8 +1,9 @@
-"""Plan of packs: trees on data-parallel ranks and packs, by the modelled time of the slowest rank.
+"""Plan of packs: assigns trees to data-parallel ranks and packs, and minimizes the modelled time of
+the slowest rank.
 
-A tree may be cut below its root, the prompt: each part repeats the prompt, which costs its tokens
-again. So a tree is cut only where it exceeds a pack, where ranks would otherwise wait for one
-another, or where more packs shorten a pipeline's bubble by more than the prompts cost.
+A tree may be cut below its root, the prompt. Each part then repeats the prompt and computes its
+tokens again. So a tree is cut only if it exceeds a pack, if ranks would otherwise wait for one
+another, or if more packs shorten a pipeline's bubble by more than the repeated prompts cost.
 """
 
 import math
@@ -13,17 +14,22 @@ from megavlm.data.packing import Tree
 from megavlm.training.step.balance import Item, TreeSize, balance, best_fit, merged
 
 SegmentCosts = Callable[[Tree], Sequence[float]]
-SIZES = 16  # sizes of packs that are tried, and then of those near the best
+SIZES = 16  # pack sizes that are tried; then this many again near the best
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order in which a layout runs the packs of its data ranks.
+    """How a parallel layout runs the packs of its data ranks.
 
-    bubble: a rank takes the sum of its packs' times and `bubble` times the longest: stages less one
-    over virtual stages (arXiv 2104.04473). lockstep: ranks share experts, so that all run as many
-    packs, each as long as the longest of its turn. count: packs are a multiple of it.
-    least_cost: cost of a pack of few tokens.
+    bubble: Pipeline bubble, (stages - 1) / virtual stages (arXiv 2104.04473). A rank takes the sum
+    of its packs' times plus `bubble` times the longest.
+
+    lockstep: True if ranks share experts. All ranks then run the same number of packs, and each
+    pack takes as long as the longest of its turn.
+
+    count: The number of packs must be a multiple of it.
+
+    least_cost: Minimum cost of a pack, however few tokens it has.
     """
 
     bubble: float = 0.0
@@ -32,7 +38,9 @@ class Schedule:
     least_cost: float = 0.0
 
     def time(self, ranks: Sequence[Sequence[float]]) -> float:
-        """Return the time of the slowest rank, in the unit of costs. ranks: cost of each pack."""
+        """Return the time of the slowest rank, in the unit of costs. ranks: Cost of each pack of
+        each rank.
+        """
         if not self.lockstep:
             return max(self._time(packs) for packs in ranks)
         turns = max(map(len, ranks))
@@ -55,10 +63,11 @@ def assign(
 ) -> list[list[list[Tree]]]:
     """Assign trees, whole or cut, to packs of at most max_tokens on each rank.
 
-    cost: modelled FLOPs of each segment of a tree, above 0. Every rank has a tree if there are as
-    many branches as ranks. Deterministic. Returns trees as [rank][pack][tree].
+    cost: Function that returns the modelled FLOPs of each segment of a tree, all above 0. Every
+    rank gets a tree if there are at least as many branches as ranks. Deterministic. Returns trees
+    as [rank][pack][tree].
 
-    Raises ValueError for a prompt that does not fit a pack with one response.
+    Raises ValueError if a prompt with one response does not fit a pack.
     """
     sizes = [TreeSize.of(tree, cost(tree)) for tree in trees]
     if (longest := max((size.longest for size in sizes), default=0)) > max_tokens:
@@ -84,7 +93,7 @@ def plan_packs(
     items = [item for i, size in enumerate(sizes) for item in size.cut(i, max_tokens)]
     if schedule.lockstep:
         return _in_turns(items, sizes, num_ranks, max_tokens)
-    # Only the ranks' sums count: packs are as few as they can be.
+    # Only each rank's total counts, so each rank gets as few packs as possible.
     shares = balance(items, sizes, num_ranks, math.inf)
     assert shares is not None, "without a limit of tokens everything fits"
     return [best_fit(share, sizes, max_tokens) for share in shares]
@@ -93,8 +102,8 @@ def plan_packs(
 def _by_size(
     sizes: Sequence[TreeSize], num_ranks: int, max_tokens: int, schedule: Schedule
 ) -> list[list[list[Item]]]:
-    """Return the plan of the size of packs that takes the least time: smaller packs make shorter
-    bubbles and repeat more prompts.
+    """Try several pack sizes and return the fastest plan. Smaller packs shorten the pipeline bubble
+    but repeat more prompts.
     """
     plans: dict[int, list[list[list[Item]]]] = {}
 
@@ -117,7 +126,7 @@ def _by_size(
 def _in_turns(
     items: Sequence[Item], sizes: Sequence[TreeSize], num_ranks: int, max_tokens: int
 ) -> list[list[list[Item]]]:
-    """Return packs of similar cost, as few turns of them as hold the items."""
+    """Return packs of similar cost, with as few packs per rank as hold the items."""
     turns = -(-sum(item.tokens for item in items) // (num_ranks * max_tokens))
     while (packs := balance(items, sizes, num_ranks * turns, max_tokens)) is None:
         turns += 1
@@ -130,8 +139,8 @@ def costs_of(plan: Sequence[Sequence[Sequence[Item]]]) -> list[list[float]]:
 
 
 def _deal(packs: Sequence[list[Item]], num_ranks: int) -> list[list[list[Item]]]:
-    """Deal packs to ranks in rounds of similar cost, in alternating order, so that the ranks' sums
-    are close, too.
+    """Deal packs to ranks in rounds of similar cost. The order alternates between rounds, so that
+    the ranks' totals are close, too.
     """
     filled = [pack for pack in packs if pack]
     filled.sort(key=lambda pack: -sum(item.cost for item in pack))

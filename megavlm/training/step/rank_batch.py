@@ -22,14 +22,14 @@ from megavlm.training.step.tree_arrays import empty_columns, trees_from_arrays
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One rank's share of a step: the packs of each minibatch, which is one update, and their
-    images.
+    """One rank's share of a step: the packs of each minibatch and their images. Each minibatch is
+    one update.
     """
 
     minibatches: list[list[Pack]]
     images: RankImages
-    num_targets: list[int]  # of each minibatch, on all ranks together
-    num_tokens: int  # of prompts and responses, on all ranks together
+    num_targets: list[int]  # target tokens of each minibatch, on all ranks together
+    num_tokens: int  # prompt and response tokens, on all ranks together
 
     @property
     def packs(self) -> list[Pack]:
@@ -39,8 +39,9 @@ class RankBatch:
 def share_batch(
     plan: StepPlan | None, mesh: Mesh, reader: ImageReader, device: torch.device
 ) -> RankBatch:
-    """Send each rank its share of a plan, which the driver has, and return it: its packs on
-    `device`. Images stay in host memory until they are encoded. Collective.
+    """Send each rank its share of the driver's plan, and return this rank's share with its packs on
+    `device`. Images stay in host memory until they are encoded. plan: The plan, on the driver; None
+    on other ranks. Collective.
     """
     parts = None if plan is None else [plan.part(data_rank) for data_rank in range(mesh.data_size)]
     minibatches, images, header = unpack_part(scatter(parts, mesh), mesh.context_rank, device)
@@ -67,8 +68,8 @@ def share_batch(
 def unpack_part(
     arrays: Arrays, context_rank: int, device: torch.device
 ) -> tuple[list[list[Pack]], ImagePlan, dict[str, Any]]:
-    """Return what `StepPlan.part` holds: a context rank's part of the packs of each minibatch, on
-    `device`, the plan of images, and the header.
+    """Deserialize `StepPlan.part` into this context rank's part of each minibatch's packs, on
+    `device`, the image plan and the header.
     """
     header = read_json(arrays["header"])
     images = ImagePlan.of(header["images"], arrays)

@@ -1,4 +1,4 @@
-"""The images of a step on one rank: those that it encodes, and where they come from."""
+"""The images of a step that one rank encodes, and where it reads them from."""
 
 import os
 from collections import Counter
@@ -23,7 +23,7 @@ from megavlm.training.step.image_plan import ImagePlan, plan_images
 
 @dataclass(frozen=True)
 class ImagePlace:
-    """Place of an image or video in the training files: its row, and its number in it."""
+    """Place of an image or video in the training files: its row, and its number within the row."""
 
     row: int
     number: int
@@ -34,8 +34,8 @@ ImageSource = ImagePlace | ProcessedImage
 
 
 def image_places(prompts: Sequence[Prompt]) -> dict[bytes, ImagePlace]:
-    """Return where the training files have the images of prompts drawn from them, by the digest of
-    their files; without those from the network, which are not fetched twice.
+    """Return the places of the prompts' images in the training files, by the digest of the image
+    file. Images from the network are left out, so that they are not downloaded twice.
     """
     places = {}
     for prompt in prompts:
@@ -49,17 +49,17 @@ def image_places(prompts: Sequence[Prompt]) -> dict[bytes, ImagePlace]:
 
 
 class ImageReader:
-    """Reader of images of the training files. It opens the files when it first reads."""
+    """Reads images from the training files. It opens the files at the first read."""
 
     def __init__(
         self, config: Config, processor: Processor | None = None, rows: Rows | None = None
     ) -> None:
-        """Take what a rank has opened already."""
+        """Store a processor and rows that the rank has already opened, if it has."""
         self._config, self._processor, self._rows = config, processor, rows
-        self._lock = Lock()  # of the rows, which keep the blocks last read
+        self._lock = Lock()  # guards the rows, which cache the blocks read last
 
     def read(self, place: ImagePlace, key: str) -> ProcessedImage:
-        """Read and process an image. Raises ValueError if it is not the one that the driver saw."""
+        """Read and process an image. Raises ValueError if its pixels differ from the driver's."""
         with self._lock:
             processor, rows = self._opened
             row = rows[place.row]
@@ -74,12 +74,12 @@ class ImageReader:
         return image
 
     def begin(self, place: ImagePlace, key: str) -> "Future[ProcessedImage]":
-        """Begin to read an image in a thread, as `read`."""
+        """Start `read` in a thread."""
         return self._threads.submit(self.read, place, key)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        # As many as this rank has cores: decoding and resizing run outside the GIL.
+        # One thread per core of this rank: decoding and resizing release the GIL.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // ranks))
 
@@ -91,19 +91,21 @@ class ImageReader:
 
 
 class RankImages:
-    """Images of a step on one rank: the plan, and the sources of those that it encodes."""
+    """The images of a step on one rank: the plan, and the sources of the images that it encodes."""
 
     def __init__(
         self, plan: ImagePlan, sources: Mapping[str, ImageSource], reader: ImageReader | None
     ) -> None:
-        """Store them. reader: None if every source has its pixels."""
+        """Store the plan and the sources. reader: Reader for sources that are places; None if every
+        source has its pixels.
+        """
         self.plan, self._sources, self._reader = plan, dict(sources), reader
         self._pending: dict[int, Future[ProcessedImage]] = {}
 
     @classmethod
     def everywhere(cls, images: Mapping[str, ProcessedImage], slots: int) -> Self:
-        """Return images that all ranks have already, for the `slots` ranks of a data rank that
-        encode them together.
+        """Return the batch of images that all ranks already have, for one data rank whose `slots`
+        ranks encode them together.
         """
         grids = {key: image.grid for key, image in images.items()}
         costs = {key: _cost(grid) for key, grid in grids.items()}
@@ -111,7 +113,7 @@ class RankImages:
         return cls(plan, images, None)
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begin to read images that this rank encodes, in threads."""
+        """Start to read images that this rank encodes, in threads."""
         for index in indices:
             source = self._sources[self.plan.keys[index]]
             if isinstance(source, ImagePlace) and index not in self._pending:
@@ -119,8 +121,8 @@ class RankImages:
                 self._pending[index] = self._reader.begin(source, self.plan.keys[index])
 
     def load(self, indices: Sequence[int], *, keep: bool) -> list[ProcessedImage]:
-        """Return images that this rank encodes. keep: their pixels stay, to be encoded again.
-        Raises ValueError as `ImageReader.read`.
+        """Return images that this rank encodes. keep: Keep the pixels in memory, to encode them
+        again. Raises ValueError as `ImageReader.read` does.
         """
         self.prefetch(indices)
         images = []
@@ -136,7 +138,7 @@ class RankImages:
 
 
 def sources_to_arrays(sources: Mapping[str, ImageSource]) -> dict[str, Tensor]:
-    """Return sources as arrays: a place as three numbers, an image as its pixels."""
+    """Serialize sources as arrays: a place as three numbers, an image as its pixels."""
     places = {key: source for key, source in sources.items() if isinstance(source, ImagePlace)}
     images = {key: source for key, source in sources.items() if isinstance(source, ProcessedImage)}
     header = {
@@ -152,7 +154,7 @@ def sources_to_arrays(sources: Mapping[str, ImageSource]) -> dict[str, Tensor]:
 
 
 def sources_from_arrays(arrays: Mapping[str, Tensor]) -> dict[str, ImageSource]:
-    """Return the sources of `sources_to_arrays`."""
+    """Deserialize the sources from `sources_to_arrays`."""
     header = read_json(arrays["header"])
     keys = iter(header["keys"])
     sources: dict[str, ImageSource] = {}
@@ -164,8 +166,8 @@ def sources_from_arrays(arrays: Mapping[str, Tensor]) -> dict[str, ImageSource]:
 
 
 def _cost(grid: Grid) -> float:
-    """Return the cost of an image without a model: it grows with its patches and, by attention
-    within a frame, with their square.
+    """Return a relative cost of an image without a cost model. It grows with the number of patches
+    and, because of attention within a frame, with its square.
     """
     t, h, w = grid
     return t * h * w * (1.0 + h * w / 4096.0)

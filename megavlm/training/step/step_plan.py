@@ -18,19 +18,21 @@ from megavlm.training.step.pack_plan import Schedule, SegmentCosts, assign
 from megavlm.training.step.rank_images import ImageSource
 from megavlm.training.step.tree_arrays import trees_to_arrays
 
-Minibatches = list[list[list[Tree]]]  # trees of each pack of each minibatch; none: padding
+Minibatches = list[list[list[Tree]]]  # [minibatch][pack][tree]; a pack without trees is padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackShape:
-    """Requirements on packs. A context rank holds a multiple of `multiple` tokens."""
+    """Pack padding: each context rank's token count is padded to a multiple of `multiple`."""
 
     vision_token_ids: tuple[int, ...]
     multiple: int = 1
     context_size: int = 1
 
     def pack(self, trees: Sequence[Tree], columns: TargetColumns | None) -> Pack:
-        """Return a pack of trees; of none, one of padding with the fields of `columns`."""
+        """Return a pack of trees. Without trees it is a padding pack with the fields of
+        `columns`.
+        """
         size = {"multiple": self.multiple, "context_size": self.context_size}
         if not trees:
             return empty_pack(columns, **size)
@@ -39,9 +41,9 @@ class PackShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The driver's plan of a step, by data rank. num_tokens: of the step's trees before they were
-    cut. sources: of the images that packs show, by key. tower_trained: images are encoded in each
-    pack that shows them, not once.
+    """The driver's plan of a step, by data rank. num_tokens: Tokens of the step's trees before they
+    were cut. sources: Sources of the images that packs show, by image key. tower_trained: If true,
+    an image is encoded in each pack that shows it and not once per step.
     """
 
     minibatches: list[Minibatches]
@@ -52,7 +54,7 @@ class StepPlan:
     shape: PackShape
 
     def part(self, data_rank: int) -> dict[str, Tensor]:
-        """Return what all ranks of a data rank get, as arrays."""
+        """Serialize the packs and image plan of one data-parallel rank."""
         minibatches, plan = self.minibatches[data_rank], self.images[data_rank]
         header = {
             "packs": [[len(pack) for pack in packs] for packs in minibatches],
@@ -79,7 +81,7 @@ class StepPlan:
 
     @cached_property
     def _num_targets(self) -> list[int]:
-        """Targets of each minibatch, of all data ranks."""
+        """Target tokens of each minibatch, on all data ranks together."""
         targets = [
             [s for trees in at_once for pack in trees for tree in pack for s in tree.segments]
             for at_once in zip(*self.minibatches, strict=True)
@@ -96,7 +98,7 @@ class StepPlan:
 
 
 def schedule_of(layout: Layout | Parallel, cost: ModelCost) -> Schedule:
-    """Return how a layout runs packs of a model."""
+    """Return the schedule by which a layout runs packs of a model."""
     return Schedule(
         bubble=(layout.pipeline - 1) / layout.virtual,
         # Ranks that share experts exchange tokens in every layer of every microbatch.

@@ -1,4 +1,6 @@
-"""Trees as arrays, as they travel from the driver: a few for all trees, no object per token."""
+"""Serialization of trees, as the driver sends them: a few arrays for all trees, and no object per
+token.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -8,18 +10,18 @@ from torch import Tensor
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.targets import TargetColumns, concatenate
 
-_COLUMN = "column."  # one value for each target token
-_SEGMENT_COLUMN = "segment_column."  # one for each target segment, whose tokens all have it
+_COLUMN = "column."  # prefix of columns with one value per target token
+_SEGMENT_COLUMN = "segment_column."  # prefix of columns with one value per target segment
 
 
 def trees_to_arrays(
     trees: Sequence[Tree], numbers: Mapping[str, int], columns: TargetColumns | None
 ) -> dict[str, Tensor]:
-    """Return `trees` as arrays. numbers: those by which images travel, by key. columns: of any
-    target, for their fields; None if targets have none.
+    """Serialize `trees` as arrays. numbers: Image key -> number by which the arrays refer to the
+    image. columns: Columns of any target, which tell the fields of all; None if targets have none.
 
-    Token ids and positions travel in 32 bits; a column that has one value within each segment, as
-    most of them, travels as these values.
+    Token ids and positions are stored in 32 bits. A column that is constant within each segment, as
+    most are, is stored as one value per segment.
     """
     segments = [segment for tree in trees for segment in tree.segments]
     targets = [segment for segment in segments if segment.is_target]
@@ -49,7 +51,7 @@ def trees_to_arrays(
 
 
 def trees_from_arrays(arrays: Mapping[str, Tensor], keys: Sequence[str]) -> list[Tree]:
-    """Return the trees of `trees_to_arrays`. keys: of the images, by number."""
+    """Deserialize trees from `trees_to_arrays`. keys: Image keys, by number."""
     sizes = arrays["segment_sizes"].tolist()
     is_target = arrays["is_target"].tolist()
     of_targets = [size for size, target in zip(sizes, is_target, strict=True) if target]
@@ -78,7 +80,7 @@ def trees_from_arrays(arrays: Mapping[str, Tensor], keys: Sequence[str]) -> list
 
 
 def empty_columns(arrays: Mapping[str, Tensor]) -> TargetColumns | None:
-    """Return the fields of the targets' columns without any row; None if they have none."""
+    """Return the targets' columns with no rows, to tell their fields; None if targets have none."""
     found = {name.partition(".")[2]: x[:0] for name, x in arrays.items() if _is_column(name)}
     return TargetColumns(**found) if found else None
 

@@ -19,8 +19,8 @@ from megavlm.training.step.rank_images import RankImages
 
 
 class VisionFeatures:
-    """Features of images: encoded once in a step if the tower is frozen, in each forward if it
-    is trained.
+    """Features of images. A frozen tower encodes them once per step, a trained tower in each
+    forward.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class VisionFeatures:
         images: RankImages,
         device_bytes: float = math.inf,
     ) -> None:
-        """Encode the images with a frozen tower. device_bytes: of features that stay on the device;
-        others wait in host memory. Collective over the first stage's ranks.
+        """Encode the images if the tower is frozen. device_bytes: Maximum bytes of features kept on
+        the device; the rest is kept in host memory. Collective over the first stage's ranks.
         """
         self._model: VisionLanguageModel = chunks[0].module
         self._groups = self._model.language_model.pg_collection
@@ -46,7 +46,9 @@ class VisionFeatures:
     def everywhere(
         cls, chunks: Sequence[DistributedDataParallel], images: Mapping[str, ProcessedImage]
     ) -> Self:
-        """Return the features of images that all ranks have already. Collective likewise."""
+        """Return the features of images that all ranks already have. Collective over the first
+        stage's ranks.
+        """
         slots = chunks[0].module.language_model.pg_collection.tp_cp.size()
         return cls(chunks, RankImages.everywhere(images, slots))
 
@@ -70,7 +72,7 @@ class VisionFeatures:
 
 
 def is_trained(tower: Tower | None) -> bool:
-    """Return True if something of a tower is trained."""
+    """Return True if any parameter of a tower is trained."""
     return tower is not None and any(p.requires_grad for p in tower.parameters())
 
 
@@ -78,7 +80,7 @@ def _encode_once(
     tower: Tower, images: RankImages, groups: ProcessGroupCollection, device_bytes: float
 ) -> dict[str, Tensor]:
     """Return the features of all images that this data rank's packs show, each encoded on one rank.
-    Those beyond `device_bytes` are in host memory. Collective over the ranks of the plan.
+    Features beyond `device_bytes` are in host memory. Collective over the ranks of the plan.
     """
     plan = images.plan
     group = groups.tp_dp_cp if plan.across else groups.tp_cp
@@ -91,6 +93,7 @@ def _encode_once(
     for number, indices in enumerate(rounds):
         loaded = images.load(mine[number], keep=False)
         for following in mine[number + 1 : number + 2]:
+            # The next round's images are read while this round is encoded.
             images.prefetch(following)
         num_tokens = [count_tokens(plan.grids[i], tower) for i in indices]
         rows, order = exchange_shares(
