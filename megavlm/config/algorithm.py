@@ -21,11 +21,11 @@ class PolicyOptimization(Section):
     """Prompts of a step."""
 
     responses_per_prompt: int = bounded(8, least=1)
-    """Responses to each prompt: the size of a group."""
+    """Responses sampled for each prompt (the group size)."""
 
     minibatches: int = bounded(1, least=1)
-    """Optimizer updates of one pass over a step's rollouts. Each holds whole groups. 1 is strictly
-    on-policy."""
+    """Optimizer updates in one pass over a step's rollouts. Each minibatch holds whole groups. 1 is
+    strictly on-policy."""
 
     epochs: int = bounded(1, least=1)
     """Passes over a step's rollouts."""
@@ -36,32 +36,33 @@ class PolicyOptimization(Section):
     own as package.module:function, as megavlm/algorithms/policy_loss.py describes."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of an advantage estimator and a policy loss of your own. Each function gets
-    those that it has parameters for."""
+    """Keyword arguments for an advantage estimator and a policy loss of your own. Each function
+    gets the options that it has parameters for."""
 
     clip_low: float = bounded(0.2, above=0, most=1)
-    """Ratios below 1 - `clip_low` are clipped (PPO's epsilon). GSPO takes about 3e-4; 1 sets no
+    """Ratios below 1 - `clip_low` are clipped (PPO's epsilon). GSPO uses about 3e-4; 1 sets no
     lower bound, as in CISPO."""
 
     clip_high: float = bounded(0.2, above=0)
-    """Ratios above 1 + `clip_high` are clipped. A value above `clip_low` is DAPO's clip-higher,
-    there 0.28 (arXiv 2503.14476)."""
+    """Ratios above 1 + `clip_high` are clipped. A value above `clip_low` is DAPO's clip-higher
+    (0.28 in the paper, arXiv 2503.14476)."""
 
     dual_clip: float | None = bounded(None, above=1)
-    """Bound c of the loss where the advantage is negative: at most c times its size, usually 3
-    (dual clip, arXiv 1912.09729). Null sets no bound."""
+    """Upper bound c of the loss where the advantage is negative: the loss is at most c times the
+    size of the advantage; 3 is usual (dual clip, arXiv 1912.09729). Null sets no bound."""
 
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = (
         "token_mean"
     )
-    """Denominator of the loss of an update. token_mean: its tokens (DAPO, arXiv 2503.14476).
-    sequence_mean: mean over sequences of their mean (GRPO, arXiv 2402.03300). sequence_sum: mean
-    over sequences of their sum. constant: sequences times the longest possible,
+    """How the loss of an update is averaged. token_mean: mean over all tokens (DAPO, arXiv
+    2503.14476). sequence_mean: mean over sequences of the mean over their tokens (GRPO, arXiv
+    2402.03300). sequence_sum: mean over sequences of the sum over their tokens. constant: sum
+    divided by the number of sequences times the longest possible length,
     `rollout.max_new_tokens` x `environment.max_turns` (Dr. GRPO, arXiv 2503.20783)."""
 
     kl_coefficient: float = bounded(0.01, least=0)
-    """Coefficient of the KL divergence from the reference, the model that training started from. 0
-    needs no reference."""
+    """Coefficient of the KL divergence from the reference model, which is the model that training
+    started from. With 0 no reference model is needed."""
 
     kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
     """Estimator of the KL divergence per token (joschu.net/blog/kl-approx.html). With q the
@@ -69,12 +70,12 @@ class PolicyOptimization(Section):
     weighted by the ratio to the old policy (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL divergence counts: added to the loss (GRPO) or subtracted from the rewards of
-    tokens (PPO, REINFORCE++)."""
+    """Where the KL divergence is applied: added to the loss (GRPO) or subtracted from the
+    per-token rewards (PPO, REINFORCE++)."""
 
     kl_target: float | None = bounded(None, above=0)
-    """KL divergence per token that the coefficient is adapted to keep (arXiv 1909.08593, section
-    2.2). Null keeps the coefficient constant."""
+    """Target KL divergence per token of an adaptive coefficient (arXiv 1909.08593, section 2.2).
+    Null keeps the coefficient constant."""
 
     kl_horizon: int = bounded(10000, least=1)
     """Responses over which the adaptive coefficient changes by at most a fifth. The default is the
@@ -84,18 +85,18 @@ class PolicyOptimization(Section):
     """Coefficient of an entropy bonus in the loss."""
 
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Log-probs of the policy that sampled. `trainer` computes them in a forward pass, which the
-    first update of a step does without; `rollout` takes those of the servers, which saves the
-    pass."""
+    """Source of the old log-probs in the ratio. `trainer` computes them in a forward pass, which is
+    skipped for the first update of a step; `rollout` uses the log-probs that the servers returned
+    and saves the pass."""
 
     importance: Literal["none", "token", "sequence"] = "token"
-    """Importance weights p_trainer / p_rollout of the loss, which correct for the gap between
-    engines: for each token, or for each sequence (the product over its tokens). See
-    fengyao.notion.site/off-policy-rl."""
+    """Importance weights p_trainer / p_rollout of the loss. They correct for the gap between
+    training and rollout engine, for each token or for each sequence (the product over its tokens).
+    See fengyao.notion.site/off-policy-rl."""
 
     importance_mode: Literal["truncate", "mask"] = "truncate"
     """Handling of large importance weights. `truncate` limits them to `importance_cap` (TIS);
-    `mask` sets those outside of `importance_floor`..`importance_cap` to 0 (IcePop, arXiv
+    `mask` sets weights outside of `importance_floor`..`importance_cap` to 0 (IcePop, arXiv
     2510.18855)."""
 
     importance_cap: float = bounded(2.0, least=1)
@@ -105,23 +106,25 @@ class PolicyOptimization(Section):
     """Smallest importance weight with `importance_mode` mask."""
 
     reject_below: float | None = bounded(None, above=0, below=1)
-    """Leave out sequences whose geometric mean of p_trainer / p_rollout is below. Null sets no
-    bound."""
+    """Do not train on sequences whose geometric mean of p_trainer / p_rollout is below this value.
+    Null sets no bound."""
 
     reject_above: float | None = bounded(None, above=1)
-    """Leave out sequences whose geometric mean of p_trainer / p_rollout is above. Null sets no
-    bound."""
+    """Do not train on sequences whose geometric mean of p_trainer / p_rollout is above this value.
+    Null sets no bound."""
 
     dynamic_sampling: int = bounded(0, least=0)
-    """Most further sampling rounds of a step, in which groups whose rewards are all equal are
-    replaced by groups of other prompts (DAPO, arXiv 2503.14476). 0 turns it off."""
+    """Maximum number of further sampling rounds in a step. Each replaces groups whose rewards are
+    all equal by groups of other prompts (dynamic sampling in DAPO, arXiv 2503.14476). 0 turns it
+    off."""
 
     overlong_buffer: int = bounded(0, least=0)
-    """Last tokens before `rollout.max_new_tokens` over which the reward falls linearly (DAPO's soft
-    punishment, arXiv 2503.14476). Only an episode's last turn counts. 0 turns it off."""
+    """Number of tokens before `rollout.max_new_tokens` over which the reward decreases linearly
+    (DAPO's soft overlong punishment, arXiv 2503.14476). Only an episode's last turn counts. 0 turns
+    it off."""
 
     overlong_penalty: float = bounded(1.0, least=0)
-    """Penalty of a response of `rollout.max_new_tokens` with `overlong_buffer`."""
+    """Penalty for a response of `rollout.max_new_tokens` tokens when `overlong_buffer` is set."""
 
     mask_truncated: bool = False
     """Do not train on responses that reached `rollout.max_new_tokens`. Their rewards still count in
@@ -134,7 +137,7 @@ class PolicyOptimization(Section):
 
     @property
     def policy_steps(self) -> int:
-        """Number of steps in which the policy is trained, over which its schedule extends."""
+        """Number of steps in which the policy is trained; its learning-rate schedule spans them."""
         return self.steps
 
     def check(self) -> None:
@@ -252,36 +255,36 @@ class PPO(PolicyOptimization):
     """Algorithm: ppo."""
 
     critic: Literal["separate", "shared"] = "separate"
-    """Critic: a model of its own, as large as the policy (separate), or a value head on the policy
-    (shared), which needs no further memory."""
+    """Kind of critic: a separate model as large as the policy (separate), or a value head on the
+    policy (shared), which needs no further memory."""
 
     critic_lr: float = bounded(1e-5, above=0)
     """Learning rate of a separate critic, or of a shared critic's value head; the policy keeps
-    `optimizer.lr`. A critic starts with an untrained head and takes a higher rate."""
+    `optimizer.lr`. It is higher than the policy's because the value head starts untrained."""
 
     critic_warmup_steps: int = follows(0, least=0)
-    """First steps of the run, which train the critic alone. Null takes a twelfth of
+    """Number of steps at the start of the run that train only the critic. Null uses a twelfth of
     `algorithm.steps`, at most 5."""
 
     gamma: float = bounded(1.0, least=0, most=1)
-    """Discount of rewards per token, or per turn with `gae_level` turn. 1 suits a reward at the end
-    of an episode."""
+    """Discount factor of rewards per token, or per turn with `gae_level` turn. 1 suits a reward at
+    the end of an episode."""
 
     lam: float = bounded(0.95, least=0, most=1)
     """Lambda of generalised advantage estimation (arXiv 1506.02438): 0 trusts the critic, 1 the
     sampled rewards."""
 
     gae_level: Literal["token", "turn"] = "token"
-    """Action of generalised advantage estimation: a token, or a whole turn."""
+    """Unit that generalised advantage estimation treats as one action: a token, or a whole turn."""
 
     normalize_advantages: bool = True
     """Normalise advantages to mean 0 and standard deviation 1 over all tokens of a step."""
 
     value_coefficient: float = bounded(0.5, above=0)
-    """Coefficient of a shared critic's loss in the policy's."""
+    """Coefficient of a shared critic's loss when it is added to the policy loss."""
 
     value_clip: float | None = bounded(0.2, above=0)
-    """Range around the old value beyond which the critic's loss is clipped. Null does not clip."""
+    """Clip range of the critic's loss around the old value. Null does not clip."""
 
     @property
     def policy_steps(self) -> int:
@@ -307,7 +310,7 @@ class SFT(Section):
     """Steps of the run, each one optimizer update. The default is the demo's."""
 
     batch_size: int = bounded(32, least=1)
-    """Rows of a step."""
+    """Rows in a step."""
 
     @property
     def updates_per_step(self) -> int:

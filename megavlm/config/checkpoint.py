@@ -6,8 +6,8 @@ from typing import Literal
 
 from megavlm.config.section import Section, bounded
 
-# Names of a run's metrics, by which its checkpoints can be compared (`checkpoint.best_metric`).
-# Their meaning: docs/reference/metrics.md.
+# Metrics of a run by which its checkpoints can be compared (`checkpoint.best_metric`).
+# docs/reference/metrics.md describes them.
 SUPERVISED = (
     "loss", "gradient_norm", "learning_rate", "skipped_updates", "updates_without_signal",
     "skipped_bad", "skipped_long", "tokens_per_second", "memory_gib", "recording_failures",
@@ -23,7 +23,7 @@ POLICY = (
     "kl_coefficient", "sync_bytes", "sync_tensors", "sync_checked", "sync_servers",
 )  # fmt: skip
 CRITIC = ("value_loss", "value_clip_share", "value_mean", "explained_variance")
-# Beginnings of names that end in a category, a part, a phase or a name of the user's.
+# Prefixes of names that end in a category, a part, a phase or a user-defined name.
 OPEN = ("reward/", "accuracy/", "policy_loss/", "seconds/", "modelled/", "staleness/", "critic_")
 
 
@@ -32,7 +32,7 @@ class Checkpoint(Section):
     """Checkpoints of a run, in `run.dir`/checkpoints."""
 
     every: int = bounded(20, least=0)
-    """Steps between checkpoints. 0 saves when the run ends or stops only."""
+    """Steps between checkpoints. 0 saves only when the run ends or stops."""
 
     async_save: bool = True
     """Write files in the background while training goes on. Each rank then holds a second copy of
@@ -48,17 +48,17 @@ class Checkpoint(Section):
     """Also keep the steps that are multiples of this number, besides `checkpoint.keep_last`."""
 
     best_metric: str | None = None
-    """Also keep the best step by this metric: a name of metrics.jsonl, of which the mean since the
-    last checkpoint counts, or evaluation/ followed by greedy, sampled, valid, blind or shuffled."""
+    """Also keep the best step by this metric: a name in metrics.jsonl, whose mean since the last
+    checkpoint is compared, or evaluation/ followed by greedy, sampled, valid, blind or shuffled."""
 
     best_mode: Literal["max", "min"] = "max"
     """Whether the best step has the highest or the lowest value of `checkpoint.best_metric`."""
 
     export_hf: bool = False
-    """Write a HuggingFace folder at the end of the run; adapters are merged."""
+    """Export the model as a HuggingFace folder at the end of the run; adapters are merged."""
 
     verify_export: bool = False
-    """Compare the logits of transformers on the exported folder with the trainer's."""
+    """Compare the logits that transformers computes from the exported folder with the trainer's."""
 
     def check(self) -> None:
         if self.verify_export and not self.export_hf:
@@ -81,7 +81,7 @@ class Checkpoint(Section):
 
 
 def nearest_metrics(name: str) -> list[str]:
-    """Return [] if a run may have the metric, else the names that are most like it."""
+    """Return the most similar metric names, or [] if a run may have the metric itself."""
     known = (*SUPERVISED, *POLICY, *CRITIC)
     if name in known or name.startswith(OPEN):
         return []

@@ -1,4 +1,4 @@
-"""Rules between sections, the check of a whole configuration, and defaults that follow from it.
+"""Rules between sections, the check of a whole configuration, and defaults derived from it.
 
 Rules that need files, ports or a world size are in megavlm/run/preflight.py.
 """
@@ -18,7 +18,7 @@ LEAST_PACK_TOKENS = 4096
 
 
 def check_ranges(config: Config) -> None:
-    """Raise ValueError for the first number outside its range, in one sentence as `check`."""
+    """Raise ValueError for the first number outside its range. The message is one sentence."""
     for name, section in _sections(config).items():
         for key, value, bounds in out_of_range(section):
             shown = list(value) if isinstance(value, tuple) else value
@@ -31,7 +31,7 @@ def check_ranges(config: Config) -> None:
 def check(config: Config) -> None:
     """Raise ValueError for the first rule between keys that the configuration breaks.
 
-    The message is one sentence: key, value, rule and way out.
+    The message is one sentence that names the key, its value, the rule and how to fix it.
     """
     for section in _sections(config).values():
         section.check()
@@ -302,10 +302,10 @@ def _check_checkpoint(config: Config) -> None:
 
 
 def derive(config: Config, following: Collection[str]) -> Config:
-    """Return the configuration with the values of the keys `following`, each section.key.
+    """Return the configuration with derived values for the keys in `following` ("section.key").
 
-    A key that is declared with `follows` and null in a recipe gets its value here; what a recipe
-    sets is kept, and refused if it breaks a rule.
+    A key that is declared with `follows` and is null in a recipe gets its value here. A value that
+    a recipe sets is kept, and `check` refuses it if it breaks a rule.
     """
     for name, value in _RULES.items():
         if name in following:
@@ -316,7 +316,7 @@ def derive(config: Config, following: Collection[str]) -> Config:
 
 
 def longest_tree(config: Config, *, episodes: int) -> int:
-    """Return the most tokens of a prompt with `episodes` of its episodes."""
+    """Return the maximum number of tokens of a prompt with `episodes` of its episodes."""
     turns, environment = config.environment.max_turns, config.environment
     episode = turns * config.rollout.max_new_tokens
     episode += (turns - 1) * environment.max_observation_tokens
@@ -330,7 +330,7 @@ def _pack_tokens(config: Config) -> int:
     return max(2 * config.data.max_prompt_tokens, LEAST_PACK_TOKENS)
 
 
-# In this order: a critic's warmup leaves the policy fewer steps.
+# The order matters: optimizer.warmup_steps depends on the steps that the critic's warmup leaves.
 _RULES: dict[str, Callable[[Config], Any]] = {
     "algorithm.critic_warmup_steps": lambda config: min(config.algorithm.steps // 12, 5),
     "optimizer.warmup_steps": lambda config: min(config.algorithm.policy_steps // 8, 20),

@@ -1,4 +1,4 @@
-"""The `curriculum` section: rewards that change in the course of a run."""
+"""The `curriculum` section: rewards that change during a run."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from megavlm.config.section import Section, bounded
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumStage:
-    """A stage of the curriculum. All but the last end, at `until` or `reward`, whichever comes
-    first."""
+    """A stage of the curriculum. Every stage except the last ends at `until` or `reward`, whichever
+    comes first."""
 
     until: int | None = None
     """Step at which the stage ends."""
@@ -19,11 +19,11 @@ class CurriculumStage:
     """Mean reward over `curriculum.window` steps at which the stage ends."""
 
     weights: dict[str, float] = field(default_factory=dict)
-    """Weights of `reward.parts` by label, or of the components of a single reward that has some.
-    Weights that are not named stay as in `reward`."""
+    """Weights of `reward.parts` by label, or of the components of a single reward that has
+    components. Weights that are not named stay as in `reward`."""
 
     tolerance: float | None = None
-    """Tolerance of rewards that have one. Null keeps that of `reward`."""
+    """Tolerance of rewards that have one. Null keeps the tolerance in `reward`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class CurriculumConfig(Section):
     """Stages in order; the last one lasts to the end of the run. Empty keeps one reward."""
 
     window: int = bounded(10, least=1)
-    """Steps over whose mean reward the end of a stage is decided."""
+    """Number of steps over which the reward is averaged to decide whether a stage ends."""
 
     def check(self) -> None:
         for number, stage in enumerate(self.stages):

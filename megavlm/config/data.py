@@ -8,8 +8,7 @@ from megavlm.config.section import Section, bounded, follows
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
-    """Data files and their columns; a column key that is null means that there is no such
-    column."""
+    """Data files and their columns; a column key is null if the files have no column for it."""
 
     train_files: tuple[str, ...] = ()
     """Parquet, JSONL, JSON or CSV files to train on: paths, globs, or any URL that fsspec opens.
@@ -19,56 +18,57 @@ class Data(Section):
     """Files to evaluate on, of the same kinds and columns."""
 
     train_weights: tuple[float, ...] = bounded((), above=0)
-    """Share of the prompts that each entry of `data.train_files` gets, relative to the others.
-    Empty draws all rows as one data set."""
+    """Sampling weight of each entry of `data.train_files`, relative to the other entries. Empty
+    draws all rows as one data set."""
 
     prompt_key: str | None = "problem"
-    """Column of the prompt: text, or chat messages. A last message of the assistant is taken as the
-    answer, a column `tools` beside a chat as its tools. Null asks `data.question` of every row. The
-    default column names are those of hiyouga/geometry3k."""
+    """Column of the prompt: text, or chat messages. If the last message is the assistant's, it is
+    the answer; with a chat, a column `tools` gives its tools. Null asks `data.question` of every
+    row. The default column names match hiyouga/geometry3k."""
 
     question: str | None = None
     """Prompt of every row where `data.prompt_key` is null."""
 
     answer_key: str | None = "answer"
     """Column of the reference answer, which rewards compare with and SFT learns: text, or another
-    value as pandas prints it. Of a list the first is taken."""
+    value as pandas prints it. If it is a list, the first item is used."""
 
     image_keys: tuple[str, ...] = ("images",)
-    """Columns of images, each with an image or a list of them: bytes, base64, a path beside the
-    file, a URL, or a struct of bytes, path, url or base64. `<image>` in the prompt marks their
-    place; without it they come first."""
+    """Columns of images, each with an image or a list of images: bytes, base64, a path relative to
+    the data file, a URL, or a struct of bytes, path, url or base64. `<image>` in the prompt marks
+    the place of each image; without it, images come first."""
 
     video_key: str | None = None
-    """Column of videos, a struct of frames and fps, for supervised data. Rollout servers do not
-    take videos."""
+    """Column of videos, each a struct of frames and fps, for supervised data. Rollout servers do
+    not accept videos."""
 
     category_key: str | None = "task"
-    """Column by whose values metrics and evaluations are also reported separately. Null reports
-    them overall only."""
+    """Column whose values group the rows: metrics and evaluations are also reported for each value.
+    Null reports them overall only."""
 
     extra_keys: tuple[str, ...] = ()
     """Further columns that are passed on to environments and rewards."""
 
     system_prompt: str | None = None
-    """System message before every prompt. Null uses what the chat template has."""
+    """System message before every prompt. Null uses the default of the chat template."""
 
     min_pixels: int | None = bounded(None, least=1)
-    """Fewest pixels of an image after resizing. Null takes the image processor's own."""
+    """Minimum number of pixels of an image after resizing. Null uses the image processor's
+    value."""
 
     max_pixels: int | None = bounded(None, least=1)
-    """Most pixels of an image after resizing: the cost of an image in tokens. Null takes the image
-    processor's own."""
+    """Maximum number of pixels of an image after resizing; it bounds the image's number of tokens.
+    Null uses the image processor's value."""
 
     max_prompt_tokens: int = bounded(1024, least=1)
-    """Longest prompt in tokens, image tokens included; `data.long_prompts` decides about longer
-    ones."""
+    """Maximum length of a prompt in tokens, image tokens included; `data.long_prompts` says what
+    happens to longer prompts."""
 
     pack_tokens: int = follows(4096, least=1)
-    """Longest packed sequence of one forward pass in tokens. It must hold a prompt and one of its
-    responses. A prompt whose responses are in several packs is computed in each of them; larger
-    packs need more memory. Null takes what a prompt and all of its responses need at their longest
-    (for SFT an answer as long as its prompt), and at least 4096."""
+    """Maximum length in tokens of the packed sequence of one forward pass. It must hold a prompt
+    and one of its responses. A prompt whose responses are in several packs is computed in each of
+    them; larger packs need more memory. Null uses the maximum length of a prompt with all of its
+    responses (for SFT, with an answer as long as the prompt), and at least 4096."""
 
     bad_samples: Literal["refuse", "skip"] = "refuse"
     """Handling of rows that cannot be used, such as images that cannot be decoded: `refuse` ends
@@ -79,8 +79,8 @@ class Data(Section):
     `skip` leaves them out and counts them."""
 
     workers: int = bounded(0, least=0)
-    """Processes that prepare prompts ahead. 0 prepares them in the driver when they are needed. The
-    order of prompts does not depend on it."""
+    """Worker processes that prepare prompts ahead of their use. 0 prepares them in the driver when
+    they are needed. The order of prompts does not depend on it."""
 
     def check(self) -> None:
         low, high = self.min_pixels, self.max_pixels

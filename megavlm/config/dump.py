@@ -1,6 +1,6 @@
-"""The resolved configuration as YAML, with every key: it loads as a recipe.
+"""The resolved configuration as YAML, with every key. It can be loaded as a recipe.
 
-A run's own has a first line that names the code that ran; model cards repeat it.
+The config.yaml of a run starts with a line that names the code version; model cards repeat it.
 """
 
 import json
@@ -22,20 +22,20 @@ _ROOT = Path(__file__).parents[2]
 
 
 def to_yaml(config: Config) -> str:
-    """Return YAML without `${...}` and bases; sections and keys in the order of the dataclasses."""
+    """Return YAML without `${...}` and bases; sections and keys are in the dataclasses' order."""
     return OmegaConf.to_yaml(OmegaConf.create(config.to_dict()))
 
 
 def write(config: Config, folder: str | Path) -> None:
-    """Write `folder`/config.yaml atomically; the folder is made."""
+    """Write `folder`/config.yaml atomically, and create the folder."""
     path = Path(folder, "config.yaml")
     write_whole(path, f"{_CODE}{code_version()}\n{to_yaml(config)}".encode())
 
 
 def changes(config: Config, folder: str | Path) -> list[str]:
-    """Return the keys whose values are not those of `folder`/config.yaml, each as
-    `section.key=value (was value)`; of a damaged file, that they are unknown. Returns none where
-    there is no such file.
+    """Return the keys whose values differ from `folder`/config.yaml, each as
+    `section.key=value (was value)`. Returns [] if the file does not exist, and one entry that says
+    that the changes are unknown if the file is damaged.
     """
     path = Path(folder, "config.yaml")
     if not path.is_file():
@@ -68,16 +68,18 @@ def _values(name: str, section: Any) -> Iterator[tuple[str, str]]:
 
 
 def code_of(text: str) -> str | None:
-    """Return the code version that a run's config.yaml names, None if it names none.
+    """Return the code version that the text of a run's config.yaml names, or None.
 
-    For a run that was resumed it is that of the last start.
+    A run that was resumed names the version of its last start.
     """
     line, _, _ = text.partition("\n")
     return line.removeprefix(_CODE) if line.startswith(_CODE) else None
 
 
 def code_version() -> str:
-    """Return `megavlm 0.1.0`, in a git checkout with the commit and `-dirty` if files differ."""
+    """Return the version, as `megavlm 0.1.0`. A git checkout adds its commit, and `-dirty` if
+    files differ from it.
+    """
     commit, git = "", shutil.which("git")
     if git and (_ROOT / ".git").exists():
         command = [git, "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40"]

@@ -1,4 +1,4 @@
-"""The `evaluation` section: evaluations during a run, and of `megavlm evaluate`."""
+"""The `evaluation` section: evaluations during a run and by `megavlm evaluate`."""
 
 from dataclasses import dataclass
 
@@ -22,27 +22,28 @@ class Evaluation(Section):
     """Evaluate after the last step."""
 
     limit: int | None = bounded(None, least=1)
-    """Most rows of an evaluation. Null takes all."""
+    """Maximum number of rows in an evaluation. Null uses all rows."""
 
     sampled: bool = True
-    """Also measure accuracy at `rollout.temperature`, beside greedy accuracy."""
+    """Also measure the accuracy of responses sampled at `rollout.temperature`, in addition to
+    greedy accuracy."""
 
     shuffled: bool = True
-    """Also measure greedy accuracy with images exchanged between questions. A model that looks at
-    its images falls to the accuracy of guessing."""
+    """Also measure greedy accuracy with images exchanged between questions. The accuracy of a model
+    that looks at its images then falls to the accuracy of guessing."""
 
     model: str | None = None
     """Model that `megavlm evaluate` measures: a checkpoint, a HuggingFace folder or a PEFT adapter.
-    Null takes the recipe's."""
+    Null uses the recipe's model."""
 
     baseline: str | None = None
-    """Second model that `megavlm evaluate` compares with, of the same kinds. Null compares with
-    none."""
+    """Second model, of the same kinds, that `megavlm evaluate` compares the first with. Null
+    measures one model only."""
 
     samples: int = bounded(1, least=1)
-    """Responses to each question in `megavlm evaluate`: 1 is greedy, more are sampled at
-    `rollout.temperature`."""
+    """Responses to each question in `megavlm evaluate`: one response is greedy, several are sampled
+    at `rollout.temperature`."""
 
     episodes: int | None = bounded(None, least=1)
-    """Most episodes of each model in `megavlm evaluate`, which asks `episodes` // `samples`
-    questions and at least one. Null asks all."""
+    """Maximum number of episodes of each model in `megavlm evaluate`, which asks `episodes` //
+    `samples` questions, at least one. Null asks all questions."""

@@ -83,9 +83,8 @@ def _algorithm(values: Any) -> type[Algorithm]:
 
 
 def _check_known(section: str, given: Iterable[Any], classes: Mapping[str, Any]) -> None:
-    """Raise ValueError for an unknown key, with the nearest one of the section, then of all.
-
-    The section "" is the top level.
+    """Raise ValueError for an unknown key. The message names the most similar key, from the same
+    section if possible, else from any section. The section "" is the top level.
     """
     known = _keys(classes[section]) if section else tuple(classes)
     prefix = f"{section}." if section else ""
@@ -102,7 +101,7 @@ def _check_known(section: str, given: Iterable[Any], classes: Mapping[str, Any])
 
 
 def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
-    """Build a section. Raises ValueError that names the first wrong key."""
+    """Build a section. Raises ValueError that names the first key with a wrong value."""
     types, defaults = get_type_hints(cls), _defaults(cls)
     changed = {}
     for key, value in values.items():
@@ -121,7 +120,7 @@ def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
     try:
         return OmegaConf.to_object(OmegaConf.merge(section, changed))
     except (OmegaConfBaseException, TypeError, OverflowError):
-        for key, value in changed.items():  # one by one, to find which
+        for key, value in changed.items():  # one by one, to find the key with the wrong value
             try:
                 OmegaConf.merge(section, {key: value})
             # TypeError: keys, not a list; OverflowError: an int that no float holds
@@ -163,7 +162,7 @@ def _following(cls: Any) -> list[str]:
 
 
 def _defaults(cls: Any) -> dict[str, Any]:
-    """Return the default of each key, tuples as lists, which a YAML list replaces."""
+    """Return the default of each key. Tuples become lists, so that a list in YAML replaces them."""
     values = {}
     for item in fields(cls):
         if "follows" in item.metadata:
@@ -182,7 +181,7 @@ def _shown(value: Any) -> str:
 
 
 def _plain(tree: Any, *, resolve: bool) -> dict[str, Any]:
-    """Convert to dictionaries and lists; `${...}` is replaced if `resolve`."""
+    """Convert to dictionaries and lists; `${...}` is replaced by its value if `resolve` is True."""
     try:
         container = OmegaConf.to_container(tree, resolve=resolve)
     except OmegaConfBaseException as error:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megavlm.config.section import Section, bounded
 
-# Groups of linears that a target can name.
+# Groups of linear layers that a target can name.
 COMPONENTS = (
     "language.attention",
     "language.linear_attention",
@@ -16,7 +16,7 @@ COMPONENTS = (
 )
 # Prefixes of full module paths.
 LANGUAGE, VISION = "language_model.", "visual."
-# Targets that SGLang serves as adapters, and its names of their projections.
+# Targets that SGLang serves as adapters, and SGLang's names of their projections.
 SERVED_TARGETS = {
     "language.attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "language.mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -25,7 +25,7 @@ SERVED_TARGETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA(Section):
-    """Low-rank adapters, trained in place of the model's own weights."""
+    """Low-rank adapters, trained instead of the model's own weights."""
 
     rank: int = bounded(0, least=0)
     """Rank of every adapter. 0 trains the weights themselves."""
@@ -34,14 +34,14 @@ class LoRA(Section):
     """Numerator of the adapters' scale: B A x is multiplied by `alpha` / `rank`."""
 
     dropout: float = bounded(0.0, least=0, below=1)
-    """Share of the adapters' input that is dropped in training. 0 keeps the log-probs of trainer
-    and rollout servers comparable."""
+    """Dropout rate of the adapters' input in training. 0 keeps the log-probs of trainer and rollout
+    servers comparable."""
 
     targets: tuple[str, ...] = ("language.attention", "language.mlp")
-    """Linears with adapters. A target is a component (language.attention,
+    """Linear layers that get adapters. A target is a component (language.attention,
     language.linear_attention, language.mlp, language.experts, vision.attention, vision.mlp,
-    vision.merger) or the full path of a linear, in which * matches anything. The default leaves the
-    vision tower unchanged."""
+    vision.merger) or the full path of a linear layer, in which * matches anything. The default
+    leaves the vision tower unchanged."""
 
     @property
     def adapts_tower(self) -> bool:

@@ -1,4 +1,4 @@
-"""The `model` section: the model to train and which of its parts learn."""
+"""The `model` section: the model to train and which of its parts are trained."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,28 +17,29 @@ class Model(Section):
     `model.checkpoint` is set, weights as safetensors. Required."""
 
     checkpoint: str | None = None
-    """Megatron checkpoint whose weights training starts from, with any parallel layout: a folder of
-    steps, or one step's folder. Null loads the weights of `model.folder`."""
+    """Megatron checkpoint whose weights training starts from, saved with any parallel layout: a
+    folder of steps, or one step's folder. Null loads the weights in `model.folder`."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of parameters and activations, on the trainer and on managed rollout servers.
-    Optimizer states are float32 with either. The default is exact on CPUs; GPU recipes use
+    Optimizer states are float32 with either type. The default is exact on CPUs; GPU recipes use
     bfloat16."""
 
     attention: Literal["auto", "sdpa", "flash", "flex", "transformer_engine"] = "auto"
     """Kernel of the language model's core attention. `sdpa` is PyTorch's scaled dot product
-    attention with a mask for each tree, `flash` its variable-length flash attention, `flex` its
-    FlexAttention, `transformer_engine` NVIDIA's kernel. `auto` takes flash for bfloat16 on a GPU
-    and sdpa otherwise. flash and transformer_engine compute in half precision only."""
+    attention with a mask for each tree, `flash` is PyTorch's variable-length flash attention,
+    `flex` is PyTorch's FlexAttention, and `transformer_engine` is NVIDIA's kernel. `auto` uses
+    flash for bfloat16 on a GPU and sdpa otherwise. flash and transformer_engine compute in half
+    precision only."""
 
     fusions: bool = True
-    """On a GPU, compute SwiGLU and the rotary embedding as one kernel each, add weight gradients
-    into their buffer within the matrix product, and permute the tokens of experts by Transformer
-    Engine's kernels. The rotary embedding then rotates in float32. False takes PyTorch's operations
-    one by one, as on a CPU."""
+    """Use fused kernels on a GPU: compute SwiGLU and the rotary embedding as one kernel each,
+    accumulate weight gradients into their buffer within the matrix product, and permute the tokens
+    of experts with Transformer Engine's kernels. The rotary embedding is then computed in float32.
+    False uses separate PyTorch operations, as on a CPU."""
 
     freeze_tower: bool = True
-    """Keep the weights of the vision tower fixed. Image features are then the same in every step,
+    """Keep the weights of the vision tower fixed. Image features then stay the same in every step,
     so that rollout servers may cache them."""
 
     freeze_merger: bool = True
@@ -46,9 +47,10 @@ class Model(Section):
     model."""
 
     features_mb: int = bounded(8192, least=0)
-    """MiB of the image features of a step that stay on a GPU where the tower is frozen. Further
-    ones wait in pinned host memory and come back for each pack that shows them. The default holds
-    those of 900 images of a megapixel, for a model of hidden size 3584 without DeepStack."""
+    """MiB of a step's image features that stay on a GPU if the tower is frozen. Further features
+    are kept in pinned host memory and copied back for each pack that contains them. The default
+    holds the features of 900 images of a megapixel, for a model of hidden size 3584 without
+    DeepStack."""
 
     def check(self) -> None:
         if self.dtype == "float32" and self.attention in HALF_PRECISION:

@@ -10,11 +10,11 @@ class Parallel(Section):
     """Ranks of the trainer along each axis, as in megatron-core."""
 
     tensor: int = bounded(1, least=1)
-    """Tensor-parallel ranks, over which heads, MLP rows and the vocabulary are split. It divides
-    the key-value heads or is a multiple of them."""
+    """Tensor-parallel ranks, over which heads, MLP rows and the vocabulary are split. The number
+    must divide the number of key-value heads or be a multiple of it."""
 
     sequence: bool = False
-    """Split activations between tensor-parallel layers over the tensor axis, too (sequence
+    """Also split the activations between tensor-parallel layers over the tensor axis (sequence
     parallelism, arXiv 2205.05198). It saves memory and needs `parallel.tensor` above 1."""
 
     context: int = bounded(1, least=1)
@@ -37,14 +37,14 @@ class Parallel(Section):
 
     expert: int = bounded(1, least=1)
     """Expert-parallel ranks, over which the experts of a layer are distributed. The axis divides
-    the ranks of a pipeline stage for experts alone."""
+    the ranks of a pipeline stage and affects the experts only."""
 
     expert_tensor: int = bounded(1, least=1)
-    """Tensor-parallel ranks of each expert, in place of `parallel.tensor`."""
+    """Tensor-parallel ranks of each expert, used for experts instead of `parallel.tensor`."""
 
     data: int | None = bounded(None, least=1)
-    """Data-parallel ranks. Null takes what the world size leaves; `megavlm train`, which starts the
-    ranks itself, then starts the fewest that the other axes allow."""
+    """Data-parallel ranks. Null derives the number from the world size and the other axes; when
+    `megavlm train` starts the ranks itself, it starts the fewest that the other axes allow."""
 
     @property
     def model_size(self) -> int:
@@ -61,7 +61,9 @@ class Parallel(Section):
 
     @property
     def expert_ranks(self) -> int:
-        """Smallest number of ranks that the axes of the experts and the pipeline make."""
+        """Smallest number of ranks that the expert and pipeline axes need; the world size is a
+        multiple of it.
+        """
         return self.expert * self.expert_tensor * self.pipeline
 
     def check(self) -> None:

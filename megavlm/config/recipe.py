@@ -15,7 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 
 def read_recipe(path: Path, inside: tuple[Path, ...] = ()) -> DictConfig:
-    """Read a file merged over its bases. `inside`: files that name it as a base."""
+    """Read a recipe file and merge it over its bases.
+
+    inside: The chain of files that name this file as a base, to detect cycles.
+    """
     named = f" (a base of {inside[-1]})" if inside else ""
     try:
         path = path.resolve()
@@ -55,8 +58,8 @@ def parse_override(text: str) -> DictConfig:
 
 
 def parse_yaml(text: str) -> DictConfig:
-    """Parse a YAML file's text as a tree of sections. Raises ValueError, with the end of a sentence
-    that the file begins, for anything else.
+    """Parse the text of a YAML file as a tree of sections. Raises ValueError for anything else; the
+    message completes a sentence that starts with the name of the file.
     """
     try:
         content = OmegaConf.create(text or "{}")

@@ -1,4 +1,4 @@
-"""The `recompute` section: activations computed again in the backward pass."""
+"""The `recompute` section: activations that the backward pass recomputes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,23 +10,23 @@ RECOMPUTED_MODULES = {"core_attn", "mlp", "moe"}  # megatron-core's, without Tra
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Section):
-    """Activation recomputation: less memory for about a third more computation at most."""
+    """Activation recomputation. It saves memory for at most about a third more computation."""
 
     language: Literal["none", "selective", "full"] = "none"
-    """Activations of the language model to recompute: none, those of `recompute.modules`
-    (selective, arXiv 2205.05198), or all but the inputs of every `recompute.layers` layers
+    """Activations of the language model to recompute: none, the activations of `recompute.modules`
+    (selective, arXiv 2205.05198), or all except the inputs of every `recompute.layers` layers
     (full)."""
 
     modules: tuple[str, ...] = ("core_attn",)
-    """Modules that selective recomputation covers: core_attn, mlp or moe. The default is
-    megatron-core's: attention holds much memory for little computation."""
+    """Modules that selective recomputation covers: core_attn, mlp or moe. The default is the same
+    as megatron-core's, since attention needs much memory for little computation."""
 
     layers: int = bounded(1, least=1)
-    """Layers between two kept inputs with full recomputation. It divides the layers of a pipeline
-    chunk."""
+    """Layers between two kept inputs with full recomputation. The number must divide the layers of
+    a pipeline chunk."""
 
     tower: bool = False
-    """Recompute the activations of each block of the vision tower, where it is trained."""
+    """Recompute the activations of each block of the vision tower, if the tower is trained."""
 
     def check(self) -> None:
         unknown = set(self.modules) - RECOMPUTED_MODULES

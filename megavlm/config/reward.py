@@ -1,4 +1,4 @@
-"""The `reward` section: what a response is worth."""
+"""The `reward` section: how responses are scored."""
 
 import math
 import re
@@ -31,31 +31,31 @@ class Reward(Section):
     name: str | None = None
     """Built-in reward (boxed, caption, exact_match, geo3k, geospot, vqa), reward_model for a model
     behind an OpenAI-compatible endpoint, a function of your own as package.module:function, or the
-    URL of a service. Null takes the environment's own."""
+    URL of a service. Null uses the environment's own reward."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward."""
 
     parts: dict[str, RewardPart] = field(default_factory=dict)
-    """Several rewards by label, in place of `reward.name`. A response is correct if the first part
-    says so."""
+    """Several rewards by label, used instead of `reward.name`. The first part decides whether a
+    response is correct."""
 
     on_failure: Literal["zero", "skip", "stop"] = "zero"
     """Handling of a response whose reward fails: it gets `reward.failure_value` (zero), is not
     trained on (skip), or ends the run (stop)."""
 
     failure_value: float = bounded(0.0)
-    """Reward of a response whose reward fails. Where an incorrect response costs something, a
-    failure should cost as much."""
+    """Reward of a response whose reward function fails. If incorrect responses get a negative
+    reward, a failure should get the same."""
 
     timeout: float = bounded(10.0, above=0)
-    """Seconds for the reward of one response."""
+    """Seconds that the reward of one response may take."""
 
     memory_mb: int = bounded(2048, least=256)
-    """Memory of each reward process in MB."""
+    """Memory limit of each reward process in MB."""
 
     workers: int = bounded(2, least=1)
-    """Processes in which rewards run."""
+    """Number of processes that compute rewards."""
 
     def check(self) -> None:
         if self.parts and (self.name is not None or self.options):

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from megavlm.config.section import Section, bounded, follows
 
-# Options of the server that megavlm sets itself, and the key to set instead.
+# Options of the server that megavlm sets itself, with the key to set instead.
 OWNED_SERVER_ARGS = {
     "model_path": "model.folder",
     "host": "rollout.mode=external",
@@ -24,7 +24,8 @@ OWNED_SERVER_ARGS = {
     "config": "rollout.server_args",
     "device": "CUDA_VISIBLE_DEVICES",
 }
-# Options that run code from a model folder or a request, and keys, which are random for each run.
+# Refused because they run code from a model folder or a request, or because they are keys: megavlm
+# generates random keys for each run.
 REFUSED_SERVER_ARGS = {
     "trust_remote_code": "it runs code from the model folder",
     "enable_custom_logit_processor": "it runs code from requests",
@@ -35,7 +36,7 @@ REFUSED_SERVER_ARGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Section):
-    """The rollout servers and how responses are sampled on them."""
+    """The rollout servers, and how they sample responses."""
 
     mode: Literal["managed", "external"] = "managed"
     """Who starts the servers. `managed`: megavlm starts and stops them on this machine.
@@ -45,121 +46,129 @@ class Rollout(Section):
     """Number of managed servers."""
 
     min_servers: int = bounded(1, least=1)
-    """Fewest servers that the run goes on with. It ends with an error when fewer can be left."""
+    """Minimum number of servers that the run continues with. It ends with an error when fewer
+    servers are left, counting servers that may still recover."""
 
     max_restarts: int = bounded(3, least=0)
     """Restarts of each managed server that dies. The restart counter resets after ten healthy
     minutes."""
 
     urls: tuple[str, ...] = ()
-    """Addresses of external servers, each http://HOST:PORT. Their keys are given by the environment
-    variables MEGAVLM_ROLLOUT_API_KEY and MEGAVLM_ROLLOUT_ADMIN_KEY."""
+    """Addresses of external servers, each http://HOST:PORT. The environment variables
+    MEGAVLM_ROLLOUT_API_KEY and MEGAVLM_ROLLOUT_ADMIN_KEY give their keys."""
 
     router: str | None = None
-    """Address of an sglang-router in front of the external servers. Requests go to it, weights to
-    the servers."""
+    """Address of an sglang-router in front of the external servers. Requests are sent to the
+    router, weights to the servers."""
 
     port: int | None = bounded(None, least=1, most=65535)
-    """Port of the first managed server; the others follow it. Null chooses free ports."""
+    """Port of the first managed server; the others use the ports after it. Null chooses free
+    ports."""
 
     tensor_parallel: int = bounded(1, least=1)
-    """Tensor-parallel ranks of each server. A managed server stays on this machine; one that a
-    Slurm job starts may have a multiple of a rollout node's GPUs, and then takes whole nodes."""
+    """Tensor-parallel ranks of each server. A managed server runs on this machine only; a server
+    that a Slurm job starts may have a multiple of a rollout node's GPUs, and then uses whole
+    nodes."""
 
     gpus: tuple[int, ...] = bounded((), least=0)
-    """GPUs of this machine for the ranks of all managed servers, in order. Empty takes those after
-    the trainer's, or the trainer's own with `rollout.colocate`."""
+    """GPUs of this machine for the ranks of all managed servers, in order. Empty uses the GPUs
+    after the trainer's, or the trainer's GPUs with `rollout.colocate`."""
 
     colocate: bool = False
     """Run trainer and servers on the same GPUs. They take turns, and each releases its memory to
     the other."""
 
     temperature: float = bounded(1.0, above=0)
-    """Sampling temperature of training rollouts and of the sampled evaluation. The trainer's
-    log-probs are of the same tempered distribution."""
+    """Sampling temperature of training rollouts and of the sampled evaluation. The trainer computes
+    its log-probs at the same temperature."""
 
     top_p: float = bounded(1.0, above=0, most=1)
-    """Nucleus sampling threshold. It is 1 for policy optimisation, whose log-probs are over the
-    whole vocabulary."""
+    """Nucleus sampling threshold. It must be 1 for policy optimisation, whose log-probs are over
+    the whole vocabulary."""
 
     max_new_tokens: int = bounded(4, least=1)
-    """Longest response of a turn in tokens. The default suits the demo's one-word answers."""
+    """Maximum length of the response of a turn in tokens. The default suits the demo's one-word
+    answers."""
 
     suppress_special_tokens: bool = True
-    """Never sample special tokens, the end of the response excepted, or unused ids of the
-    vocabulary. A sampled image token would be taken for an image when the response is trained
+    """Never sample unused ids of the vocabulary, or special tokens other than the end of the
+    response. A sampled image token would be treated as an image when the response is trained
     on."""
 
     oversample: float = bounded(1.0, least=1)
-    """Prompts that are started per prompt of a step. When enough groups are complete, the others
-    are aborted and finished in later steps (partial rollouts), so that a step does not wait for its
-    slowest responses. 1 turns it off."""
+    """Number of prompts that are started per prompt of a step. When enough groups are complete, the
+    others are aborted and finished in later steps (partial rollouts), so that a step does not wait
+    for its slowest responses. 1 turns it off."""
 
     max_staleness: int = bounded(0, least=0, most=16)
-    """Steps that rollouts may be ahead of training. 0: trainer and servers take turns, and a step
-    trains on its own weights' rollouts. With k a process generates while the trainer trains: up to
-    k + 1 steps' worth of prompts are started and not trained on, and no token is from weights older
-    than k steps, for which `algorithm.importance` corrects. Trainer and servers need GPUs of their
-    own. More than 1 helps only where the time of a rollout varies from step to step."""
+    """Maximum staleness of rollouts in steps. With 0, trainer and servers take turns, and a step
+    trains on rollouts of its own weights. With k above 0, a separate process generates rollouts
+    while the trainer trains: prompts for up to k + 1 steps are started and not yet trained on, and
+    no token is sampled by weights that are more than k steps old. `algorithm.importance` corrects
+    for the age. Trainer and servers need separate GPUs. A value above 1 helps only if the time of
+    rollouts varies from step to step."""
 
     replay: str | None = None
-    """Folder of recorded rollouts to train on, RUN_DIR/rollouts of a run with
-    `run.record_rollouts`. Step n trains on the groups of its step n: no response is sampled and no
-    reward computed, and no server is started unless the run evaluates. Data files, model folder and
-    `data` keys must be those of the recorded run. Null samples responses."""
+    """Folder of recorded rollouts to train on: RUN_DIR/rollouts of a run with
+    `run.record_rollouts`. Step n trains on the groups of step n of that run: no responses are
+    sampled, no rewards are computed, and no server is started unless the run evaluates. Data files,
+    model folder and `data` keys must be the same as in the recorded run. Null samples
+    responses."""
 
     start_timeout: float = bounded(300, above=0)
-    """Seconds until a started server must be healthy, and after which an unreachable external
-    server no longer counts for `rollout.min_servers`; it is looked for as long as the run lives,
-    and refitted before it serves again. Loading a large model and capturing CUDA graphs take
-    minutes."""
+    """Seconds in which a started server must become healthy. An external server that cannot be
+    reached for this long no longer counts for `rollout.min_servers`; the run keeps probing it, and
+    updates its weights before it serves again. Loading a large model and capturing CUDA graphs
+    take minutes."""
 
     request_timeout: float = bounded(300, above=0)
-    """Seconds until a request to a server fails. A request for responses has a tenth of a second
+    """Timeout of a request to a server in seconds. A request for responses gets a tenth of a second
     more for each token that it may sample: 3,277 s more for `rollout.max_new_tokens` of 32,768.
-    Requests for responses and for weight updates are tried again."""
+    Requests for responses and for weight updates are retried."""
 
     timed_out: Literal["fail", "drop", "requeue"] = "fail"
     """Handling of a training group whose request times out in all four attempts. `fail` ends the
     run, which can resume from its last checkpoint. `drop` leaves the group out, and `requeue` asks
-    its prompt again in a later step; the step takes a further prompt instead. The run still ends
-    where more groups of a step time out than it trains on, or a request of an evaluation does."""
+    its prompt again in a later step; the step uses a further prompt instead. The run still ends if
+    more groups of a step time out than it trains on, or if a request of an evaluation times
+    out."""
 
     patience: float = bounded(60, above=0)
-    """Seconds that a server may answer no health probe and show no work before it is taken for
-    hung. A server that works is busy, however long: on a CPU by the CPU time of its processes, else
-    by the counters of its /v1/loads. The default is two probes, which SGLang answers within 20 s,
-    and then some."""
+    """Seconds without an answer to a health probe and without a sign of work after which a server
+    is considered hung. A server that works is busy, however long it takes: on a CPU this is
+    judged by the CPU time of its processes, elsewhere by the counters of its /v1/loads. The default
+    leaves time for more than two probes, each of which SGLang answers within 20 s."""
 
     concurrency: int = bounded(64, least=1)
-    """Prompts in flight at each server. The responses to a prompt are one request."""
+    """Maximum number of prompts in flight at each server. All responses to a prompt are one
+    request."""
 
     image_tokens: int | None = bounded(None, least=1)
-    """Image tokens of the prompts in flight at each server; a prompt with more goes alone. It
-    bounds what a server has to encode before it answers, and changes nothing for images of up to
-    `image_tokens` / `concurrency` tokens. Null takes 65536, which is 64 images of one megapixel,
-    and 8192 on a CPU, where such an image takes seconds."""
+    """Maximum number of image tokens of the prompts in flight at each server; a prompt with more is
+    sent alone. It bounds how many images a server has to encode before it answers, and has no
+    effect for images of up to `image_tokens` / `concurrency` tokens. Null uses 65536, which is 64
+    images of one megapixel, and 8192 on a CPU, where such an image takes seconds."""
 
     sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """Transport of weight updates. `tensor`: rank 0 sends each server rank its slices, by CUDA IPC
-    on GPUs, by shared memory on CPUs; by value over HTTP to servers on CPUs that the run did not
-    start. `distributed`: the first rank of each pipeline stage broadcasts slices by NCCL or gloo.
-    `disk`: stages write to a folder that all share."""
+    on GPUs, by shared memory on CPUs, and by value over HTTP to servers on CPUs that the run did
+    not start. `distributed`: the first rank of each pipeline stage broadcasts slices by NCCL or
+    gloo. `disk`: the stages write files to a folder that trainer and servers share."""
 
     pause: Literal["abort", "retract", "in_place"] = follows("abort")
-    """Handling of requests in flight when weights are updated. `abort` ends them, for which SGLang
-    takes a second, `retract` computes them again under the new weights, `in_place` goes on with the
-    cache that the old weights computed. Null takes `in_place` where `rollout.max_staleness` is
-    above 0, and `abort` elsewhere."""
+    """Handling of requests in flight when weights are updated. `abort` ends them, which takes
+    SGLang a second; `retract` recomputes their cache with the new weights; `in_place` continues
+    with the cache that the old weights computed. Null uses `in_place` if `rollout.max_staleness` is
+    above 0, and `abort` otherwise."""
 
     lora: Literal["merged", "adapter"] = "merged"
-    """Form in which adapters are sent. `merged` sends the weights that they change, `adapter` the
-    adapters alone, which is less to send and slower to serve."""
+    """Form in which adapters are sent to the servers. `merged` sends the weights that they change;
+    `adapter` sends only the adapters, which is less to send but slower to serve."""
 
     server_args: dict[str, Any] = field(default_factory=dict)
     """Further options of sglang.launch_server by their long names, for example
-    {mem_fraction_static: 0.8}. With `rollout.mode=external` they are those of the servers that a
-    Slurm job or `megavlm plan --servers` starts; running servers keep their own."""
+    {mem_fraction_static: 0.8}. With `rollout.mode=external` they apply to servers that a Slurm job
+    or `megavlm plan --servers` starts; servers that already run keep their own options."""
 
     def check(self) -> None:
         if self.mode == "external":
@@ -186,7 +195,7 @@ class Rollout(Section):
                     "remove it"
                 )
         if self.router is not None and self.suppress_special_tokens:
-            # sglang-router 0.3.2 writes requests anew, with the sampling parameters that it knows.
+            # sglang-router 0.3.2 rewrites requests with only the sampling parameters it knows.
             raise ValueError(
                 f"rollout.router={self.router} leaves logit biases out of the requests that it "
                 "passes on, and rollout.suppress_special_tokens=true is one: servers would sample "
@@ -258,7 +267,7 @@ def _check_url(key: str, url: str) -> None:
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and bool(parts.port)
-    except ValueError:  # a port that is no number, or brackets that do not close
+    except ValueError:  # the port is not a number, or brackets do not close
         whole = False
     if not whole or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ValueError(

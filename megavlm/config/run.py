@@ -10,10 +10,10 @@ TRACKERS = ("wandb", "swanlab", "mlflow")
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """The run itself, whatever it trains."""
+    """The run itself, for every algorithm."""
 
     dir: str = MISSING
-    """Directory of everything that the run writes: checkpoints, metrics, samples, report and the
+    """Directory for everything that the run writes: checkpoints, metrics, samples, report and the
     resolved configuration. Required."""
 
     seed: int = bounded(0, least=0, most=2**63 - 1)
@@ -22,38 +22,40 @@ class RunConfig(Section):
 
     resume: Literal["auto", "never"] = "auto"
     """Whether an earlier run in `run.dir` is continued. `auto` resumes from its latest checkpoint
-    if there is one, so that the same command starts and restarts a run; `never` starts anew."""
+    if there is one, so that the same command starts and restarts a run; `never` starts a new
+    run."""
 
     record_rollouts: bool = False
     """Write each step's groups to a file in RUN_DIR/rollouts before they are trained on: tokens,
-    log-probs, weight versions, rewards and turns, about 8 bytes per sampled token. Images are named
-    by their row; those that an environment made are written. `rollout.replay` trains on them."""
+    log-probs, weight versions, rewards and turns, about 8 bytes per sampled token. Images of the
+    data are referenced by their row; images that an environment made are written.
+    `rollout.replay` trains on the recorded groups."""
 
     trackers: tuple[str, ...] = ()
-    """Experiment trackers that get the metrics, evaluations, configuration and sampled images
-    beside TensorBoard: `wandb`, `swanlab`, `mlflow`, each installed as an extra of megavlm. Their
-    environment variables give addresses, keys and projects. A tracker that fails does not end the
-    run (metric `tracker_failures`)."""
+    """Experiment trackers that get the metrics, evaluations, configuration and sampled images in
+    addition to TensorBoard: `wandb`, `swanlab`, `mlflow`, each installed as an extra of megavlm.
+    Set their addresses, keys and projects by their environment variables. A tracker that fails does
+    not end the run (metric `tracker_failures`)."""
 
     timeout: float = bounded(24.0, above=0.0)
-    """Hours that a rank waits for another before the run ends with an error. Other ranks wait while
-    rank 0 generates rollouts and evaluates; 24 lets the longest of these finish. `run.watchdog`
-    ends a run that hangs much sooner."""
+    """Hours that a rank waits for another in a collective before the run ends with an error. The
+    other ranks wait while rank 0 generates rollouts and evaluates; 24 hours let the longest of
+    these finish. `run.watchdog` ends a run that hangs much sooner."""
 
     watchdog: float = bounded(3600.0, least=0.0)
-    """Seconds without progress on any rank after which a run that hangs ends with exit code 71: the
-    stacks of all ranks and of the servers are written, and the rank that the others wait for is
-    named. Progress is the begin or end of a phase, a microbatch, a response, or work of a rollout
-    server. The default is more than a model's load or a checkpoint takes, which are one phase.
-    0 turns it off."""
+    """Seconds without progress on any rank after which a run is considered hung. The stacks of all
+    ranks and of the servers are then written, the rank that the others wait for is named, and the
+    run ends with exit code 71. Progress is the start or end of a phase, a microbatch, a response,
+    or work of a rollout server. The default is longer than loading a model or saving a checkpoint
+    takes, each of which is one phase. 0 turns it off."""
 
     time_limit: float | None = bounded(None, above=0.0)
-    """Hours after which the run stops with a checkpoint, before the step, evaluation or save that
-    could end later: twice the longest step so far and a minute are left. Null is the end of the
-    Slurm job (SLURM_JOB_END_TIME), or none outside of Slurm."""
+    """Hours after which the run stops with a checkpoint. It stops before a step, evaluation or save
+    that could end later, with a margin of twice the longest step so far plus a minute. Null uses
+    the end of the Slurm job (SLURM_JOB_END_TIME), and sets no limit outside of Slurm."""
 
     summary: bool = True
-    """Print the closing tables when the run ends."""
+    """Print the summary tables when the run ends."""
 
     def check(self) -> None:
         for name in self.trackers:

@@ -45,5 +45,5 @@ class Config:
         return not (model.freeze_tower and model.freeze_merger) or self.lora.adapts_tower
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, sections in the order above, tuples as tuples."""
+        """Return plain values, with sections in the order above; tuples stay tuples."""
         return asdict(self)

@@ -1,12 +1,12 @@
-"""Base class of the configuration's sections, and numbers with a range beside their default."""
+"""Base class of the configuration's sections, and fields for numbers with a default and a range."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-MISSING: Any = "???"  # OmegaConf's mark of a key without default
-MOST = 10**9  # of whole numbers without another bound: anything above is a slip of the keyboard
+MISSING: Any = "???"  # OmegaConf's marker for a required key
+MOST = 10**9  # upper bound of whole numbers without another one: anything above is a typing error
 
 
 class Section:
@@ -15,14 +15,15 @@ class Section:
     def check(self) -> None:
         """Raise ValueError for the first broken rule between keys of this section.
 
-        The message is one sentence: key, value, rule and way out. Ranges of single keys are
-        declared by `bounded`, rules between sections are in cross_rules.py.
+        The message is one sentence that names the key, its value, the rule and how to fix it.
+        Ranges of single keys are declared by `bounded`; rules between sections are in
+        cross_rules.py.
         """
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Range of a number; None is no bound on that side."""
+    """Range of a number; None sets no bound on that side."""
 
     least: float | None = None
     above: float | None = None
@@ -30,7 +31,7 @@ class Bounds:
     below: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Return True if the value is in range; NaN and the infinities never are."""
+        """Return True if the value is in range. NaN and the infinities never are."""
         return (
             -math.inf < value < math.inf
             and (self.least is None or value >= self.least)
@@ -46,13 +47,15 @@ class Bounds:
 
 
 def bounded(default: Any, **limits: float) -> Any:
-    """Return a dataclass field whose number, or each number of its tuple, is within `limits`."""
+    """Return a dataclass field whose number, or each number of its tuple, must obey `limits`."""
     return field(default=default, metadata={"bounds": Bounds(**limits)})
 
 
 def follows(default: Any, **limits: float) -> Any:
-    """Return a field that is null in recipes unless they set it: it then follows from other keys,
-    by the rule in cross_rules.py. `default`: its value in a section that is made without a recipe.
+    """Return a field that is null in recipes unless they set it. A null value is derived from other
+    keys by a rule in cross_rules.py.
+
+    default: The value in a section that is created without a recipe.
     """
     bounds = {"bounds": Bounds(**limits)} if limits else {}
     return field(default=default, metadata={"follows": True, **bounds})
