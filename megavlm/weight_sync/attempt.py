@@ -1,4 +1,4 @@
-"""Data of a weight update that ranks, coordinator and transports share."""
+"""Data of a weight update, shared by ranks, coordinator and transports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +16,10 @@ from megavlm.weight_sync.sglang_layout import ServerLayout
 class SyncSettings:
     """Settings of a run's weight updates.
 
-    dtype: the servers' type. num_kv_heads, tied_embeddings, linear_rows: of the language model
-    (ServerLayout). pause: SGLang's mode of pausing. timeout: seconds for a request to a server.
-    bucket_bytes: size of a bucket on a rank that sends, which holds two.
+    dtype: The dtype of the servers' weights. num_kv_heads, tied_embeddings, linear_rows: Properties
+    of the language model; see ServerLayout. pause: SGLang's pause mode (abort, retract or
+    in_place). timeout: Seconds for a request to a server. bucket_bytes: Size of a bucket; a sending
+    rank holds two buckets.
     """
 
     dtype: torch.dtype
@@ -32,13 +33,14 @@ class SyncSettings:
 
 @dataclass(frozen=True)
 class SyncAttempt:
-    """Attempt to update the servers, the same on every rank.
+    """One attempt to update the servers, the same on every rank.
 
-    targets: servers that take part. layouts: by URL. refitted: URLs of the servers that get every
-    tensor; the others get what training can change. compared: URLs of the servers whose checksums
-    can be computed here. parameters: by URL, the names of those that a server takes in slices;
-    servers that are not in it take whole tensors only. senders: the ranks that send. rendezvous:
-    what the other ranks' transports need from rank 0's.
+    targets: Servers that take part. layouts: Server layout by URL. refitted: URLs of the servers
+    that get every tensor; the others get only tensors that training can change. compared: URLs of
+    the servers whose checksums can be computed here. parameters: Names, by URL, of the parameters
+    that a server takes in slices; a server that is missing here takes whole tensors only. senders:
+    Trainer ranks that send tensors. rendezvous: Data of rank 0's transport that the other ranks'
+    transports need.
     """
 
     targets: tuple[Target, ...]
@@ -56,10 +58,10 @@ class SyncAttempt:
 
 @dataclass(frozen=True)
 class TensorBucket:
-    """Tensors that are sent together, contiguous or not, under their HF names: whole, but for
-    pieces of stacks of experts (`sglang_layout.PIECE`).
+    """Tensors that are sent together, contiguous or not, under their HF names. They are whole
+    tensors, except that a stack of experts may be split into pieces (`sglang_layout.PIECE`).
 
-    urls: servers that get them. changed: True if training can change them.
+    urls: Servers that get the tensors. changed: True if training can change the tensors.
     """
 
     tensors: Sequence[tuple[str, Tensor]]
@@ -69,11 +71,12 @@ class TensorBucket:
 
 @dataclass(frozen=True)
 class SendReport:
-    """Result of one rank's sending in an attempt.
+    """What one rank has sent in an attempt.
 
-    lost: reasons by URL of the servers that failed. error: why the rank stopped, None if it sent
-    everything; is_own_fault: True if no server caused that. changed: checksums that every server
-    must have now; rest: those that refitted servers must have besides.
+    bytes, tensors: Bytes and HF tensors that were sent. changed: Checksums that every server must
+    have now. rest: Further checksums that refitted servers must have. lost: Reasons, by URL, of the
+    servers that failed. error: Why the rank stopped; None if it sent everything. is_own_fault: True
+    if no server caused the error.
     """
 
     bytes: int
@@ -89,9 +92,9 @@ class SendReport:
 class SyncReport:
     """Report of a weight update, the same on every rank.
 
-    bytes: of tensors that left the sending ranks, to all servers together. tensors: number of HF
-    tensors. checked: number of tensors whose checksums were compared, over all ranks of all
-    servers. servers: number of servers that have the version now.
+    bytes: Bytes of tensors that the sending ranks sent, to all servers together. tensors: Number of
+    HF tensors. checked: Number of tensors whose checksums were compared, over all ranks of all
+    servers. servers: Number of servers that have the version now.
     """
 
     seconds: float
@@ -102,7 +105,7 @@ class SyncReport:
 
 
 def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
-    """Return the metrics of a step's weight updates, none if there was no update."""
+    """Return the metrics of a step's weight updates; empty if there was no update."""
     if not reports:
         return {}
     return {

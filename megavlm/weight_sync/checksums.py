@@ -1,6 +1,6 @@
-"""Verification of a weight update: the servers' weight version, and checksums of every tensor.
+"""Verification of a weight update by the servers' weight version and the checksum of every tensor.
 
-A server of several ranks reports the checksums of each rank's slices.
+A server with several ranks reports the checksums of each rank's slices.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from megavlm.weight_sync.sglang_layout import (
 )
 
 WEIGHTS_CHECKER, CHECKSUM = "/weights_checker", {"action": "checksum"}
-# Checksums by parameter name of each rank of a server, by the server's layout.
+# Server layout -> for each rank of such a server, parameter name -> checksum.
 Expected = dict[ServerLayout, list[dict[str, str]]]
 
 
 def check_version(servers: Servers, version: str) -> None:
-    """Lose the servers that do not report `version` as their weight version."""
+    """Mark servers as lost that do not report `version` as their weight version."""
     path = "/model_info"
     reported = servers.read(path, servers.request_each(path), lambda info: info["weight_version"])
     for url, found in reported.items():
@@ -39,8 +39,8 @@ def check_version(servers: Servers, version: str) -> None:
 def is_comparable(device: str) -> bool:
     """Return True if the checksums of a server on `device` can be computed here.
 
-    SGLang hashes a CPU's tensors with SHA-256, and a GPU's with a kernel of its own, which runs
-    here too if this machine has a GPU and SGLang is installed.
+    SGLang hashes tensors on a CPU with SHA-256, and tensors on a GPU with its own kernel. That
+    kernel can run here if this machine has a GPU and SGLang is installed.
     """
     if device == "cpu":
         return True
@@ -48,22 +48,24 @@ def is_comparable(device: str) -> bool:
 
 
 class Checksums:
-    """Checksums that servers must report, of tensors that come in any number of buckets.
+    """Checksums that servers must report, computed from any number of buckets.
 
-    devices: the device on which servers of each layout hash. A GPU's experts are left out.
+    Experts of GPU servers are left out, because MoE kernels may store them in another order.
     """
 
     def __init__(self) -> None:
         self._hashes: Expected = {}
-        self._stacks: dict[tuple[ServerLayout, int, str], Any] = {}  # of experts, a piece at a time
+        self._stacks: dict[tuple[ServerLayout, int, str], Any] = {}  # of experts, piece by piece
 
     def add(
         self, tensors: Sequence[tuple[str, Tensor]], devices: Mapping[ServerLayout, str]
     ) -> None:
-        """Add what each rank of a server must hold once it has loaded these HF tensors.
+        """Add the checksums that each rank of a server must report once it has loaded these HF
+        tensors.
 
-        Parts of one fused parameter must come together, as one mapping entry sends them, and
-        pieces of a stack of experts in order.
+        devices: Device on which the servers of each layout hash. Parts of one fused parameter must
+        come together, as one mapping entry sends them; pieces of a stack of experts must come in
+        order.
         """
         others = [(name, x) for name, x in tensors if not is_expert(parameter_name(name))]
         for layout, device in devices.items():
@@ -99,7 +101,7 @@ def _content(tensor: Tensor) -> memoryview:
 
 
 def joined(parts: Iterable[Expected], layout: ServerLayout) -> list[dict[str, str]]:
-    """Return the checksums of each rank of a server of this layout, from those of all senders."""
+    """Merge the checksums from all sending ranks, for each rank of a server with this layout."""
     together: list[dict[str, str]] = [{} for _ in range(layout.tensor_parallel)]
     for part in parts:
         for mine, theirs in zip(together, part.get(layout, ()), strict=False):
@@ -108,9 +110,10 @@ def joined(parts: Iterable[Expected], layout: ServerLayout) -> list[dict[str, st
 
 
 def check_checksums(servers: Servers, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
-    """Lose the servers that hold another tensor than expected. Returns the number compared.
+    """Mark servers as lost that hold a different tensor than expected. Returns the number of
+    tensors compared.
 
-    expected: checksums of each rank by URL. The reason names the first tensor that differs.
+    expected: Checksums of each rank, by URL. The reason names the first tensor that differs.
     """
     urls = [url for url, ranks in expected.items() if any(map(len, ranks))]
     answers = servers.request_each(WEIGHTS_CHECKER, dict.fromkeys(urls, CHECKSUM))
@@ -124,9 +127,10 @@ def check_checksums(servers: Servers, expected: Mapping[str, Sequence[Mapping[st
 
 
 def read_checksums(servers: Servers, answers: Answers) -> dict[str, list[dict[str, str]]]:
-    """Return the checksums by parameter name that each rank of each server reports.
+    """Return the checksums, by parameter name, that each rank of each server reports.
 
-    answers: to `CHECKSUM`. Servers that do not answer for all of their ranks are lost.
+    answers: The servers' answers to a `CHECKSUM` request. Servers that do not answer for all of
+    their ranks are marked as lost.
     """
     sizes = {target.url: target.tensor_parallel for target in servers.live}
     held = servers.read(

@@ -1,4 +1,4 @@
-"""Rank 0's part of a weight update: every control request to the servers."""
+"""Rank 0's part of a weight update: it makes every control request to the servers."""
 
 import logging
 import time
@@ -21,9 +21,9 @@ from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.transports.base import Transport
 
 CONTINUE = {"torch_empty_cache": False}
-# Flushes the prefix cache, which the old weights computed, by SGLang's mode of pausing. Aborted
-# requests may take seconds to disappear. Retracted requests stay queued, so that nothing may be
-# waited for. SGLang refuses a flush under requests that continue in place.
+# Requests that flush the prefix cache of the old weights, by SGLang's pause mode. Aborted requests
+# may take seconds to disappear, so the flush waits. Retracted requests stay queued, so waiting for
+# them would never end. There is no flush for in_place: SGLang refuses one while requests continue.
 FLUSH_PATHS = {"abort": "/flush_cache?timeout=20", "retract": "/flush_cache"}
 
 logger = logging.getLogger(__name__)
@@ -32,13 +32,14 @@ logger = logging.getLogger(__name__)
 class SyncCoordinator:
     """Opens and closes attempts to update the servers.
 
-    A server that fails at any point is reported to `targets`, and the others go on. WeightSyncError
-    is raised when none is left. With settings.pause=in_place requests continue with their prefixes,
-    which stay in the servers' caches: requests keep those of versions apart by their cache_key.
+    A server that fails at any point is reported to `targets`, and the update continues on the
+    others. WeightSyncError is raised when none is left. With settings.pause=in_place, running
+    requests continue and the prefixes of older weights stay in the servers' caches; a cache_key in
+    each request keeps the prefixes of different versions apart.
 
-    senders: the ranks that send. http: client of all requests. adapter_config: PEFT's, if adapters
-    are sent unmerged; then only servers that need every tensor load weights, and no other server is
-    paused.
+    senders: Trainer ranks that send tensors. http: HTTP client for all requests. adapter_config:
+    PEFT's adapter_config, if LoRA adapters are sent unmerged. Only servers that need every tensor
+    load weights then, and no other server is paused.
     """
 
     def __init__(
@@ -55,19 +56,20 @@ class SyncCoordinator:
         self._http, self._adapter_config = http, adapter_config
         self._senders = senders
         self._parameters = ServerParameters()
-        self._infos: Answers = {}  # each server's /server_info, which is read once a process
+        self._infos: Answers = {}  # each server's /server_info, read once per server process
         self._adapter: str | None = None  # name of the adapter that servers have loaded
         self._has_warned = False
 
     def open(self, failed: set[str], *, full: bool) -> SyncAttempt:
-        """Pause the servers, without those that have `failed` in this update, to take tensors.
+        """Pause the servers and prepare them to take tensors. Servers that have `failed` in this
+        update are left out.
 
-        full: every server gets every tensor. Raises WeightSyncError if no server is left.
+        full: If true, every server gets every tensor. Raises WeightSyncError if no server is left.
         """
         targets = self._targets.targets(without=failed)
         if not targets:
             raise WeightSyncError("there is no rollout server to update")
-        self._sessions: list[str] = []  # servers that take tensors only in a session
+        self._sessions: list[str] = []  # servers that need begin_ and end_weight_update
         servers = self.servers = Servers(targets, timeout=self._settings.timeout, http=self._http)
         path = "/server_info"
         try:
@@ -85,7 +87,8 @@ class SyncCoordinator:
                 url for url in self._loading if self._transport.in_session and has_sessions[url]
             ]
             self._post("/pause_generation", {"mode": self._settings.pause})
-            # A trainer that died in an update, or a lost connection, left a session open.
+            # A trainer that died during an update, or a lost connection, may have left a session
+            # open.
             unsure = [target.url for target in servers.live if target.needs_all]
             servers.try_each("/end_weight_update", {}, [x for x in unsure if x in self._sessions])
             servers.request_each("/begin_weight_update", {url: {} for url in self._sessions})
@@ -118,11 +121,13 @@ class SyncCoordinator:
         adapters: NamedTensors,
         started: float,
     ) -> SyncReport | None:
-        """Have the servers load what was sent, compare their tensors, and set the new version.
+        """Have the servers load the tensors that were sent, compare their checksums, and set the
+        new version.
 
-        reports: of every rank that sends. adapters: all pairs, if they are sent unmerged. started:
-        the update's `time.monotonic()`. Returns None if some servers failed and the others have to
-        be sent everything again; the servers that failed are added to `failed`.
+        reports: Reports of every sending rank. adapters: All LoRA pairs, if they are sent unmerged.
+        started: `time.monotonic()` at the start of the update. Returns None if some servers failed,
+        so that everything must be sent again to the others; the failed servers are added to
+        `failed`.
         """
         report = None
         try:
@@ -138,7 +143,7 @@ class SyncCoordinator:
         return report
 
     def unload(self) -> None:
-        """Unload this run's adapter from the servers, which may outlive the run."""
+        """Unload this run's adapter from the servers, because they may outlive the run."""
         if self._adapter is not None:
             self.servers.try_each("/unload_lora_adapter", {"lora_name": self._adapter})
             self._adapter = None
@@ -154,8 +159,9 @@ class SyncCoordinator:
         servers, pause = self.servers, self._settings.pause
         self._transport.complete(attempt)
         servers.request_each("/end_weight_update", {url: {} for url in self._sessions})
-        # On a CPU a flush collects garbage among everything that a server has loaded unless that is
-        # frozen, which takes half a second. SGLang's own freeze at its start comes too early.
+        # On a CPU a cache flush runs Python's garbage collector over everything that a server has
+        # loaded, and takes half a second, unless these objects are frozen. SGLang freezes at its
+        # start, before the weights are loaded, which is too early.
         refitted = [url for url in attempt.refitted if url not in servers.lost]
         servers.try_each("/freeze_gc", {}, refitted)
         if pause in FLUSH_PATHS:
@@ -182,7 +188,7 @@ class SyncCoordinator:
         )
 
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
-        """Send a request to the servers that load weights."""
+        """POST to the servers that load weights."""
         self.servers.request_each(path, dict.fromkeys(self._loading, body))
 
     def _comparable(self, targets: Sequence[Target]) -> tuple[str, ...]:
@@ -197,9 +203,10 @@ class SyncCoordinator:
         return urls
 
     def _is_complete(self, reports: Sequence[SendReport]) -> bool:
-        """Lose the servers that ranks have lost. Returns True if the others got everything.
+        """Mark the servers as lost that any rank has lost. Returns True if the others got
+        everything.
 
-        Raises WeightSyncError if a rank failed by its own fault.
+        Raises WeightSyncError if a rank failed through no server's fault.
         """
         for report in reports:
             for url, reason in report.lost.items():
@@ -207,15 +214,16 @@ class SyncCoordinator:
         errors = [report.error for report in reports if report.error]
         if own := [report.error for report in reports if report.error and report.is_own_fault]:
             raise WeightSyncError(own[0])
-        if errors and not self.servers.lost:  # the server that caused it is not known
+        if errors and not self.servers.lost:  # it is not known which server caused the error
             for target in self.servers.live:
                 self.servers.lose(target.url, errors[0])
         return not errors
 
     def _resume(self, failed: set[str], *, everyone: bool) -> None:
-        """Report lost servers to `targets`, add them to `failed`, and have them generate again.
+        """Report lost servers to `targets`, add them to `failed`, and let them generate again.
 
-        everyone: the other servers too, whose weights may be mixed until the next update.
+        everyone: If true, let the other servers generate again, too. Their weights may be a mix of
+        two versions until the next update.
         """
         servers = self.servers
         urls = list(servers.lost)

@@ -1,4 +1,4 @@
-"""Full HF tensors on one rank from the shards of the ranks that hold them."""
+"""Gathering of full HF tensors on one rank, from the shards of the ranks that hold them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -16,7 +16,7 @@ from megavlm.weight_sync.plan import TIED, SyncPlan
 from megavlm.weight_sync.sglang_layout import piece_name
 
 NamedTensors = list[tuple[str, Tensor]]
-LocalShard = Callable[[], Tensor]  # returns this rank's part of a Megatron tensor as it is now
+LocalShard = Callable[[], Tensor]  # returns this rank's current shard of a Megatron tensor
 
 
 def gather(
@@ -27,11 +27,11 @@ def gather(
     *,
     to: int,
 ) -> NamedTensors:
-    """Gather HF names and tensors of some entries, in `dtype` or the entry's own, on rank `to`; []
-    on other ranks.
+    """Gather the HF names and tensors of some mapping entries on rank `to`. Tensors are in `dtype`
+    or the entry's own dtype. Other ranks return [].
 
-    Point to point: `to` and the entries' source ranks must call it; on others it does nothing. A
-    source rank sends the bytes of its shards as one flat tensor.
+    The transfer is point to point: rank `to` and the entries' source ranks must call it; on others
+    it does nothing. A source rank sends the bytes of its shards as one flat tensor.
     """
     rank = dist.get_rank()
     mine = {
@@ -58,8 +58,9 @@ def gather(
 def to_hf(parts: Sequence[tuple[Entry, Tensor]]) -> NamedTensors:
     """Convert full Megatron tensors to HF names and tensors.
 
-    parts: one entry and its tensor, or neighbouring experts of one stack, in order: they become a
-    piece of the stack (`piece_name`), rows [in, out] that lie in memory as servers store them.
+    parts: One entry with its tensor, or consecutive experts of one stack, in order. Experts become
+    a piece of the stack (`piece_name`) with shape [experts, in, out], laid out in memory as servers
+    store them.
     """
     entry, full = parts[0]
     if entry.expert is None:
@@ -79,13 +80,14 @@ def to_hf(parts: Sequence[tuple[Entry, Tensor]]) -> NamedTensors:
 def local_shards(
     plan: SyncPlan, chunks: Sequence[MegatronModule], *, merged: bool = True
 ) -> dict[int, LocalShard]:
-    """Return this rank's shards by entry.
+    """Return this rank's shards, by index of the entry.
 
-    A weight with an adapter is returned as the two merged or, without `merged`, as it is.
+    merged: If true, a weight with a LoRA adapter is returned with the adapter merged; otherwise
+    without the adapter.
 
-    Asserts that the plan is right: that this rank holds what it must send, and that training
-    changes here what the plan says. A tensor is trained if its storage is that of a parameter that
-    requires grad.
+    Asserts that this rank holds every shard that the plan has it send, and that the plan's changed
+    entries are the ones trained here. A tensor counts as trained if it shares the storage of a
+    parameter that requires grad.
     """
     table = {(entry.megatron, entry.expert): index for index, entry in enumerate(plan.entries)}
     shards: dict[int, LocalShard] = {}
@@ -133,7 +135,9 @@ def _receive(
 
 
 def _as_dtype(piece: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return bytes of a larger tensor as numbers; copied where their place does not fit these."""
+    """View a slice of bytes as `dtype`. The slice is copied if its offset is not aligned to
+    `dtype`.
+    """
     if piece.storage_offset() % dtype.itemsize:
         piece = piece.clone()
     return piece.view(dtype)

@@ -1,6 +1,7 @@
-"""Adapters that are sent unmerged: PEFT's names, how ranks hold them, and this rank's part.
+"""LoRA adapters that are sent unmerged: their names in PEFT, their layout over ranks, and this
+rank's shards.
 
-Covered are the linears that SGLang can adapt: those of the language model without experts.
+Only the linears that SGLang can adapt are covered: the language model's, without experts.
 """
 
 import hashlib
@@ -38,7 +39,9 @@ ADAPTER_PREFIX = "megavlm-"
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """Adapters of a run: their table as a plan, PEFT's configuration, and this rank's parts."""
+    """The LoRA adapters of a run: the plan of their tensors, PEFT's configuration, and this rank's
+    shards.
+    """
 
     plan: SyncPlan
     config: dict[str, Any]
@@ -53,7 +56,7 @@ class AdapterWeights:
         chunks: Iterable[MegatronModule],
         num_kv_heads: int,
     ) -> "AdapterWeights":
-        """Make the adapters of a model whose chunks have them. Collective."""
+        """Collect the adapters of a model's chunks. Collective."""
         table = adapter_entries(entries, settings, trainer.layout, num_kv_heads)
         plan = SyncPlan(table, trainer, frozenset(range(len(table))))
         shards = adapter_shards(table, chunks)
@@ -62,7 +65,7 @@ class AdapterWeights:
         return cls(plan, adapter_config(settings, entries), shards)
 
     def gather(self, dtype: torch.dtype) -> NamedTensors:
-        """Gather all pairs on rank 0 under PEFT's names; [] on other ranks. Collective."""
+        """Gather all LoRA pairs on rank 0 under PEFT's names; other ranks return []. Collective."""
         return gather(self.plan, range(len(self.plan.entries)), self.shards, dtype, to=0)
 
 
@@ -72,9 +75,9 @@ def adapter_name(version: int | str) -> str:
 
 
 def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: NamedTensors) -> int:
-    """Load a new adapter on every server, which checks its tensors' SHA-256 itself.
+    """Load a new adapter on every server. The server checks the SHA-256 of its tensors itself.
 
-    The adapters that a server has stay loaded. Returns the bytes of tensors that were sent.
+    Adapters that a server already has stay loaded. Returns the bytes of tensors that were sent.
     """
     flat, places = flatten(tensors)
     content = payload({"flattened_tensor": flat, "metadata": places})
@@ -90,7 +93,7 @@ def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: N
         },
     }
     ranks = {target.url: target.tensor_parallel for target in servers.live}
-    # An update to the same version that failed may have left it there.
+    # A failed update to the same version may have left the adapter there.
     servers.try_each("/unload_lora_adapter", {"lora_name": name}, ranks)
     servers.request_each(
         "/load_lora_adapter_from_tensors",
@@ -100,7 +103,9 @@ def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: N
 
 
 def unload_adapters(servers: Servers, *, but: str) -> None:
-    """Unload every adapter of a run but one, also those that earlier runs left on servers."""
+    """Unload every adapter except `but`, including adapters that earlier runs left on the
+    servers.
+    """
     path = "/v1/models"
     loaded = servers.read(
         path,
@@ -131,8 +136,9 @@ def adapter_entries(
 ) -> list[Entry]:
     """Return a mapping table of A [rank, columns] and B [rows, rank] of each HF projection.
 
-    If there are more tensor-parallel ranks than key-value heads, every rank holds the B's of
-    queries, keys and values whole; and if a fused linear has another order of rows than HF's.
+    Every rank holds B whole in two cases: for queries, keys and values if there are more
+    tensor-parallel ranks than key-value heads, and for a fused linear whose order of rows differs
+    from HF's.
     """
     table = []
     for index in sorted(adapted_entries(entries, settings.targets)):
@@ -154,13 +160,15 @@ def adapter_entries(
 def adapter_shards(
     entries: Sequence[Entry], chunks: Iterable[MegatronModule]
 ) -> Mapping[int, LocalShard]:
-    """Return this rank's parts by their index in `adapter_entries`."""
+    """Return this rank's shards, by index in `adapter_entries`."""
     table = {entry.megatron: index for index, entry in enumerate(entries)}
     return {table[key]: tensor.detach for chunk in chunks for key, tensor in _held(chunk)}
 
 
 def adapter_bytes(entries: Sequence[Entry], indices: Iterable[int], rank: int, size: int) -> int:
-    """Return the bytes of LoRA pairs of rank `rank` on some weights, `size` bytes a number."""
+    """Return the bytes of the LoRA pairs on some weights. indices: Entries of these weights. rank:
+    LoRA rank. size: Bytes per number.
+    """
     total = 0
     for index in indices:
         entry = entries[index]

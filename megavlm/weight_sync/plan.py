@@ -1,7 +1,8 @@
-"""Plan of weight updates: the trainer ranks that hold each tensor's shards, and the buckets.
+"""Plan of weight updates: the trainer ranks that send each tensor's shards, and the buckets.
 
-Pure functions of the mapping table and the layout, for any number of ranks, without a process
-group. `gather.local_shards` asserts that the running ranks hold what the plan says.
+All functions are pure functions of the mapping table and the layout, for any number of ranks, and
+need no process group. `gather.local_shards` asserts that the running ranks hold the tensors that
+the plan assigns to them.
 """
 
 import math
@@ -25,9 +26,10 @@ TIED = "language_model.embedding.word_embeddings.weight"  # if tied, the last st
 
 @dataclass(frozen=True)
 class TrainerRanks:
-    """Ranks in megatron-core's order: the tensor axis fastest, pipeline stages slowest.
+    """Trainer ranks in megatron-core's order: the tensor axis varies fastest, the pipeline stage
+    slowest.
 
-    layer_stages: the pipeline stage of each language layer.
+    layer_stages: Pipeline stage of each language layer.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -38,7 +40,7 @@ class TrainerRanks:
     def of(
         cls, hf_config: Any, layout: Layout, world_size: int, options: ModelOptions
     ) -> "TrainerRanks":
-        """Make the ranks of a run whose layout fits the model (`check_model_layout`)."""
+        """Return the ranks of a run whose layout has passed `check_model_layout`."""
         first, last = options.first_stage_layers, options.last_stage_layers
         layers = hf_config.text_config.num_hidden_layers
         return cls(layout, world_size, layer_stages(layers, layout, first, last))
@@ -58,10 +60,10 @@ class TrainerRanks:
         return self.layout.pipeline - 1 if entry.megatron.startswith(_LAST_STAGE) else 0
 
     def source_ranks(self, entry: Entry) -> tuple[int, ...]:
-        """Return the ranks that send the entry's shards, in shard order.
+        """Return the ranks that send an entry's shards, in shard order.
 
-        The first of the ranks that hold the same shard (data, context and, if the shard is whole,
-        tensor ranks) sends it.
+        Data and context ranks hold the same shard, and so do tensor ranks if the entry is not
+        sharded; the first of them sends it.
         """
         first, axis = self.first_of(self.stage(entry)), entry.shard.axis
         if entry.expert is not None:
@@ -76,8 +78,8 @@ def layer_stages(
 ) -> tuple[int, ...]:
     """Return the pipeline stage of each layer.
 
-    first, last: number of layers of those stages if the split is not even. Virtual stages go round
-    the stages, a chunk of each at a time.
+    first, last: Number of layers of the first and the last stage, if the split is not even. With
+    virtual stages the layers are dealt round-robin, one chunk per stage and round.
     """
     stages = layout.pipeline
     counts: list[int | None] = [None] * stages
@@ -99,8 +101,8 @@ def layer_stages(
 class Bucket:
     """Entries of one pipeline stage that are sent together.
 
-    changed: True for entries that training can change, which every server gets; the others go to
-    servers that need every tensor.
+    changed: True for entries that training can change; every server gets them. Other entries go
+    only to servers that need every tensor.
     """
 
     stage: int
@@ -112,7 +114,7 @@ class Bucket:
 class SyncPlan:
     """Plan of a run's weight updates.
 
-    entries: the mapping table, which indices refer to. changed: indices of the entries that
+    entries: The mapping table that all indices refer to. changed: Indices of the entries that
     training can change.
     """
 
@@ -131,14 +133,15 @@ class SyncPlan:
         return tuple(self.trainer.stage(entry) for entry in self.entries)
 
     def sent_from(self, rank: int) -> set[int]:
-        """Return the indices of the entries that `rank` sends a shard of."""
+        """Return the indices of the entries of which `rank` sends a shard."""
         return {index for index, ranks in enumerate(self.source_ranks) if rank in ranks}
 
     def buckets(self, *, full: bool, itemsize: int, max_bytes: int) -> Iterator[Bucket]:
-        """Yield buckets stage by stage: what training can change first, the rest only with `full`;
-        of each, tensors with a dtype of their own apart.
+        """Yield buckets stage by stage: first the entries that training can change; the rest only
+        with `full`. Entries with their own dtype are in separate buckets.
 
-        The whole tensors of a bucket take at most `max_bytes`; a single tensor may take more.
+        itemsize: Bytes per number of the servers' dtype. The full tensors of a bucket take at most
+        `max_bytes`; a single tensor may take more.
         """
         for stage in range(self.trainer.layout.pipeline):
             mine = [index for index in range(len(self.entries)) if self.stages[index] == stage]
@@ -151,8 +154,8 @@ class SyncPlan:
                         yield Bucket(stage, tuple(run), changed)
 
     def _runs(self, indices: Collection[int], itemsize: int, max_bytes: int) -> Iterator[list[int]]:
-        """Split entries into runs. The parts of one server parameter stay in one run, but for the
-        experts of a stack.
+        """Split entries into runs of at most `max_bytes`. The parts of one server parameter stay in
+        one run, except for the experts of a stack.
         """
         groups: dict[tuple[str, int | None], list[int]] = {}
         for index in indices:
@@ -172,6 +175,8 @@ class SyncPlan:
 
 
 def numel(entry: Entry) -> int:
-    """Return the size of an entry's full Megatron tensor; an expert's is its share of the stack."""
+    """Return the number of elements of an entry's full Megatron tensor, for an expert its share of
+    the stack.
+    """
     count = sum(math.prod(shape) for shape in entry.hf_shapes)
     return count if entry.expert is None else count // entry.hf_shapes[0][0]

@@ -15,7 +15,7 @@ from megavlm.weight_sync.transports.base import Transport
 
 
 class Sender:
-    """Sends one rank's buckets in an attempt, on a thread of its own."""
+    """Sends one rank's buckets in an attempt, on a separate thread."""
 
     def __init__(self, transport: Transport, servers: Servers, attempt: SyncAttempt) -> None:
         self._transport, self._servers, self._attempt = transport, servers, attempt
@@ -25,10 +25,11 @@ class Sender:
         self._is_own_fault = False
 
     def send(self, buckets: Iterable[TensorBucket]) -> SendReport:
-        """Send all buckets. Returns the report, with the error if there was one.
+        """Send all buckets. An error is returned in the report and not raised.
 
-        Sends are double-buffered: one bucket in flight, the next being gathered by `buckets`. After
-        a failure the remaining buckets are gathered and dropped, so that no other rank waits.
+        Sends are double-buffered: while one bucket is in flight, `buckets` gathers the next. After
+        a failure the remaining buckets are still gathered, and then dropped, because gathering is
+        collective and other ranks would hang.
         """
         with ThreadPoolExecutor(1, "sender", platform.join, (platform.device(),)) as pool:
             last: Future[None] = pool.submit(self._open)
@@ -48,7 +49,7 @@ class Sender:
         )
 
     def _open(self) -> None:
-        if dist.get_rank() != 0:  # there the coordinator has opened it
+        if dist.get_rank() != 0:  # on rank 0 the coordinator has opened the transport
             try:
                 self._transport.open(self._servers, self._attempt)
             except WeightSyncError as error:

@@ -11,27 +11,27 @@ from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import json_object
 from megavlm.inference.server_pool.targets import Target
 
-PIECE = 2**18  # bytes
-CLEANUP_TIMEOUT = 20.0  # seconds: a server that failed may not answer at all
+PIECE = 2**18  # bytes of a request's body that are sent at a time
+CLEANUP_TIMEOUT = 20.0  # seconds; short, because a failed server may not answer at all
 
 Answers = dict[str, dict[str, Any]]  # by URL
 T = TypeVar("T")
 
 
 def control_client() -> httpx.Client:
-    """Return an HTTP client that uses no proxy."""
+    """Return an HTTP client that ignores proxy settings."""
     return httpx.Client(trust_env=False)
 
 
 class Servers:
-    """Servers of one attempt, which are sent requests at once.
+    """The servers of one attempt; requests go to all of them concurrently.
 
-    A server that refuses a request or cannot be reached is lost: `lost` has the reason, and no
-    later request goes to it. `mismatched` has the URLs of servers whose tensors differ from what
-    they were sent. WeightSyncError, with the reasons, is raised when no server is left. Nothing is
-    retried, because a retry of one step of an update would not undo the others.
+    A server that refuses a request or cannot be reached is marked as lost: `lost` has the reason,
+    and no later request goes to it. `mismatched` has the URLs of servers whose tensors differ from
+    the tensors sent. WeightSyncError, with the reasons, is raised when no server is left. Nothing
+    is retried, because retrying one step of an update would not undo the others.
 
-    http: a `control_client()`, which the caller closes. timeout: seconds for a request.
+    http: A `control_client()`; the caller closes it. timeout: Seconds for a request.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Servers:
     def request_each(
         self, path: str, bodies: Mapping[str, Mapping[str, Any] | None] | None = None
     ) -> Answers:
-        """Send a request to several servers at once. Returns the answers by URL.
+        """Send a request to several servers concurrently. Returns the answers by URL.
 
-        bodies: by URL the JSON to POST, or None for a GET; None alone sends a GET to every server.
-        Lost servers are skipped.
+        bodies: JSON body to POST, by URL; a body of None makes it a GET. If `bodies` is None, every
+        server gets a GET. Lost servers are skipped.
         """
         urls = [target.url for target in self.live if bodies is None or target.url in bodies]
         if not urls:
@@ -77,7 +77,9 @@ class Servers:
         return answers
 
     def read(self, path: str, answers: Answers, part: Callable[[Any], T]) -> dict[str, T]:
-        """Return `part` of each answer to `path`. Servers that answer in another form are lost."""
+        """Return `part` of each answer to `path`. Servers whose answer has another form are marked
+        as lost.
+        """
         parts = {}
         for url, answer in answers.items():
             try:
@@ -96,8 +98,8 @@ class Servers:
     ) -> dict[str, Any]:
         """Send one request: a POST of `body`, or a GET without one.
 
-        Raises WeightSyncError if it fails, and then does not mark the server as lost. timeout:
-        seconds, if not those of all requests.
+        timeout: Seconds for this request; None takes the default of all requests. Raises
+        WeightSyncError if the request fails; the server is not marked as lost.
         """
         target = self._targets[url]
         key = target.api_key if body is None else target.admin_key
@@ -124,14 +126,16 @@ class Servers:
             answer = json_object(reply)
         except ValueError as error:
             raise WeightSyncError(f"{url}{path}: {error}") from error
-        if answer.get("success") is False:  # adapters are refused with status 200
+        if answer.get("success") is False:  # SGLang refuses an adapter with HTTP 200
             raise WeightSyncError(f"{url}{path}: {answer.get('error_message', answer)}")
         return answer
 
     def try_each(
         self, path: str, body: Mapping[str, Any], urls: Iterable[str] | None = None
     ) -> None:
-        """Send a request to some servers (default: all, lost ones too) and ignore its failures."""
+        """Send a request to some servers (default: all, including lost ones) and ignore
+        failures.
+        """
         for url in self._targets if urls is None else urls:
             try:
                 self.request(url, path, body, timeout=CLEANUP_TIMEOUT)
@@ -140,9 +144,9 @@ class Servers:
 
 
 def _pieces(content: bytes) -> Iterator[bytes]:
-    """Split a request's body.
+    """Split a request's body into pieces.
 
-    httpx copies the rest of a body each time that the connection takes a part of it: a bucket in
-    one piece takes ten times as long.
+    httpx copies the rest of a body each time the connection accepts a part of it, so that a bucket
+    sent as one piece takes ten times as long.
     """
     return (content[start : start + PIECE] for start in range(0, len(content), PIECE))

@@ -1,4 +1,4 @@
-"""Parameters that servers take in slices, and the slices of a bucket that a server's rank takes."""
+"""Parameters that servers take in slices, and the slices of a bucket for each rank of a server."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from megavlm.weight_sync.sglang_layout import (
     server_tensors,
 )
 
-# Of SGLang's MoE kernels on GPUs those that store experts as they are loaded.
+# SGLang's MoE kernels on GPUs that store experts as they are loaded, without shuffling them.
 PLAIN_KERNELS = ("auto", "triton")
 NamedTensors = Sequence[tuple[str, Tensor]]
 
 
 class ServerParameters:
-    """Names of the parameters that servers take in slices, which are read once a process."""
+    """Names of the parameters that servers take in slices, read once per server process."""
 
     def __init__(self) -> None:
         self._known: dict[str, frozenset[str]] = {}
@@ -37,10 +37,10 @@ class ServerParameters:
         layouts: Mapping[str, ServerLayout],
         urls: Sequence[str],
     ) -> dict[str, frozenset[str]]:
-        """Return the names by URL, without servers that run without our loaders.
+        """Return the names by URL. Servers without the megavlm loaders are left out.
 
-        infos: each server's /server_info. urls: those that will load weights. Servers that do not
-        answer are lost.
+        infos: Each server's /server_info. urls: Servers that will load weights. Servers that do not
+        answer are marked as lost.
         """
         able = [
             target
@@ -49,7 +49,7 @@ class ServerParameters:
             and {*LOADERS} <= {*(infos[target.url].get("custom_weight_loader") or ())}
         ]
         for target in able:
-            if target.needs_all:  # its process may be another
+            if target.needs_all:  # it may be a new process
                 self._known.pop(target.url, None)
         unknown = [target.url for target in able if target.url not in self._known]
         answers = servers.request_each(
@@ -59,7 +59,8 @@ class ServerParameters:
         for url, ranks in verify.read_checksums(servers, answers).items():
             plain = devices[url] == "cpu" or infos[url].get("moe_runner_backend") in PLAIN_KERNELS
             names = loaded_in_slices(set(ranks[0]), layouts[url], with_experts=plain)
-            # Servers of one kind share a set, which is then sent to the other ranks once.
+            # Servers of one kind share one set object, so that pickle sends it to the other ranks
+            # only once.
             self._known[url] = next((x for x in self._known.values() if x == names), names)
         return {x.url: self._known[x.url] for x in able if x.url in self._known}
 
@@ -67,21 +68,23 @@ class ServerParameters:
 def loaded_in_slices(
     names: set[str], layout: ServerLayout, *, with_experts: bool
 ) -> frozenset[str]:
-    """Return those of a server's parameters that are stored as `server_tensors` makes them.
+    """Return the names of a server's parameters that it stores exactly as `server_tensors` computes
+    them.
 
-    with_experts: its kernels leave experts in order.
+    with_experts: True if the server's MoE kernels leave experts in order.
     """
     left_out = {name for name in names if is_expert(name) and not with_experts}
     if layout.tied_embeddings and HEAD in names:
-        left_out.add(EMBEDDING)  # which the server's loader copies to a head of its own
+        left_out.add(EMBEDDING)  # the server's own loader must copy it to its separate output head
     return frozenset(names - left_out)
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Tensors of a bucket for one rank or server as one flat tensor.
+    """Tensors of a bucket, for one rank or a whole server, joined to one flat tensor.
 
-    slices: parts of parameters, by the names of `server_tensors`. whole: HF tensors, which follow.
+    slices: Names (as in `server_tensors`) and shapes of the parts of parameters that come first.
+    whole: Names and shapes of the HF tensors that follow.
     """
 
     slices: Sequence[tuple[str, list[int]]]
@@ -97,7 +100,7 @@ class Flat:
         return cls(_shapes(slices), _shapes(whole), flat)
 
     def described(self) -> dict[str, Any]:
-        """Return the description that our loaders in the server read."""
+        """Return the description that the megavlm loaders in the server read."""
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         return {"dtype": dtype, "slices": self.slices, "whole": self.whole}
 
@@ -105,8 +108,8 @@ class Flat:
 def rank_slices(
     tensors: NamedTensors, layout: ServerLayout, parameters: frozenset[str]
 ) -> list[Flat]:
-    """Return what each rank of a server is sent of these HF tensors: its slices, and whole those
-    that cannot be loaded so.
+    """Return the flat tensor for each rank of a server: the rank's slices of these HF tensors,
+    followed by whole tensors that cannot be loaded in slices.
     """
     sliced = {name: x for name, x in tensors if parameter_name(name, layout) in parameters}
     whole = [*hub_tensors((name, x) for name, x in tensors if name not in sliced)]

@@ -1,10 +1,11 @@
-"""Layout of an SGLang server's own tensors: their names, their parts, and what each rank stores.
+"""Layout of an SGLang server's own parameters: their names, the HF tensors fused into them, and the
+slice that each rank stores.
 
-Pure functions; tensors on the meta device give the shapes without memory. The rules are those of
-the weight loaders in sglang 0.5.23 (models/qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py,
+All functions are pure; tensors on the meta device give the shapes without using memory. The rules
+follow the weight loaders in sglang 0.5.23 (models/qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py,
 qwen3_vl_moe.py, qwen3_5.py, layers/linear.py, layers/vocab_parallel_embedding.py and
 layers/moe/fused_moe_triton/layer.py). A weight update compares checksums with the running server,
-so that a release with other rules is detected. Not covered: quantised servers, and MoE kernels that
+so a release with other rules is detected. Not covered: quantized servers, and MoE kernels that
 store their weights shuffled.
 
 Shapes: E experts, H hidden size, I an expert's intermediate size.
@@ -22,22 +23,22 @@ from torch import Tensor
 from megavlm.models.common.mapping import short_name
 
 VOCAB_MULTIPLE = 64  # embedding, head and learned positions are padded to it with zero rows
-CPU_FFN_MULTIPLE = 32  # of each rank (configs/update_config.py)
-VISION_MULTIPLE = 8  # the width of a gated vision MLP is, too
-# Fused parameters by the HF parts they are made of, in order.
+CPU_FFN_MULTIPLE = 32  # for each rank's width (configs/update_config.py)
+VISION_MULTIPLE = 8  # the width of a gated vision MLP is padded to it, too
+# Fused parameter -> its HF parts, in order.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-# Stacks of experts by their HF name.
+# HF name of a stack of experts -> SGLang's name.
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PADDED = re.compile(r"(model\.embed_tokens|lm_head|visual\.pos_embed)\.weight")
-# A part of a stack of experts: "NAME[first:end/number of experts]". A server's rank is sent
-# "NAME[first:end]", rows of what it stores.
+# A piece of a stack of experts: "NAME[first:end/number of experts]". A server's rank gets it as
+# "NAME[first:end]", the rows within the rank's own stack.
 PIECE = re.compile(r"(.+)\[(\d+):(\d+)/(\d+)\]")
-# Linears whose output the ranks cut, and whose input; the latter keep their bias whole.
+# Linears that are sharded over ranks by output, and by input; the latter keep their bias whole.
 OUTPUT_CUT = re.compile(
     r"visual\..*(mlp\.fc1|linear_fc1|merger\.mlp\.0)\.(weight|bias)"
     r"|model\.layers\.\d+\.linear_attn\.(A_log|dt_bias)"
@@ -53,11 +54,12 @@ INPUT_CUT = re.compile(
 class ServerLayout:
     """Layout of a server's weights over its ranks.
 
-    expert_parallel: number of groups of ranks that hold different experts; the ranks of a group
-    cut each expert. num_kv_heads: of the language model; ranks share one if there are fewer.
-    tied_embeddings: HF's files have no output head. linear_rows: of `linear_rows`; a model with
-    Gated DeltaNet has no module of its own for attention, and HF's stacks of experts are not
-    transposed. on_cpu: SGLang pads the width of language MLPs and experts there.
+    expert_parallel: Number of groups of ranks that hold different experts; each expert is sharded
+    over the ranks of its group. num_kv_heads: Key-value heads of the language model; ranks share a
+    head if there are fewer heads than ranks. tied_embeddings: True if HF's files have no output
+    head. linear_rows: Result of `linear_rows`. A model with Gated DeltaNet has no separate
+    attention module in SGLang, and its stacks of experts in HF are not transposed. on_cpu: True for
+    a CPU server, where SGLang pads the width of language MLPs and experts.
     """
 
     tensor_parallel: int = 1
@@ -80,7 +82,7 @@ class ServerLayout:
 
 
 def piece_name(stack: str, experts: Sequence[int], count: int) -> str:
-    """Return the name of neighbouring experts of a stack of `count`."""
+    """Return the name of a piece: consecutive experts of a stack of `count` experts."""
     return f"{stack}[{experts[0]}:{experts[-1] + 1}/{count}]"
 
 
@@ -91,8 +93,8 @@ def begins_tensor(name: str) -> bool:
 
 
 def linear_rows(text: Any) -> tuple[int, int] | None:
-    """Return the rows of Gated DeltaNet's queries, which are as many as its keys', and of its
-    values; None for a model without it. `text`: transformers' text_config.
+    """Return the number of rows of Gated DeltaNet's keys (its queries have the same number) and of
+    its values; None for a model without it. text: The text_config of transformers.
     """
     if getattr(text, "linear_num_key_heads", None) is None:
         return None
@@ -101,8 +103,8 @@ def linear_rows(text: Any) -> tuple[int, int] | None:
 
 
 def parameter_name(hf_name: str, layout: ServerLayout | None = None) -> str:
-    """Return the name of the server's parameter that an HF tensor is, or is a part of; without a
-    layout a name that the parts of one parameter share.
+    """Return the name of the server's parameter that contains an HF tensor. Without a layout the
+    name may differ from the server's, but the parts of one parameter still share it.
     """
     name = short_name(hf_name.partition("[")[0])
     if layout is not None and layout.linear_rows:
@@ -118,13 +120,14 @@ def parameter_name(hf_name: str, layout: ServerLayout | None = None) -> str:
 
 
 def is_expert(stored: str) -> bool:
-    """Return True for a stack of experts, whose rows a GPU's kernels may store in another order."""
+    """Return True for a stack of experts. Kernels on a GPU may store its rows in another order."""
     return stored.endswith((".w13_weight", ".w2_weight"))
 
 
 def hub_tensors(hf_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield HF tensors as SGLang's own loader takes them: experts one by one, as hub files of
-    text models have them, because it takes no part of a stack.
+    """Yield HF tensors in the form that SGLang's own loader accepts. Experts come one by one, under
+    the names that hub files of text models use, because the loader does not accept a piece of a
+    stack.
     """
     for name, tensor in hf_tensors:
         if (match := PIECE.fullmatch(name)) is None:
@@ -140,10 +143,11 @@ def hub_tensors(hf_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
 def server_tensors(
     hf_tensors: Mapping[str, Tensor], layout: ServerLayout, rank: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that rank `rank` of a server stores of these HF tensors, with names.
+    """Yield names and slices of the parameters that rank `rank` of a server stores of these HF
+    tensors.
 
-    Parts of one fused parameter must come together, as one mapping entry has them; pieces of a
-    stack of experts need not. Tensors are views where nothing is joined.
+    Parts of one fused parameter must come together, as in one mapping entry; pieces of a stack of
+    experts need not. Tensors are views unless parts are joined or padded.
     """
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for hf_name, tensor in hf_tensors.items():
@@ -159,7 +163,7 @@ def server_tensors(
         elif ".experts." in name:
             for piece, experts in parts:
                 yield from _experts(stored, piece, experts, layout, rank)
-        elif ".attn.qkv." in name:  # as many keys as queries
+        elif ".attn.qkv." in name:  # the tower has as many key heads as query heads
             yield stored, _cut(tensor.chunk(3), rank, size)
         elif PADDED.fullmatch(name):
             yield name, _pad(tensor, _vocab_multiple(len(tensor), size)).chunk(size)[rank]
@@ -193,11 +197,12 @@ def _fused(name: str, parts: list[Tensor], layout: ServerLayout, rank: int) -> T
 def _experts(
     stored: str, name: str, stack: Tensor, layout: ServerLayout, rank: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield gate_up_proj [E, H, 2I] as [E, 2I, H], gate above up, or down_proj [E, I, H] as
-    [E, H, I]; of a piece of the stack the rows that the rank stores, if there are any. Whole stacks
-    of a model with Gated DeltaNet are in that form already.
+    """Yield gate_up_proj [E, H, 2I] as [E, 2I, H], gate above up, or down_proj [E, I, H] as [E, H,
+    I]; for a piece of the stack only the rows that the rank stores, if any. Whole stacks of a model
+    with Gated DeltaNet already have that form.
 
-    Neighbouring ranks cut an expert, and their groups hold the experts in order.
+    An expert is sharded over consecutive ranks, and these groups of ranks hold the experts in
+    order.
     """
     match = PIECE.fullmatch(name)
     first, end, count = map(int, match.groups()[1:]) if match else (0, len(stack), len(stack))
@@ -221,7 +226,7 @@ def _experts(
 
 
 def _linear_parts(tensor: Tensor, layout: ServerLayout) -> list[Tensor]:
-    """Split rows of Gated DeltaNet's queries, keys and values."""
+    """Split a tensor into the rows of Gated DeltaNet's queries, keys and values."""
     assert layout.linear_rows is not None, "the layout is of a model without Gated DeltaNet"
     keys, values = layout.linear_rows
     return list(tensor.split([keys, keys, values]))
@@ -241,7 +246,7 @@ def _vocab_multiple(rows: int, size: int) -> int:
 
 
 def _pad(tensor: Tensor, multiple: int, dim: int = 0) -> Tensor:
-    """Pad with zeros at the end of `dim` up to a multiple."""
+    """Pad with zeros at the end of `dim`, up to a multiple of `multiple`."""
     missing = -tensor.shape[dim] % multiple
     if not missing:
         return tensor

@@ -1,4 +1,4 @@
-"""Weight updates of rollout servers: the trainer's weights, versioned and verified."""
+"""Weight updates of rollout servers with the trainer's weights, versioned and verified."""
 
 import time
 from collections import deque
@@ -38,13 +38,14 @@ T = TypeVar("T")
 
 
 class WeightSync:
-    """Updates the servers' weights. All trainer ranks make one together.
+    """Updates the servers' weights. Every trainer rank has one, and all take part in each update.
 
-    chunks: this rank's part of the model. targets: the servers, on global rank 0; None on the
-    others. adapters: those that are sent unmerged; then training changes nothing in `plan`, and
-    requests must name `adapter_name(version)`. group: gloo, of all ranks; None is the default one.
+    chunks: This rank's part of the model. targets: The servers, on global rank 0; None on other
+    ranks. adapters: LoRA adapters that are sent unmerged. Training changes no entry of `plan` then,
+    and requests must name `adapter_name(version)`. group: Gloo process group of all ranks; None
+    takes the default group.
 
-    version: that of the last update that succeeded, None before the first.
+    version: Version of the last successful update; None before the first.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class WeightSync:
         self._transport, self._settings = transport, settings
         self._adapters, self._group = adapters, group
         self._http = control_client()
-        # The ranks that send, by pipeline stage; a single one sends the tensors of all stages.
+        # The sending rank of each pipeline stage; a single rank sends the tensors of all stages.
         stages = plan.trainer.layout.pipeline if transport.by_stage else 1
         self._senders = tuple(plan.trainer.first_of(stage) for stage in range(stages))
         self._coordinator = None
@@ -87,14 +88,14 @@ class WeightSync:
         model: Sequence[VisionLanguageModel],
         targets: Targets | None,
     ) -> "WeightSync":
-        """Make the weight sync of a run."""
+        """Build the weight sync of a run."""
         text = hf_config.text_config
         options, adapted = ModelOptions.from_config(config), config.lora
         trainer = TrainerRanks.of(hf_config, mesh.layout, mesh.world_size, options)
         changed = trained_entries(entries, options, adapted.targets if adapted.rank else None)
         adapters = None
         if adapted.rank and config.rollout.lora == "adapter":
-            changed = frozenset()  # only adapters are trained
+            changed = frozenset()  # the base weights do not change; only adapters are sent
             heads = text.num_key_value_heads
             adapters = AdapterWeights.of(entries, adapted, trainer, model, heads)
         settings = SyncSettings(
@@ -116,22 +117,24 @@ class WeightSync:
         )
 
     def update_weights(self, version: int, *, full: bool = False) -> SyncReport:
-        """Send what training can change to every server as weights `version`. Collective.
+        """Send the tensors that training can change to every server, as weights `version`.
+        Collective.
 
-        Servers that need every tensor get all of them; with `full` every server does. A server that
-        fails is reported to `targets`, and the others go on. Raises WeightSyncError on every rank
-        if none is left: the version has not advanced, and the next update that succeeds repairs
-        it. Raises RolloutServerError if `targets` does.
+        Servers that need every tensor get all tensors; with `full` every server does. A server that
+        fails is reported to `targets`, and the update continues on the others. Raises
+        WeightSyncError on every rank if no server is left. The version has not advanced then, and
+        the next successful update repairs servers with mixed weights. Raises RolloutServerError if
+        `targets` does.
         """
         started = time.monotonic()
         failed: set[str] = set()  # servers that failed in this update
-        while True:  # again for the servers that are left
+        while True:  # repeats with the servers that are left
             attempt = self._decide(version, SyncCoordinator.open, failed, full=full)
             buckets, sent = self._buckets(attempt), None
             if dist.get_rank() in self._senders:
                 sent = self._sender(attempt).send(buckets)
             else:
-                deque(buckets, maxlen=0)  # takes part in gathering
+                deque(buckets, maxlen=0)  # sends nothing, but takes part in gathering
             reports = self._gather_reports(sent)
             pairs = [] if self._adapters is None else self._adapters.gather(self._settings.dtype)
             report = self._decide(
@@ -149,7 +152,7 @@ class WeightSync:
                 return report
 
     def close(self) -> None:
-        """Release the transport, and what servers hold for this run alone. Collective."""
+        """Release the transport, and unload this run's adapter from the servers. Collective."""
         if self._coordinator is not None:
             self._coordinator.unload()
         self._transport.close()
@@ -162,8 +165,8 @@ class WeightSync:
         *arguments: P.args,
         **options: P.kwargs,
     ) -> T:
-        """Call a method of rank 0's coordinator. Every rank returns its result or raises its error.
-        Collective.
+        """Call a method of the coordinator on rank 0, and broadcast its result or error. Every rank
+        returns the result or raises the error. Collective.
         """
         decided: list[Any] = [None]
         if self._coordinator is not None:
@@ -180,7 +183,7 @@ class WeightSync:
         return result
 
     def _buckets(self, attempt: SyncAttempt) -> Iterator[TensorBucket]:
-        """Gather all buckets and yield those that this rank sends. Collective."""
+        """Gather all buckets, and yield the buckets that this rank sends. Collective."""
         dtype, rank = self._settings.dtype, dist.get_rank()
         buckets = self._plan.buckets(
             full=bool(attempt.refitted),
@@ -202,7 +205,7 @@ class WeightSync:
         return Sender(self._transport, servers, attempt)
 
     def _gather_reports(self, mine: SendReport | None) -> list[SendReport]:
-        """Return the reports of all ranks that send, on rank 0; [] elsewhere. Collective."""
+        """Return the reports of all sending ranks on rank 0, and [] on other ranks. Collective."""
         reports: list[SendReport | None] | None = None
         if dist.get_rank() == 0:
             reports = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Entries of a mapping that training can change, and those that have adapters."""
+"""Mapping entries that training can change, and entries that have LoRA adapters."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,8 @@ def trained_entries(
 ) -> frozenset[int]:
     """Return the indices of the entries that training can change.
 
-    targets: `lora.targets`, whose weights alone change when merged; None without adapters.
+    targets: `lora.targets`; only the weights of these linears change, by merging their adapters.
+    None without adapters.
     """
     if targets is not None:
         return adapted_entries(entries, targets)
@@ -29,7 +30,7 @@ def adapted_entries(entries: Sequence[Entry], targets: Sequence[str]) -> frozens
 
 
 def linear_name(entry: Entry) -> str | None:
-    """Return a linear's name as `lora.targets` has it, None for other weights.
+    """Return a linear's name as `lora.targets` uses it; None for other weights.
 
     The experts of a layer share a name.
     """

@@ -1,4 +1,4 @@
-"""Transports by their name in the configuration, `rollout.sync`."""
+"""Transports, by their name in `rollout.sync`."""
 
 import socket
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Interface of the transports, which bring tensors to servers."""
+"""Interface of the transports that send tensors to servers."""
 
 from typing import Any, Protocol
 
@@ -7,18 +7,18 @@ from megavlm.weight_sync.server_api import Servers
 
 
 class Transport(Protocol):
-    """Transport of tensors, one object on every trainer rank.
+    """Sends tensors to servers. Every trainer rank has one transport.
 
-    In an attempt each rank that sends opens the transport, rank 0 before all others, sends its
-    buckets and finishes; then rank 0 completes the attempt. A server that fails is lost to
-    `servers`, and the others go on. WeightSyncError is raised if none is left, TrainerFault if no
-    server caused the failure. A transport never flushes the servers' caches: the coordinator does
-    so once.
+    In an attempt each sending rank opens the transport (rank 0 before all others), sends its
+    buckets and finishes; then rank 0 completes the attempt. A failed server is marked in
+    `servers.lost`, and the update continues on the others. WeightSyncError is raised if none is
+    left, TrainerFault if no server caused the failure. A transport never flushes the servers'
+    caches, because the coordinator does so once.
 
-    by_stage: the first rank of each pipeline stage sends the stage's tensors, all at the same time;
-    otherwise rank 0 sends everything.
-    in_session: servers take the tensors only between begin_weight_update and end_weight_update.
-    slices: ranks of servers that have our loaders are sent only what they store.
+    by_stage: If true, the first rank of each pipeline stage sends the stage's tensors, all stages
+    at the same time; otherwise rank 0 sends everything. in_session: True if servers take the
+    tensors only between begin_weight_update and end_weight_update. slices: True if each rank of a
+    server with the megavlm loaders gets only the slices that it stores.
     """
 
     by_stage: bool
@@ -26,21 +26,23 @@ class Transport(Protocol):
     slices: bool
 
     def open(self, servers: Servers, attempt: SyncAttempt) -> Any:
-        """Prepare to send to the servers of an attempt, after any earlier one, complete or not.
+        """Prepare to send to the servers of an attempt. The attempt before may be incomplete.
 
-        On rank 0, returns what the other ranks need, as `attempt.rendezvous`.
+        On rank 0, returns the value of `attempt.rendezvous` for the other ranks.
         """
 
     def send(self, bucket: TensorBucket) -> int:
-        """Send tensors. Returns the bytes of tensors that left this process, to all servers."""
+        """Send the tensors of a bucket. Returns the bytes sent by this process to all servers
+        together.
+        """
 
     def finish(self) -> None:
-        """Finish this rank's sending, after its last bucket if none failed."""
+        """Finish this rank's sending. It is called after the last bucket, if none failed."""
 
     def complete(self, attempt: SyncAttempt) -> None:
-        """Block until the servers have loaded an attempt. Called on rank 0, after all ranks have
-        finished.
+        """Block until the servers have loaded all tensors of an attempt. It is called on rank 0
+        only, after all ranks have finished.
         """
 
     def close(self) -> None:
-        """Release what this rank holds, at the end of the run."""
+        """Release this rank's resources, at the end of the run."""

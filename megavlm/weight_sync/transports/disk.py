@@ -22,9 +22,9 @@ CHANGED, REST = "changed", "rest"
 class DiskTransport:
     """Writes safetensors to `folder` and has the servers load them.
 
-    Servers see the folder under its final name only, when it is complete. It holds the tensors of
-    one attempt and stays until the next: SGLang 0.5.23 answers when its first rank has loaded, and
-    the other ranks may still have to read it.
+    The folder gets the name that servers read only when it is complete. It holds the tensors of one
+    attempt and is kept until the next attempt, because SGLang 0.5.23 answers when its first rank
+    has loaded, while other ranks may still be reading.
     """
 
     by_stage = True
@@ -34,7 +34,7 @@ class DiskTransport:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._parts = 0
-        self._owns_folder = False  # True on rank 0, which makes and removes it
+        self._owns_folder = False  # True on rank 0, because it creates and removes the folder
 
     def open(self, servers: Servers, attempt: SyncAttempt) -> None:
         self._servers, self._parts = servers, 0
@@ -79,7 +79,7 @@ class DiskTransport:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            # The attempt is lost, and what was written of it may be what fills the disk.
+            # The attempt has failed, and its files may be the ones that fill the disk.
             shutil.rmtree(self.folder / PARTIAL, ignore_errors=True)
             raise TrainerFault(f"{self.folder} cannot be written: {error}") from error
 

@@ -1,15 +1,16 @@
 """Transport by NCCL or gloo from the first rank of each pipeline stage, all stages at once.
 
-SGLang's `update_weights_from_distributed` broadcasts whole tensors to every rank of a server, which
-cuts them (its `load_format` knows no slices), and takes one group's tensors a request. So a server
-with our loaders is sent slices another way: the first ranks of all servers, the second ranks, and
-so on, each make a group with every stage, in which the stage broadcasts what these ranks store. A
-rank receives from all stages at the same time, and stores every byte that it is sent.
+SGLang's `update_weights_from_distributed` broadcasts whole tensors to every rank of a server, and
+each rank cuts out its slice (`load_format` has no slices). It also takes the tensors of only one
+group per request. Servers with the megavlm loaders therefore get slices in another way: for each
+stage, the first ranks of all servers form a group with the stage's sender, the second ranks another
+group, and so on. In each group the sender broadcasts the slices that these ranks store. A rank
+receives from all stages at the same time, and stores every byte that it receives.
 
-Sending goes in rounds. In each, every stage has a bucket ready and writes to rank 0's store what is
-in it; rank 0 sends one request to each server, which receives all of them. As rank 0 alone makes
-requests, all servers receive in the same order, and no broadcast waits for another. To a server
-without our loaders rank 0 sends a request for each stage.
+Sending is done in rounds. In each round every stage has a bucket ready and describes it in rank 0's
+store. Rank 0 then sends one request to each server, and the server receives all of these buckets.
+Because only rank 0 makes requests, all servers receive in the same order, and no broadcast waits
+for another. A server without the megavlm loaders gets one request per stage.
 """
 
 import secrets
@@ -49,16 +50,16 @@ from megavlm.weight_sync.transports.tensor import UPDATE
 
 JOIN = "/init_weights_update_group"
 BROADCAST = "/update_weights_from_distributed"
-PROBE_WINDOW = 10.0  # seconds that a server whose process died may take to stop answering
+PROBE_WINDOW = 10.0  # seconds that a server may still answer after one of its processes died
 PROBE_TIMEOUT = 5.0  # seconds
 
 
 class DistributedTransport:
     """Broadcasts buckets in process groups with the servers.
 
-    Groups last until the servers change, or one of them fails or restarts.
+    Groups are kept until the set of servers changes, or one of them fails or restarts.
 
-    address: of rank 0's machine, as servers and the other ranks see it. timeout: seconds that
+    address: Address of rank 0's machine, as servers and other ranks reach it. timeout: Seconds that
     joining a group and each round may take.
     """
 
@@ -70,9 +71,9 @@ class DistributedTransport:
         self._address, self._timeout = address, timeout
         self._limit = timedelta(seconds=timeout)
         self._store: dist.TCPStore | None = None
-        self._token = ""  # of the groups' names
-        self._count = 0  # attempts of this rank
-        self._urls: set[str] = set()  # the servers of the groups
+        self._token = ""  # prefix of the groups' names
+        self._count = 0  # number of attempts of this rank
+        self._urls: set[str] = set()  # servers of the current groups
         self._is_broken = False
         self._groups = ServerGroups()
 
@@ -87,7 +88,7 @@ class DistributedTransport:
             raise WeightSyncError(f"the store of rank 0 cannot be reached: {error}") from error
         if rank == 0:
             token = self._token
-            # The process of a server that needs all may not be the one that joined.
+            # A server that needs all tensors may have restarted since it joined a group.
             unsure = any(target.needs_all for target in attempt.targets)
             if unsure or self._is_broken or self._urls != {*attempt.urls}:
                 token = f"megavlm_{secrets.token_hex(4)}"
@@ -100,7 +101,7 @@ class DistributedTransport:
         self._messages = StageMessages(self._store, rendezvous, self._timeout)
         self._token = rendezvous.token
         self._urls, self._is_broken = {*attempt.urls}, False
-        self._sending = {*range(1, len(attempt.senders))}  # on rank 0: other stages with buckets
+        self._sending = {*range(1, len(attempt.senders))}  # on rank 0: stages with more buckets
         self._pool = ThreadPoolExecutor(len(attempt.urls), "requests")
         return rendezvous
 
@@ -133,8 +134,8 @@ class DistributedTransport:
     # Sending and waiting
 
     def _requests(self, own: Sequence[BroadcastPart]) -> list[tuple[str, Bodies]]:
-        """Return rank 0's requests of a round, by which servers receive the parts of all stages.
-        own: those of its own stage.
+        """Return rank 0's requests of a round: they let servers receive the parts of all stages.
+        own: Parts of rank 0's own stage.
         """
         parts = [*own]
         for stage in sorted(self._sending):
@@ -159,7 +160,9 @@ class DistributedTransport:
         return requests
 
     def _start_broadcast(self, parts: Sequence[tuple[BroadcastPart, Tensor]]) -> "Future[None]":
-        """Broadcast in a thread that does not keep the process when others wait in vain."""
+        """Broadcast in a daemon thread, so that a broadcast that hangs does not keep the process
+        alive.
+        """
         future: Future[None] = Future()
 
         def run() -> None:
@@ -189,8 +192,8 @@ class DistributedTransport:
     def _ask(
         self, requests: Sequence[tuple[str, Bodies]], broadcast: "Future[None] | None" = None
     ) -> None:
-        """Send requests, each to its servers at once, and wait for the answers, and for no failure
-        of `broadcast`.
+        """Send requests one after another, each to all its servers concurrently, and wait for the
+        answers. Raises RoundFailure if a request, `broadcast` or another stage fails.
         """
         for path, bodies in requests:
             answers: dict[Future[Any], str] = {}
@@ -203,8 +206,9 @@ class DistributedTransport:
     def _wait(
         self, awaited: "Mapping[Future[Any], str]", other: "Future[Any] | None" = None
     ) -> None:
-        """Wait for futures, each of a server's URL or of "". Raises RoundFailure if one of them,
-        `other` or another stage fails.
+        """Wait for futures. awaited: Future -> URL of the server that causes its failure, or "" if
+        none does. Raises RoundFailure if one of them, `other` or another stage fails, or after the
+        timeout.
         """
         deadline = time.monotonic() + self._timeout
         waiting = {*awaited}
@@ -224,7 +228,7 @@ class DistributedTransport:
 
     @contextmanager
     def _round_failures(self) -> Iterator[None]:
-        """End the attempt when a round fails, and raise WeightSyncError."""
+        """Turn a RoundFailure into the end of the attempt, and raise WeightSyncError."""
         try:
             yield
         except RoundFailure as failure:
@@ -233,8 +237,8 @@ class DistributedTransport:
             raise WeightSyncError(str(failure)) from failure
 
     def _give_up(self, failure: RoundFailure) -> None:
-        """Tell the other stages, and on rank 0 lose the servers that are dead or, if none is, those
-        that refused. Threads that wait are left to their own timeout.
+        """Tell the other stages about a failure. On rank 0, mark the dead servers as lost or, if
+        none is dead, the servers that refused. Threads that still wait end at their own timeout.
         """
         self._is_broken = True
         self._pool.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""Process groups of a rank that sends with ranks of servers."""
+"""Process groups of a sending rank with ranks of servers."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,10 +14,10 @@ from megavlm.weight_sync.transports.rendezvous import Rendezvous, connect
 
 
 class ServerGroups:
-    """Process groups in which this rank, their first, broadcasts to ranks of servers.
+    """Process groups in which this rank, as rank 0 of the group, broadcasts to ranks of servers.
 
-    prefix: the beginning of their names. invited: by name, the servers that join by a request of
-    SGLang's; loaders of ours join when they first receive.
+    prefix: Beginning of the groups' names. invited: Group name -> servers that join by SGLang's own
+    request. The megavlm loaders join when they first receive.
     """
 
     def __init__(self) -> None:
@@ -25,27 +25,30 @@ class ServerGroups:
         self.invited: dict[str, tuple[str, ...]] = {}
         self._names: dict[tuple[Sequence[str], int | None], str] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._store: dist.TCPStore | None = None  # through which this rank joins them
+        self._store: dist.TCPStore | None = None  # used by this rank to join groups
 
     def name(self, urls: tuple[str, ...], rank: int | None) -> str:
-        """Return the name of the group with rank `rank` of each server; None: with all ranks."""
+        """Return the name of the group with rank `rank` of each server, or with all ranks if
+        None.
+        """
         return self._names.setdefault((urls, rank), f"{self.prefix}_{len(self._names)}")
 
     def group(
         self, name: str, size: int, rendezvous: Rendezvous, limit: timedelta
     ) -> dist.ProcessGroup:
-        """Return a group, which this rank joins first if it has not yet."""
+        """Return a group. This rank joins it first if it has not yet."""
         if name not in self._groups:
-            # A connection of its own, as this one blocks and the transport's is listened to; and
-            # one for all groups, as torch looks up names of addresses for each.
+            # Joining blocks the store's connection, while the transport must keep polling its own,
+            # so joining needs a separate connection. All groups share one, because torch resolves
+            # host names for each new connection.
             if self._store is None:
                 self._store = connect(rendezvous.host, rendezvous.port, limit)
             self._groups[name] = join(self._store, name, 0, size, platform.backend(), limit)
         return self._groups[name]
 
     def leave(self, servers: Servers) -> None:
-        """Leave all groups. What servers still wait for ends, as their connections are closed."""
-        for group in [*self._groups.values()]:  # a thread may still join one
+        """Leave all groups. Closing the connections ends receives that servers still wait for."""
+        for group in [*self._groups.values()]:  # a copy: a thread may still be joining one
             group.abort()
             dist.destroy_process_group(group)
         for name, urls in self.invited.items():

@@ -1,6 +1,7 @@
-"""Serialisation of tensors for SGLang's update requests: pickled, and many as one.
+"""Serialization of tensors for SGLang's update requests: pickling, and flattening many into one.
 
-SGLang's unpickler admits few names; what is pickled here keeps to them, and imports no SGLang.
+SGLang's unpickler admits only few names. The pickles made here use only these, and SGLang need not
+be installed.
 """
 
 import base64
@@ -17,11 +18,11 @@ from megavlm.parallel import platform
 
 
 def payload(content: Any) -> str:
-    """Serialise an object with tensors in it, to base64.
+    """Serialize an object that contains tensors, to base64.
 
-    Tensors of a CPU are included by value, those of a GPU as CUDA IPC handles, which are valid as
-    long as the tensors live. torch's shared memory is not used, because a server would have to
-    trust this process.
+    CPU tensors are included by value, GPU tensors as CUDA IPC handles that are valid as long as the
+    tensors live. torch's shared memory is not used, because a server would have to trust this
+    process.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
@@ -35,19 +36,21 @@ class _Pickler(pickle.Pickler):
         from torch.multiprocessing.reductions import reduce_tensor
 
         rebuild, arguments = reduce_tensor(obj)
-        # SGLang's own form: the device by its uuid, as its processes may number devices differently
+        # As in SGLang, the device is given by its uuid, because processes may number devices
+        # differently.
         device = platform.device_uuid(arguments[_DEVICE])
         return rebuild, (*arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :])
 
 
-_DEVICE = 6  # where rebuild_cuda_tensor takes the device
+_DEVICE = 6  # index of the device among the arguments of rebuild_cuda_tensor
 
 
 def flatten(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[SimpleNamespace]]:
-    """Join tensors to SGLang's `flattened_bucket`: uint8 [bytes], and each tensor's place in it.
+    """Join tensors to SGLang's `flattened_bucket`: a uint8 tensor [bytes], and each tensor's place
+    in it.
 
-    The places have the fields of SGLang's FlattenedTensorMetadata; SimpleNamespace is a type that
-    its unpickler admits.
+    The places have the fields of SGLang's FlattenedTensorMetadata. They are SimpleNamespace
+    objects, because SGLang's unpickler admits that type.
     """
     places, start = [], 0
     for name, tensor in tensors:

@@ -1,5 +1,5 @@
-"""Messages of a distributed weight sync in a store that rank 0 serves: between the ranks that send,
-and with the ranks of servers.
+"""Messages of a distributed weight sync, in a store that rank 0 serves. They are exchanged between
+sending ranks, and with ranks of servers.
 """
 
 import json
@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 POLL = 0.02  # seconds between reads of the store
 
-Message = list[dict[str, Any]]  # a stage's parts of a round
+Message = list[dict[str, Any]]  # the parts that a stage broadcasts in a round
 
 
 class RoundFailure(Exception):
-    """Failure of a round. refused: reasons that servers gave, by URL."""
+    """Failure of a round. refused: Reasons that servers gave, by URL."""
 
     def __init__(self, refused: Mapping[str, str], reason: str = "") -> None:
         super().__init__(reason or "; ".join(refused.values()))
@@ -26,9 +26,9 @@ class RoundFailure(Exception):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address of rank 0's store in an attempt, and its names.
+    """Address of rank 0's store, and the keys of one attempt in it.
 
-    token: the beginning of the names of process groups. attempt: number of the attempt.
+    token: Beginning of the names of process groups. attempt: Number of the attempt.
     """
 
     host: str
@@ -38,20 +38,24 @@ class Rendezvous:
 
     @property
     def fault(self) -> str:
-        """Key of what failed, which ends the attempt for all."""
+        """Key of the failure's reason. Once it is set, the attempt ends on all ranks."""
         return f"{self.attempt}/fault"
 
     def message(self, number: int, stage: int) -> str:
-        """Return the key of what a stage sends in round `number`."""
+        """Return the key of a stage's message of round `number`."""
         return f"{self.attempt}/{number}/{stage}"
 
     def answer(self, number: int, server: int, rank: int) -> str:
-        """Return the key of a server rank's answer: "", or why it did not load a round."""
+        """Return the key of a server rank's answer: "" for success, or why it did not load a
+        round.
+        """
         return f"{self.attempt}/{number}/answers/{server}/{rank}"
 
 
 class StageMessages:
-    """Messages from and to a rank that sends, in one attempt. timeout: seconds to wait for one."""
+    """Messages from and to a sending rank in one attempt. timeout: Seconds to wait for a
+    message.
+    """
 
     def __init__(self, store: dist.Store, rendezvous: Rendezvous, timeout: float) -> None:
         self.rendezvous = rendezvous
@@ -59,12 +63,14 @@ class StageMessages:
         self._answers: dict[str, tuple[str, int]] = {}
 
     def send(self, number: int, stage: int, message: Message | None) -> None:
-        """Send rank 0 what a stage broadcasts in a round; None: it has sent everything."""
+        """Tell rank 0 the parts that a stage broadcasts in a round. None means that the stage has
+        sent everything.
+        """
         self.check()
         self._store.set(self.rendezvous.message(number, stage), json.dumps(message))
 
     def receive(self, number: int, stage: int) -> Message | None:
-        """Return a stage's message of a round. Raises RoundFailure if none comes in time."""
+        """Return a stage's message of a round. Raises RoundFailure if none arrives in time."""
         key, deadline = self.rendezvous.message(number, stage), time.monotonic() + self._timeout
         while not self._store.check([key]):
             self.check()
@@ -76,22 +82,23 @@ class StageMessages:
         return message
 
     def check(self) -> None:
-        """Raise RoundFailure if anything has failed anywhere."""
+        """Raise RoundFailure if any rank has reported a failure."""
         if self._store.check([self.rendezvous.fault]):
             raise RoundFailure({}, self._store.get(self.rendezvous.fault).decode())
 
     def fail(self, reason: str) -> None:
-        """End the attempt for all."""
+        """Report a failure, so that the attempt ends on all ranks."""
         self._store.set(self.rendezvous.fault, reason)
 
     def expect(self, answers: Mapping[str, tuple[str, int]]) -> None:
-        """Note the keys of the ranks, (URL, rank), that answer in a round."""
+        """Set the answers to expect in a round: key -> (URL, rank of the server)."""
         self._answers = dict(answers)
 
     def refusals(self, *, all_answered: bool) -> dict[str, str]:
-        """Return by URL why ranks did not load what they were sent in the last round.
+        """Return, by URL, why ranks of servers did not load their parts in the last round.
 
-        all_answered: every rank must have answered; one that has not could not reach rank 0.
+        all_answered: If true, every rank must have answered; a rank without an answer could not
+        reach rank 0.
         """
         refused: dict[str, str] = {}
         address = f"{self.rendezvous.host}:{self.rendezvous.port}"
@@ -107,5 +114,5 @@ class StageMessages:
 
 
 def connect(host: str, port: int, timeout: timedelta, *, master: bool = False) -> dist.TCPStore:
-    """Return rank 0's store, which rank 0 itself serves at a free port."""
+    """Connect to rank 0's store. With `master`, serve the store; port 0 takes a free port."""
     return dist.TCPStore(host, port, is_master=master, timeout=timeout, wait_for_workers=False)

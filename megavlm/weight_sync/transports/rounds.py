@@ -1,5 +1,5 @@
 """Contents of a round of the distributed transport: the parts that stages broadcast, and the bodies
-of rank 0's requests that have servers receive them.
+of rank 0's requests that let servers receive them.
 """
 
 import json
@@ -23,10 +23,11 @@ Bodies = dict[str, dict[str, Any]]  # by URL
 
 @dataclass(frozen=True)
 class BroadcastPart:
-    """One flat tensor of a bucket that a stage broadcasts in a group with ranks of servers.
+    """One flat tensor of a bucket, broadcast by a stage in a group with ranks of servers.
 
-    urls: the servers. rank: their rank that receives; None: all. group: name of the group, which
-    has `size` ranks with the stage's. flat: `Flat.described`.
+    urls: The receiving servers. rank: Rank of each server that receives; None for all ranks. group:
+    Name of the group. size: Number of ranks in the group, including the stage's sender. flat:
+    Description by `Flat.described`.
     """
 
     urls: tuple[str, ...]
@@ -36,21 +37,22 @@ class BroadcastPart:
     flat: Mapping[str, Any]
 
     def values(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
+        """Return the fields as plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the part of `values`."""
+        """Return the part that `values` describes."""
         return cls(**{**values, "urls": tuple(values["urls"])})
 
 
 def bucket_parts(
     bucket: TensorBucket, attempt: SyncAttempt, group: Callable[[tuple[str, ...], int | None], str]
 ) -> list[tuple[BroadcastPart, Tensor]]:
-    """Return what a stage broadcasts of a bucket, and the tensors. None is empty.
+    """Split a bucket into non-empty broadcast parts, each with its tensor.
 
-    group: returns the name of the group with a rank, or all, of some servers.
+    group: Function that returns the group's name for some servers and a rank of them, or all ranks
+    if None.
     """
     kinds: dict[tuple[ServerLayout, frozenset[str]] | None, list[str]] = {}
     for url in bucket.urls:
@@ -81,10 +83,10 @@ def slice_requests(
     number: int,
     timeout: float,
 ) -> tuple[Bodies, dict[str, tuple[str, int]]]:
-    """Return the request to each server with our loaders, which receives the slices of all stages,
-    and the keys of rank 0's store under which its ranks, (URL, rank), answer.
+    """Build the requests to servers with the megavlm loaders, to receive the slices of all stages.
+    Returns the bodies, and the keys in rank 0's store under which each (URL, rank) answers.
 
-    number: of the round. timeout: seconds for joining a group and receiving.
+    number: Number of the round. timeout: Seconds for joining a group and receiving.
     """
     bodies, answers = Bodies(), dict[str, tuple[str, int]]()
     for place, url in enumerate(attempt.urls):
@@ -119,7 +121,9 @@ def slice_requests(
 
 
 def invitations(part: BroadcastPart, attempt: SyncAttempt, rendezvous: Rendezvous) -> Bodies:
-    """Return the request to each server without our loaders to join a part's group."""
+    """Build init_weights_update_group bodies, for servers without the megavlm loaders to join a
+    part's group.
+    """
     return {
         url: {
             "master_address": rendezvous.host,
@@ -134,7 +138,9 @@ def invitations(part: BroadcastPart, attempt: SyncAttempt, rendezvous: Rendezvou
 
 
 def whole_requests(part: BroadcastPart) -> Bodies:
-    """Return the request to each server without our loaders to receive a part."""
+    """Build update_weights_from_distributed bodies, for servers without the megavlm loaders to
+    receive a part.
+    """
     names = [name for name, _ in part.flat["whole"]]
     body = {
         "names": names,
@@ -148,5 +154,5 @@ def whole_requests(part: BroadcastPart) -> Bodies:
 
 
 def num_ranks(urls: Sequence[str], attempt: SyncAttempt) -> int:
-    """Return the ranks of some servers."""
+    """Return the total number of ranks of some servers."""
     return sum(attempt.layouts[url].tensor_parallel for url in urls)

@@ -1,13 +1,14 @@
-"""Transport from rank 0 to servers on its machine: by shared memory on a CPU, by CUDA IPC between
-GPUs. Servers on a CPU that the trainer did not start may be elsewhere, and get tensors by value.
+"""Transport from rank 0 to servers on its machine: through shared memory on a CPU, through CUDA IPC
+between GPUs. CPU servers that the trainer did not start may be on another machine, so they get
+tensors by value.
 
-Each rank of a server receives only its own slices, cut and fused as it stores them, as one flat
-tensor that our loader in the server copies into place: no byte is sent twice, the server cuts
-nothing, and all servers get a bucket at once, in one request each. What cannot be loaded so
-(`server_parameters.loaded_in_slices`) comes whole in the same request. A server that was started
-without our loader takes whole tensors under HF names.
+Each rank of a server receives only its own slices, cut and fused as it stores them. They come as
+one flat tensor that the megavlm loader in the server copies into place: no byte is sent twice, the
+server cuts nothing, and all servers get a bucket at once, in one request each. Parameters that
+cannot be loaded in slices (`server_parameters.loaded_in_slices`) are sent whole in the same
+request. A server that was started without the megavlm loader takes whole tensors under HF names.
 
-Between GPUs a server's rank reads its slices out of rank 0's GPU, so servers must see that GPU.
+Between GPUs a server's rank reads its slices from rank 0's GPU, so servers must see that GPU.
 """
 
 import json
@@ -74,18 +75,19 @@ class TensorTransport:
 
 
 class _Texts(ExitStack):
-    """Serialised tensors of a bucket, each made once, and files that last until it is closed.
+    """Serialized tensors of a bucket. CPU tensors are serialized only once; shared files are
+    deleted when it is closed.
 
-    Of a GPU's tensor each rank of a server gets a handle of its own: a handle counts one receiver
-    down, and shared by several it would count as released while some of them still read.
+    Each rank of a server needs its own CUDA IPC handle of a GPU tensor: a handle counts a single
+    receiver, so a shared handle would count as released while some receivers still read.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[tuple[int, bool], str] = {}  # of a tensor; by value, or a file's path
+        self._made: dict[tuple[int, bool], str] = {}  # (id of a tensor, True for a file) -> text
 
     def of(self, tensor: Tensor, content: Any) -> str:
-        """Return `content`, which has the tensor in it, by value or with a handle."""
+        """Serialize `content`, which contains the tensor by value or by handle."""
         if tensor.is_cuda:
             return payload(content)
         key = id(tensor), False
@@ -94,7 +96,9 @@ class _Texts(ExitStack):
         return self._made[key]
 
     def of_slices(self, flat: Flat, *, is_local: bool) -> str:
-        """Return what our loader takes. is_local: the server can map this process's memory."""
+        """Serialize one rank's slices for the megavlm loader in the server. is_local: True if the
+        server can map this process's memory.
+        """
         if not is_local or flat.tensor.is_cuda:
             return self.of(flat.tensor, [(json.dumps(flat.described()), flat.tensor)])
         key = id(flat.tensor), True
