@@ -9,7 +9,7 @@ from megavlm.data.rows import Row
 
 @dataclass(frozen=True)
 class Turn:
-    """Turn of an attempt. message, images: what the environment showed before a later turn."""
+    """Turn of an attempt. message, images: observation before the turn; empty in the first one."""
 
     text: str
     message: str = ""
@@ -18,9 +18,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Response, of all its turns together, and its score. finish: "stop" or "length". failure: kind
-    of failure if the reward could not be computed; the response is not correct then. turns: where
-    there are several.
+    """Response (the text of all its turns) and its score.
+
+    finish: "stop" or "length". failure: kind of failure if the reward could not be computed; the
+    response then counts as incorrect. turns: the single turns, if there are several.
     """
 
     text: str
@@ -28,7 +29,7 @@ class Attempt:
     correct: bool
     num_tokens: int
     finish: str
-    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name
+    parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name
     failure: str | None = None
     turns: Sequence[Turn] = ()
 
@@ -44,7 +45,7 @@ class Question:
 
     @property
     def accuracy(self) -> float:
-        """Share of its attempts that are correct."""
+        """Share of the attempts at this question that are correct."""
         return self.num_correct / len(self.attempts)
 
     @property
@@ -54,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True)
 class SkippedRows:
-    """Number of skipped rows, and the first reasons."""
+    """Number of skipped rows, and the reasons of the first ones."""
 
     bad: int = 0
     long: int = 0

@@ -11,8 +11,10 @@ from megavlm.data.rows import Row
 
 @dataclass(frozen=True)
 class Known:
-    """Facts about test rows learnt from training rows. guesses: blind answers to the test rows,
-    None where either have no answers. valid: training answers by category.
+    """Facts about test rows learnt from training rows.
+
+    guesses: blind answers to the test rows, None if the test rows or the training rows have no
+    answers. valid: training answers by category.
     """
 
     guesses: Sequence[str] | None
@@ -53,10 +55,10 @@ def answers_by_category(rows: Sequence[Row]) -> dict[str, set[str]]:
 
 
 def exchange_images(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Return the rows, in order, with images of other rows that have equally many.
+    """Return the rows, in order, each with the images of another row that has as many images.
 
-    Rows that cannot get other images are left out: those without images, the only ones with their
-    number of images, or those of a set in which most rows have the same images.
+    A row is left out if it cannot get other images: it has no images, no other row has as many, or
+    most rows with as many images share the same ones.
     """
     rng = np.random.default_rng(seed)
     groups: dict[int, dict[tuple[bytes, ...], list[int]]] = {}
@@ -76,5 +78,5 @@ def exchange_images(rows: Sequence[Row], seed: int) -> list[Row]:
 
 
 def _most_frequent(counts: "Counter[str]") -> str:
-    """Return the most frequent answer; of equally frequent ones the first in the alphabet."""
+    """Return the most frequent answer, the alphabetically first one in case of a tie."""
     return min(counts, key=lambda answer: (-counts[answer], answer))

@@ -1,4 +1,4 @@
-"""Geometry of a world map: where images were taken, and where models placed them."""
+"""Geometry of a world map that shows where images were taken and where models placed them."""
 
 import re
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from megavlm.observability import page
 from megavlm.rewards.coordinates import Point, named_point
 from megavlm.rewards.geospot import read
 
-WIDTH, HEIGHT = 720, 360  # of land.svg
-STYLES = ("c1", "c2")  # of models, in the style sheet
+WIDTH, HEIGHT = 720, 360  # size of land.svg
+STYLES = ("c1", "c2")  # classes of the models in the style sheet
 TRUTH = "c3"
 MAX_CHARS = 500
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Place of an image, and where each model's first response put it (None: nowhere)."""
+    """True place of an image, and the place that each model's first response names (or None)."""
 
     truth: Point
     answers: Sequence[Point | None]
@@ -27,7 +27,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Dot:
-    """Place in pixels. truth: of an answer, the pixels of the true place; None at a true place."""
+    """Place in pixels. truth: for an answer, the pixels of the true place; else None."""
 
     x: float
     y: float
@@ -76,7 +76,7 @@ def spots(candidates: Sequence[Candidate]) -> list[Spot]:
 
 
 def world_map(found: Sequence[Spot], names: Sequence[str]) -> WorldMap | None:
-    """Return the map of some places, None without any. names: of the models."""
+    """Return the map of the places, or None if there are none. names: names of the models."""
     if not found:
         return None
     dots = []
@@ -98,7 +98,8 @@ def world_map(found: Sequence[Spot], names: Sequence[str]) -> WorldMap | None:
 
 
 def _place(text: str) -> Point | None:
-    # A reward reads it in a process with a time limit; here the end of the text must do.
+    # A reward reads the whole text, but in a process with a time limit. There is none here, so only
+    # the end of the text is read.
     return read(text[-MAX_CHARS:]).get("point")
 
 

@@ -14,7 +14,7 @@ from megavlm.observability.page import EmbeddedImage, embed, render
 from megavlm.observability.text import failed_rewards, number, percent, points, short_names
 from megavlm.writing import write_whole
 
-# Bounds of the page's size; those of texts are in the template.
+# Limits on the size of the page. The template has the limits on texts.
 MAX_QUESTIONS = 80
 MAX_ATTEMPTS = 4
 

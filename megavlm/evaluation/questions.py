@@ -1,4 +1,4 @@
-"""Rows to evaluate on: those that an episode can start from."""
+"""Selection of the rows to evaluate on: an episode must be able to start from them."""
 
 from collections.abc import Callable
 
@@ -11,8 +11,9 @@ from megavlm.evaluation.attempts import SkippedRows
 
 
 def question_limit(settings: Evaluation) -> int | None:
-    """Return the largest number of questions, None without a limit: each takes `samples` episodes
-    of `episodes` in all, and there is at least one question.
+    """Return the largest number of questions, or None without a limit.
+
+    Each question takes `samples` of the `episodes` episodes. At least one question is asked.
     """
     enough = settings.episodes and max(settings.episodes // settings.samples, 1)
     limits = [limit for limit in (settings.limit, enough) if limit is not None]

@@ -28,13 +28,13 @@ class Measure:
 class EvaluationResult:
     """Result of one policy on one set of rows.
 
-    greedy: correct at temperature 0. sampled: correct at the rollout temperature, None if not
-    asked for. valid: greedy responses that are an answer of the training rows of their category;
-    None where these have none. blind: what the most frequent training answer to the same question
-    would score, image unseen, over the rows that have answers; None where there are none.
-    shuffled: greedy, with images exchanged between rows, over the rows where that can be done;
-    None if not asked for or nowhere possible. failures: responses whose reward could not be
-    computed, by kind; they count as incorrect.
+    greedy: accuracy at temperature 0. sampled: accuracy at the rollout temperature, None if not
+    requested. valid: share of greedy responses that occur as an answer in the training rows of
+    their category; None if the training rows have no answers. blind: accuracy of the most frequent
+    training answer to the same question, without the image, over the rows that have answers; None
+    if no row has one. shuffled: greedy accuracy with images exchanged between rows, over the rows
+    where an exchange is possible; None if not requested or not possible for any row. failures:
+    number of responses whose reward could not be computed, by kind; they count as incorrect.
     """
 
     greedy: Measure

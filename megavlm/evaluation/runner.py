@@ -18,7 +18,7 @@ PROMPTS_AT_ONCE = 2048  # bounds the images in memory
 class Answer:
     text: str
     correct: bool
-    failure: str | None = None  # the kind, where its reward could not be computed
+    failure: str | None = None  # kind of failure if its reward could not be computed
 
 
 PlayFunction = Callable[[Sequence[Row], Sampling], Sequence[Answer]]
@@ -36,9 +36,9 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate the policy that `play` runs, with one response per row and measure.
 
-    sampling: of the rollout; greedy measures set its temperature to 0. known: of these rows, for
-    the blind baseline and the valid answers. num_tokens: returns the length of a row's prompt.
-    settings: which measures to take besides.
+    sampling: sampling settings of the rollout; greedy measures set its temperature to 0. known:
+    facts about these rows, for the blind baseline and the valid answers. num_tokens: returns the
+    length of a row's prompt. settings: selects the optional measures.
     """
     started = time.perf_counter()
     greedy = replace(sampling, temperature=0.0)
@@ -66,7 +66,8 @@ def evaluate(
     ]
     blind = None
     if known.guesses is not None:
-        # Compared as text: a reward may require a form, \boxed{}, that an answer alone lacks.
+        # Guesses are compared as text, because a reward may require a form such as \boxed{},
+        # which a bare answer does not have.
         hits = [
             (text == row.answer, row.category)
             for text, row in zip(known.guesses, rows, strict=True)
@@ -86,8 +87,10 @@ def evaluate(
 
 
 def _exchange(num_tokens: Callable[[Row], int], rows: Sequence[Row], seed: int) -> list[Row]:
-    """Return rows with other rows' images, but for prompts longer than any of the original ones,
-    which the processor or the server may refuse.
+    """Return rows with the images of other rows.
+
+    A row is left out if its prompt becomes longer than all original prompts, because the processor
+    or the server may refuse it.
     """
     longest = max(num_tokens(row) for row in rows)
     return [row for row in exchange_images(rows, seed) if num_tokens(row) <= longest]

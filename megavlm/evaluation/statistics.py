@@ -14,14 +14,16 @@ import numpy as np
 
 RESAMPLES = 2000
 FLIPS = 10_000
-_CHUNK = 2**22  # random numbers at a time
+_CHUNK = 2**22  # random numbers that are drawn at a time, to bound memory
 _SEED = 0  # the same numbers give the same interval
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over `count` questions. method: wilson where each question is right or wrong, else
-    bootstrap (percentiles of RESAMPLES means over questions drawn with replacement).
+    """Mean over `count` questions with its interval.
+
+    method: wilson if each question is either right or wrong, otherwise bootstrap (percentiles of
+    RESAMPLES means over questions drawn with replacement).
     """
 
     value: float
@@ -33,8 +35,10 @@ class Estimate:
 @dataclass(frozen=True)
 class PairedTest:
     """Difference of means (first model minus second), its two-sided p-value, and how often each
-    model was better. method: mcnemar (exact) where each question is right or wrong, else sign_flip
-    (all, or FLIPS random, exchanges of the two models' values of a question).
+    model was better.
+
+    method: mcnemar (exact) if each question is either right or wrong, otherwise sign_flip
+    (exchanges the two models' values of a question, in all ways or in FLIPS random ones).
     """
 
     difference: float
@@ -47,22 +51,22 @@ class PairedTest:
 
 
 def pass_at_k(attempts: int, correct: int, k: int) -> float:
-    """Estimate without bias the chance that one of k attempts is correct, from at least k.
+    """Return the unbiased estimate of pass@k, the chance that one of k attempts is correct.
 
-    1 - C(n - c, k) / C(n, k). Source: Chen et al., "Evaluating large language models trained on
-    code", arXiv 2107.03374.
+    It is 1 - C(n - c, k) / C(n, k) for n >= k attempts. Source: Chen et al., "Evaluating large
+    language models trained on code", arXiv 2107.03374.
     """
     assert 0 <= correct <= attempts and 1 <= k <= attempts
     return 1 - comb(attempts - correct, k) / comb(attempts, k)
 
 
 def wilson_interval(successes: int, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share, which stays in 0..1 and holds for few trials, too.
+    """Return the 95 % interval of a share. It stays in 0..1, and is also valid for few trials.
 
     Source: E. B. Wilson, "Probable inference", JASA 22 (1927).
     """
     interval = _stats().binomtest(successes, count).proportion_ci(method="wilson")
-    # It holds the share itself, which rounding may leave outside at 0 and at 1.
+    # At 0 and at 1, rounding may leave the share itself outside of the interval.
     share = successes / count
     return min(float(interval.low), share), max(float(interval.high), share)
 
@@ -106,7 +110,7 @@ def _is_binary(values: np.ndarray) -> bool:
 
 
 def _bootstrap(values: np.ndarray) -> tuple[float, float]:
-    if values.min() == values.max():  # nothing to draw; scipy refuses a single value
+    if values.min() == values.max():  # all resamples are equal, and scipy refuses a single value
         return float(values[0]), float(values[0])
     found = _stats().bootstrap(
         (values,),
@@ -135,6 +139,6 @@ def _sign_flip(difference: np.ndarray) -> float:
 
 
 def _stats() -> ModuleType:
-    import scipy.stats  # loads for a second, and runs without evaluation do not need it
+    import scipy.stats  # takes a second to load, and runs without evaluation do not need it
 
     return scipy.stats

@@ -11,8 +11,10 @@ Estimates = dict[str, Estimate]
 
 @dataclass(frozen=True)
 class MeasureTable:
-    """Measures are pass@k for k = 1, 2, 4, ... and the number of samples, mean@n (accuracy over
-    all n samples), reward and response_tokens.
+    """Measures of one model.
+
+    They are pass@k (for k = 1, 2, 4, ... and the number of samples), mean@n (accuracy over all n
+    samples), reward and response_tokens.
     """
 
     overall: Estimates
@@ -26,7 +28,7 @@ class ModelComparison:
 
     accuracy: PairedTest
     reward: PairedTest
-    by_category: dict[str, PairedTest]  # of accuracy
+    by_category: dict[str, PairedTest]  # tests of accuracy
     by_dataset: dict[str, PairedTest]
 
 
@@ -53,7 +55,7 @@ def compute_measures(questions: Sequence[Question]) -> Estimates:
 
 
 def compare_models(first: Sequence[Question], second: Sequence[Question]) -> ModelComparison | None:
-    """Compare two models, None if they have no question in common."""
+    """Compare two models. Returns None if they have no question in common."""
     of_second = {question.row.index: question for question in second}
     both = [(q, of_second[q.row.index]) for q in first if q.row.index in of_second]
     if not both:

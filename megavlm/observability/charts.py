@@ -25,7 +25,7 @@ class Line:
 
 @dataclass(frozen=True)
 class DrawnLine:
-    """Line in pixels. path: of an SVG path element. markers: (x, y, text shown on hover)."""
+    """Line in pixels. path: `d` of an SVG path. markers: (x, y, text shown on hover)."""
 
     label: str
     style: str
@@ -51,7 +51,7 @@ class Chart:
 def draw_chart(
     title: str, lines: Sequence[Line], *, is_share: bool = False, note: str = ""
 ) -> Chart | None:
-    """Return the chart of some lines, None if no line has a value. is_share: values in 0..1."""
+    """Return the chart of the lines, or None if no line has a value. is_share: values in 0..1."""
     steps = [step for line in lines for step, value in line.points if _is_value(value)]
     values = [value for line in lines for _, value in line.points if _is_value(value)]
     if not values:

@@ -17,7 +17,7 @@ from megavlm.observability.report import CONFIG_FILE
 from megavlm.observability.text import duration, number, percent, short_names
 from megavlm.writing import write_whole
 
-STYLES = ("c1", "c2", "c3", "c4", "pale", "dash")  # of lines, one for each run
+STYLES = ("c1", "c2", "c3", "c4", "pale", "dash")  # style of each run's lines
 # Title and metric of the charts.
 CHARTS = (
     ("Reward", "reward"),
@@ -30,7 +30,7 @@ CHARTS = (
     ("Tokens per second", "tokens_per_second"),
 )
 HEAD = ("run", "steps", "reward", "correct", "greedy", "KL", "length", "step", "tokens/s")
-MEAN = 20  # last steps that the table's values are of
+MEAN = 20  # number of last steps over which the table's values are means
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
@@ -96,8 +96,8 @@ def _row(name: str, records: Sequence[Record], evaluations: Sequence[Record]) ->
 
 
 def _differences(files: Sequence[Path]) -> list[list[str]]:
-    """Return each key that is not the same in all configurations, with its values; run.dir left
-    out.
+    """Return each key whose value is not the same in all configurations, with its values. run.dir
+    is left out.
     """
     flat = [_flat(OmegaConf.to_container(OmegaConf.load(f))) if f.exists() else {} for f in files]
     keys = sorted(set().union(*flat) - {"run.dir"})

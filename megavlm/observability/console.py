@@ -29,7 +29,7 @@ def _short(value: float) -> str:
 
 @dataclass(frozen=True)
 class _Field:
-    """Part of a step's line. meaning: for the legend."""
+    """Part of a step's line. meaning: its explanation in the legend."""
 
     metric: str
     label: str
@@ -38,7 +38,7 @@ class _Field:
     unit: str = ""
 
 
-# In the order of the line.
+# They are listed in the order in which they appear in the line.
 _FIELDS = (
     _Field("loss", "loss", number, "training loss"),
     _Field("reward", "reward", lambda value: f"{value:.3f}", "mean of the step's responses"),
@@ -64,7 +64,7 @@ _FIELDS = (
     _Field("seconds/total", "", _short, "duration of the step", "s"),
     _Field("tokens_per_second", "", _short, "tokens trained on per second", " tok/s"),
 )
-# Metrics to leave out, in this order, where a line would be longer than WIDTH.
+# Metrics that are left out, in this order, if a line would be longer than WIDTH.
 _SPARE = ("rollout_max_difference", "entropy", "response_length", "accuracy")
 
 
@@ -84,15 +84,15 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def legend(metrics: Mapping[str, float]) -> str:
-    """Return what the words of such a step's line mean, at most WIDTH columns wide."""
-    # A later step may log a share that is 0 now.
+    """Return a legend that explains a step's line, at most WIDTH columns wide."""
+    # The legend is printed once, and a later step may log a share that is 0 now.
     shown = {name: value or 1.0 for name, value in metrics.items()}
     words = [f"{field.label or field.unit.strip()}: {field.meaning}" for field in _fields(shown)]
     text = "Each step: " + "; ".join(words) + ". All metrics: docs/reference/metrics.md"
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
-# Further metrics of `metric_rows`: (label, metric), where they are not 0.
+# Further metrics of `metric_rows`: (label, metric). They are shown if they are not 0.
 _OTHERS = (
     ("MFU", "mfu"),
     ("FLOP/s", "flops_per_second"),
@@ -114,10 +114,10 @@ def metric_rows(metrics: Mapping[str, float]) -> list[tuple[str, str, Callable[[
 
 
 def _fields(metrics: Mapping[str, float]) -> list[_Field]:
-    """Return the parts of a step's line, without those that would say nothing."""
+    """Return the parts of a step's line, without uninformative ones."""
     hidden = set()
     if "reward" in metrics:
-        # The value of a policy loss means nothing to a reader; the learning rate is in the report.
+        # The value of a policy loss tells a reader nothing; the learning rate is in the report.
         hidden = {"loss", "learning_rate"}
     if metrics.get("truncated_share") == 0:
         hidden.add("truncated_share")
@@ -129,8 +129,8 @@ def print_closing(
     rewards: Sequence[tuple[int, float]] = (),
     console: Console | None = None,
 ) -> None:
-    """Print the closing tables of a run. result: of `result.build_result`. rewards: (step, reward)
-    of a curve.
+    """Print the closing tables of a run. result: as returned by `result.build_result`. rewards:
+    points (step, reward) of the curve.
     """
     (console or Output()).print(closing(result, rewards))
 
@@ -151,7 +151,7 @@ def closing(result: Mapping[str, Any], rewards: Sequence[tuple[int, float]] = ()
     if result["paths"]:
         files = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         files.add_column(style="dim", no_wrap=True)
-        # Folded, never cut: paths are copied.
+        # Long paths are folded and never cut, because users copy them.
         files.add_column(overflow="fold")
         for name, path in result["paths"].items():
             files.add_row(escape(name), escape(str(path)))
@@ -170,7 +170,7 @@ def _accuracy_table(result: Mapping[str, Any]) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
-    # Narrow enough for 80 columns, or for a log.
+    # The columns are narrow enough for 80 columns or a log.
     table.add_column("category", overflow="fold")
     for name in ("rows", "before", "after", "gain", "sampled", "valid", "blind", "shuffled"):
         table.add_column(name, justify="right", no_wrap=True)

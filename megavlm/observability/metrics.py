@@ -54,7 +54,7 @@ class MetricsWriter:
         """Open the files of a run.
 
         start_step: number of updates already done. Records of an earlier process beyond that step
-        are deleted, so that no step is there twice; with 0 all records are deleted.
+        are deleted, so that no step occurs twice; with 0 all records are deleted.
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -64,12 +64,12 @@ class MetricsWriter:
                 lambda record: start_step > 0 and record["step"] <= start_step,
             )
         self._last_step = start_step
-        # TensorBoard ignores what older event files hold from this step on.
+        # TensorBoard then ignores events of older files from this step on.
         self._events: SummaryWriter | None = self._open(start_step + 1 if start_step else 0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one training step. Steps must rise. Raises OSError if the disk is full; the next
-        step may be tried.
+        """Write one training step. Steps must rise. Raises OSError if the disk is full; later steps
+        may still be written.
         """
         assert step > self._last_step, f"step {step} after step {self._last_step}"
         self._last_step = step
@@ -79,7 +79,7 @@ class MetricsWriter:
         self._scalars(step, values)
 
     def write_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None:
-        """Write an evaluation after `step` updates, in place of an earlier one of that step."""
+        """Write the evaluation after `step` updates. It replaces an earlier one of that step."""
         path = self.folder / EVALUATIONS_FILE
         others = [record for record in read_records(path) if record["step"] != step]
         record = {"step": step, "time": round(time.time(), 3), **evaluation}
@@ -96,7 +96,7 @@ class MetricsWriter:
                 if math.isfinite(value):
                     self._events.add_scalar(name, value, step)
             self._events.flush()
-        except OSError:  # its thread has ended: the next step opens another file
+        except OSError:  # the writer's thread has ended: the next step opens another file
             events, self._events = self._events, None
             with suppress(OSError):
                 events.close()

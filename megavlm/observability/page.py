@@ -1,8 +1,8 @@
 """Self-contained HTML pages: jinja2 templates that share a style sheet, and embedded images.
 
-Pages show a model's words and untrusted data: every text is escaped by the template engine, and the
-page's content security policy lets no script run but its own (named by its hash) and loads nothing
-but images that are part of the page.
+Pages show model output and untrusted data. The template engine therefore escapes every text, and
+the page's content security policy allows only the page's own script (by its hash) and only images
+that are embedded in the page.
 """
 
 import base64
@@ -17,7 +17,8 @@ from PIL import Image
 from megavlm.observability.text import duration, number, percent, points, shorten, visible
 
 MAX_SIDE = 448
-# Shown without smoothing: the images of a toy data set are a few dozen pixels wide.
+# Images up to this side are shown without smoothing: those of a toy data set are a few dozen
+# pixels wide.
 _SMALL_SIDE = 128
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -40,14 +41,14 @@ _environment.filters |= {
 
 @dataclass(frozen=True)
 class EmbeddedImage:
-    """Image as a data URI. `is_small`: shown with hard pixels."""
+    """Image as a data URI. `is_small`: the browser shows it without smoothing."""
 
     uri: str
     is_small: bool
 
 
 def render(template: str, *, title: str, script: str = "", **values: object) -> bytes:
-    """Return the page that `template` makes of `values`, UTF-8. `script`: name of its script."""
+    """Render `template` with `values`, as UTF-8. `script`: name of the page's script."""
     code = (TEMPLATES / script).read_text(encoding="utf-8") if script else ""
     sources = "img-src data:; style-src 'unsafe-inline'"
     if code:
@@ -64,7 +65,7 @@ def render(template: str, *, title: str, script: str = "", **values: object) -> 
 
 
 def embed(image: Image.Image) -> EmbeddedImage:
-    """Return the image as part of a page, reduced to MAX_SIDE; small ones lose nothing."""
+    """Embed an image in a page, reduced to MAX_SIDE; small images are lossless."""
     reduced, buffer = image.convert("RGB"), BytesIO()
     is_small = max(image.size) <= _SMALL_SIDE
     if is_small:

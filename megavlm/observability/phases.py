@@ -8,8 +8,8 @@ from contextlib import contextmanager
 class Phases:
     """Timer of named phases; a phase may run several times.
 
-    current: the phase that runs. beats: the number of signs of progress so far, by which the
-    watchdog of a run (parallel/watchdog.py) sees that this process makes progress.
+    current: the phase that runs. beats: number of signs of progress so far. The watchdog of a run
+    (parallel/watchdog.py) reads it to see that this process makes progress.
     """
 
     def __init__(
@@ -19,9 +19,10 @@ class Phases:
         begun: Callable[[str], object] | None = None,
         before: Mapping[str, float] | None = None,
     ) -> None:
-        """Start the clock. synchronize: waits for queued device work at both ends of a phase.
-        begun: called with the name of a phase that begins. before: seconds of phases that ended
-        before.
+        """Start the clock.
+
+        synchronize: waits for queued device work; called at both ends of a phase. begun: called
+        with the name of each phase that begins. before: seconds of phases that ended earlier.
         """
         self._synchronize = synchronize or (lambda: None)
         self._begun = begun or (lambda name: None)
@@ -48,7 +49,7 @@ class Phases:
         self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def begin(self) -> None:
-        """Start the clock of seconds/total, which otherwise runs from the last `take`."""
+        """Start the clock of seconds/total here, and not at the last `take`."""
         self._start = self._clock()
 
     def take(self) -> dict[str, float]:
@@ -61,7 +62,7 @@ class Phases:
 
 
 def seconds_outside_phases(metrics: Mapping[str, float | None]) -> float:
-    """Return what `seconds/total` has beyond the sum of the phases."""
+    """Return the seconds of `seconds/total` that belong to no phase."""
     phases = sum(value or 0.0 for name, value in metrics.items() if name.startswith("seconds/")) - (
         metrics["seconds/total"] or 0.0
     )

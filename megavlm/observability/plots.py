@@ -19,13 +19,14 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def window_of(num_values: int) -> int:
-    """Return the steps to average over: a tenth of the run, at least 3, at most 50."""
+    """Return how many steps to average over: a tenth of the run, but at least 3 and at most 50."""
     return min(50, max(3, num_values // 10))
 
 
 def reward_curve(run_dir: Path | str) -> Path:
     """Draw reward per step, its moving mean and greedy test accuracy; return the PNG's path."""
-    # Loads for a second, which each rank of a run would spend at its start.
+    # matplotlib takes a second to load. At module level, each rank of a run would spend it at its
+    # start.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -33,7 +34,7 @@ def reward_curve(run_dir: Path | str) -> Path:
     points = reward_points(run_dir)
     steps, rewards = [step for step, _ in points], [reward for _, reward in points]
     evaluations = read_records(run_dir / EVALUATIONS_FILE)
-    # Not pyplot, which keeps global state and needs a display.
+    # pyplot is not used, because it keeps global state and needs a display.
     figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

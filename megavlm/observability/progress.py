@@ -15,7 +15,8 @@ from rich.text import Text
 
 from megavlm.observability.text import duration, minutes
 
-# A log gets a line of progress after so many seconds, or this share of the time so far.
+# A log gets the next line of progress after this many seconds, or after this share of the time
+# that has passed, whichever is longer.
 LOG_EVERY, LOG_SHARE = 30.0, 0.05
 
 
@@ -24,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 class Output(Console):
-    """Console that raises BrokenPipeError where nobody reads it; rich's would end the process."""
+    """Console that raises BrokenPipeError if nobody reads it; rich's own ends the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class Progress:
-    """Context in which a terminal's last line says what is done now, since when and how much longer
-    it takes. A log gets a line of each `begin`, and of the rest one now and then.
+    """Context in which the last line of a terminal shows the current activity, its duration and the
+    time left. A log gets one line for each `begin`, and now and then one for everything else.
 
-    Lines that are to stay go through `line`. It may be used from several threads. failures: of
-    `attempt` so far.
+    Print permanent lines with `line`. Several threads may use it. failures: number of failed
+    attempts (see `attempt`) so far.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Progress:
         self._started = clock() if started is None else started
         self._last_log = clock()
         self._doing = self._detail = self._logged = ""
-        self._first: tuple[int, float] | None = None  # steps done, and when, as counting began
+        self._first: tuple[int, float] | None = None  # steps done and time when counting began
         self._seconds_left: float | None = None
         self._live: Live | None = None
         if self._console.is_terminal and not is_quiet:
@@ -72,13 +73,13 @@ class Progress:
         return self._clock() - self._started
 
     def begin(self, what: str) -> None:
-        """Show what begins now."""
+        """Show that the activity `what` begins."""
         self._doing, self._detail, self._seconds_left = what, "", None
         self._log(what)
 
     def count(self, done: int, total: int, unit: str = "step") -> None:
-        """Show that `done` of `total` steps are made and the next one begins. The time left follows
-        from the steps since the first call.
+        """Show that `done` of `total` steps are done and the next one begins. The time left is
+        estimated from the steps since the first call.
         """
         now = self._clock()
         if self._first is None or done < self._first[0]:
@@ -90,7 +91,7 @@ class Progress:
         self.show("")
 
     def show(self, detail: str) -> None:
-        """Show how far it is."""
+        """Show a detail of the current activity."""
         self._detail = detail
         if self._live is None:
             due = max(LOG_EVERY, LOG_SHARE * self.elapsed)
@@ -99,12 +100,14 @@ class Progress:
                 self._log(text)
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self.attempt("the output", lambda: self._console.print(text, markup=False))
 
     def attempt(self, what: str, work: Callable[[], T]) -> T | None:
-        """Do what records the run, and return its result; None if it failed. A full disk or a
-        closed output does not end training: it is logged once for each `what`, and counted.
+        """Call `work`, which writes a record of the run. Returns its result, or None if it fails.
+
+        A full disk or a closed output does not end training: the failure is logged once for each
+        `what`, and counted.
         """
         try:
             return work()
@@ -113,7 +116,7 @@ class Progress:
             if what not in self._told:
                 self._told.add(what)
                 logger.warning("%s cannot be written (%s); the run goes on without it", what, error)
-            if error.errno == errno.EPIPE:  # or what is left in the buffer fails again at the end
+            if error.errno == errno.EPIPE:  # else the rest of the buffer fails again at the end
                 with open(os.devnull, "w") as nowhere:
                     os.dup2(nowhere.fileno(), self._console.file.fileno())
             return None
@@ -139,7 +142,8 @@ class Progress:
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
-            # A forked child prints past the live line, whose lock another thread may hold.
+            # A forked child does not use the live line: at the fork, another thread may have held
+            # its lock.
             os.register_at_fork(after_in_child=_restore_output)
         return self
 

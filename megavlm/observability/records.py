@@ -11,16 +11,18 @@ from typing import Any
 from megavlm.writing import naming, write_whole
 
 Record = dict[str, Any]
-SERVERS_FILE = "servers.json"  # states of the rollout servers, while a run goes on
+SERVERS_FILE = "servers.json"  # states of the rollout servers during a run
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return all records of a file, [] if there is none. A line torn by a kill is skipped. Raises
-    ValueError for another that is damaged.
+    """Return all records of a file, [] if there is no file.
+
+    A last line that a kill has torn is skipped. Raises ValueError for any other damaged line.
     """
     if not path.exists():
         return []
-    # Every complete line ends in a newline: what follows the last one is torn, mostly nothing.
+    # Every complete line ends in a newline: the text after the last newline is torn, if there is
+    # any.
     *lines, _torn = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
@@ -64,7 +66,7 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return the value with NaN and infinities, which JSON does not have, replaced by None."""
+    """Replace NaN and infinities in the value by None, because JSON cannot represent them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

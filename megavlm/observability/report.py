@@ -33,10 +33,10 @@ ACCURACY_HEAD = (
     "blind",
     "shuffled",
 )
-# Bounds of the page's size. LIMITS: characters of texts, and responses of a group.
+# Limits on the size of the page. LIMITS: characters of texts, and responses of a group.
 MAX_STEPS = 24
 MAX_IMAGE_BYTES = 12_000_000
-# Probabilities below which a token has a class of the style sheet, the lowest first.
+# Probabilities below which a token gets a class of the style sheet, the lowest first.
 STYLES = ((0.2, "p3"), (0.5, "p2"), (0.8, "p1"))
 LIMITS = {"prompt": 2000, "response": 1200, "responses": 32}
 
@@ -170,15 +170,17 @@ def _charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Ch
 
 
 def _phases(seconds: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """Return (phase, seconds, share of all), the longest first."""
+    """Return (phase, seconds, share of the sum), the longest phase first."""
     total = sum(seconds.values())
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     return [(phase.replace("_", " "), value, value / total) for phase, value in ordered if total]
 
 
 def sampled_steps(run_dir: Path) -> list[tuple[int, list[Record]]]:
-    """Return up to MAX_STEPS steps with their groups. `shown` of a group, and of a response's later
-    turns, holds the images, or why one is not shown.
+    """Return up to MAX_STEPS steps with their groups.
+
+    `shown` of a group, and of each later turn of a response, holds the images, or the reason why
+    one is not shown.
     """
     records = read_records(run_dir / SAMPLES_FOLDER / SAMPLES_FILE)
     steps = [(step, list(groups)) for step, groups in groupby(records, lambda r: r["step"])]
@@ -194,8 +196,8 @@ def sampled_steps(run_dir: Path) -> list[tuple[int, list[Record]]]:
 
 
 def _responses(group: Record, shown: Callable[[Record], Record]) -> list[Record]:
-    """Return the responses that are shown, each with its turns, the first of which has no message
-    of its own.
+    """Return the responses to show, each with its turns. The first turn has no message, because the
+    group's prompt is shown above it.
     """
     found = []
     for response in group["responses"][: LIMITS["responses"]]:
@@ -207,8 +209,8 @@ def _responses(group: Record, shown: Callable[[Record], Record]) -> list[Record]
 
 
 def spans(turn: Mapping[str, Any], limit: int) -> list[tuple[str, str]]:
-    """Return the text of a turn in (class, text), by the probability of its tokens, as far as they
-    were kept; at most `limit` characters. Empty without tokens.
+    """Return the text of a turn as spans (class, text) by the probability of its tokens, as far as
+    tokens were kept. The spans have at most `limit` characters; there are none without tokens.
     """
     found: list[tuple[str, str]] = []
     for text, logprob in turn.get("tokens", ()):
@@ -220,7 +222,7 @@ def spans(turn: Mapping[str, Any], limit: int) -> list[tuple[str, str]]:
     if not found:
         return []
     known = "".join(text for _, text in found).lstrip()
-    if turn["text"].startswith(known):  # as it does if not all tokens were kept
+    if turn["text"].startswith(known):  # some tokens may not have been kept
         found.append(("", turn["text"][len(known) :]))
     cut, left = [], limit
     for style, text in found:
@@ -231,7 +233,7 @@ def spans(turn: Mapping[str, Any], limit: int) -> list[tuple[str, str]]:
 
 
 class _Images:
-    """Embedded images, until the page has MAX_IMAGE_BYTES of them."""
+    """Embedded images. Further ones are left out once the page has MAX_IMAGE_BYTES of them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -18,7 +18,7 @@ from megavlm.observability.text import failed_rewards, percent, points
 from megavlm.writing import write_whole
 
 RESULT_FILE = "result.json"
-FINAL_EPISODES = 100  # whose mean reward is the final one
+FINAL_EPISODES = 100  # number of last episodes whose mean reward is the final reward
 
 # With shuffled images a model that uses them can at best guess the most frequent answer. Five
 # points more may be chance.
@@ -35,9 +35,10 @@ def build_result(
 ) -> dict[str, Any]:
     """Return the result of a run of `steps` updates.
 
-    "Before" is the evaluation at step 0, "after" the one at the last step, None without one;
-    `evaluation` is the last one. final_reward: see `final_reward`. extra_seconds: of phases outside
-    the steps (start of servers, export). paths: output files by name.
+    In the result, "before" is the evaluation at step 0, "after" the one at the last step (each
+    None without such an evaluation), and `evaluation` is the last one. `final_reward` is described
+    at the function of that name. extra_seconds: seconds of phases outside the steps (start of
+    servers, export). paths: output files by name.
     """
     run_dir = Path(run_dir)
     evaluations = {record["step"]: record for record in read_records(run_dir / EVALUATIONS_FILE)}
@@ -78,8 +79,8 @@ def build_result(
 
 
 def final_reward(metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the mean reward of the last FINAL_EPISODES episodes, None without episodes. A step
-    that is partly among them counts with its mean.
+    """Return the mean reward of the last FINAL_EPISODES episodes, or None without episodes. Of a
+    step that is only partly among them, the mean reward of the step is used.
     """
     left, total = float(FINAL_EPISODES), 0.0
     for record in reversed(metrics):
@@ -102,8 +103,9 @@ def write_result(run_dir: Path | str, result: Mapping[str, Any]) -> Path:
 def conclude(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> tuple[bool | None, str]:
-    """Return whether the gain is visual (None if not measured), and a sentence that says so. A
-    second sentence is about failed rewards, which make accuracies lower than they are.
+    """Return whether the gain is visual (None if not measured), and a sentence that says so.
+
+    If rewards failed, a second sentence says it, because measured accuracies are then too low.
     """
     is_visual, sentence = _conclude(before, after)
     failures = Counter[str]()
@@ -149,7 +151,7 @@ def _conclude(
 
 @dataclass(frozen=True)
 class CategoryRow:
-    """Row of the accuracy table; None where something was not measured."""
+    """Row of the accuracy table. Values that were not measured are None."""
 
     category: str
     count: int
@@ -163,8 +165,8 @@ class CategoryRow:
 
 
 def category_rows(result: Mapping[str, Any]) -> list[CategoryRow]:
-    """Return one row per category and a last one for all. All but `before` is from the last
-    evaluation.
+    """Return one row per category, and a last one for all categories. All columns except `before`
+    are from the last evaluation.
     """
     before, after = result["evaluation_before"], result["evaluation_after"]
     last = after or before

@@ -28,7 +28,7 @@ class SampleWriter:
         max_steps: int = 100,
         groups_per_step: int = 4,
     ) -> None:
-        """Open the file. start_step: as in MetricsWriter. num_steps: length of the whole run."""
+        """Open the file. start_step: see MetricsWriter. num_steps: length of the whole run."""
         self.folder = Path(run_dir) / SAMPLES_FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         self._num_steps = num_steps
@@ -37,18 +37,18 @@ class SampleWriter:
         keep_records(self.folder / SAMPLES_FILE, lambda record: record["step"] <= start_step)
 
     def is_due(self, step: int) -> bool:
-        """Return True for the steps that are kept: the first, every few steps, the last."""
+        """Return True for steps whose samples are kept: the first, the last, and some between."""
         return step in (1, self._num_steps) or step % self._every == 0
 
     def write(self, step: int, groups: Sequence[Mapping[str, Any]]) -> list[Record]:
-        """Write a few of the groups, of as many categories as possible, if the step is due. Returns
-        what it wrote, with names of images.
+        """If the step is due, write a few of the groups, of as many categories as possible. Returns
+        the written records, in which images are replaced by their file names.
 
-        A group has `prompt`, `answer`, `category`, `source`, `images`: (content key, function that
-        returns a PNG) in the order of the prompt, and `responses`, each with `text`, `reward`,
-        `correct`, `parts`, `finish` and `turns`: the later ones, each with `message`, `images` and
-        `text`. `tokens` of a response or turn: a function that returns its tokens as (text,
-        log-prob).
+        A group has `prompt`, `answer`, `category`, `source`, `images` and `responses`. `images`
+        holds (content key, function that returns a PNG) in the order of the prompt. Each response
+        has `text`, `reward`, `correct`, `parts`, `finish` and `turns`; `turns` are its later turns,
+        each with `message`, `images` and `text`. `tokens` of a response or turn is a function that
+        returns its tokens as (text, log-prob).
         """
         if not self.is_due(step):
             return []
@@ -65,7 +65,7 @@ class SampleWriter:
         return _with_tokens(response) | ({"turns": turns} if turns else {})
 
     def _with_names(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the item's images, and return it with their names in their place."""
+        """Write the item's images, and return the item with their file names instead of them."""
         names = []
         for key, make_png in item["images"]:
             path = self.image_path(key)
@@ -83,7 +83,7 @@ def _with_tokens(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spread(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the groups, one of each category in turn."""
+    """Return the groups in an order that takes one of each category in turn."""
     by_category: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for group in groups:
         by_category[group["category"]].append(group)

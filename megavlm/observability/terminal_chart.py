@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-WIDTH, HEIGHT = 64, 8  # of the area that bars fill
+WIDTH, HEIGHT = 64, 8  # size of the area for bars
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def terminal_chart(values: Sequence[tuple[int, float]], title: str) -> str:
-    """Return bars of (step, value), steps rising. Neighbours share a bar, as their mean, where
-    there are more of them than columns.
+    """Return a bar chart of (step, value), steps rising. If there are more values than columns,
+    neighbours share a bar, which shows their mean.
     """
     count = min(len(values), WIDTH)
     bounds = [len(values) * column // count for column in range(count + 1)]

@@ -49,8 +49,8 @@ def minutes(seconds: float) -> str:
 
 
 def visible(text: str) -> str:
-    """Replace characters that a page would not show, and those that stand for bytes that are no
-    UTF-8, by their escapes.
+    """Escape characters that a page would not show, and those that stand for bytes that are not
+    valid UTF-8.
     """
     return "".join(
         char if char in "\n\t" or (char.isprintable() and char != "\ufffd") else _escape(char)
@@ -63,8 +63,8 @@ def _escape(char: str) -> str:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return names of models for a table: the ends of their paths, as far as these differ and say
-    something.
+    """Return names of models for a table: the last parts of their paths that are meaningful and
+    tell them apart.
     """
     general = re.compile(r"checkpoints|hf|step_\d+")
 
@@ -83,7 +83,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Cut a text at `limit` characters, and append how many are left out."""
+    """Cut a text at `limit` characters, and append how many characters are left out."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]} [... {len(text) - limit} more characters]"

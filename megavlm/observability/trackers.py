@@ -1,7 +1,8 @@
-"""Experiment trackers beside TensorBoard: Weights & Biases, SwanLab and MLflow.
+"""Experiment trackers in addition to TensorBoard: Weights & Biases, SwanLab and MLflow.
 
-Each works in a thread of its own, so that a slow network delays no step, and none of them can end a
-run. Where they write, and with which key, is given by the environment variables of their packages.
+Each tracker works in its own thread, so that a slow network delays no step, and an error of a
+tracker cannot end a run. The environment variables of the trackers' packages set where they write
+and with which key.
 """
 
 import importlib
@@ -24,19 +25,19 @@ from PIL import Image
 from megavlm.observability.text import shorten
 from megavlm.writing import write_whole
 
-PROJECT = "megavlm"  # unless the environment names one
+PROJECT = "megavlm"  # default project; the environment may name another
 IDS_FILE = "trackers.json"  # in the run directory: the run's id in each tracker, for a resume
-WAITING = 1000  # records that wait for a tracker's network; further ones are dropped and counted
-CLOSE_SECONDS = 60.0  # that the end of a run waits for each tracker
+WAITING = 1000  # most records that wait for a tracker's network; others are dropped and counted
+CLOSE_SECONDS = 60.0  # how long the end of a run waits for each tracker
 CAPTION = 500  # characters
-IMAGES = 2  # of a group
+IMAGES = 2  # images of a group
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as trackers show it. id: in the tracker, None if it is to make one."""
+    """A run as trackers show it. id: its id in the tracker; with None the tracker makes one."""
 
     name: str
     folder: Path
@@ -53,10 +54,10 @@ class TrackedImage:
 
 
 class Tracker(Protocol):
-    """Run in a tracker's package, whose functions may raise anything."""
+    """Run in a tracker's package. The functions of these packages may raise anything."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """Begin the run, or continue that of the id."""
+        """Begin the run, or continue the run with the id."""
 
     id: str
 
@@ -68,7 +69,10 @@ class Tracker(Protocol):
 
 
 class WandbTracker:
-    """Run of Weights & Biases, whose own step must rise: a resumed run repeats steps."""
+    """Run of Weights & Biases.
+
+    Its own step counter must rise, but a resumed run repeats steps, so the step is a metric.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         self._wandb = importlib.import_module("wandb")
@@ -81,7 +85,7 @@ class WandbTracker:
             config=dict(run.config),
             resume="allow",
             reinit="create_new",
-            settings=self._wandb.Settings(console="off"),  # the live line is not a log
+            settings=self._wandb.Settings(console="off"),  # else it logs redraws of the live line
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -125,7 +129,7 @@ class SwanlabTracker:
 
 
 class MlflowTracker:
-    """Run of MLflow, which makes the id itself."""
+    """Run of MLflow. MLflow makes the id of a new run itself."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow = importlib.import_module("mlflow")
@@ -136,7 +140,8 @@ class MlflowTracker:
         self._mlflow.log_dict(dict(run.config), "config.yaml")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        # In its stores of files `reward` and `reward/red` would be a file and a folder.
+        # MLflow's file store keeps a metric in a file, so `reward` would have to be a file and, for
+        # `reward/red`, also a folder.
         named = {re.sub(r"[^\w\-. ]", ".", name): value for name, value in values.items()}
         self._mlflow.log_metrics(named, step=step)
 
@@ -174,7 +179,7 @@ class Trackers:
     def __init__(
         self, names: Sequence[str], folder: Path | str, config: Mapping[str, Any], start_step: int
     ) -> None:
-        """Begin the runs; those of `folder` go on if start_step is above 0."""
+        """Begin the runs, or continue the runs recorded in `folder` if start_step is above 0."""
         self._folder, self._lock = Path(folder), threading.Lock()
         path = self._folder / IDS_FILE
         self._ids = json.loads(path.read_text()) if start_step and path.exists() else {}
@@ -190,11 +195,11 @@ class Trackers:
 
     @property
     def failures(self) -> int:
-        """Number of records that did not reach a tracker so far."""
+        """Number of records so far that did not reach a tracker."""
         return sum(thread.failures for thread in self._threads)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the finite ones of a step's values."""
+        """Send the finite values of a step."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         for thread in self._threads:
             thread.send(lambda tracker: tracker.scalars(step, finite))
@@ -210,7 +215,7 @@ class Trackers:
             thread.send(lambda tracker: tracker.images(step, images))
 
     def close(self) -> None:
-        """End the runs. What the network has not taken in CLOSE_SECONDS is left out."""
+        """End the runs. Records that could not be sent within CLOSE_SECONDS are lost."""
         for thread in self._threads:
             thread.close()
 
@@ -222,20 +227,22 @@ def _caption(group: Mapping[str, Any]) -> str:
 
 
 class TrackerThread:
-    """Thread that makes a tracker's run and sends it records, one after another. Its package works
-    over a network and may raise anything: an error is one of the record's, which the pool reports.
+    """Thread that creates a tracker's run and sends it records, one after another.
+
+    The tracker's package works over a network and may raise anything. An error counts as a failure
+    of the record that was being sent; the thread pool reports it.
     """
 
     def __init__(self, name: str, run: TrackedRun, begun: Callable[[str, str], None]) -> None:
-        """Start the thread. begun: called with the name and the id of a run that has begun."""
+        """Start the thread. begun: called with the tracker's name and the id of its begun run."""
         self._name, self._run, self._begun = name, run, begun
         self._tracker: Tracker | None = None
         self._num_sent = self._num_done = self.failures = 0
-        self._pool = ThreadPool(1)  # of daemon threads: one that hangs does not outlive the run
+        self._pool = ThreadPool(1)  # daemon threads: one that hangs does not keep the process alive
         self._work(self._start)
 
     def send(self, work: Callable[[Tracker], None]) -> None:
-        """Have the thread do `work`, or count a failure if too much waits."""
+        """Queue `work` for the thread, or count a failure if too many records wait."""
         if self._num_sent - self._num_done > WAITING:
             self._failed("it takes records more slowly than they come")
         else:
@@ -257,7 +264,7 @@ class TrackerThread:
         self._failed(repr(error))
 
     def _start(self) -> Tracker:
-        """Return the tracker; one that could not begin is tried again: its network may be back."""
+        """Return the tracker. If it could not begin before, try again: the network may be back."""
         if self._tracker is None:
             tracker = TRACKERS[self._name](self._run)
             self._begun(self._name, tracker.id)

@@ -1,5 +1,6 @@
-"""`megavlm watch`: a run in the terminal, from the files of its directory alone, which any machine
-may see.
+"""`megavlm watch`: a live view of a run in the terminal.
+
+It only reads the files of the run directory, so it works on any machine that sees them.
 """
 
 import json
@@ -28,14 +29,14 @@ from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER
 from megavlm.observability.terminal_chart import terminal_chart
 from megavlm.observability.text import duration, number, percent, shorten, visible
 
-RECENT = 20  # steps that means and the time left are of
+RECENT = 20  # number of last steps from which means and the time left are computed
 SAMPLES, RESPONSES, LINE = 2, 3, 100  # groups, responses of each, characters of a line
-OLD = 30.0  # seconds after which the servers' states are said to be old
-QUIET = 10.0  # times the mean step without a record, after which the view says so
+OLD = 30.0  # seconds after which the servers' states are shown as old
+QUIET = 10.0  # the view warns if there is no record for this many mean step times
 
 
 class Tail:
-    """Records of a JSON-lines file that grows: each is read once, a half-written one later."""
+    """Reader of a JSON-lines file that grows. Each record is read once, when it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +44,7 @@ class Tail:
         self.is_new = False  # the last `read` began at the start of a file
 
     def read(self) -> list[Record]:
-        """Return the records since the last call; all of them if the file was replaced."""
+        """Return the records added since the last call, or all records if the file was replaced."""
         try:
             with self._path.open("rb") as file:
                 inode, size = self._path.stat().st_ino, file.seek(0, 2)
@@ -63,7 +64,7 @@ class Tail:
 
 
 class WatchedRun:
-    """Progress, metrics and samples of a run, as far as its files have them."""
+    """Progress, metrics and samples of a run, as far as they are in its files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +72,7 @@ class WatchedRun:
             Tail(folder / name)
             for name in (METRICS_FILE, EVALUATIONS_FILE, f"{SAMPLES_FOLDER}/{SAMPLES_FILE}")
         ]
-        self.curve: list[tuple[int, float]] = []  # of the reward, or of the loss
+        self.curve: list[tuple[int, float]] = []  # reward, or loss
         self.curve_name = "Reward"
         self.recent: deque[Record] = deque(maxlen=RECENT)
         self.evaluations: list[Record] = []
@@ -81,9 +82,11 @@ class WatchedRun:
         self.servers: Record | None = None
 
     def read(self) -> None:
-        """Read what was written since the last call."""
+        """Read the records that were written since the last call."""
         metrics, evaluations, samples = (tail.read() for tail in self._tails)
-        if self._tails[0].is_new:  # another process resumed, or started anew
+        if self._tails[
+            0
+        ].is_new:  # another process resumed the run or started it from the beginning
             self.curve.clear()
             self.recent.clear()
         if self._tails[1].is_new:
@@ -122,7 +125,7 @@ class WatchedRun:
 
 
 def view(run: WatchedRun, now: float) -> RenderableType:
-    """Return what the terminal shows of a run. now: Unix seconds."""
+    """Return the terminal's view of a run. now: Unix seconds."""
     parts: list[RenderableType] = [Text(_head(run, now), style="bold")]
     if len(run.curve) > 1:
         parts.append(Text("\n" + terminal_chart(run.curve, run.curve_name), no_wrap=True))
@@ -222,7 +225,7 @@ def _sample(group: Record) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the first line of a text that holds something, cut to the width."""
+    """Return the first non-empty line of a text, cut to the width."""
     lines = (line for line in text.splitlines() if line.strip())
     return shorten(visible(next(lines, "").strip()), LINE)
 
