@@ -1,5 +1,5 @@
-"""Corpus of captions by which the caption reward weighs words, written to a file for the reward
-processes, which have none of the trainer's credentials and read no data files.
+"""Corpus of captions, which the caption reward uses to weigh words. The trainer writes it to a file
+because reward processes do not have its credentials and read no data files.
 """
 
 import json
@@ -13,7 +13,7 @@ from megavlm.data.tables import open_table
 
 def with_corpus(options: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Write the captions of `corpus_files` to a file in `folder`, and return the options of the
-    caption reward with that file as `corpus` in their place.
+    caption reward with `corpus`, the path of that file, instead of `corpus_files`.
 
     Raises ValueError for a file or column that is missing.
     """

@@ -1,10 +1,10 @@
 """Chats read from a column: messages with placeholders for their images, tool calls, and tools.
 
-Messages are in the form of transformers and OpenAI, {role, content}, or in ShareGPT's, {from,
-value}; the roles of ShareGPT and ms-swift for tools are read, too. Content is text, or parts in the
+Messages have the form of transformers and OpenAI, {role, content}, or the form of ShareGPT, {from,
+value}; the tool roles of ShareGPT and ms-swift are read, too. Content is text, or parts in the
 forms of transformers ({type: image, image | url | path | base64: ...}), of OpenAI ({type:
 image_url, image_url: {url: ...}}, and input_text, input_image) and of qwen-vl-utils ({type: video,
-video: [FRAME, ...], sample_fps: ...}). Every key of a part is understood or refused.
+video: [FRAME, ...], sample_fps: ...}). A key of a part is either understood or refused.
 """
 
 import json
@@ -32,9 +32,9 @@ _KINDS = {
 _SOURCES = ("bytes", "url", "path", "base64")
 _IMAGE_KEYS = ("image", "image_url", *_SOURCES)
 _VIDEO_KEYS = ("video", "video_url", *_SOURCES)
-# Hints to OpenAI's servers and caches, which change nothing of what is shown.
+# Hints to OpenAI's servers and caches. They do not change what the model sees.
 _IGNORED = ("detail", "cache_control", "annotations")
-# Say whether the message is trained on: OpenAI's name, and ms-swift's.
+# Keys that say whether the message is trained on: OpenAI's name, then ms-swift's.
 _TRAINED_KEYS = ("weight", "loss", "loss_scale")
 
 
@@ -42,7 +42,7 @@ _TRAINED_KEYS = ("weight", "loss", "loss_scale")
 class Message:
     """A chat message. `text` has a placeholder for each of its images and videos.
 
-    keys: further keys, which the chat template may read: tool_calls, reasoning_content, ...
+    keys: Further keys that the chat template may read, such as tool_calls and reasoning_content.
     is_trained: False for a message of the assistant that SFT does not learn.
     """
 
@@ -54,9 +54,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and the images and videos stored in them, in order and as they are stored.
+    """Messages, with the images and videos stored in them, in order and as they are stored.
 
-    num_bare: parts of each kind ("image", "video") whose item is in a column.
+    num_bare: Number of parts of each kind ("image", "video") whose image or video is in a column.
     """
 
     messages: tuple[Message, ...]
@@ -69,7 +69,7 @@ class Chat:
 class _Parts:
     """Images and videos of the messages read so far.
 
-    num_bare: parts of each kind ("image", "video") whose item is in a column.
+    num_bare: Number of parts of each kind ("image", "video") whose image or video is in a column.
     """
 
     images: list[Any] = field(default_factory=list)
@@ -82,7 +82,7 @@ class _Parts:
         return len(self.images) + len(self.videos) + self.num_bare.total()
 
     def text(self, content: str | Sequence[Any], where: str) -> str:
-        """Return content as text with placeholders, and keep its images and videos.
+        """Return content as text with placeholders, and collect its images and videos.
 
         Raises ValueError, beginning with `where`, for a part that is not understood.
         """
@@ -115,7 +115,7 @@ class _Parts:
         return text
 
     def _image(self, given: dict[str, Any], where: str) -> str:
-        """Keep the image of a part, whose keys are taken out of `given`."""
+        """Collect the image of a part, and remove the keys that are read from `given`."""
         index = given.pop("index", None)
         if index is not None and index != len(self.images) + self.num_bare["image"]:
             raise ValueError(
@@ -138,7 +138,7 @@ class _Parts:
         return IMAGE_PLACEHOLDER
 
     def _video(self, given: dict[str, Any], where: str) -> str:
-        """Keep the video of a part, whose keys are taken out of `given`."""
+        """Collect the video of a part, and remove the keys that are read from `given`."""
         found = {key: given.pop(key) for key in _VIDEO_KEYS if key in given}
         if not found:
             self.num_bare["video"] += 1
@@ -154,7 +154,7 @@ class _Parts:
 def read_chat(value: Sequence[Any]) -> Chat:
     """Read a list of {role, content}; content is text, or a list of parts.
 
-    Calls are in `tool_calls` as in OpenAI's form, or a message of the role tool_call or
+    Tool calls are in `tool_calls`, as in OpenAI's form, or in a message of the role tool_call or
     function_call. Raises ValueError for anything else.
     """
     messages, parts = list[Message](), _Parts()
@@ -176,7 +176,7 @@ def read_chat(value: Sequence[Any]) -> Chat:
 
 
 def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Read a list of tools as in OpenAI's form, or the functions alone; also as JSON text.
+    """Read a list of tools in OpenAI's form, or a list of their functions; both may be JSON text.
 
     Raises ValueError for anything else.
     """
@@ -192,8 +192,8 @@ def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without the keys that are null, at any depth. Arrow adds them: all structs
-    of a column have the keys of each.
+    """Return the value without keys that are null, at any depth. Arrow adds such keys, because all
+    structs of a column share one set of keys.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -235,14 +235,16 @@ def _is_trained(value: object, key: str, where: str) -> bool:
 
 
 def _joined(message: Message, calls: Message) -> Message:
-    """Return a message of the assistant with further calls of the same turn."""
+    """Return a message of the assistant with the further tool calls of the same turn added."""
     both = [*message.keys.get("tool_calls", ()), *calls.keys["tool_calls"]]
     keys = {**message.keys, **calls.keys, "tool_calls": both}
     return replace(message, keys=keys, is_trained=message.is_trained and calls.is_trained)
 
 
 def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
-    """Return calls in OpenAI's form, but with the arguments as an object, as templates need it."""
+    """Return tool calls in OpenAI's form, except that arguments are an object, not JSON text: chat
+    templates need an object.
+    """
     calls = []
     for call in _listed(_from_json(value, where) if isinstance(value, str) else value):
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -274,7 +276,7 @@ def _from_json(text: str, where: str) -> Any:
 
 
 def _present(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a part that have a value and a meaning."""
+    """Return the keys of a part that have a value and are not ignored."""
     return {k: v for k, v in part.items() if v is not None and k not in _IGNORED}
 
 

@@ -1,4 +1,4 @@
-"""Text of rows as the model folder's chat template renders it: prompts, next turns and answers."""
+"""Text of rows, rendered by the model folder's chat template: prompts, next turns and answers."""
 
 import json
 import re
@@ -17,7 +17,7 @@ _EXCHANGE: tuple[dict[str, object], ...] = (
     {"role": "user", "content": "?"},
     {"role": "assistant", "content": _RESPONSE},
 )
-# Keys of a message that say something. Others, such as ids, may stay unread.
+# Keys of a message that hold content. A template may leave other keys, such as ids, unread.
 _CONTENT_KEYS = (
     "tool_calls",
     "reasoning_content",
@@ -27,15 +27,19 @@ _CONTENT_KEYS = (
     "audio",
     "refusal",
 )
-# Special tokens of Qwen2-VL and Qwen2.5-VL that are text: answers mark objects and boxes by them.
+# Special tokens of Qwen2-VL and Qwen2.5-VL that a text may hold: answers mark objects and boxes
+# with them.
 _MARKUP = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Messages of the assistant before the answer. spans: of those that SFT learns, in characters
-    of the prompt, the end of turn included. num_context: others, which the template renders
-    otherwise than they are sampled.
+    """Messages of the assistant before the answer.
+
+    spans: Bounds of the messages that SFT learns, in characters of the prompt text, with the end
+        of turn.
+    num_context: Number of messages that SFT does not learn because the template does not render
+        them as they are sampled.
     """
 
     spans: tuple[tuple[int, int], ...] = ()
@@ -43,7 +47,7 @@ class Turns:
 
 
 class ChatTemplate:
-    """A chat template, with the tokens that no text of a row may hold."""
+    """A chat template, together with the tokens that a row's text must not hold."""
 
     def __init__(
         self,
@@ -54,10 +58,13 @@ class ChatTemplate:
         end_id: int,
         control_ids: Sequence[int],
     ) -> None:
-        """Store the template. end_id: the token that ends a turn. control_ids: tokens that no text
-        may hold, besides the tokenizer's special ones.
+        """Store the template.
 
-        Raises ValueError for a system prompt with such a token.
+        end_id: The token that ends a turn.
+        control_ids: Tokens that a text must not hold, in addition to the tokenizer's special
+            tokens.
+
+        Raises ValueError if the system prompt or data.question holds such a token.
         """
         self._tokenizer, self._template, self._data = tokenizer, template, data
         self.system_prompt = data.system_prompt
@@ -75,14 +82,17 @@ class ChatTemplate:
     def prompt(self, row: Row) -> str:
         """Return the text up to the start of the response.
 
-        Raises ValueError, naming the row, for a control token in the prompt or the answer, for
-        what the template refuses, and for tools and keys of messages that it does not read.
+        Raises ValueError that names the row if the prompt or the answer holds a control token, if
+        the template refuses the messages, or if it does not read the row's tools or the content
+        keys of a message.
         """
         return self._prompt(row, self._messages(row, self.system_prompt))
 
     def next_turn(self, row: Row) -> str:
-        """Return the text from the end of a response to the start of the next one. Raises
-        ValueError as `prompt`.
+        """Return the text from the end of a response to the start of the next one.
+
+        Raises ValueError as `prompt` does, and if the template does not end a response by the end
+        of turn.
         """
         asked, replied = _EXCHANGE
         text = self._prompt(row, [asked, replied, *self._messages(row, None)], "an observation")
@@ -97,7 +107,7 @@ class ChatTemplate:
     def answer(self, row: Row) -> str:
         """Return the text of the row's answer as a response, without the end of turn.
 
-        Raises ValueError as `prompt`, and for an answer that cannot follow the prompt's text.
+        Raises ValueError as `prompt` does, and for an answer that cannot follow the prompt's text.
         """
         messages = self._messages(row, self.system_prompt)
         prompt = self._prompt(row, messages)
@@ -115,9 +125,10 @@ class ChatTemplate:
         return text.removeprefix(prompt).removesuffix(self._after_response)
 
     def turns(self, row: Row) -> Turns:
-        """Return the messages of the assistant before the answer, if the chat gives the answer.
+        """Return the messages of the assistant before the answer; they are learnt only if the chat
+        itself gives the answer.
 
-        Raises ValueError as `prompt`.
+        Raises ValueError as `prompt` does.
         """
         system = self.system_prompt
         before, messages = _with_system(row, system), self._messages(row, system)
@@ -127,7 +138,7 @@ class ChatTemplate:
                 continue
             num_learnt += 1
             if not any(earlier.role == "user" for earlier in before[:index]):
-                continue  # nothing asked for it, and templates refuse a chat without a question
+                continue  # it answers no question, and templates refuse a chat without one
             start = self._render(row, messages[:index])
             if isinstance(messages[index]["content"], str) and text.startswith(start):
                 end = text.find(self._end, len(start))
@@ -173,7 +184,9 @@ class ChatTemplate:
             )
 
     def _check_keys(self, row: Row, messages: Sequence[Message]) -> None:
-        """Check that the template reads the keys that say something: it leaves out others."""
+        """Check that the template reads the keys with content: it would silently leave out keys
+        that it does not know.
+        """
         used = {key for message in messages for key in _CONTENT_KEYS if message.keys.get(key)}
         for key in sorted(used | ({"tools"} if row.tools else set())):
             if not re.search(rf"\b{key}\b", self._template):
@@ -184,10 +197,10 @@ class ChatTemplate:
                 )
 
     def _messages(self, row: Row, system_prompt: str | None) -> list[dict[str, object]]:
-        """Return the messages for the template, up to the response."""
+        """Return the messages up to the response, in the form that the template takes."""
         messages = _with_system(row, system_prompt)
-        # A placeholder counts only in a row that has such items. Items without any placeholder come
-        # before the first text of the user.
+        # A placeholder counts only if the row has images (or videos). Without any placeholder, they
+        # come before the first text of the user.
         marked = {
             mark: (kind, len(items))
             for mark, kind, items in (
@@ -209,7 +222,7 @@ class ChatTemplate:
 
 
 def text_after_response(tokenizer: Any, template: str) -> str:
-    """Return the text that a chat template writes after a response, with which no chat goes on."""
+    """Return the text that a chat template writes after the last response of a chat."""
     rendered: str = tokenizer.apply_chat_template(
         list(_EXCHANGE), chat_template=template, tokenize=False
     )
@@ -217,7 +230,7 @@ def text_after_response(tokenizer: Any, template: str) -> str:
 
 
 def _with_system(row: Row, system_prompt: str | None) -> tuple[Message, ...]:
-    """Return the messages of a row. Its own system message replaces `system_prompt`."""
+    """Return the messages of a row, with `system_prompt` unless they have a system message."""
     messages = row.messages or (Message("user", row.problem),)
     if system_prompt is None or messages[0].role == "system":
         return messages

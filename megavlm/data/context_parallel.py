@@ -1,8 +1,8 @@
 """Distribution of a pack's tokens over context-parallel ranks.
 
-Each segment is split into 2C consecutive chunks for C ranks; rank r holds the chunks r and
-2C - 1 - r. The cost of a token grows with its position in the segment, so an early and a late chunk
-together cost every rank about the same.
+Each segment is split into 2C consecutive chunks for C ranks; rank r holds chunks r and 2C - 1 - r.
+The cost of a token grows with its position in the segment, so that an early and a late chunk
+together cost about the same on every rank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class SegmentRun(NamedTuple):
-    """Consecutive tokens of one segment: `first` to `end` - 1 of the pack."""
+    """Consecutive tokens of one segment: tokens `first` to `end` - 1 of the pack."""
 
     segment: int
     first: int
@@ -24,11 +24,12 @@ class SegmentRun(NamedTuple):
 def split_segments(
     segment_bounds: Sequence[int], context_size: int
 ) -> list[tuple[SegmentRun, ...]]:
-    """Return the runs of each context rank, ascending.
+    """Return the runs of each context rank in ascending order.
 
-    segment_bounds: first token of each segment, then the number of tokens. Chunks of a segment
-    differ by at most one token, and the ranks' totals, too: all are equal if the number of tokens
-    is a multiple of context_size.
+    segment_bounds: The first token of each segment, followed by the number of tokens.
+
+    The chunks of a segment differ by at most one token, and so do the ranks' totals. The totals are
+    equal if the number of tokens is a multiple of context_size.
     """
     loads = [0] * context_size
     runs: list[list[SegmentRun]] = [[] for _ in loads]

@@ -1,9 +1,9 @@
 """Download of images from untrusted http(s) URLs.
 
 A data file must not make the trainer send requests into its own network (server-side request
-forgery): connections go to addresses of the public internet only. A name is resolved once and the
-checked address is the one that is connected to, so that it cannot change in between; each redirect
-is checked again. Proxies are not used: behind one the address could not be checked.
+forgery), so connections go to public addresses only. A name is resolved once, and the connection
+uses the address that was checked, so that it cannot change in between; each redirect is checked
+again. Proxies are not used, because the address behind a proxy could not be checked.
 """
 
 import http.client
@@ -16,22 +16,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-MAX_BYTES = 2**25  # 32 MiB of an encoded image
+MAX_BYTES = 2**25  # 32 MiB for an encoded image
 TIMEOUT = 20.0  # seconds for everything after the name is resolved, redirects included
 MAX_REDIRECTS = 5
 _CHUNK = 2**16
 _REDIRECTS = (301, 302, 303, 307, 308)
 
-# Ranges whose addresses carry an IPv4 address to which they may be translated.
+# IPv6 ranges whose addresses embed an IPv4 address and may be translated to it (NAT64).
 _TRANSLATED = tuple(ipaddress.ip_network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48"))
 
 
 def fetch(url: str, *, max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> bytes:
     """Return the body of a GET request.
 
-    Raises ValueError for a scheme other than http and https, credentials in the URL, an address
-    that is not public, more than max_bytes, `timeout` seconds or MAX_REDIRECTS, or a status other
-    than 200.
+    Raises ValueError for a scheme other than http and https, for credentials in the URL, for an
+    address that is not public, for more than max_bytes, `timeout` seconds or MAX_REDIRECTS, and for
+    a status other than 200.
     """
     deadline = time.monotonic() + timeout
     for _ in range(MAX_REDIRECTS + 1):
@@ -43,8 +43,8 @@ def fetch(url: str, *, max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> 
 
 
 def check_url(url: str) -> None:
-    """Raise ValueError for a URL that `fetch` refuses whatever the network says: by its form, or by
-    an address in it that is not public.
+    """Raise ValueError for a URL that `fetch` refuses without a network request: because of its
+    form, or because it holds an address that is not public.
     """
     host = _checked(url).hostname or ""
     try:
@@ -98,7 +98,7 @@ def _check_public(url: str, address: str) -> None:
 
 
 def _connect(parts: SplitResult, deadline: float) -> socket.socket:
-    """Connect to an address of the host, all of which must be public."""
+    """Connect to the host's first address. Raises ValueError unless all of them are public."""
     host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
     assert host is not None
     try:
@@ -115,12 +115,12 @@ def _connect(parts: SplitResult, deadline: float) -> socket.socket:
         if parts.scheme == "https":
             context = ssl.create_default_context()
             connection = context.wrap_socket(connection, server_hostname=host)
-        stack.pop_all()  # closed only where one of these fails
+        stack.pop_all()  # keep the socket open: it is closed only if one of these steps fails
     return connection
 
 
 class _Connection(http.client.HTTPConnection):
-    """HTTP connection over a connected socket."""
+    """HTTP connection over a socket that is already connected."""
 
     def __init__(self, host: str, sock: socket.socket) -> None:
         super().__init__(host)
@@ -168,7 +168,7 @@ def _body(response: http.client.HTTPResponse, url: str, max_bytes: int, deadline
         if size > max_bytes:
             raise ValueError(f"{url}: larger than the limit of {max_bytes} bytes")
         chunks.append(chunk)
-    # A broken-off connection looks like the end of a body of unknown length.
+    # If the body has no known length, a broken connection looks like its end.
     if time.monotonic() >= deadline:
         raise ValueError(f"{url}: not fetched (it took too long)")
     if response.length:
@@ -184,5 +184,5 @@ def _break(sock: socket.socket) -> None:
 
 
 def _shown(url: str) -> str:
-    """Return a URL for error messages: shortened, without the query, which may hold a token."""
+    """Return a URL for error messages, shortened and without its query: that may hold a token."""
     return ascii(url.partition("?")[0][:200])[1:-1]

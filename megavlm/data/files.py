@@ -1,4 +1,4 @@
-"""Files of data sets, on this machine or at any URL that fsspec knows (s3://, gs://, ...)."""
+"""Files of data sets, on this machine or at any URL that fsspec supports (s3://, gs://, ...)."""
 
 import errno
 import gzip
@@ -17,11 +17,11 @@ from fsspec.registry import known_implementations
 _GZIP = ".gz"
 _TEXTS = (".jsonl", ".json", ".csv")
 SUFFIXES = (".parquet", *_TEXTS, *(suffix + _GZIP for suffix in _TEXTS))
-# A file is hashed whole up to this size; of a larger one its end and evenly spread parts are.
+# Files up to this size are hashed whole; of a larger file, evenly spread parts and the end are.
 WHOLE_BYTES = 2**28
 _PART = 2**20
 _NUM_PARTS = 64
-# Errors of a file system, not of a file: a server that restarts, a mount that is slow to come back.
+# Errors of a file system rather than of a file: a server restarts, a mount is slow to come back.
 FILE_SYSTEM_ERRORS = {
     errno.EIO,
     errno.ESTALE,
@@ -39,10 +39,11 @@ T = TypeVar("T")
 
 
 def read_safely(what: str, read: Callable[[], T]) -> T:
-    """Return `read()`, tried again after an error of the file system.
+    """Return `read()`, retried after errors of the file system.
 
-    Such an error says nothing about the data: if it stays, it is raised as an OSError, and no row
-    is skipped for it. Raises ValueError, with `what` first, for any other OSError.
+    Such an error says nothing about the data. If it persists, it is raised as an OSError, so that
+    no row is skipped because of it. Any other OSError becomes a ValueError whose message starts
+    with `what`.
     """
     for pause in (*PAUSES, None):
         try:
@@ -67,7 +68,7 @@ class DataFile:
 
     @property
     def suffix(self) -> str:
-        """Suffix in lower case; of a compressed file without that of the compression."""
+        """Suffix in lower case, without the suffix of a compression: ".json" for X.json.gz."""
         return Path(self.url[: -len(_GZIP)] if self.is_compressed else self.url).suffix.lower()
 
     @property
@@ -76,21 +77,21 @@ class DataFile:
 
     @property
     def folder(self) -> str:
-        """Folder, or URL of one, that relative image paths start from."""
+        """Folder or its URL, to which image paths are relative."""
         head, slash, _ = self.url.rpartition("/")
         return head if slash else "."
 
     def open(self) -> IO[bytes]:
-        """Open the file for reading. Raises as `read_safely`."""
+        """Open the file for reading. Raises errors as `read_safely` does."""
         filesystem, path = find_filesystem(self.url)
         return read_safely(f"{self.url}: cannot be read", lambda: filesystem.open(path, "rb"))
 
     @contextmanager
     def content(self) -> Iterator[IO[bytes]]:
-        """Open the file for reading, decompressed. Raises as `read_safely`, and ValueError for a
-        file that is not of the compression that its name says.
+        """Open the file for reading, decompressed. Raises errors as `read_safely` does, and
+        ValueError for a file whose name ends in .gz that is not a complete gzip file.
 
-        Seeking in a compressed file decompresses it up to there.
+        Seeking in a compressed file decompresses it up to the new position.
         """
         with self.open() as stream:
             if not self.is_compressed:
@@ -103,8 +104,8 @@ class DataFile:
                 raise ValueError(f"{self.url}: not a whole gzip file ({error})") from error
 
     def digest(self) -> str:
-        """Return the SHA-256 of the content. Of files above WHOLE_BYTES it covers the size, evenly
-        spread parts and the end (where Parquet keeps the sizes and statistics of all columns): a
+        """Return the SHA-256 of the content. For files above WHOLE_BYTES it covers the size, evenly
+        spread parts and the end, where Parquet keeps the sizes and statistics of all columns. A
         change of a few bytes in the middle of such a file may go unnoticed.
         """
         digest = hashlib.sha256()
@@ -126,8 +127,8 @@ def has_protocol(url: str) -> bool:
 def find_filesystem(url: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL or path, and the path in it.
 
-    A file system belongs to the process that made it: do not keep it over a fork. Raises ValueError
-    for a protocol that is unknown, or whose package is not installed.
+    Do not keep a file system across a fork: it belongs to the process that created it. Raises
+    ValueError for a protocol that is unknown, or whose package is not installed.
     """
     try:
         return fsspec.core.url_to_fs(url)
@@ -140,7 +141,7 @@ def find_filesystem(url: str) -> tuple[Any, str]:
 
 
 def expand(entries: Sequence[str]) -> list[DataFile]:
-    """Return the files of a recipe's entries. An entry is a file or a glob (*, ?, [...]). It is
+    """Return the files of a recipe's entries. An entry is a file or a glob (*, ?, [...]). Each is
     one data set, named after its folder and its name without suffix: "geo3k/train".
 
     Raises ValueError for an entry without files, and for a file whose name has none of SUFFIXES.
@@ -174,7 +175,7 @@ def _name(entry: str, url: str) -> str:
 
 
 def _parts(size: int) -> list[tuple[int, int]]:
-    """Return (start, length) of the parts of a file that are hashed."""
+    """Return (start, length) in bytes of the parts of a file that are hashed."""
     if size <= WHOLE_BYTES:
         return [(0, size)]
     last = size - _PART

@@ -9,12 +9,13 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from megavlm import git_lfs
 
-# Formats of training data. Pillow's other decoders are rarely needed and have had more flaws.
+# Formats of training data. Pillow's other decoders are rarely needed and have had more
+# vulnerabilities.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 2**26  # 64 megapixels: 192 MiB as RGB
 
-# Errors that Pillow raises for broken content, besides its own (all of them OSErrors). TypeError
-# comes from a PNG text stored under a name that Pillow uses for something else.
+# Errors that Pillow raises for broken content. Its own errors are OSErrors. TypeError is raised for
+# a PNG text whose name Pillow uses for something else.
 _DECODE_ERRORS = (
     OSError,
     ValueError,
@@ -38,15 +39,15 @@ _TURNS: dict[object, Image.Transpose] = {
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode an image to RGB, turned upright by its EXIF orientation; of an animation the first
-    frame.
+    """Decode an image to RGB, rotated upright by its EXIF orientation. An animation yields its
+    first frame.
 
-    An orientation that cannot be read is ignored. Transparency is dropped, as SGLang and
-    transformers drop it. 16-bit greys are scaled to 8 bits, where Pillow alone would clip nearly
+    An orientation that cannot be read is ignored. Transparency is dropped, as in SGLang and
+    transformers. 16-bit grey values are scaled to 8 bits, because Pillow alone would clip nearly
     all of them to white.
 
     Raises ValueError for bytes that are not an image in one of FORMATS, are truncated, or declare
-    more than max_pixels, which is checked before any pixel is decoded.
+    more than max_pixels. The size is checked before any pixel is decoded.
     """
     with _open(data, max_pixels) as image:
         try:
@@ -61,7 +62,9 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def image_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return (width, height) as stored, from the header alone. Raises ValueError as `decode`."""
+    """Return (width, height) as stored, from the header only. Raises ValueError as `decode`
+    does, except for errors in the pixels.
+    """
     with _open(data, max_pixels) as image:
         return image.size
 

@@ -1,4 +1,6 @@
-"""Resized images as RGB pixels: a file for the rollout server, patches for the vision tower."""
+"""Resized images as RGB pixels, and their conversion to a file for the rollout server and to
+patches for the vision tower.
+"""
 
 import base64
 import dataclasses
@@ -24,10 +26,12 @@ _URL = b'"data:image/x-portable-pixmap;base64,'  # as JSON text
 
 @dataclass(frozen=True)
 class PatchFormat:
-    """Format of a tower's input: the normalisation of pixels 0 to 255, and how patches are cut.
+    """Format of a tower's input: how pixels 0 to 255 are normalised, and how patches are cut.
 
-    mean, std: of each RGB channel. patch: pixels of a side. temporal: frames of a patch. merge:
-    patches of a side that become one token; their patches follow one another.
+    mean, std: Mean and standard deviation of each RGB channel.
+    patch: Side of a patch in pixels.
+    temporal: Number of frames in a patch.
+    merge: Side in patches of the square that becomes one token; its patches are consecutive.
     """
 
     mean: tuple[float, ...]
@@ -38,14 +42,14 @@ class PatchFormat:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "PatchFormat":
-        """Return the format of dataclasses.asdict, as JSON has kept it."""
+        """Create the format from the values of dataclasses.asdict after a round trip via JSON."""
         return cls(**{**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     @classmethod
     def of(cls, processor: Any) -> "PatchFormat":
         """Return the format of transformers' Qwen2VLImageProcessor or of a video processor.
 
-        Raises ValueError for one that does not normalise, which no Qwen-VL model has.
+        Raises ValueError for a processor that does not normalise; every Qwen-VL model's does.
         """
         if not (processor.do_rescale and processor.do_normalize):
             raise ValueError("its image processor has do_rescale or do_normalize off; set both")
@@ -63,19 +67,19 @@ class PatchFormat:
         )
 
     def grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Return (t, h, w) in patches of frames of so many pixels."""
+        """Return the grid (t, h, w) in patches of `frames` frames of height x width pixels."""
         return -(-frames // self.temporal), height // self.patch, width // self.patch
 
     def cut(self, pixels: Tensor) -> Tensor:
-        """Return the patches [P, patch_dim] float32 of frames [F, H, W, 3] uint8, on their device.
-        The last frame is repeated to fill a patch.
+        """Return the patches [P, patch_dim] float32 of frames [F, H, W, 3] uint8, on the frames'
+        device. The last frame is repeated if frames do not fill the last patch.
         """
         t, h, w = self.grid(*pixels.shape[:3])
         missing = t * self.temporal - len(pixels)
         frames = torch.cat([pixels, *[pixels[-1:]] * missing])
         merge, patch = self.merge, self.patch
         split = frames.view(t, self.temporal, h // merge, merge, patch, w // merge, merge, patch, 3)
-        # Bytes are moved, then normalised with channels before pixels: about half the time.
+        # Permuting bytes before the conversion to float takes about half the time.
         moved = split.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, 3, -1)
         mean, std = (torch.tensor(x, device=pixels.device)[:, None] for x in (self.mean, self.std))
         return moved.to(torch.float32).sub_(mean).div_(std).flatten(1)
@@ -88,11 +92,11 @@ class ProcessedImage:
     is_video: ClassVar[bool] = False
 
     key: str  # SHA-256 of size and RGB pixels: identifies the content
-    # [F, H, W, 3] uint8, of one frame; the server's own resize does not change it. On the meta
-    # device where only `request_text` has them, or nothing.
+    # [F, H, W, 3] uint8, F = 1 for an image; the server's own resize does not change it. On the
+    # meta device if only `request_text` holds the pixels, or if they were dropped.
     pixels: Tensor
     format: PatchFormat
-    digest: bytes = field(default=b"", kw_only=True)  # of its file, as stored
+    digest: bytes = field(default=b"", kw_only=True)  # SHA-256 of its file, as stored
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -105,7 +109,7 @@ class ProcessedImage:
 
     def patches(self, device: torch.device = CPU) -> Tensor:
         """Return the tower's input [P, patch_dim] float32 on a device, equal to AutoProcessor's
-        pixel_values. Pixels are moved as they are, an eighth of its bytes.
+        pixel_values. Pixels are moved to the device as uint8, with an eighth of the input's bytes.
         """
         return self.format.cut(self.content.to(device, non_blocking=True))
 
@@ -117,8 +121,8 @@ class ProcessedImage:
         return file.getvalue()
 
     def ppm(self) -> tuple[bytes, memoryview]:
-        """Return the first frame as a PPM file in two parts: its header, and the pixels as they
-        are. It is made and read an order of magnitude faster than PNG
+        """Return the first frame as a PPM file in two parts: the header, and the raw pixels. A PPM
+        file is written and read an order of magnitude faster than a PNG file
         (tests/benchmarks/bench_images.py).
         """
         return self._ppm_header, self.content[0].numpy().data
@@ -129,28 +133,28 @@ class ProcessedImage:
 
     @cached_property
     def request_text(self) -> Tensor:
-        """The first frame as servers on other machines take it: a data: URL of a PPM file, as a
-        JSON string [n] uint8.
+        """The first frame for requests to servers on other machines: a data: URL of a PPM file,
+        encoded as a JSON string [n] uint8.
         """
         text = b"".join((_URL, base64.b64encode(b"".join(self.ppm())), b'"'))
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     @cached_property
     def for_request(self) -> "ProcessedImage":
-        """The image with its pixels in `request_text` alone."""
+        """The image with its pixels only in `request_text`."""
         image = dataclasses.replace(self.for_plan)
         vars(image)["request_text"] = self.request_text
         return image
 
     @cached_property
     def for_plan(self) -> "ProcessedImage":
-        """The image without its pixels, which ranks read by themselves."""
+        """The image without its pixels; the ranks read them from the data files again."""
         meta = torch.empty(self.pixels.shape, dtype=torch.uint8, device="meta")
         return dataclasses.replace(self, pixels=meta)
 
     @property
     def content(self) -> Tensor:
-        """The pixels, of `request_text` if nothing else has them."""
+        """Pixels [F, H, W, 3], decoded from `request_text` if they were dropped."""
         if not self.pixels.is_meta:
             return self.pixels
         assert "request_text" in vars(self), "no pixels are left"
@@ -170,10 +174,11 @@ class ImageProcessor:
         max_pixels: int | None,
         cache: "ImageCache",
     ) -> None:
-        """Take the bounds on the pixels of a resized image; None takes the folder's own.
+        """Set the bounds on the number of pixels of a resized image; None uses the folder's bound.
 
-        Raises ValueError for bounds wider than the folder's: the rollout server applies those, and
-        would resize the images again. Raises ValueError as `PatchFormat.of`.
+        Raises ValueError for bounds wider than the folder's: the rollout server applies the
+        folder's bounds and would resize the images again. Also raises ValueError as
+        `PatchFormat.of` does.
         """
         smallest = image_processor.size["shortest_edge"]
         largest = image_processor.size["longest_edge"]
@@ -205,8 +210,8 @@ class ImageProcessor:
         return image
 
     def num_tokens(self, data: bytes) -> int:
-        """Return the number of the image's tokens, from its header alone. Raises ValueError as
-        `image`.
+        """Return the image's number of tokens, from its header only. Raises ValueError for a header
+        that cannot be read.
         """
         width, height = image_size(data)
         bounds = {"min_pixels": self._low, "max_pixels": self._high}
@@ -214,7 +219,7 @@ class ImageProcessor:
         return patches // self.merge_size**2
 
     def _process(self, image: Image.Image) -> ProcessedImage:
-        # Not the processor's own resize, whose arguments differ between releases of transformers.
+        # Not the processor's own resize: its arguments differ between releases of transformers.
         from transformers.image_processing_backends import TorchvisionBackend
         from transformers.image_utils import SizeDict
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
@@ -239,10 +244,10 @@ class ImageProcessor:
 
 
 class ImageCache:
-    """LRU cache of processed images and videos, by a digest of their files. For several threads."""
+    """Thread-safe LRU cache of processed images and videos, by a digest of their files."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Bound the pixels in the cache to max_bytes in all."""
+        """Limit the pixels of all cached images to max_bytes."""
         self._max_bytes = max_bytes
         self._bytes = 0
         self._lock = Lock()

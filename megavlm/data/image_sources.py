@@ -1,7 +1,7 @@
 """Encoded images from the cells of an image column.
 
-A cell holds bytes, a path beside the data file, base64, a data: URL, an http(s) URL, or a struct of
-bytes, path, url or base64.
+A cell holds bytes, a path relative to the data file, base64, a data: URL, an http(s) URL, or a
+struct of bytes, path, url or base64.
 """
 
 import base64
@@ -14,23 +14,23 @@ from urllib.parse import unquote_to_bytes
 from megavlm.data.fetch import check_url, fetch
 from megavlm.data.files import find_filesystem, has_protocol, read_safely
 
-MAX_FILE_BYTES = 2**26  # of an encoded image
+MAX_FILE_BYTES = 2**26  # limit of an encoded image
 
-# Base64 of PNG, JPEG, GIF, WEBP and BMP. A path of this form would be over 40 characters long and
-# have no dot.
+# Base64 of PNG, JPEG, GIF, WEBP and BMP. It cannot be confused with a path: a path of this form
+# would be over 40 characters long and have no dot.
 _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 
 
 @dataclass(frozen=True)
 class DataFolder:
-    """Folder of a data file, or its URL, from which relative paths start."""
+    """Folder of a data file, or the folder's URL, to which image paths are relative."""
 
     folder: str
 
     def read(self, name: str) -> bytes:
-        """Read an image file. Raises ValueError for a path that leaves the folder, or without a
-        file, and as `read_safely`.
+        """Read an image file. Raises ValueError for a path that leaves the folder or does not
+        exist, and errors as `read_safely` does.
         """
         read = self._read_remote if has_protocol(self.folder) else self._read_local
         return read_safely(f"no image at {name!r} beside the data", lambda: read(name))
@@ -57,8 +57,8 @@ class DataFolder:
 
 
 def image_bytes(value: object, folder: DataFolder) -> bytes:
-    """Return the encoded image of a cell, without decoding it. Raises ValueError for a cell that
-    has none.
+    """Return the encoded image of a cell, without decoding it. Raises ValueError for a cell without
+    an image.
     """
     content = _content(value)
     if isinstance(content, str) and content:
@@ -71,8 +71,8 @@ def image_bytes(value: object, folder: DataFolder) -> bytes:
 
 
 def is_url(value: object) -> bool:
-    """Return True if the image must be fetched over http(s). Raises ValueError for a URL that will
-    not be fetched, as far as it can be told without the network.
+    """Return True if the image must be fetched over http(s). Raises ValueError for a URL that
+    `check_url` refuses.
     """
     content = _content(value)
     if isinstance(content, str) and content[:8].lower().startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""Stream of training prompts, prepared ahead by workers, in an order that a checkpoint resumes."""
+"""Stream of training prompts, prepared ahead by workers; a checkpoint can resume its order."""
 
 import os
 import pickle
@@ -22,19 +22,20 @@ from megavlm.data.sampler import BatchSampler, DataSetOrder, RowSampler
 from megavlm.process import leave_to_parent
 
 Kind = Literal["bad", "long"]
-Held = Literal["pixels", "requests", "nothing"]  # of an image: what rollouts or a plan need
+# What a prompt's images hold: their pixels, the text of a request to a server, or nothing.
+Held = Literal["pixels", "requests", "nothing"]
 
 
 @dataclass(frozen=True)
 class SkippedRow:
-    """A row that cannot be used. `reason` names it."""
+    """A row that cannot be used. `reason` names the row and the error."""
 
     kind: Kind
     reason: str
 
 
 class Prompts:
-    """Map-style data set for torchdata's loader: rows as prompts."""
+    """Map-style data set for torchdata's loader, which converts rows to prompts."""
 
     def __init__(self, rows: Rows, make: Callable[[Row], Prompt], held: Held) -> None:
         self.rows, self._make, self._held = rows, make, held
@@ -52,10 +53,11 @@ class Prompts:
 
 
 class PromptStream:
-    """Endless stream of prompts. Each data set is shuffled again in each of its epochs.
+    """Endless stream of prompts. Each data set is reshuffled in each of its epochs.
 
-    Prompts are prepared in this process (workers=0) or in worker processes, a batch in each, so
-    that an image is processed once per batch. The order does not depend on the number of workers.
+    Prompts are prepared in this process (workers=0) or in worker processes. A worker prepares a
+    whole batch, so that an image is processed once per batch. The order does not depend on the
+    number of workers.
     """
 
     def __init__(
@@ -68,11 +70,12 @@ class PromptStream:
         batch_size: int = 1,
         held: Held = "pixels",
     ) -> None:
-        """Stream `rows` as prompts, which `make` prepares.
+        """Stream `rows` as prompts that `make` prepares.
 
-        data: weights of the data sets (see files.expand), number of workers, and handling of rows
-        that cannot be used or are too long. batch_size: number of rows that a worker prepares
-        together; the order does not depend on it. held: what images hold of their pixels.
+        data: Gives the weights of the data sets (see files.expand), the number of workers, and the
+            handling of rows that cannot be used or are too long.
+        batch_size: Number of rows that a worker prepares together; the order does not depend on it.
+        held: Form in which the prompts' images hold their pixels (see `holding`).
 
         Raises ValueError if there are no rows.
         """
@@ -86,14 +89,14 @@ class PromptStream:
         self._batches: Iterator[Any] | None = None
         self._go_to(self._draws().state_dict())
         self.skipped: Counter[Kind] = Counter()
-        self.reasons: deque[str] = deque(maxlen=20)  # of those last skipped
+        self.reasons: deque[str] = deque(maxlen=20)  # why the last rows were skipped
         self._finalizer = weakref.finalize(self, lambda: None)
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next n prompts, across the ends of epochs.
 
-        Raises ValueError for a row that cannot be used unless such rows are skipped, and if as many
-        rows as there are were skipped one after the other.
+        Raises ValueError for a row that cannot be used, unless such rows are skipped, and if as
+        many rows in a row were skipped as the data has.
         """
         prompts: list[Prompt] = []
         unusable = 0
@@ -116,12 +119,12 @@ class PromptStream:
         return prompts
 
     def measures(self) -> dict[str, float]:
-        """Return the numbers of skipped rows, by the names of observability/metrics.py."""
+        """Return the numbers of skipped rows under their names in observability/metrics.py."""
         names: tuple[Kind, ...] = ("bad", "long")
         return {f"skipped_{kind}": float(self.skipped[kind]) for kind in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: a few numbers; the order follows from the seed."""
+        """Return the state for a checkpoint: a few numbers, since the seed determines the order."""
         return {
             **self._place(),
             "seed": self._seed,
@@ -133,7 +136,7 @@ class PromptStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, with any number of workers and any batch size.
 
-        Raises ValueError for other data, other weights or another seed.
+        Raises ValueError if the data, the weights or the seed differ from the state's.
         """
         if state["fingerprint"] != self._data():
             raise ValueError(
@@ -152,16 +155,16 @@ class PromptStream:
         self.skipped = Counter(state["skipped"])
 
     def close(self) -> None:
-        """Stop the workers. `take` starts them again."""
+        """Stop the workers. The next `take` starts new ones."""
         self._finalizer()
         self._batches = self._loader = None
         self._go_to(self._place())
 
     def _go_to(self, place: dict[str, Any]) -> None:
-        """Continue at a state of RowSampler."""
-        self._before = self._after = place  # at the batch's first row, and after its last
+        """Continue at the given state of RowSampler."""
+        self._before = self._after = place  # states at the batch's first row, and after its last
         self._batch: deque[Prompt | SkippedRow] = deque()
-        self._taken = 0  # of the batch
+        self._taken = 0  # samples taken from the batch
 
     def _place(self) -> dict[str, Any]:
         """Return the state of RowSampler at the next sample."""
@@ -203,14 +206,15 @@ class PromptStream:
                 num_workers=workers,
                 collate_fn=PackedBatch.pack if workers else list,
                 prefetch_factor=1 if workers else None,
-                # Seeds of the workers, which draw none: the run's own generator is left alone.
+                # The loader draws seeds for its workers, although they use no random numbers. A
+                # generator of its own leaves the run's random state unchanged.
                 generator=torch.Generator(),
                 multiprocessing_context="fork" if workers else None,
                 worker_init_fn=_start_worker,
             )
         batches: Any = iter(self._loader)
         if workers:
-            # Runs before the interpreter exits, which would wait for the workers.
+            # Finalizers run before the interpreter exits; the exit would wait for the workers.
             self._finalizer = weakref.finalize(self, batches._shutdown_workers)
         self._batches = batches
         return batches
@@ -218,8 +222,8 @@ class PromptStream:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A worker's batch with all tensors in one shared buffer. PyTorch would share each tensor by a
-    file descriptor of its own, of which a process has few.
+    """A worker's batch with all tensors in one shared buffer. PyTorch would use a file descriptor
+    for each shared tensor, and the number of file descriptors of a process is limited.
     """
 
     skeleton: bytes  # pickle without the tensors' contents
@@ -228,7 +232,7 @@ class PackedBatch:
 
     @classmethod
     def pack(cls, value: Any) -> "PackedBatch":
-        """Pack any picklable object. An object that occurs in it twice is packed once."""
+        """Pack any picklable object. An object that it contains twice is packed once."""
         buffers: list[pickle.PickleBuffer] = []
         skeleton = BytesIO()
         _Pickler(skeleton, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -241,12 +245,12 @@ class PackedBatch:
         return cls(skeleton.getvalue(), [part.nbytes for part in parts], content)
 
     def unpack(self) -> Any:
-        """Return the object, with tensors of its own, which frees the shared buffer."""
+        """Return the object with copies of its tensors, so that the shared buffer can be freed."""
         flat, start, buffers = self.content.numpy(), 0, []
         for size in self.sizes:
             buffers.append(bytearray(flat[start : start + size]))
             start += size
-        # Trusted: from a process forked by this one, through a pipe that no other process has.
+        # Trusted: it comes from a child of this process, through a pipe that only the two have.
         return pickle.loads(self.skeleton, buffers=buffers)  # noqa: S301
 
 
@@ -256,20 +260,27 @@ class _Pickler(pickle.Pickler):
 
 
 def reduce_tensor(value: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """Return how a tensor is made again, as picklers take it, with its content as an array."""
+    """Reduce a tensor for pickling (see pickle.Pickler.reducer_override). Its content becomes a
+    numpy array; a tensor on the meta device keeps its shape and dtype only.
+    """
     if value.is_meta:
         return _empty, (tuple(value.shape), value.dtype)
     return torch.from_numpy, (value.contiguous().numpy(),)
 
 
 def held_for(rollout: Rollout) -> Held:
-    """Return what rollouts need: a run's own servers read pixels from its memory."""
+    """Return the image form that the rollout mode needs: raw pixels for managed servers, which read
+    them from the run's memory, and encoded requests for other servers.
+    """
     return "pixels" if rollout.mode == "managed" else "requests"
 
 
 def holding(prompt: Prompt, held: Held) -> Prompt:
-    """Return a prompt whose images hold the text of a request in place of their pixels, or nothing:
-    ranks read them from the files, but not those from the network again.
+    """Return a prompt whose images hold their pixels, the text of a request instead ("requests"),
+    or neither ("nothing").
+
+    With "nothing" the ranks read the pixels from the data files again. Images that were fetched
+    from the network keep their pixels, so that they are not fetched again.
     """
     if held == "pixels" or (held == "nothing" and prompt.row.is_fetched):
         return prompt
@@ -298,14 +309,14 @@ def data_sets(rows: Rows, weights: Sequence[float], seed: int) -> list[DataSetOr
         if not sum(sizes):
             named = f" in entry {entry}" if weights else ""
             raise ValueError(f"data.train_files: there are no rows to train on{named}")
-        first = sum(rows.block_rows[: blocks[0]])  # a set's rows are next to each other
+        first = sum(rows.block_rows[: blocks[0]])  # the rows of a data set are consecutive
         parts.append(DataSetOrder(first, sizes, [rows.block_bytes[i] for i in blocks], seed))
     return parts
 
 
 def _sampler_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch sampler's state when it drew the last batch that the loader returned, from
-    torchdata's state, whose layout differs with and without workers.
+    """Return the batch sampler's state after the last batch that the loader returned. It is read
+    from torchdata's state, whose layout differs with and without workers.
     """
     main = state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
     return main["_sampler_iter_state"]
@@ -313,4 +324,4 @@ def _sampler_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _start_worker(_: int) -> None:
     leave_to_parent()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not survive a fork

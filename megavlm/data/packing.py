@@ -1,8 +1,8 @@
 """Packs of trees: the integer layout of the packed sequence of one forward pass.
 
-A tree holds a prompt once and its continuations at any depth: n responses, or turns and their
+A tree holds a prompt once, with its continuations at any depth: n responses, or turns and their
 branches. A pack holds several trees in one row of tokens. A token attends to the segments that its
-own segment continues (`Pack.ancestors`) and to the earlier tokens of its own segment. Under context
+own segment continues (`Pack.ancestors`) and to the earlier tokens of its own segment. With context
 parallelism each rank holds a part of the tokens (`Pack.part`).
 """
 
@@ -28,14 +28,14 @@ class Segment:
     token_ids: Tensor  # [S] int64
     positions: Tensor  # [3, S] int64
     parent: int
-    is_target: bool  # trained on: a response
-    columns: TargetColumns | None = None  # [S]; of responses that a policy sampled
+    is_target: bool  # whether it is trained on, as a response is
+    columns: TargetColumns | None = None  # [S], for responses that a policy sampled
     images: tuple[str, ...] = ()  # keys of the images that its tokens stand for, in order
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Segments, parents before children. The first is the root."""
+    """Segments of a tree, with parents before their children. The first is the root."""
 
     segments: tuple[Segment, ...]
 
@@ -55,7 +55,9 @@ class Tree:
         return tuple(key for segment in self.segments for key in segment.images)
 
     def branches(self) -> list[list[int]]:
-        """Return the segments below the root: of each child of the root, with its descendants."""
+        """Return the branches below the root, as indices of segments: each is a child of the root
+        with its descendants.
+        """
         branches: list[list[int]] = []
         owners = [0]
         for index, segment in enumerate(self.segments[1:], 1):
@@ -66,7 +68,7 @@ class Tree:
         return branches
 
     def part(self, branches: Collection[int]) -> "Tree":
-        """Return a tree of the root and the branches of these numbers, in their order."""
+        """Return a tree of the root and the branches with these numbers, in ascending order."""
         every = self.branches()
         if len(branches) == len(every):
             return self
@@ -78,20 +80,20 @@ class Tree:
 
 @dataclass(eq=False)
 class Pack:
-    """A packed sequence of T tokens in S segments with N targets and M vision tokens, of which this
-    rank holds t, n and m: all, or one of `context_size` parts.
+    """A packed sequence of T tokens in S segments, with N targets and M vision tokens. This rank
+    holds t tokens, n targets and m vision tokens: all of them, or one of `context_size` parts.
 
-    A target belongs to the rank that holds its source, the token before it, whose hidden state
-    predicts it. Bounds, parents and runs are plain integers, so that planning from them (the
-    sequences of a kernel, say) does not synchronize with the GPU. Passes that compute log-probs,
-    values or advantages replace `columns`; nothing else changes.
+    A target belongs to the rank that holds its source: the token before it, whose hidden state
+    predicts it. Bounds, parents and runs are plain integers, so that planning with them (the
+    sequences of a kernel, for example) does not synchronize with the GPU. Passes that compute
+    log-probs, values or advantages replace `columns`; nothing else changes.
     """
 
     token_ids: Tensor  # [t] int64
     positions: Tensor  # [3, t] int64
     token_index: Tensor  # [t] int64: index of each held token in the pack, ascending
     gather_index: Tensor  # [T] int64: index of each token in the concatenation of the ranks' tokens
-    runs: tuple[SegmentRun, ...]  # the held tokens as runs within one segment each
+    runs: tuple[SegmentRun, ...]  # the held tokens as runs, each within one segment
 
     segment_ids: Tensor  # [T] int64, 0 to S - 1 over the whole pack
     ancestors: Tensor  # [S, S] bool: the row's tokens may attend the column's, itself included
@@ -102,8 +104,8 @@ class Pack:
     source_index: Tensor  # [n] int64: the held token whose hidden state predicts the target
     target_ids: Tensor  # [n] int64
     target_index: Tensor  # [n] int64: index of each held target among the pack's N
-    columns: TargetColumns | None  # [n]; None if no policy sampled the targets, or without any
-    num_sequences: int  # above every sequence id of the columns, on all context ranks
+    columns: TargetColumns | None  # [n]; None if no policy sampled the targets, or if N is 0
+    num_sequences: int  # above every sequence id of the columns, the same on all context ranks
 
     vision_index: Tensor  # [m] int64: held tokens that image features replace, ascending
     vision_runs: tuple[tuple[int, int], ...]  # the same as runs: first token and last + 1 of each
@@ -127,7 +129,9 @@ class Pack:
         return sum(max(0, min(end, token) - first) for first, end in self.vision_runs)
 
     def part(self, context_rank: int) -> "Pack":
-        """Return the part of one context rank. All parts have the same number of tokens."""
+        """Return the part of the pack that one context rank holds. All parts have the same number
+        of tokens.
+        """
         if self.context_size == 1:
             return self
         assert len(self.token_ids) == self.num_tokens, "a part is not split again"
@@ -157,7 +161,7 @@ class Pack:
         )
 
     def to(self, device: torch.device | str) -> "Pack":
-        """Return the pack with its tensors on `device`. A pack is split before it is moved."""
+        """Return the pack with its tensors on `device`. Split a pack before it is moved."""
         moved: dict[str, Any] = {
             name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
@@ -170,8 +174,9 @@ def prompt_tree(
     responses: Sequence[Sequence[int]],
     columns: Sequence[TargetColumns | None] = (),
 ) -> Tree:
-    """Return the prompt once, with each response as its child. columns: those of each response;
-    empty where no policy sampled them.
+    """Return a tree whose root is the prompt and whose children are the responses.
+
+    columns: The target columns of each response; empty if no policy sampled the responses.
     """
     start = prompt.next_position
     images = tuple(image.key for image in prompt.images)
@@ -192,7 +197,9 @@ def prompt_tree(
 
 
 def supervised_tree(prompt: "Prompt") -> Tree:
-    """Return the prompt and its answer as a chain, with the turns that SFT learns as targets."""
+    """Return the prompt and its answer as a chain of segments. The answer and the earlier turns
+    that SFT learns are targets.
+    """
     segments = list[Segment]()
     keys = [image.key for image in prompt.images]
 
@@ -221,12 +228,14 @@ def make_pack(
     multiple: int = 1,
     context_size: int = 1,
 ) -> Pack:
-    """Lay trees out in one row, padded by a tree without targets, so that each of context_size
-    parts has the same number of tokens, at least one and a multiple of `multiple`.
+    """Lay out trees in one row. A tree without targets pads it, so that each of context_size parts
+    has the same number of tokens, at least one and a multiple of `multiple`.
 
-    vision_token_ids: image and video token, which the tower's features replace in order. Targets
-    and their columns are in the order of their segments and tokens. All targets have the same
-    columns.
+    vision_token_ids: Ids of the image and the video token; the tower's features replace these
+        tokens in order.
+
+    Targets and their columns are in the order of their segments and tokens. All targets have the
+    same columns.
     """
     num_tokens = sum(tree.num_tokens for tree in trees)
     trees = [*trees, *_padding(num_tokens, multiple * context_size)]
@@ -279,7 +288,7 @@ def make_pack(
 
 
 def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return an ascending index as runs of consecutive values: the first, and the last + 1."""
+    """Return an ascending index as runs of consecutive values, each as (first, last + 1)."""
     breaks = (index.diff() != 1).nonzero().flatten() + 1
     runs = index.tensor_split(breaks.tolist())
     return tuple((int(run[0]), int(run[-1]) + 1) for run in runs if len(run))
@@ -288,15 +297,15 @@ def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
 def empty_pack(
     columns: TargetColumns | None = None, *, multiple: int = 1, context_size: int = 1
 ) -> Pack:
-    """Return a pack of padding alone, for a rank without work while others have some. It has no
-    targets: zero rows of the fields that `columns` has.
+    """Return a pack of padding only, for a rank without work while other ranks have some. It has no
+    targets; its columns have the fields of `columns` with zero rows.
     """
     pack = make_pack([], vision_token_ids=(), multiple=multiple, context_size=context_size)
     return replace(pack, columns=None if columns is None else columns.select(slice(0)))
 
 
 def join_targets(parts: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
-    """Join per-target values of a pack's parts, [n] each, in the order of the whole pack [N]."""
+    """Join per-target values [n] of a pack's parts, in the order of the pack's targets [N]."""
     return torch.cat([*values])[torch.cat([part.target_index for part in parts]).argsort()]
 
 

@@ -24,16 +24,16 @@ def mrope_positions(
 ) -> tuple[Tensor, int]:
     """Return the positions [3, T] (time, height, width) of token_ids [T], and the next position.
 
-    spans: in the order of their tokens; together they have all tokens in vision_token_ids.
+    spans: Vision spans in the order of their tokens. They cover all tokens in vision_token_ids.
 
     Text advances the three rows together. A span starts where the text before it ends: its rows
-    are the start plus the time, the line and the column of each merged patch. What follows a span,
-    text or a response, starts after its largest position of the three, which for a long video is a
-    time.
-    Source: get_rope_index of the authors' fine-tuning code (qwen-vl-finetune/qwenvl/data/rope2d.py
-    of QwenLM/Qwen2.5-VL), of transformers 4 and of SGLang. transformers 5.3 and later starts text
-    after a span max(h, w) / merge_size later, which is less for a long video of Qwen2-VL and
-    Qwen2.5-VL and the same for all else.
+    are this start plus the time, the line and the column of each merged patch. Text after a span,
+    or a response, starts after the largest of the span's positions; in a long video that is a time.
+
+    Source: get_rope_index in the authors' fine-tuning code (qwen-vl-finetune/qwenvl/data/rope2d.py
+    of QwenLM/Qwen2.5-VL), in transformers 4 and in SGLang. transformers 5.3 and later starts the
+    text max(h, w) / merge_size after the start of the span. This is less for a long video of
+    Qwen2-VL and Qwen2.5-VL, and the same for everything else.
     """
     vision = torch.isin(token_ids, torch.tensor(list(vision_token_ids)))
     index = vision.nonzero().flatten()
@@ -45,12 +45,13 @@ def mrope_positions(
     first, last = index[ends - counts], index[ends - 1]
     assert torch.equal(last - first, counts - 1), "a span's tokens must be consecutive"
 
-    # transformers multiplies in float32 too.
+    # In float32, as in transformers: float64 could round to other integers.
     steps = torch.tensor([item.time_step for item in spans], dtype=torch.float32)
     duration = ((t - 1) * steps).long() + 1
 
-    # A text token advances by one, a span by its size at its last token. The sum over the tokens
-    # before is a text token's position, and for each token of a span the start of the span.
+    # A text token advances the position by one, a span by its size at its last token. The sum over
+    # all earlier tokens is the position of a text token, and the start of the span for a token in
+    # a span.
     advance = (~vision).long()
     advance[last] = torch.maximum(torch.maximum(h, w), duration)
     positions = (advance.cumsum(0) - advance).repeat(3, 1)

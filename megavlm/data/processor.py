@@ -1,4 +1,4 @@
-"""Processor of rows into prompts: token ids, positions, images."""
+"""Processor that converts rows to prompts: token ids, positions and images."""
 
 import json
 from bisect import bisect_left, bisect_right
@@ -27,8 +27,10 @@ class PromptTooLong(ValueError):
 
 @dataclass(frozen=True)
 class LearntTurn:
-    """Tokens of an earlier turn of the assistant, the end of turn included, in a prompt that has
-    num_images images and videos before it.
+    """Tokens `start` to `end` - 1 of a prompt: an earlier turn of the assistant, including its end
+    of turn.
+
+    num_images: Number of images and videos in the prompt before the turn.
     """
 
     start: int
@@ -38,7 +40,7 @@ class LearntTurn:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A row as tokens, up to the start of the response."""
+    """A row converted to tokens, up to the start of the response."""
 
     row: Row
     token_ids: Tensor  # [T] int64, one vision token per merged patch
@@ -46,8 +48,8 @@ class Prompt:
     positions: Tensor  # [3, T] int64
     next_position: int  # M-RoPE position of the first response token
     images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
-    turns: tuple[LearntTurn, ...] = ()  # that SFT learns besides the answer
-    answer_ids: tuple[int, ...] = ()  # of the answer that SFT learns
+    turns: tuple[LearntTurn, ...] = ()  # earlier turns that SFT learns in addition to the answer
+    answer_ids: tuple[int, ...] = ()  # tokens of the answer that SFT learns
 
     @property
     def num_vision_tokens(self) -> int:
@@ -56,9 +58,9 @@ class Prompt:
 
     @property
     def request_ids(self) -> tuple[int, ...]:
-        """Token ids for the rollout server, which expands each vision token itself.
+        """Token ids for the rollout server, with one vision token per image: the server expands it.
 
-        Raises ValueError for a prompt with videos, which rollout servers do not take.
+        Raises ValueError for a prompt with videos, because rollout servers do not accept videos.
         """
         if any(image.is_video for image in self.images):
             raise ValueError(
@@ -74,11 +76,11 @@ class Processor:
     def __init__(self, folder: str | Path, data: Data, *, cache_bytes: int = 2**29) -> None:
         """Load the processor of the model in `folder`.
 
-        The pixel bounds of `data` apply to images; the folder's own apply to videos. cache_bytes
-        bounds the pixels of recent images and videos that are kept in memory.
+        data: Gives the pixel bounds of images; the folder's own bounds apply to videos.
+        cache_bytes: Limit of the pixels of recent images and videos that are kept in memory.
 
-        Raises ValueError for a folder that is not a Qwen-VL model, or for pixel bounds that the
-        rollout server would not apply.
+        Raises ValueError for a folder that is not a Qwen-VL model, and for pixel bounds that are
+        wider than the rollout server's.
         """
         folder = Path(folder)
         if not (folder / "config.json").is_file():
@@ -128,16 +130,18 @@ class Processor:
         added = self._tokenizer.added_tokens_decoder
         special = {index for index, token in added.items() if token.special}
         unused = set(range(self.vocab_size)) - set(self._tokenizer.get_vocab().values())
-        # Tokens that are never sampled: special ids other than the end of a turn, and the rows that
-        # pad the embedding table.
+        # Tokens that are never sampled: special ids other than the end of a turn, and unused rows
+        # of the embedding table.
         self.suppressed_ids = tuple(sorted((special | unused) - {self.eos_id}))
 
     def _ends(
         self, folder: Path, config: PreTrainedConfig, template: str
     ) -> tuple[int, tuple[int, ...]]:
-        """Return the token that ends a turn, which is trained on, and all at which servers end a
-        response: the tokenizer's, config.json's and generation_config.json's. A turn ends as the
-        chat template ends it, if servers do, otherwise by the tokenizer's.
+        """Return the token that ends a turn, and all stop tokens of the servers.
+
+        Servers stop at the eos tokens of the tokenizer, of config.json and of
+        generation_config.json. The end of a turn is trained on. It is the token that the chat
+        template writes after a response if that is a stop token, else the tokenizer's eos token.
         """
         file = folder / "generation_config.json"
         generation = json.loads(file.read_text()) if file.is_file() else {}
@@ -159,15 +163,16 @@ class Processor:
     def prompt(self, row: Row) -> Prompt:
         """Convert a row to tokens, positions, images and videos.
 
-        Raises ValueError, naming the row, for an image or a video that cannot be used, for control
-        tokens in the text and for chats that the model's template cannot render; PromptTooLong for
-        a prompt above data.max_prompt_tokens.
+        Raises ValueError that names the row for an image or a video that cannot be used, for
+        control tokens in the text, and for chats that the model's template cannot render. Raises
+        PromptTooLong for a prompt above data.max_prompt_tokens.
         """
         return self._checked(self._prompt(row, self._short_ids(row)))
 
     def supervised_prompt(self, row: Row) -> Prompt:
-        """Convert a row to a prompt with the turns and the answer that SFT learns. Raises
-        ValueError as `prompt`, and for an answer that cannot follow the prompt.
+        """Convert a row to a prompt with the turns and the answer that SFT learns.
+
+        Raises ValueError as `prompt` does, and for an answer that cannot follow the prompt.
         """
         text = self.chat_template.prompt(row)
         answer_ids, spans = tuple(self.answer_ids(row)), self.chat_template.turns(row).spans
@@ -183,14 +188,15 @@ class Processor:
         return prompt
 
     def num_context_turns(self, row: Row) -> int:
-        """Return how many earlier turns of the assistant SFT does not learn though they are not
-        of weight 0: the chat template renders them otherwise than they are sampled. Raises
-        ValueError as `prompt`.
+        """Return the number of earlier turns of the assistant that SFT does not learn, although
+        their weight is not 0, because the chat template does not render them as they are sampled.
+
+        Raises ValueError as `prompt` does.
         """
         return self.chat_template.turns(row).num_context
 
     def too_long(self, row: Row, num_tokens: int) -> str:
-        """Return the sentence about a prompt of num_tokens, above data.max_prompt_tokens."""
+        """Return the error message for a prompt of num_tokens, above data.max_prompt_tokens."""
         return (
             f"{row.source}: the prompt has {num_tokens} tokens, more than "
             f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that, lower "
@@ -198,10 +204,10 @@ class Processor:
         )
 
     def next_turn(self, prompt: Prompt, response: Sequence[int], row: Row) -> Prompt:
-        """Append to a prompt a response that ended its turn, and the messages and images of `row`
-        as the next turn. Earlier tokens are not tokenized again.
+        """Append to a prompt a response that ended its turn, followed by the messages and images of
+        `row` as the next turn. Earlier tokens are not tokenized again.
 
-        Raises ValueError as `prompt`, except for the length.
+        Raises ValueError as `prompt` does, but not for the length.
         """
         assert response[-1] == self.eos_id, "a truncated turn has no next one"
         assert not row.videos, "rollouts have no videos"
@@ -212,12 +218,14 @@ class Processor:
     def with_images(
         self, row: Row, short_ids: Sequence[int], images: Sequence[ProcessedImage]
     ) -> Prompt:
-        """Return the prompt of known tokens, one vision token per image, with processed images."""
+        """Return the prompt for the given tokens, with one vision token per image, and images that
+        are already processed.
+        """
         return self._prompt(row, list(short_ids), images)
 
     def image(self, row: Row, number: int, *, is_video: bool) -> ProcessedImage:
-        """Process one image or video of a row, by its number from 0. Raises ValueError as
-        `prompt`.
+        """Process one image or video of a row, numbered from 0. Raises ValueError as `prompt`
+        does.
         """
         try:
             if is_video:
@@ -233,8 +241,10 @@ class Processor:
         known: Sequence[ProcessedImage] = (),
         turns: Sequence[tuple[int, int]] = (),
     ) -> Prompt:
-        """Build a prompt. `known` are the processed images of the first image tokens. turns: bounds
-        of turns in short_ids.
+        """Build a prompt.
+
+        known: Processed images of the first image tokens; further images come from the row.
+        turns: Bounds of turns in short_ids.
         """
         encoded, videos = iter(row.images), iter(row.videos)
         before = iter(known)
@@ -279,9 +289,10 @@ class Processor:
         )
 
     def num_tokens(self, row: Row) -> int:
-        """Return the length of the row's prompt without decoding its images, whatever the limit.
+        """Return the length in tokens of the row's prompt, without decoding its images or checking
+        the limit.
 
-        Raises ValueError, naming the row, for an image whose header cannot be read.
+        Raises ValueError that names the row for an image whose header cannot be read.
         """
         short_ids = self._short_ids(row)
         try:
@@ -294,15 +305,15 @@ class Processor:
         return len(short_ids) - len(row.images) - len(row.videos) + vision_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text without special tokens, the end and outer white space."""
+        """Return the text without special tokens, its end token, and outer white space."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_ids:
             ids.pop()  # it need not be a special token
         return self._tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     def pieces(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
-        """Return the text in pieces, special tokens included, each with its number of tokens:
-        several where one of them holds a part of a character.
+        """Return the text in pieces, special tokens included, each with its number of tokens. A
+        piece has several tokens if a character is spread over them.
         """
         pieces, start = [], 0
         for end in range(1, len(token_ids) + 1):
@@ -317,8 +328,8 @@ class Processor:
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self.eos_id]
 
     def answer_ids(self, row: Row) -> list[int]:
-        """Return the tokens of the row's answer as the chat template renders it, tool calls and
-        thoughts included, and the end of the turn. Raises ValueError as `supervised_prompt`.
+        """Return the tokens of the row's answer and the end of the turn. The chat template renders
+        the answer, with its tool calls and thoughts. Raises ValueError as `supervised_prompt` does.
         """
         return self.encode_answer(self.chat_template.answer(row))
 

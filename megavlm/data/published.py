@@ -1,4 +1,4 @@
-"""`megavlm data`: published data sets that recipes use as they are, from the HuggingFace hub."""
+"""`megavlm data`: published data sets on the HuggingFace hub that recipes can use unchanged."""
 
 import fnmatch
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,11 @@ SAMPLE = 20  # rows of each split that are read, with their images
 
 @dataclass(frozen=True)
 class PublishedData:
-    """A data set of the hub. train, test: its files, as globs. keys: of the `data` section, and
-    `sections` of others, that fit it.
+    """A data set on the hub.
+
+    train, test: Globs of its files.
+    keys: Keys of the `data` section that fit the data set.
+    sections: Keys of other sections that fit it.
     """
 
     repository: str
@@ -63,7 +66,7 @@ PUBLISHED = {
             "reward": {"options": {"reference_key": "caption"}},
         },
     ),
-    # It has one split: the last of its six files is tested on.
+    # The data set has only one split: the last of its six files is used for testing.
     "streetview": PublishedData(
         "stochastic/random_streetview_images_pano_v0.0.2",
         "data/train-0000[0-4]-of-00006-*.parquet",
@@ -85,11 +88,13 @@ PUBLISHED = {
 
 
 def fetch_data(name: str, folder: Path | None) -> str:
-    """Download a data set's files to `folder`, going on with what is there, and return the recipe's
-    keys for them as YAML. folder: None takes data/ and the repository's name.
+    """Download a data set's files to `folder`, and return the recipe's keys for them as YAML. Files
+    that were downloaded before are kept.
+
+    folder: Target folder; None uses data/ and the repository's name.
 
     Raises ValueError for an unknown name and for files of another layout, and ConnectionError if
-    the hub cannot be reached or refuses.
+    the hub cannot be reached or refuses the request.
     """
     if name not in PUBLISHED:
         raise ValueError(f"megavlm data {name}: there are {', '.join(PUBLISHED)}; name one of them")
@@ -128,7 +133,7 @@ def _matching(listed: Sequence[str], pattern: str, repository: str) -> list[str]
 
 
 def _check(file: str, data: Data) -> int:
-    """Return the number of rows. Raises ValueError if one of the first cannot be used."""
+    """Return the number of rows. Raises ValueError if any of the first SAMPLE rows is unusable."""
     rows = Rows([file], data)
     for row in rows[:SAMPLE]:
         check_images(row)

@@ -1,4 +1,4 @@
-"""data_report.html: statistics of a recipe's data, and some of its rows as the model gets them."""
+"""data_report.html: statistics of a recipe's data, and sample rows as the model gets them."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,11 @@ MAX_CATEGORIES = 30
 
 @dataclass(frozen=True)
 class Distribution:
-    """Histogram of integers. marks: quantiles in words. bins: (range, count, share)."""
+    """Histogram of integers.
+
+    marks: Quantiles as text.
+    bins: Bins as (range, count, share).
+    """
 
     name: str
     unit: str
@@ -27,7 +31,10 @@ class Distribution:
 
 
 def write_data_report(path: Path, summaries: Mapping[str, Summary]) -> None:
-    """Write the page. summaries: by the heading of their section, "Training data" say."""
+    """Write the page.
+
+    summaries: Maps the heading of a section, for example "Training data", to its summary.
+    """
     splits = [_split(name, summary) for name, summary in summaries.items()]
     page = render("data_report.html", title="data", splits=splits)
     write_whole(path, page)

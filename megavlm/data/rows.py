@@ -28,7 +28,7 @@ from megavlm.data.tables import RecordBlock, cell_text, open_table
 logger = logging.getLogger(__name__)
 
 TOOLS_COLUMN, SYSTEM_COLUMN = _BESIDE_CHAT = ("tools", "system")
-CACHE_BYTES = 2**28  # of blocks that a process keeps; larger blocks are kept one at a time
+CACHE_BYTES = 2**28  # limit of the blocks that a process keeps; at least one block is kept
 NULL_MEANS = {
     "data.prompt_key": "; null asks data.question of every row",
     "data.answer_key": "; null means no answers",
@@ -40,7 +40,7 @@ NULL_MEANS = {
 
 @dataclass(frozen=True)
 class Video:
-    """A video as the frames that the model gets: megavlm decodes and samples no video files."""
+    """A video as frames that are already sampled: megavlm does not decode video files."""
 
     frames: tuple[bytes, ...]  # images as they are stored, in order
     fps: float  # of these frames: frame i is shown at i / fps seconds
@@ -48,50 +48,53 @@ class Video:
 
 @dataclass(frozen=True)
 class Row:
-    """One question; its images and frames stay encoded until they are used."""
+    """One question. Its images and frames stay encoded until they are used."""
 
     index: int  # position in all the files read together
     problem: str  # with one IMAGE_PLACEHOLDER per image, or none at all; a chat's last user text
-    answer: str  # "" where there is none
+    answer: str  # "" if there is none
     images: tuple[bytes, ...]  # files as they are stored: PNG, JPEG, ...
-    category: str  # "" where there is none
+    category: str  # "" if there is none
     source: str  # "file:row", for error messages
     videos: tuple[Video, ...] = ()  # with one VIDEO_PLACEHOLDER per video, or none at all
     extra: Mapping[str, Any] = field(default_factory=dict)  # columns for rewards and environments
-    num_unfetched: int = 0  # images at URLs, which Rows.peek leaves out
-    messages: tuple[Message, ...] = ()  # the whole chat; () where `problem` is all of it
-    tools: tuple[Mapping[str, Any], ...] = ()  # that the chat's assistant may call
-    response: Message | None = None  # the last of a chat by the assistant; `answer` is its text
+    num_unfetched: int = 0  # number of images at URLs, which Rows.peek leaves out
+    messages: tuple[Message, ...] = ()  # the whole chat; () if `problem` is all of it
+    tools: tuple[Mapping[str, Any], ...] = ()  # tools that the chat's assistant may call
+    response: Message | None = None  # the assistant's last message of a chat; `answer` is its text
     dataset: str = field(default="", compare=False)  # the data set's name: "geo3k/train"
     is_fetched: bool = field(default=False, compare=False)  # some images came from the network
 
 
 class Rows(Sequence[Row]):
-    """The rows of data files, in order. Only the blocks last used are in memory.
+    """The rows of data files, in order. Only the blocks that were used last are in memory.
 
-    `data` names the columns. The prompt column holds text or a chat (see chat.py); a chat whose
-    last message is by the assistant gives the answer, if no column does. Beside a chat, a column
-    `tools` holds the tools of its assistant, and a text in `system` its system message. An image
-    column holds an
-    image or a list of them, in any form of image_sources.py; paths are relative to the data file
-    and stay inside its folder. The video column holds a video or a list of them: a struct of
-    `frames`, a list of images, and `fps`, the frames per second. Null or an empty list is a row
-    without; an empty text, such as an empty cell of a CSV file, is a missing image. Extra columns
-    are kept unchanged, and as text in CSV; an answer column that is one of them may be null, then
-    "". Of a list of answers the first is taken. In JSONL a key that a line lacks is null. So is
-    NaN, which pandas writes for missing values.
+    `data` names the columns:
 
-    May be used after a fork, and be pickled.
+    - The prompt column holds text or a chat (see chat.py). If no column gives the answer, the last
+      message of a chat does, if it is the assistant's. With a chat, a column `tools` may hold the
+      tools of its assistant, and a column `system` the text of its system message.
+    - The answer column may hold a list; its first item is used. If the column is also an extra
+      column, it may be null, and the answer is "".
+    - An image column holds an image or a list of images, in any form of image_sources.py. Paths
+      are relative to the data file and stay inside its folder. Null or an empty list means that
+      the row has no image; an empty text, such as an empty cell of a CSV file, is an error.
+    - The video column holds a video or a list of videos. A video is a struct of `frames`, a list of
+      images, and `fps`, the frames per second.
+    - Extra columns are kept unchanged; in CSV they are text.
+
+    In JSONL a key that a line lacks is null. NaN, which pandas writes for missing values, is null,
+    too. An object can be pickled, and used after a fork.
     """
 
     def __init__(self, files: Sequence[str], data: Data) -> None:
-        """Find the blocks of `files`, which are named as in files.expand.
+        """Find the blocks of `files`, given as paths, globs or URLs (see files.expand).
 
         Raises ValueError for a file or a column that is missing.
         """
         self._data = data
         self.files = expand(files)
-        # In a CSV file these columns are text, whatever they look like: the region "01".
+        # In a CSV file these columns are always text: the region "01" must not become the number 1.
         texts = [name for key, name in _columns(data) if key != "data.video_key"]
         self._tables = [open_table(file, texts) for file in self.files]
         for file, table in zip(self.files, self._tables, strict=True):
@@ -116,19 +119,22 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        """Read a row. Raises ValueError, naming file and row, for values of the wrong type, missing
-        images, and placeholders that do not match the images and videos.
+        """Read a row. Raises ValueError that names the file and row for values of the wrong type,
+        missing images, and placeholders that do not match the images and videos.
         """
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._row(range(len(self))[index], fetches=True)
 
     def peek(self, index: int) -> Row:
-        """Read a row without the images that only the network has. Raises ValueError likewise."""
+        """Read a row without images that would be fetched over http(s). Raises ValueError as
+        indexing does.
+        """
         return self._row(index, fetches=False)
 
     def texts(self) -> Iterator[Row]:
-        """Iterate over the rows without images and videos, which are not even read from Parquet.
+        """Iterate over the rows without their images and videos. Parquet files are read without
+        these columns.
 
         Rows whose text cannot be used are left out.
         """
@@ -143,11 +149,11 @@ class Rows(Sequence[Row]):
                     continue
 
     def fingerprint(self) -> str:
-        """Return a digest of the columns and of the files' content and order, wherever the files
-        are. Images in files of their own are not part of it.
+        """Return a digest of the column names and of the files' content and order. It does not
+        depend on the location of the files, nor on images that are stored in separate files.
         """
         data = self._data
-        columns = {  # checkpoints hold the digest of these very names
+        columns = {  # renaming a key changes the digest, so that old checkpoints do not resume
             "prompt": data.prompt_key,
             "question": data.question,
             "answer": data.answer_key,
@@ -213,13 +219,13 @@ class Rows(Sequence[Row]):
 
 @dataclass(frozen=True)
 class _RowMaker:
-    """Makes a row of a record."""
+    """Converts a record to a row."""
 
     data: Data
     record: Mapping[str, Any]
     folder: DataFolder
-    fetches: bool  # images at URLs, too
-    checked: bool  # the number of placeholders
+    fetches: bool  # whether images at http(s) URLs are fetched
+    checked: bool  # whether the number of placeholders is checked
 
     def row(self, index: int, source: str, dataset: str) -> Row:
         data, record = self.data, self.record
@@ -280,7 +286,7 @@ class _RowMaker:
         return _text(value[0] if isinstance(value, list) and value else value, name)
 
     def _response(self, message: Message) -> str:
-        """Return the answer that the last message of a chat gives."""
+        """Return the answer given by the last message of a chat."""
         if self.data.answer_key is not None:
             raise ValueError(
                 "the chat ends with the assistant, but answers are in "
@@ -312,7 +318,9 @@ class _RowMaker:
         return read_tools(self.record.get(TOOLS_COLUMN)) if has_chat else ()
 
     def _image(self, column: str, value: object) -> bytes | None:
-        """Return an encoded image, None for one that is not fetched. Errors name the column."""
+        """Return an encoded image, or None for an image that is not fetched. Errors name the
+        column.
+        """
         try:
             return None if not self.fetches and is_url(value) else image_bytes(value, self.folder)
         except ValueError as error:
@@ -332,7 +340,7 @@ class _RowMaker:
 
 
 def check_images(row: Row) -> None:
-    """Raise ValueError for an image or a frame that cannot be decoded, naming the row."""
+    """Raise ValueError that names the row for an image or a frame that cannot be decoded."""
     frames = (frame for video in row.videos for frame in video.frames)
     for kind, files in (("image", row.images), ("frame", frames)):
         for number, file in enumerate(files, 1):

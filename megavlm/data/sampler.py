@@ -1,11 +1,11 @@
-"""Samplers of rows: an endless order whose state is a few numbers."""
+"""Samplers of rows. Their order is endless, and their state is a few numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-# Blocks that are shuffled together are in memory together (rows.CACHE_BYTES).
+# Blocks that are shuffled together must fit in memory together (rows.CACHE_BYTES).
 WINDOW_BYTES = 2**27
 
 
@@ -14,8 +14,9 @@ def epoch_order(
 ) -> np.ndarray:
     """Return a permutation [n] of all rows that needs only WINDOW_BYTES of blocks at a time.
 
-    Data of up to WINDOW_BYTES is shuffled as a whole. Larger data is shuffled by blocks, which are
-    grouped into windows, and the rows of each window are shuffled: rows of a block stay together.
+    Data of up to WINDOW_BYTES is shuffled as a whole. For larger data the blocks are shuffled and
+    grouped into windows, and the rows of each window are shuffled, so that rows of a block stay in
+    the same window.
     """
     rng = np.random.default_rng([seed, epoch])
     if sum(block_bytes) <= WINDOW_BYTES:
@@ -35,7 +36,7 @@ def epoch_order(
 
 
 class DataSetOrder:
-    """Shuffled epochs of one data set, whose rows are consecutive among all rows."""
+    """Shuffled epochs of one data set. Its rows are consecutive among all rows."""
 
     def __init__(
         self, first: int, block_rows: Sequence[int], block_bytes: Sequence[int], seed: int
@@ -47,7 +48,7 @@ class DataSetOrder:
         self._order = np.empty(0, dtype=np.int64)
 
     def row(self, drawn: int) -> int:
-        """Return the index of the row that follows `drawn` earlier draws from this data set."""
+        """Return the index of the row that is drawn after `drawn` draws from this data set."""
         epoch, position = divmod(drawn, self.size)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -56,10 +57,10 @@ class DataSetOrder:
 
 
 class RowSampler:
-    """Endless iterator over row indices: the epochs of each data set, mixed by weight.
+    """Endless iterator over row indices. It mixes the epochs of the data sets by weight.
 
-    The next row is of the data set that is furthest behind its share. After any number of draws,
-    the rows drawn from every set are within one of its share.
+    The next row is drawn from the data set that is furthest behind its share. After any number of
+    draws, the number of rows drawn from a data set is within one of its share.
     """
 
     def __init__(self, data_sets: Sequence[DataSetOrder], weights: Sequence[float]) -> None:
@@ -85,7 +86,7 @@ class RowSampler:
 
 
 class BatchSampler:
-    """Batch sampler of torchdata's loader: lists of `size` row indices."""
+    """Batch sampler for torchdata's loader. It yields lists of `size` row indices."""
 
     def __init__(self, draws: RowSampler, size: int) -> None:
         self._draws, self._size = draws, size

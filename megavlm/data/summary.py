@@ -1,4 +1,4 @@
-"""Statistics of a data set: counts, lengths and sizes, of all rows or of evenly spread ones."""
+"""Statistics of a data set: counts, lengths and sizes, of all or of evenly spread rows."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,10 +13,11 @@ MAX_REASONS = 20
 
 @dataclass
 class Summary:
-    """Statistics of a data set. Lists have one number for each readable row that was checked, or
-    for each of its images; rows that are too long are included, so that a limit can be chosen.
+    """Statistics of a data set. Lists have one number for each checked row that can be read, or for
+    each of its images. Rows that are too long are included, so that a limit can be chosen.
 
-    num_rows: all rows. num_looked_at: the checked ones, which everything else is about.
+    num_rows: Number of all rows.
+    num_looked_at: Number of checked rows; all other statistics are about these.
     """
 
     num_rows: int
@@ -24,7 +25,7 @@ class Summary:
     num_bad: int = 0
     num_long: int = 0
     num_videos: int = 0
-    reasons: list[str] = field(default_factory=list)  # the first ones
+    reasons: list[str] = field(default_factory=list)  # the first MAX_REASONS
     by_dataset: Counter[str] = field(default_factory=Counter)
     by_category: Counter[str] = field(default_factory=Counter)
     prompt_tokens: list[int] = field(default_factory=list)
@@ -34,7 +35,7 @@ class Summary:
     heights: list[int] = field(default_factory=list)
     file_bytes: list[int] = field(default_factory=list)
     distinct_images: set[int] = field(default_factory=set)  # hashes
-    samples: list[tuple[Row, int]] = field(default_factory=list)  # with tokens of the prompt
+    samples: list[tuple[Row, int]] = field(default_factory=list)  # row, tokens of its prompt
 
     @property
     def num_usable(self) -> int:
@@ -53,8 +54,9 @@ def summarize(
 ) -> Summary:
     """Summarize at most `limit` evenly spread rows.
 
-    max_tokens: limit of a prompt's length. is_supervised: SFT learns the answers, so that the chat
-    template must render them. count: called with the rows that are done and all.
+    max_tokens: Limit of a prompt's length.
+    is_supervised: True if SFT learns the answers, so that the chat template must render them.
+    count: Called for progress with the number of rows done and the number of rows to check.
     """
     summary = Summary(len(rows))
     indices = evenly(len(rows), limit)
@@ -86,7 +88,7 @@ def summarize(
 
 
 def evenly(count: int, limit: int) -> list[int]:
-    """Return at most `limit` of range(count), evenly spread, the first and the last among them."""
+    """Return at most `limit` evenly spread numbers of range(count), with the first and the last."""
     if count <= limit or limit == 1:
         return list(range(min(count, limit)))
     return sorted({round(i * (count - 1) / (limit - 1)) for i in range(limit)})

@@ -1,9 +1,9 @@
-"""Tables of records that are read block by block: a Parquet row group, a run of JSONL lines or of
-a JSON list's objects.
+"""Tables of records that are read block by block. A block is a Parquet row group, or a run of JSONL
+lines or of objects in a JSON list.
 
-No thread of Arrow's gets a Python file: one that lets go of it while the interpreter shuts down
-aborts the process (https://github.com/apache/arrow/issues/34314). So Parquet is read by no thread
-(`use_threads`, `pre_buffer`), and CSV from a copy in Arrow's memory.
+Arrow's threads must not hold a Python file: a thread that releases it while the interpreter shuts
+down aborts the process (https://github.com/apache/arrow/issues/34314). Therefore Parquet is read
+without threads (`use_threads`, `pre_buffer`), and CSV from a copy in Arrow's memory.
 """
 
 import codecs
@@ -23,15 +23,15 @@ import pyarrow.parquet as pq
 from megavlm import git_lfs
 from megavlm.data.files import DataFile, read_safely
 
-# A block of JSONL or of a JSON list ends at the first of these.
+# A block of JSONL or of a JSON list ends at the first of these limits.
 BLOCK_LINES = 256
 BLOCK_BYTES = 2**24
 _PEEK = 2**16
-_CSV_BYTES = 2**31 - 1  # of a block, Arrow's limit: a cell is not longer
+_CSV_BYTES = 2**31 - 1  # Arrow's limit of a block; a cell cannot be longer
 
 
 class RecordTable(Protocol):
-    """A file of records, read in blocks. A table may be used after a fork."""
+    """A file of records that is read in blocks. It may be used after a fork."""
 
     @property
     def columns(self) -> Sequence[str] | None:
@@ -45,7 +45,7 @@ class RecordTable(Protocol):
         """Approximate size of each block in memory."""
 
     def read(self, block: int, columns: Sequence[str] | None) -> "RecordBlock":
-        """Read a block. Only `columns` are read, where the format allows it.
+        """Read a block, and only its `columns` if the format allows it.
 
         Raises ValueError for content that cannot be read.
         """
@@ -55,17 +55,19 @@ class RecordBlock(Protocol):
     """Consecutive records of a table, in memory."""
 
     fills_nulls: ClassVar[bool]
-    """True if a struct has all keys of its column, null where its record lacks them."""
+    """True if a struct has all keys of its column, with null for keys that its record lacks."""
 
     def record(self, index: int) -> dict[str, Any]:
         """Return one record. Raises ValueError if it cannot be parsed."""
 
 
 def open_table(file: DataFile, texts: Sequence[str] = ()) -> RecordTable:
-    """Open a data file and find its rows. `texts` are columns of a CSV file that stay text; other
-    columns are converted to numbers where they look like numbers.
+    """Open a data file and find its rows.
 
-    Raises ValueError for a file that is not of the format of its suffix.
+    texts: Columns of a CSV file that stay text; other columns become numbers if they look like
+        numbers.
+
+    Raises ValueError for a file that does not have the format that its suffix says.
     """
     with file.open() as stream:
         if git_lfs.is_pointer(stream.read(64)):
@@ -82,7 +84,7 @@ def open_table(file: DataFile, texts: Sequence[str] = ()) -> RecordTable:
 
 
 def cell_text(value: object) -> str:
-    """Return a value of a column as pandas prints it."""
+    """Return the text of a column's value, as pandas prints it."""
     if isinstance(value, Decimal):
         return format(value, "f")
     if isinstance(value, timedelta):
@@ -94,7 +96,7 @@ def cell_text(value: object) -> str:
 
 
 class ParquetTable:
-    """A Parquet file. Its row groups are the blocks; only the columns asked for are read."""
+    """A Parquet file. Its row groups are the blocks, and only the requested columns are read."""
 
     def __init__(self, file: DataFile) -> None:
         self._file = file
@@ -113,7 +115,7 @@ class ParquetTable:
             try:
                 return self._open().read_row_group(block, columns=wanted, use_threads=False)
             except OSError:
-                self._reader = None  # a stale handle stays stale
+                self._reader = None  # a stale file handle does not recover: open the file again
                 raise
 
         try:
@@ -138,7 +140,9 @@ class ParquetTable:
 
 
 class CsvTable:
-    """A CSV file with a header line, as one block: such files name images and hold none."""
+    """A CSV file with a header line, as one block. Such files are small, because they hold the
+    paths of images rather than images.
+    """
 
     def __init__(self, file: DataFile, texts: Sequence[str]) -> None:
         options = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
@@ -184,7 +188,7 @@ def _is_narrow(kind: pa.DataType) -> bool:
 
 
 def _as_printed(value: Any, kind: pa.DataType) -> Any:
-    """Return a value whose floats are those that are printed: 0.1 for the float32 next to it."""
+    """Return a value with narrow floats as they are printed: 0.1 for the float32 nearest to 0.1."""
     if pa.types.is_dictionary(kind):
         return _as_printed(value, kind.value_type)
     if kind in (pa.float32(), pa.float16()) and value is not None:
@@ -197,7 +201,7 @@ def _as_printed(value: Any, kind: pa.DataType) -> Any:
 
 
 class _TextTable:
-    """A file of JSON objects, whose blocks are ranges of its bytes."""
+    """A file of JSON objects. Its blocks are ranges of its bytes."""
 
     columns = None
 
@@ -258,7 +262,7 @@ class ListTable(_TextTable):
         return ListBlock(json.loads(b"[%b]" % content), _may_have_half_pairs(content))
 
     def _records(self, stream: IO[bytes]) -> Iterator[tuple[int, int]]:
-        """Iterate over the bounds of the objects. Holds little more than one of them."""
+        """Iterate over the bounds of the objects, with little more than one object in memory."""
         try:
             text = _JsonText(stream)
             text.take("[")
@@ -276,20 +280,20 @@ class ListTable(_TextTable):
 
 
 class _JsonText:
-    """A cursor in a stream of JSON, which is read as far as it is needed."""
+    """A cursor in a stream of JSON. The stream is read only as far as needed."""
 
     _SPACE = re.compile(r"[ \t\n\r]*")
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._text, self._place = "", 0  # of the cursor in the text
-        self._position = 0  # of the cursor in bytes
+        self._text, self._place = "", 0  # the text in memory, and the cursor's place in it
+        self._position = 0  # the cursor's position in the stream, in bytes
         if self.next() == "\ufeff":
             self._move(1)
 
     def next(self) -> str:
-        """Return the next character that is not white space, "" at the end."""
+        """Return the next character that is not white space, or "" at the end."""
         while True:
             self._move(self._SPACE.match(self._text, self._place).end() - self._place)  # type: ignore[union-attr]
             if self._place < len(self._text) or not self._fill():
@@ -301,7 +305,7 @@ class _JsonText:
         self._move(1)
 
     def object(self) -> tuple[int, int]:
-        """Pass an object. Returns its bounds in bytes."""
+        """Move past an object. Returns its bounds in bytes."""
         if self.next() != "{":
             raise ValueError(f"byte {self._position}: {self.next()!r} does not begin an object")
         while True:
@@ -325,7 +329,9 @@ class _JsonText:
         self._place = end
 
     def _fill(self) -> bool:
-        """Read on, as much as is held. Returns False at the end."""
+        """Read at least as many bytes as there are in memory, so that parsing a long object again
+        takes linear time. Returns False at the end of the stream.
+        """
         rest = self._text[self._place :]
         data = self._stream.read(max(BLOCK_BYTES, len(rest)))
         self._text, self._place = rest + self._decoder.decode(data, not data), 0
@@ -381,7 +387,7 @@ def _half_pair(what: str, error: UnicodeEncodeError) -> ValueError:
 
 
 def _begins_lines(content: bytes) -> bool:
-    """Return True for the first bytes of a file with an object on each line."""
+    """Return True if the first bytes of a file begin an object on each line (JSONL)."""
     line, end, _ = content.removeprefix(codecs.BOM_UTF8).strip().partition(b"\n")
     return line.startswith(b"{") and (line.rstrip().endswith(b"}") or not end)
 

@@ -1,4 +1,4 @@
-"""Per-token data of the tokens that a policy is trained on: rewards, log-probs, advantages."""
+"""Per-token data of the tokens that a policy is trained on: rewards, log-probs and advantages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,43 +11,45 @@ from torch import Tensor
 class TargetColumns:
     """Columns of a table with one row per target token: every field is a tensor [N].
 
-    The rollout (rollout/groups.py) writes the fields without a default. The others are added by
-    `dataclasses.replace`, on the last pipeline stage unless they need no pass of a model, and are
-    None until then and where the algorithm does not use them.
+    The rollout (rollout/groups.py) writes the fields without a default. The other fields are added
+    by `dataclasses.replace`, on the last pipeline stage if they need a pass of a model. They are
+    None until then, and always if the algorithm does not use them.
     """
 
     rewards: Tensor
     """float32. Reward at the last token of each turn, 0 elsewhere. Read by the advantages."""
     rollout_logprobs: Tensor
-    """float32, nats. Log-probs by the rollout engine. Read by the importance weights and, where
-    they stand for the old ones, by the loss.
+    """float32, nats. Log-probs by the rollout engine. Read by the importance weights and, with
+    algorithm.old_logprobs=rollout, by the loss.
     """
     loss_weights: Tensor
-    """float32. Weight of the token in the loss, its denominator included; 0: not trained on."""
+    """float32. Weight of the token in the loss, including the loss's denominator. A token of weight
+    0 is not trained on.
+    """
     sequence_ids: Tensor
     """int64. Number of the token's episode in its minibatch. Read by the losses per sequence."""
     group_ids: Tensor
-    """int64. Number of the token's group in its minibatch: episodes of one prompt, which may be in
-    several packs. Read by the advantages.
+    """int64. Number of the token's group in its minibatch. A group is the episodes of one prompt;
+    they may be in several packs. Read by the advantages.
     """
     turn_ids: Tensor
     """int64. Number of the token's turn in its episode, from 0. Read by GAE over turns."""
     has_reward: Tensor
-    """bool. False where the reward of the episode failed and is skipped. Read by the advantages."""
+    """bool. False if the reward of the episode failed and is skipped. Read by the advantages."""
     is_stale: Tensor
-    """bool. True where older weights than the present ones sampled the token. Read by the metrics
-    that compare rollout engine and trainer.
+    """bool. True if the token was sampled with older weights than the current ones. Read by the
+    metrics that compare rollout engine and trainer.
     """
     rows: Tensor | None = None
-    """int64. Place of the token among all of its minibatch, episode by episode. Read by the
-    advantages with the KL in the reward, which are made of the whole minibatch.
+    """int64. Place of the token among all tokens of its minibatch, episode by episode. Read by the
+    advantages with the KL in the reward, which are computed over the whole minibatch.
     """
     old_logprobs: Tensor | None = None
-    """float32, nats. Log-probs by the trainer before the step's updates: from a pass of their own,
-    or from the first update. Read by the loss and by the KL in the reward.
+    """float32, nats. Log-probs by the trainer before the step's updates, from a separate pass or
+    from the first update. Read by the loss and by the KL in the reward.
     """
     reference_logprobs: Tensor | None = None
-    """float32, nats. Log-probs by the reference policy. Read by the KL in loss or reward."""
+    """float32, nats. Log-probs by the reference model. Read by the KL in the loss or the reward."""
     values: Tensor | None = None
     """float32. The critic's values before the step's updates. Read by GAE and the value loss."""
     advantages: Tensor | None = None
@@ -64,7 +66,7 @@ class TargetColumns:
         return {name: column for name, column in vars(self).items() if column is not None}
 
     def select(self, index: Tensor | slice) -> "TargetColumns":
-        """Return the rows of `index`: a slice, or int64 positions."""
+        """Return the rows that `index` selects. It is a slice, or int64 positions."""
         return replace(self, **{name: column[index] for name, column in self.present().items()})
 
     def to(self, device: torch.device | str) -> "TargetColumns":

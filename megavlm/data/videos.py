@@ -1,4 +1,4 @@
-"""Videos: frames become patches for the tower, and tokens as each family writes them."""
+"""Videos: their frames become patches for the tower, and tokens in the format of each family."""
 
 import hashlib
 import inspect
@@ -15,7 +15,7 @@ from megavlm.data.image_processing import ImageCache, PatchFormat, ProcessedImag
 from megavlm.data.positions import Span
 from megavlm.data.rows import Video
 
-# Of all frames of a video: 400 MB as RGB, or 768 frames of 448 x 336.
+# Limit for all frames of a video together: 400 MB as RGB, or 768 frames of 448 x 336.
 MAX_VIDEO_PIXELS = 2**27
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
@@ -23,12 +23,12 @@ Grid = tuple[int, int, int]  # (t, h, w) in patches
 
 @dataclass(frozen=True, eq=False)
 class ProcessedVideo(ProcessedImage):
-    """A resized video for the tower; rollout servers do not get videos."""
+    """A resized video for the tower. Rollout servers do not get videos."""
 
     is_video: ClassVar[bool] = True
 
-    times: tuple[float, ...]  # seconds at which each frame of the grid is shown, t of them
-    seconds_per_grid: float  # from one frame of the grid to the next
+    times: tuple[float, ...]  # [t] time in seconds at which each frame of the grid is shown
+    seconds_per_grid: float  # seconds from one frame of the grid to the next
 
 
 class VideoProcessor:
@@ -36,12 +36,12 @@ class VideoProcessor:
 
     def __init__(self, video_processor: Any, cache: ImageCache) -> None:
         """Wrap transformers' Qwen2VLVideoProcessor or Qwen3VLVideoProcessor. Its own pixel bounds
-        apply: of all frames together in Qwen3-VL, of each frame in the others.
+        apply. They bound all frames together in Qwen3-VL, and each frame in the other families.
         """
         self._processor = video_processor
         self._format = PatchFormat.of(video_processor)
         self._step = self._format.temporal
-        # None warns, and has the effect of False. Older transformers (5.12) have no such bound.
+        # None has the effect of False, but warns. Older transformers (5.12) have no such bound.
         self._cap = bool(getattr(video_processor, "cap_pixels_per_frame", False))
         self._cache = cache
 
@@ -61,7 +61,8 @@ class VideoProcessor:
         return processed
 
     def grid(self, video: Video) -> Grid:
-        """Return the video's grid from the headers of its frames. Raises ValueError as `video`.
+        """Return the video's grid, from the headers of its frames only. Raises ValueError as
+        `video` does.
 
         h and w are swapped if EXIF data rotates the frames.
         """
@@ -73,7 +74,8 @@ class VideoProcessor:
     def _resize(self, frames: Tensor) -> Tensor:
         """Resize frames [F, 3, H, W] as transformers does.
 
-        Raises ValueError for an older transformers, with which models are trained on images only.
+        Raises ValueError with a transformers older than 5.19, which supports training on images
+        only.
         """
         processor = self._processor
         if "temporal_factor" not in inspect.signature(processor.resize).parameters:
@@ -92,8 +94,8 @@ class VideoProcessor:
         return resized
 
     def times(self, video: Video) -> tuple[float, ...]:
-        """Return the time of each frame of the grid in seconds: the mean of the times of its first
-        and last frame. The last frame of the video is repeated to fill the grid.
+        """Return the time of each frame of the grid in seconds. It is the mean time of the first
+        and the last video frame in it. The last video frame is repeated to fill the grid.
         """
         last = len(video.frames) - 1
         return tuple(
@@ -137,7 +139,7 @@ class VideoProcessor:
 
 
 class VideoTokens(Protocol):
-    """Token format of a model family's videos, in place of the video token of a prompt."""
+    """Token format of a model family's videos: the tokens that replace a prompt's video token."""
 
     def ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
         """Return the token ids of a video."""
@@ -154,7 +156,7 @@ def _one_size(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _digest(parts: Sequence[bytes]) -> bytes:
-    # Lengths first: ("ab", "c") is not ("a", "bc").
+    # The lengths are hashed first, so that ("ab", "c") and ("a", "bc") differ.
     digest = hashlib.sha256(repr([len(part) for part in parts]).encode())
     for part in parts:
         digest.update(part)
