@@ -92,8 +92,9 @@ class ManagedServer(ServerProcess):
             while time.monotonic() < deadline:
                 self.check()
                 try:
-                    # /health is open to all; /model_info proves that it is our server that answers.
-                    if all(client.get(path).is_success for path in ("/health", "/model_info")):
+                    # /health is open to all, /model_info to those with the key.
+                    paths = ("/health", "/model_info")
+                    if self.listens and all(client.get(path).is_success for path in paths):
                         return
                 except httpx.TransportError:
                     pass

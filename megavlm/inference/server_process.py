@@ -93,6 +93,19 @@ class ServerProcess:
         return self._process is not None
 
     @property
+    def listens(self) -> bool:
+        """Return True if one of the server's processes listens at its port. Until then, another
+        program there may be another user's, who must not get the keys.
+        """
+        for process in self._family():
+            with suppress(psutil.Error):
+                for connection in process.net_connections("tcp"):
+                    is_open = connection.status == psutil.CONN_LISTEN
+                    if is_open and connection.laddr.port == self.port:
+                        return True
+        return False
+
+    @property
     def pid(self) -> int | None:
         """Return the id of the server's first process; None if it was not launched."""
         return None if self._process is None else self._process.pid

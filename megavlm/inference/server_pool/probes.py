@@ -38,10 +38,12 @@ class Probes:
     async def check_started(self, handle: ServerHandle, *, resume: bool) -> tuple[int, str]:
         """Check that the server is ready, and return its number of ranks and its device.
 
-        /health is open to all; /server_info proves that it is our server that answers. `resume`: an
-        external server that was left paused resumes first. Raises Refused for a version of SGLang
-        that is too old, and if an external server does not fulfil its requirements.
+        /health is open to all, /server_info to those with the key. `resume`: an external server
+        that was left paused resumes first. Raises Refused for a version of SGLang that is too old,
+        and if an external server does not fulfil its requirements.
         """
+        if handle.server is not None and not handle.server.listens:
+            raise Unreachable(f"no process of the server listens at {handle.url}")
         if resume and handle.server is None:
             await self._resume(handle)
         await self._get(handle, "/health", SLOW)

@@ -1,5 +1,6 @@
 """The life of a server's processes, with a stub in SGLang's place that starts in a moment."""
 
+import asyncio
 import mmap
 import os
 import re
@@ -8,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import ManagedServer, free_port
 from megavlm.inference.server_args import ServerOptions, command_line
 from megavlm.inference.server_main import LOOK_EVERY, SHARED_MEMORY, shared_memory_of
+from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.probes import Probes, Unreachable
 from tests.timeouts import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -107,6 +112,35 @@ def test_start_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ):
         managed(tmp_path, start_timeout=2).__enter__()
     assert set(descendants()) <= before
+
+
+def test_another_program_at_the_port_gets_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the port after that was claimed, and answers as a server would."""
+    monkeypatch.setenv("STUB", "silent")
+    asked = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+    server = managed(tmp_path, start_timeout=1)
+    server.launch()
+    other = ThreadingHTTPServer(("127.0.0.1", server.port), Answer)
+    threading.Thread(target=other.serve_forever, args=(0.01,)).start()
+    try:
+        with pytest.raises(RolloutServerError, match="not healthy"):
+            server._wait_until_healthy(time.monotonic() + 1)
+        with pytest.raises(Unreachable, match="no process of the server listens at"):
+            asyncio.run(Probes().check_started(ServerHandle.managed(server), resume=False))
+        assert asked == []
+    finally:
+        other.shutdown()
+        other.server_close()
+        server.stop()
 
 
 def test_death_is_noticed(tmp_path: Path) -> None:
