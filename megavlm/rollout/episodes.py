@@ -1,9 +1,9 @@
-"""Episodes: the policy and its environments take turns until all episodes have ended. Each response
-is scored, and each next turn begins, as soon as the one before is there: no episode waits for
+"""Episodes: the policy and its environments take turns until all episodes have ended. A response is
+scored as soon as it arrives, and the next turn begins at once, so that no episode waits for
 another.
 
-Tokens in, tokens out: a turn's request holds the tokens of the turns before it, responses as the
-servers sent them, and only observations are tokenised.
+Tokens in, tokens out: a turn's request contains the token ids of all turns before it, with
+responses exactly as the servers sent them. Only observations are tokenized.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
 
-MAX_REPLACED = 1000  # prompts in a row that cannot start an episode
+MAX_REPLACED = 1000  # limit of prompts in a row that cannot start an episode
 
-# RolloutClient.generate with its sampling bound: prompts, `n`, `follow`, and for partial rollouts
-# `begun` and `enough`; returns the responses to each prompt.
+# RolloutClient.generate with the sampling parameters bound. It takes prompts, `n` and `follow`, and
+# for partial rollouts `begun` and `enough`. It returns the responses to each prompt.
 Generate = Callable[..., list[list[Response]]]
 
 
@@ -49,14 +49,14 @@ class EpisodeRunner:
         reward_manager: RewardManager,
         runner: asyncio.Runner,
     ) -> None:
-        """Load the environment. runner: the one that generates too. Raises ValueError if that
-        fails.
+        """Load the environment. runner: The asyncio runner that the rollout client also uses.
+        Raises ValueError if the environment cannot be loaded.
         """
         self._config, self._settings = config, config.environment
         self._processor, self.reward_manager = processor, reward_manager
         self._environments = make_environments(config.environment)
         self._runner = runner
-        self.skipped: Counter[Kind] = Counter()  # prompts that could not start
+        self.skipped: Counter[Kind] = Counter()  # prompts whose episodes could not start, by reason
 
     def start(
         self,
@@ -66,11 +66,12 @@ class EpisodeRunner:
         stage: CurriculumStage | None = None,
         step: int = 0,
     ) -> list[Group]:
-        """Start n episodes in each group. Returns the groups that could start; the others are
-        counted in `skipped` and have no episodes.
+        """Start n episodes in each group. Returns the groups that could start; other groups have no
+        episodes and are counted in `skipped`.
 
-        step: training step, for the environments' seeds. Raises ValueError if an environment breaks
-        its interface, or makes longer prompts than the configuration allows, and RewardStop.
+        step: Training step, from which the environments' seeds are computed. Raises ValueError if
+        an environment breaks its interface or makes longer prompts than the configuration allows,
+        and RewardStop if a reward fails under reward.on_failure=stop.
         """
         self._runner.run(self._start_all(groups, n, stage, step))
         return [group for group in groups if group.episodes]
@@ -84,8 +85,9 @@ class EpisodeRunner:
         stage: CurriculumStage | None = None,
         step: int = 0,
     ) -> list[Group]:
-        """Start n episodes in each group, with a prompt from `draw` in place of each that cannot
-        start. Raises as `start`, and ValueError after MAX_REPLACED prompts in a row.
+        """Start n episodes in each group. A prompt whose episodes cannot start is replaced by one
+        from `draw`. Raises as `start` does, and ValueError after MAX_REPLACED such prompts in a
+        row.
         """
         return self._runner.run(self.started_or_replaced(groups, n, draw, stage=stage, step=step))
 
@@ -98,7 +100,7 @@ class EpisodeRunner:
         stage: CurriculumStage | None,
         step: int,
     ) -> list[Group]:
-        """Do what `start_or_replace` does, in the runner."""
+        """Async version of `start_or_replace`."""
         await self._start_all(groups, n, stage, step)
         started, replaced = [group for group in groups if group.episodes], 0
         while len(started) < len(groups):
@@ -130,11 +132,13 @@ class EpisodeRunner:
         enough: int | None = None,
         phases: Phases | None = None,
     ) -> None:
-        """Play the started episodes of all groups to their end, or those of the first `enough`
-        groups whose responses are complete; the others keep the responses that they have.
+        """Play the started episodes of all groups to their end. With `enough`, play only the first
+        `enough` groups whose responses are complete; the other groups keep the responses received
+        so far.
 
-        phases: clock of the rollout, rewards included. Raises ValueError if an environment breaks
-        its interface, RewardStop, and what `generate` raises.
+        phases: Clock for the phase `rollout`, which includes the rewards. Raises ValueError if an
+        environment breaks its interface, RewardStop if a reward fails under reward.on_failure=stop,
+        and the errors of `generate`.
         """
         groups = [group for group in groups if group.episodes]
         if not groups:
@@ -143,7 +147,8 @@ class EpisodeRunner:
         async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
             await self.play_group(groups[place], responses, ask)
 
-        # The first turn of a group is one prompt with n responses; later ones are each their own.
+        # The first turn of a group is one request prompt with n responses. From the second turn on,
+        # each episode has a prompt of its own.
         with phases("rollout") if phases else nullcontext():
             answers = generate(
                 [group.first_prompt for group in groups],
@@ -156,8 +161,9 @@ class EpisodeRunner:
             group.responses = tuple(found)
 
     async def play_group(self, group: Group, responses: Sequence[Response], ask: Ask) -> None:
-        """Play the started episodes of a group to their end, from their first responses, or
-        until their next request times out. responses: none if the first one timed out.
+        """Play the started episodes of a group from their first responses to their end, or until a
+        request times out. responses: One first response per episode; empty if the first request
+        timed out.
         """
         if responses:
             pairs = zip(group.episodes, responses, strict=True)
@@ -216,11 +222,11 @@ class EpisodeRunner:
             return self._processor.prompt(row)
         except PromptTooLong:
             raise
-        except ValueError as error:  # an image
+        except ValueError as error:  # such as an unreadable image
             raise CallFailure("value", f"{self._name(prompt)}: {error}") from error
 
     async def _play(self, episode: Episode, response: Response, ask: Ask) -> None:
-        """Play an episode from its first response, to its end or until a request times out."""
+        """Play an episode from its first response to its end, or until a request times out."""
         await self._step(episode, response)
         with suppress(RequestTimedOut):
             while (prompt := episode.next_prompt) is not None:
@@ -246,14 +252,14 @@ class EpisodeRunner:
             reward = score.reward
         else:
             if following is None and not step.done:
-                # Cut short, or out of turns: the last response is scored as an answer.
+                # The response was truncated, or no turns are left: score it as an answer.
                 score = await environment.score(text)
                 reward += score.reward
         episode.add_turn(response, text, reward, score, following)
 
     def _has_next_turn(self, episode: Episode, response: Response) -> bool:
-        """Return False after a response that was cut short or holds an image token, and after the
-        last turn.
+        """Return False after the last turn, and after a response that was truncated or contains an
+        image token.
         """
         ids = response.token_ids
         is_whole = bool(ids) and ids[-1] == self._processor.eos_id
@@ -281,9 +287,9 @@ class EpisodeRunner:
         return following
 
     def _next_row(self, base: Row, observation: Observation) -> Row:
-        """Return a row of the observation. An <image> in one without images is plain text: the
-        environment may repeat the policy's words. Raises CallFailure for any other form than
-        Observation's.
+        """Return the observation as a row. In an observation without images, <image> is plain text,
+        because the environment may repeat the policy's words. Raises CallFailure if the observation
+        does not have the form of Observation.
         """
         messages = tuple(_message(message) for message in observation.messages)
         images = tuple(observation.images)
@@ -302,7 +308,7 @@ class EpisodeRunner:
 
 
 def _problem(messages: Sequence[Message], num_images: int) -> str:
-    """Return why a policy cannot be shown the messages; "" if it can."""
+    """Return why messages cannot be shown to a policy; "" if they can."""
     for message in messages:
         if message.role not in ROLES:
             return f"the role {message.role!r:.40}, which is none of {', '.join(ROLES)}"
@@ -322,7 +328,9 @@ def _message(message: ChatMessage) -> Message:
 
 
 def example(row: Row, system_prompt: str | None = None) -> Example:
-    """Return the row as rewards and environments get it. `system_prompt`: for a row without one."""
+    """Return the row in the form that rewards and environments receive. system_prompt: Added to a
+    row without a system message.
+    """
     messages = row.messages or (Message("user", row.problem),)
     if system_prompt is not None and messages[0].role != "system":
         messages = (Message("system", system_prompt), *messages)

@@ -1,5 +1,6 @@
-"""Played groups between two processes of a run: one pickle for what is small, and every token,
-log-prob and pixel in one piece of shared memory that has no name, so that none is left behind.
+"""Transfer of played groups between two processes of a run. Tokens, log-probs and pixels are in one
+shared-memory file, everything else in one pickle. The file has no name, so that nothing is left
+behind when a process dies.
 """
 
 import mmap
@@ -24,7 +25,7 @@ PackedGroups = tuple[bytes, list[int], int]  # pickle, bytes of each array, desc
 
 
 def send_groups(connection: Connection, groups: Sequence[Group], pid: int) -> None:
-    """Send groups to the process `pid` at the other end. Their rows go without encoded images."""
+    """Send groups to process `pid` at the other end. Their rows are sent without encoded images."""
     buffers: list[pickle.PickleBuffer] = []
     skeleton = BytesIO()
     _Pickler(skeleton, protocol=5, buffer_callback=buffers.append).dump(list(groups))
@@ -43,13 +44,13 @@ def send_groups(connection: Connection, groups: Sequence[Group], pid: int) -> No
 
 
 def receive_groups(connection: Connection) -> PackedGroups:
-    """Receive what `send_groups` sent, for `unpack_groups`."""
+    """Receive packed groups from `send_groups`; `unpack_groups` unpacks them."""
     skeleton, sizes = connection.recv()
     return skeleton, sizes, reduction.recv_handle(connection)
 
 
 def unpack_groups(packed: PackedGroups) -> list[Group]:
-    """Return the groups. Tensors lie in the shared memory, which is freed with the last of them."""
+    """Unpack groups. Tensors are views of the shared memory; it is freed with the last of them."""
     skeleton, sizes, descriptor = packed
     memory = memoryview(mmap.mmap(descriptor, 0))
     os.close(descriptor)
@@ -57,7 +58,7 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
     for size in sizes:
         buffers.append(memory[start : start + size])
         start += size
-    # Trusted: from a process that this one started, through a pipe that no other process has.
+    # The pickle is trusted: a process that this one started sent it through a private pipe.
     groups: list[Group] = pickle.loads(skeleton, buffers=buffers)  # noqa: S301
     return groups
 

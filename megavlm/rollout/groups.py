@@ -1,4 +1,4 @@
-"""Trees, metrics and sample records that are made of a step's groups."""
+"""Trees, metrics and sample records, computed from a step's groups."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -20,18 +20,18 @@ from megavlm.inference.protocol import Response
 from megavlm.rollout.partial_rollouts import stale_tokens, staleness_metrics
 from megavlm.rollout.trajectory import Episode, Group, as_tensor, group_tree
 
-SAMPLED_TOKENS = 200  # of a turn, whose log-probs are kept for the report
+SAMPLED_TOKENS = 200  # tokens of a turn whose log-probs are kept for the report
 
 
 def has_signal(group: Group) -> bool:
-    """Return True if the known rewards of the group are not all equal."""
+    """Return True if the group's rewards, without skipped ones, are not all equal."""
     rewards = torch.tensor([[score.reward for score in group.scores if not score.skipped]])
     return bool(rewards.numel() and rewards_differ(rewards))
 
 
 def select_groups(groups: Sequence[Group], wanted: int) -> Sequence[Group]:
-    """Return the `wanted` groups to train on, those with signal first (DAPO's dynamic sampling,
-    arXiv 2503.14476).
+    """Return the `wanted` groups to train on; groups with signal come first (DAPO's dynamic
+    sampling, arXiv 2503.14476).
     """
     if len(groups) == wanted:
         return groups
@@ -46,11 +46,12 @@ def policy_trees(
     max_turns: int = 1,
     version: int = 0,
 ) -> list[Tree]:
-    """Return the trees of one update: each group's prompt once, with its responses and their
-    columns.
+    """Return the trees of one update: one tree per group, with the prompt once and all responses
+    with their columns.
 
-    max_new_tokens: limit of a turn. version: that of the present weights. A skipped episode has
-    zero loss weights, and no part in the advantages of others.
+    max_new_tokens: Token limit of one turn. max_turns: Maximum turns of an episode. version:
+    Version of the current weights. A skipped episode has zero loss weights, and does not affect the
+    advantages of others.
     """
     episodes = [(number, episode) for number, g in enumerate(groups) for episode in g.episodes]
     responses = [episode.response for _, episode in episodes]
@@ -83,8 +84,9 @@ def policy_trees(
 
 
 def rollout_metrics(groups: Sequence[Group], version: int | None = None) -> dict[str, float]:
-    """Return the metrics of the rollout, under their names in observability/metrics.py. version: of
-    the weights that it was trained with; None: the newest that sampled.
+    """Return the metrics of the rollout, under their names in observability/metrics.py. version:
+    Version of the weights that were trained on the groups; None takes the newest version that
+    sampled.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     responses = [episode.response for episode in episodes]
@@ -105,7 +107,9 @@ def rollout_metrics(groups: Sequence[Group], version: int | None = None) -> dict
 
 
 def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return reward and accuracy of each category, parts of rewards, and the number of failures."""
+    """Return reward and accuracy by category, the mean of each part of the reward, and the number
+    of failures.
+    """
     values: defaultdict[str, list[float]] = defaultdict(list)
     failed = 0
     for group in groups:
@@ -127,7 +131,7 @@ Pieces = Callable[[Sequence[int]], list[tuple[str, int]]]  # Processor.pieces
 
 
 def sample_records(groups: Sequence[Group], pieces: Pieces) -> list[dict[str, Any]]:
-    """Return the groups as SampleWriter writes them."""
+    """Return the groups as records for SampleWriter."""
     return [
         {
             "prompt": group.start.row.problem,
@@ -162,7 +166,9 @@ def _tokens(response: Response, pieces: Pieces) -> list[tuple[str, float]]:
 
 
 def _later_turns(episode: Episode, pieces: Pieces) -> list[dict[str, Any]]:
-    """Return the turns after the first: what the environment showed, and the response."""
+    """Return the turns after the first, each with the environment's observation and the
+    response.
+    """
     turns = zip(
         episode.prompts,
         episode.prompts[1:],
@@ -189,8 +195,8 @@ def _files(images: Sequence[ProcessedImage]) -> list[tuple[str, Callable[[], byt
 def _turn_columns(
     episode: Episode, settings: PolicyOptimization, max_new_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return rewards and turn numbers of an episode's tokens. The reward of a turn is at its last
-    token, and the penalty of an overlong last turn at the last of all.
+    """Return rewards and turn numbers of an episode's sampled tokens. A turn's reward is at the
+    turn's last token; the penalty for an overlong last turn is at the last token of all.
     """
     lengths = torch.tensor([len(response.token_ids) for response in episode.responses])
     assert lengths.all(), "a turn has tokens, and its reward a place"

@@ -1,5 +1,5 @@
-"""Partial rollouts: a step draws more prompts than it needs, and those whose responses are slow are
-finished by later steps, under newer weights.
+"""Partial rollouts: a step starts more prompts than it needs, and later steps finish the slow ones,
+under newer weights.
 """
 
 from collections import Counter
@@ -17,12 +17,14 @@ from megavlm.rollout.trajectory import Group
 
 
 class TimedOutGroups:
-    """Groups of a step whose requests timed out: counted, and dropped or kept for a later step
-    (rollout.timed_out).
+    """Counts the groups of a step whose requests timed out, and drops them or keeps them for a
+    later step (rollout.timed_out).
     """
 
     def __init__(self, handling: str, most: int) -> None:
-        """most: groups of a step that may time out, those that it trains on."""
+        """most: Maximum groups of a step that may time out, equal to the groups that a step trains
+        on.
+        """
         self._handling, self._most = handling, most
         self._kept: list[Group] = []
         self._count = 0
@@ -41,14 +43,14 @@ class TimedOutGroups:
             )
 
     def end_step(self) -> tuple[list[Group], dict[str, float]]:
-        """Return the groups that a later step asks again, and the step's metrics."""
+        """Return the groups to be generated again by a later step, and the step's metrics."""
         kept, self._kept = self._kept, []
         count, self._count = self._count, 0
         return kept, {} if self._handling == "fail" else {"timed_out_groups": float(count)}
 
 
 class PartialRolloutBuffer:
-    """Groups that earlier steps have drawn and not trained on, the oldest first."""
+    """Groups that earlier steps have started and not trained on, the oldest first."""
 
     def __init__(self, timed_out: TimedOutGroups) -> None:
         self._waiting: list[Group] = []
@@ -60,8 +62,8 @@ class PartialRolloutBuffer:
         return [*taken, *map(Group, draw(count - len(taken)))]
 
     def split(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups that were played. The others wait for the next step, with the responses
-        that they have. Raises RolloutServerError if too many timed out.
+        """Return the groups that were played to the end. Other groups wait for the next step with
+        the responses received so far. Raises RolloutServerError if too many timed out.
         """
         for group in groups:
             if group.timed_out:
@@ -72,7 +74,9 @@ class PartialRolloutBuffer:
         return [group for group in groups if group.is_played]
 
     def end_step(self) -> dict[str, float]:
-        """Return the step's metrics. What timed out in it and is asked again waits from now on."""
+        """Return the step's metrics. Groups that timed out during the step and are kept now wait
+        for a later step.
+        """
         kept, metrics = self._timed_out.end_step()
         self._waiting += kept
         return metrics
@@ -90,14 +94,14 @@ class PartialRolloutBuffer:
     def load_state_dict(
         self, state: Sequence[Mapping[str, Any]], prompt: Callable[[int], Prompt]
     ) -> None:
-        """Restore a state. `prompt` makes the prompt of a row, by its index."""
+        """Restore a state. prompt: Function that returns the prompt of a row, by its index."""
         self._waiting = [
             Group(prompt(item["row"]), tuple(map(response_of, item["responses"]))) for item in state
         ]
 
 
 def stale_tokens(response: Response, version: int) -> Tensor:
-    """Return [L] bool: True at tokens that other weights than `version` sampled."""
+    """Return [L] bool: True for tokens that were sampled by other weights than `version`."""
     flags = torch.zeros(len(response.token_ids), dtype=torch.bool)
     for span in response.spans:
         if span.version != str(version):
@@ -106,7 +110,7 @@ def stale_tokens(response: Response, version: int) -> Tensor:
 
 
 def oldest_version(group: Group) -> int:
-    """Return the version of the oldest weights that sampled a token of a played group."""
+    """Return the oldest weight version that sampled a token of a played group."""
     responses = [response for episode in group.episodes for response in episode.responses]
     return min(int(span.version) for response in responses for span in response.spans)
 
@@ -114,9 +118,9 @@ def oldest_version(group: Group) -> int:
 def staleness_metrics(
     responses: Sequence[Response], version: int | None = None
 ) -> dict[str, float]:
-    """Return metrics of tokens from older weights than `version`, by default the newest ones: their
-    share, the age of the oldest in steps, and the share of responses by the age of their oldest
-    token. Empty where one version sampled everything.
+    """Return metrics of tokens from weights older than `version`, by default the newest that
+    sampled: their share, the age of the oldest in steps, and the share of responses by the age of
+    their oldest token. The result is empty if no token is older.
     """
     ages = [[(int(span.version), span.end - span.start) for span in r.spans] for r in responses]
     newest = max((v for spans in ages for v, _ in spans), default=0) if version is None else version
@@ -132,7 +136,7 @@ def staleness_metrics(
 
 
 def response_of(values: Mapping[str, Any]) -> Response:
-    """Return the response of which a state has the `values`."""
+    """Restore a response from its values in a state."""
     return Response(
         token_ids=tuple(values["token_ids"]),
         logprobs=tuple(values["logprobs"]),

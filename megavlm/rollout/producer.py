@@ -1,12 +1,14 @@
-"""Producer of rollouts: the process that owns the prompts, the episodes and the client while the
-trainer trains, `python -m megavlm.rollout.producer DESCRIPTOR` (rollout.max_staleness above 0).
+"""Rollout producer: a process that draws prompts and plays episodes while the trainer trains
+(rollout.max_staleness above 0). The trainer starts it as `python -m megavlm.rollout.producer
+DESCRIPTOR`.
 
-A process rather than a thread, which would stall the trainer's kernel launches. It computes on no
-GPU. It starts a prompt only when the trainer allows one, so that never more than
-(max_staleness + 1) steps' worth are started and not trained on, and hands groups over in the order
-in which their prompts were drawn: a slow response is waited for, not left out, and no group is
-older than max_staleness steps. One that is all the same, as after a resume with a lower bound, is
-dropped and counted, and so is one whose request times out (rollout.timed_out).
+It is a process because a thread would hold the GIL and stall the trainer's kernel launches. It uses
+no GPU. It starts a prompt only when the trainer allows one, so that at most (max_staleness + 1)
+steps' worth of prompts are started and not yet trained on. Groups are handed over in the order in
+which their prompts were drawn: the producer waits for a slow response and does not leave it out, so
+there is no bias towards short responses, and no group is older than max_staleness steps. A group
+that is older anyway, for example after a resume with a lower max_staleness, is dropped and counted.
+So is a group whose request times out (rollout.timed_out).
 """
 
 import asyncio
@@ -40,13 +42,14 @@ from megavlm.rollout.partial_rollouts import TimedOutGroups, oldest_version, res
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
 
-TICK = 0.05  # seconds
+TICK = 0.05  # seconds between checks of whether the servers are idle
 
 
 @dataclass(frozen=True)
 class ProducerSetup:
-    """Arguments of a producer. state: of the driver in a checkpoint; None: from the start.
-    version: of the weights that the servers get first. parent: the trainer's process, filled in.
+    """Arguments of a producer. state: The driver's state in a checkpoint; None starts from the
+    first prompt. version: Version of the weights that the servers get first. parent: Process id of
+    the trainer, filled in by RolloutProducer.
     """
 
     config: Config
@@ -59,17 +62,17 @@ class ProducerSetup:
 
 @dataclass(eq=False)
 class StartedPrompt:
-    """A prompt that was started at training step `step` and that the trainer has not taken."""
+    """A prompt that was started at training step `step`, until the trainer takes its group."""
 
     group: Group
     step: int
-    begun: list[Response] = field(default_factory=list)  # by an earlier run
-    generated: list[list[Response]] | None = None  # of the prompts that were started with it
-    place: int = 0  # its own in `generated`
+    begun: list[Response] = field(default_factory=list)  # first-turn responses from a checkpoint
+    generated: list[list[Response]] | None = None  # responses of its whole batch of prompts
+    place: int = 0  # its index in `generated`
 
     @property
     def responses(self) -> list[Response]:
-        """The responses to its first turn, as far as they are there."""
+        """First-turn responses received so far."""
         return self.begun if self.generated is None else self.generated[self.place]
 
 
@@ -103,22 +106,22 @@ class Producer:
         self._restored: list[StartedPrompt] = []
         self._version, self._sampling = setup.version, setup.sampling
         self._stage: CurriculumStage | None = None
-        self._wanted: int | None = None  # groups that the trainer waits for
+        self._wanted: int | None = None  # number of groups that the trainer waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropped = 0
         self._timed_out = TimedOutGroups(config.rollout.timed_out, algorithm.prompts_per_step)
-        self._idle = 0.0  # seconds since the trainer last got groups
+        self._idle = 0.0  # idle seconds since the trainer last got groups
         if setup.state is not None:
             self._load(setup.state)
 
     def run(self) -> None:
-        """Serve the trainer until it is gone. Raises what ends the rollouts."""
+        """Serve the trainer until it is gone. Raises the error that ends the rollouts."""
         self._client.runner.run(self._serve())
 
     async def _serve(self) -> None:
         loop, self._servers_changed = asyncio.get_running_loop(), asyncio.Event()
         self._ended = loop.create_future()
-        # Whatever fails ends the process, and with it the run.
+        # Any failure ends the process, and with it the run.
         loop.set_exception_handler(lambda _, context: self._fail(context.get("exception")))
         loop.add_reader(self._connection.fileno(), self._receive)
         watch = loop.create_task(self._watch())
@@ -131,7 +134,7 @@ class Producer:
             await asyncio.gather(watch, *self._tasks, return_exceptions=True)
 
     async def _watch(self) -> None:
-        """Count the seconds in which the servers have no request."""
+        """Count the seconds in which the servers have no requests."""
         while True:
             await asyncio.sleep(TICK)
             self._idle += TICK * self._client.is_idle
@@ -143,7 +146,7 @@ class Producer:
         self._client.close()
 
     def _receive(self) -> None:
-        """Handle one message of the trainer: the name of a method, and its arguments."""
+        """Handle one message from the trainer: a name, and the arguments of its handler."""
         try:
             name, *arguments = self._connection.recv()
         except (EOFError, OSError):
@@ -171,14 +174,18 @@ class Producer:
         self._servers_changed.set()
 
     def _advance(self, version: int, stage: CurriculumStage | None) -> None:
-        """Take note of a push: servers have the weights `version`. stage: of prompts from now."""
+        """Note that a push gave the servers the weights `version`. stage: Curriculum stage of
+        prompts that start from now on.
+        """
         self._version, self._stage = version, stage
-        if self._config.rollout.pause == "in_place":  # a push leaves old prefixes in the caches
+        if self._config.rollout.pause == "in_place":  # caches keep old prefixes
             self._sampling = replace(self._setup.sampling, cache_key=str(version))
             self._client.sample_by(self._sampling)
 
     def _allow(self, count: int) -> None:
-        """Start so many further prompts; those of a checkpoint come first."""
+        """Start `count` more prompts. Restored ones (from a checkpoint, or timed out) come
+        first.
+        """
         restored, self._restored = self._restored[:count], self._restored[count:]
         fresh = self._stream.take(count - len(restored))
         started = [*restored, *(StartedPrompt(Group(p), self._version) for p in fresh)]
@@ -193,7 +200,7 @@ class Producer:
             self._fail(error)
 
     async def _play(self, started: Sequence[StartedPrompt]) -> None:
-        """Play the episodes of all prompts, each of which is handed over when it is its turn."""
+        """Play the episodes of all prompts. Each group is handed over when it is the oldest."""
         await asyncio.gather(*map(self._start, started))
 
         async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
@@ -217,7 +224,7 @@ class Producer:
         )
 
     async def _start(self, item: StartedPrompt) -> None:
-        """Start a prompt's episodes, or another prompt's if it cannot start."""
+        """Start a prompt's episodes. A prompt that cannot start is replaced by the next one."""
         (group,) = await self._runner.started_or_replaced(
             [item.group], self._n, self._stream.take, stage=self._stage, step=item.step
         )
@@ -227,12 +234,14 @@ class Producer:
         self._runner.skipped.clear()
 
     def _accepts(self, version: str) -> bool:
-        """Return True for versions in [v - k, v], and for one that is being pushed."""
+        """Return True for versions between current - max_staleness and current, and for current +
+        1, the version that may be being pushed.
+        """
         number = int(version) if version.isdecimal() else -1
         return self._version - self._staleness <= number <= self._version + 1
 
     async def _wait_for_push(self) -> None:
-        """Tell the trainer that no server has weights, and wait for a change."""
+        """Tell the trainer that no server has usable weights, and wait until the servers change."""
         self._servers_changed.clear()
         self._connection.send(("refit",))
         await self._servers_changed.wait()
@@ -242,7 +251,7 @@ class Producer:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Send the groups that the trainer waits for, once the oldest ones are played."""
+        """Send the groups that the trainer waits for, once the oldest groups are all played."""
         if self._wanted is None:
             return
         oldest = self._version - self._staleness
@@ -302,7 +311,9 @@ def state_of(started: Sequence[StartedPrompt]) -> list[dict[str, Any]]:
 
 
 def serve(connection: Connection, setup: ProducerSetup) -> bool:
-    """Produce until the trainer is gone. Returns False after an error, which it has sent."""
+    """Produce until the trainer is gone. Returns False after an error; the error was sent to the
+    trainer.
+    """
     try:
         producer = Producer(setup, connection)
         producer.run()
@@ -315,13 +326,13 @@ def serve(connection: Connection, setup: ProducerSetup) -> bool:
 
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
-    # Trusted: from the trainer, through a pipe that no other process has.
+    # The pickle is trusted: the trainer sent it through a private pipe.
     setup: ProducerSetup = connection.recv()
     die_with(setup.parent, by=signal.SIGKILL)
     leave_to_parent()
     allow_open_files()
     platform.install()
-    leave(0 if serve(connection, setup) else 2)  # tasks and threads may still run after an error
+    leave(0 if serve(connection, setup) else 2)  # exit at once: tasks may still run after an error
 
 
 if __name__ == "__main__":

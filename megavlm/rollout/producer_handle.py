@@ -1,4 +1,4 @@
-"""Trainer's side of the producer of rollouts: starts its process, passes on the states of the
+"""The trainer's side of the rollout producer: it starts the process, forwards the states of the
 servers, allows prompts, and takes groups.
 """
 
@@ -24,7 +24,7 @@ from megavlm.rollout.group_arrays import receive_groups, unpack_groups
 from megavlm.rollout.producer import ProducerSetup
 from megavlm.rollout.trajectory import Group
 
-END_SECONDS = 20.0  # in which the producer ends its processes
+END_SECONDS = 20.0  # that the producer has to end its processes
 
 
 def start_process(descriptor: int) -> "subprocess.Popen[bytes]":
@@ -38,9 +38,9 @@ def start_process(descriptor: int) -> "subprocess.Popen[bytes]":
 
 
 class RolloutProducer:
-    """The producer, as the driver sees it. Its errors are raised by the next call.
+    """Handle of the producer for the driver. The producer's errors are raised by the next call.
 
-    measures: of the groups that were taken last, by the names of observability/metrics.py.
+    measures: Metrics of the groups taken last, under their names in observability/metrics.py.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class RolloutProducer:
         server_pool: ServerPool,
         beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start the process, which ends with this one. It works once it is allowed prompts. beat:
-        called with each response.
+        """Start the process; it ends when this process does. It generates nothing until `take`
+        allows prompts. beat: Callback for each response.
         """
         algorithm, rollout = setup.config.algorithm, setup.config.rollout
         assert isinstance(algorithm, PolicyOptimization)
@@ -65,7 +65,7 @@ class RolloutProducer:
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._connection.send(replace(setup, parent=os.getpid()))
-        # Threads that wait for a pipe: nothing of a rollout is computed in this process.
+        # These threads only wait for the pipe; rollouts take no compute in this process.
         for work in (self._send_all, self._receive_all):
             threading.Thread(target=work, name="producer", daemon=True).start()
         self._stack = ExitStack()
@@ -81,13 +81,13 @@ class RolloutProducer:
         """Return the next `count` groups, in the order in which their prompts were drawn.
 
         Args:
-            version: of the present weights. With a new one, prompts for another step may start;
-                with the same one again, as many as are taken.
-            stage: of the curriculum, for prompts that start.
-            refit: pushes the weights, when no server has any.
+            version: Version of the current weights. With a new version, prompts for one more step
+                may start; with the same version again, only as many as are taken.
+            stage: Curriculum stage of prompts that start.
+            refit: Function that pushes the weights if no server has usable ones.
 
-        Raises what the producer raised, and RolloutServerError if it died or too few servers are
-        left.
+        Raises the producer's error, and RolloutServerError if the producer died or too few servers
+        are left.
         """
         allowed = count
         if version != self._version:
@@ -108,7 +108,7 @@ class RolloutProducer:
             self._outgoing.put(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of prompts and groups for a checkpoint: those that were taken count as
+        """Return the state of prompts and groups for a checkpoint. Groups that were taken count as
         trained on.
         """
         self._outgoing.put(("state",))
@@ -117,7 +117,7 @@ class RolloutProducer:
             if kind == "state":
                 state: dict[str, Any] = values[0]
                 return state
-            self._outgoing.put(None)  # a wish for a push, which comes with the next groups
+            self._outgoing.put(None)  # a request for a push, made by the next `take`
 
     def close(self) -> None:
         """End the producer and all its processes."""
@@ -132,7 +132,7 @@ class RolloutProducer:
     def _next(self) -> tuple[Any, ...]:
         """Return the producer's next message. Raises its errors."""
         while True:
-            self._pool.routable(None)  # raises if too few servers are left
+            self._pool.routable(None)  # raises RolloutServerError if too few are left
             try:
                 message: tuple[Any, ...] = self._incoming.get(timeout=1.0)
             except queue.Empty:
@@ -142,7 +142,7 @@ class RolloutProducer:
             if message[0] == "ended":
                 code = self._process.wait()
                 how = f"exit code {code}: its own message is above"
-                if code < 0:  # without a word
+                if code < 0:  # killed by a signal, so it printed nothing
                     how = signal.Signals(-code).name
                 raise RolloutServerError(
                     f"the producer of rollouts ended with {how}; the run can resume from its last "
@@ -151,16 +151,16 @@ class RolloutProducer:
             return message
 
     def _send_all(self) -> None:
-        """Send messages; None stands for the states of the servers."""
+        """Send queued messages; None stands for the current states of the servers."""
         while (message := self._outgoing.get()) != "end":
             if message is None:
                 message = "servers", ServerStates.of(self._pool)
             try:
                 self._connection.send(message)
             except OSError:
-                return  # it has ended, which the other thread reports
+                return  # the producer has ended; the other thread reports it
         with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
-            pipe.shutdown(socket.SHUT_WR)  # the producer ends, and closes its end
+            pipe.shutdown(socket.SHUT_WR)  # on the end of the stream the producer ends
 
     def _receive_all(self) -> None:
         while True:

@@ -1,10 +1,12 @@
-"""Recorded rollouts: the groups of each step in a safetensors file, for replay and for reading.
+"""Recorded rollouts: one safetensors file per step with the step's groups, for replay and
+inspection.
 
-`token_ids` [T] int32 and `logprobs` [N] float32 hold what follows one another in the metadata
-`groups`, a JSON list: of each group the tokens of its prompt, then of each episode the tokens of
-each response and of the observation after it. `logprobs` are those of the responses alone. Images
-are numbers: from 0 those of the row, from -1 down those that the environment made, whose pixels are
-`pixels.0`, `pixels.1`, ... Log-probs are rounded to float32, as the trainer does.
+`token_ids` [T] int32 and `logprobs` [N] float32 are concatenated in the order of the metadata
+`groups`, a JSON list. For each group they have the tokens of the prompt; then, for each episode,
+the tokens of each response and of the observation after it. `logprobs` has values for response
+tokens only, rounded to float32 as in the trainer. Images are given as numbers: 0, 1, ... are the
+row's images, and -1, -2, ... the images that the environment made, with their pixels in `pixels.0`,
+`pixels.1`, ...
 """
 
 import json
@@ -41,27 +43,27 @@ class RecordedRollouts:
         return self.folder / f"{_PREFIX}{step:06d}{_SUFFIX}"
 
     def steps(self) -> list[int]:
-        """Return the numbers of the recorded steps, rising."""
+        """Return the numbers of the recorded steps, in ascending order."""
         names = (path.name for path in self.folder.glob(f"{_PREFIX}*{_SUFFIX}"))
         numbers = (name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for name in names)
         return sorted(int(number) for number in numbers if number.isdecimal())
 
     def remove_after(self, step: int) -> None:
-        """Delete later steps, which a run that goes on after `step` writes again."""
+        """Delete the steps after `step`, because a run that resumes from it writes them again."""
         for later in self.steps():
             if later > step:
                 self.path(later).unlink()
 
     def save(self, step: int, groups: Sequence[Group]) -> None:
-        """Write a step's played groups, in place of an earlier file of that step."""
+        """Write a step's played groups. An earlier file of the step is replaced."""
         arrays = _Writer()
         records = [arrays.group(group) for group in groups]
         header = {"groups": json.dumps(records), "formats": json.dumps(arrays.formats)}
         write_whole(self.path(step), save(arrays.tensors(), header))
 
     def load(self, step: int, rows: Rows, processor: Processor) -> list[Group]:
-        """Return a step's groups. Raises ValueError if the step is not there or not whole, and if
-        the data or the processor make other prompts of its rows than they were.
+        """Return a step's groups. Raises ValueError if the step is missing or incomplete, or if the
+        data and the processor now give other prompts for its rows.
         """
         path = self.path(step)
         try:
@@ -78,12 +80,12 @@ class RecordedRollouts:
 
 
 class _Writer:
-    """Tokens, log-probs and pixels of groups, one after the other."""
+    """Collects the tokens, log-probs and pixels of groups, in order."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
-        self._own: dict[str, ProcessedImage] = {}  # by key, in order
+        self._own: dict[str, ProcessedImage] = {}  # images from environments, by key
 
     @property
     def formats(self) -> list[list[Any]]:
@@ -132,7 +134,9 @@ class _Writer:
     def _shown(
         self, prompt: Prompt, num_ids: int, num_images: int, known: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Add a prompt's tokens and images after the first ones, which are known."""
+        """Add a prompt's tokens after the first `num_ids` and images after the first
+        `num_images`.
+        """
         images = [self._place(image, known) for image in prompt.images[num_images:]]
         return {"tokens": self._add(prompt.short_ids[num_ids:]), "images": images}
 
@@ -148,7 +152,7 @@ class _Writer:
 
 
 class _Reader:
-    """Reads what a _Writer wrote, in the same order."""
+    """Reads the groups of a _Writer, in the same order."""
 
     def __init__(
         self,
@@ -209,7 +213,7 @@ class _Reader:
         images: Sequence[ProcessedImage],
         shown: Mapping[str, Any],
     ) -> Prompt:
-        """Return the prompt of tokens and images, and of those that are shown after them."""
+        """Return the prompt of `ids` and `images`, followed by the tokens and images in `shown`."""
         row = prompt.row
         if "message" in shown:
             row = replace(row, problem=shown["message"])

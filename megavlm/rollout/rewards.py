@@ -1,4 +1,4 @@
-"""Rewards of a run: those of the recipe or of its environment, ready for its curriculum."""
+"""The rewards of a run, from the recipe or by the default of its environment."""
 
 import asyncio
 import weakref
@@ -13,7 +13,7 @@ from megavlm.temporary import temporary_folder
 
 
 def reward_parts(config: Config) -> list[Part]:
-    """Return the rewards that the recipe names, or the one of its environment."""
+    """Return the rewards that the recipe names, or else the default reward of its environment."""
     reward = config.reward
     if reward.parts:
         return [
@@ -25,10 +25,11 @@ def reward_parts(config: Config) -> list[Part]:
 
 
 def make_reward_manager(config: Config) -> RewardManager:
-    """Start the rewards. Raises ValueError for a reward that cannot be loaded, and for a curriculum
-    stage whose tolerance or weights no reward takes.
+    """Start the rewards. Raises ValueError if a reward cannot be loaded, or if no reward takes the
+    tolerance or weights of a curriculum stage.
     """
-    # Reward processes read the corpus whenever one starts: it stays as long as the manager.
+    # A reward process reads the corpus whenever it starts, so the folder is kept as long as the
+    # manager.
     resources = ExitStack()
     folder = str(resources.enter_context(temporary_folder("megavlm_rewards_")))
     parts = [

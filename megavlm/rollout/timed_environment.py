@@ -1,4 +1,6 @@
-"""The environment of one episode: calls with a time limit, and steps whose values are checked."""
+"""The environment of one episode, with a time limit for its calls and checks of its steps'
+values.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,7 +17,7 @@ T = TypeVar("T")
 
 
 class TimedEnvironment:
-    """An environment each of whose calls may take `environment.timeout` seconds, rewards apart.
+    """An environment whose calls may each take `environment.timeout` seconds, not counting rewards.
 
     A call that fails raises CallFailure, with `name` in the message.
     """
@@ -41,8 +43,8 @@ class TimedEnvironment:
         return await self._call(self._environment.step(text))
 
     async def score(self, text: str, row: Example | None = None) -> Score:
-        """Return the configured reward of a response to `row`, None: the episode's own. The clock
-        of a call stands still meanwhile, for several concurrent rewards too.
+        """Return the configured reward of a response to `row`; None takes the episode's row. The
+        time limit of the running call is paused until all of its concurrent rewards are computed.
         """
         loop, clock = asyncio.get_running_loop(), self._clock
         until = None if clock is None else clock.when()
@@ -72,17 +74,17 @@ class TimedEnvironment:
         except TimeoutError as error:
             message = f"{self._name}: no answer in {self._limit:g} s"
             raise CallFailure("timeout", message) from error
-        # An environment may raise anything, and its episode is one of many.
+        # An environment may raise any exception, and only its own episode should fail.
         except Exception as error:
             raise CallFailure("exception", f"{self._name}: {error!r}"[:500]) from error
 
 
 def step_score(step: Step, name: str, before: float) -> tuple[float, Score]:
-    """Return a step's reward, and the score in its info. Without one, the episode is correct from
-    a total reward of 1 on.
+    """Return a step's reward, and the score in its info. Without a score there, the episode counts
+    as correct if its total reward is at least 1.
 
-    before: sum of the earlier rewards. name: of the environment, for messages. Raises CallFailure
-    if the values are no finite numbers.
+    before: Sum of the episode's earlier rewards. name: Name of the environment, for messages.
+    Raises CallFailure if the values are not finite numbers.
     """
     try:
         reward, info = float(step.reward), step.info

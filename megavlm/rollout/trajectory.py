@@ -1,4 +1,4 @@
-"""Episodes and groups, from their start to the trees that training makes of them."""
+"""Episodes and groups, from their start to the trees that training uses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +20,10 @@ from megavlm.rollout.timed_environment import TimedEnvironment
 
 @dataclass(eq=False)
 class Episode:
-    """A trajectory: turns of policy and environment. Filled while it is played.
+    """A trajectory of turns between policy and environment. It is filled while it is played.
 
-    Of each turn: the prompt (all tokens before the response), the response, its text and reward.
+    prompts, responses, texts and rewards have one item per turn; a turn's prompt includes all
+    tokens before its response.
     """
 
     next_prompt: Prompt | None  # None: the episode has ended
@@ -31,7 +32,7 @@ class Episode:
     responses: list[Response] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    score: Score = field(init=False)  # of the last turn; its reward is the sum over turns
+    score: Score = field(init=False)  # the last turn's, with the sum of rewards over turns
 
     def add_turn(
         self, response: Response, text: str, reward: float, score: Score, following: Prompt | None
@@ -44,10 +45,10 @@ class Episode:
         self.score = replace(score, reward=sum(self.rewards))
         self.next_prompt = following
         if following is None:
-            self.environment = None  # it may hold images
+            self.environment = None  # to free its memory, such as images
 
     def fail(self, score: Score) -> None:
-        """End the episode before its next turn, with the score of a failure beside its rewards."""
+        """End the episode before its next turn, and add the score of a failure to its rewards."""
         self.rewards[-1] += score.reward
         self.score = replace(score, reward=sum(self.rewards))
         self.next_prompt = self.environment = None
@@ -70,15 +71,16 @@ class Episode:
         return "\n\n".join(self.texts)
 
 
-# No repr: asyncio.Runner formats what its work returns, for an error message that is not shown. Of
-# groups that is the file of every image as text, n times: 0.7 s a step for files of 2 MB, n = 8.
+# No repr: asyncio.Runner formats the result of its work for an error message that is never shown.
+# For groups this would print the file of every image as text, n times: 0.7 s per step for files of
+# 2 MB and n = 8.
 @dataclass(eq=False, repr=False)
 class Group:
-    """A prompt and the episodes that start from it; none before their start.
+    """A prompt and the episodes that start from it. There are no episodes before their start.
 
-    responses: to the first turn, as far as they are sampled: empty, or one for each episode, some
-    of them aborted and to be continued by a later step. timed_out: a request of an episode was
-    given up (rollout.timed_out), and not all of them are played.
+    responses: First-turn responses sampled so far: empty, or one per episode. Some may be aborted,
+    to be continued by a later step. timed_out: True if a request of an episode was given up
+    (rollout.timed_out), so that not all episodes are played.
     """
 
     prompt: Prompt
@@ -92,19 +94,19 @@ class Group:
 
     @property
     def first_prompt(self) -> Prompt:
-        """The prompt of the started episodes' first turns, before they are played."""
+        """Prompt of the first turn of started episodes, before they are played."""
         prompt = self.episodes[0].next_prompt
         assert prompt is not None, "it was played"
         return prompt
 
     @property
     def start(self) -> Prompt:
-        """The prompt of the first turns, as the environment made it of `prompt`."""
+        """First-turn prompt after the environment's reset, once the episodes are played."""
         return self.episodes[0].prompts[0]
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts of all turns: together they hold every image of the group."""
+        """The prompts of all turns; together they have every image of the group."""
         return [prompt for episode in self.episodes for prompt in episode.prompts]
 
     @property
@@ -113,8 +115,8 @@ class Group:
 
 
 def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
-    """Return a tree of the prompt once, with each episode below it as a chain of responses and
-    observations. `columns`: of the sampled tokens of each episode.
+    """Return a tree with the prompt as its root and each episode below it as a chain of responses
+    and observations. columns: Columns of each episode's sampled tokens.
     """
     prompt = group.start
     root = Segment(prompt.token_ids, prompt.positions, -1, False, images=_keys(prompt.images))
@@ -140,7 +142,7 @@ def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
 
 
 def as_tensor(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
-    """Return Python numbers as a tensor, in a seventh of the time of torch.tensor."""
+    """Convert Python numbers to a tensor, seven times as fast as torch.tensor does."""
     return torch.from_numpy(np.fromiter(values, dtype, len(values)))
 
 
