@@ -9,7 +9,7 @@ path: `algorithm.advantage_estimator: my_package.module:function`. For example
         return (rewards - rewards[inputs.has_reward].mean())[inputs.sequence_ids]
 
 Further parameters are options: `algorithm.options: {scale: 2.0}` is given to a function with a
-parameter `scale`. `advantage_estimator` declares what the trainer should know of one:
+parameter `scale`. `advantage_estimator` declares the properties of an estimator:
 
     @advantage_estimator(whiten=True)
     def whitened(inputs: AdvantageInputs, settings: GRPO) -> Tensor: ...
@@ -27,12 +27,12 @@ from megavlm.config.algorithm import GRPO
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
     """Rewards of a minibatch: N tokens of S sequences, grouped by prompt. Sequences and groups are
-    whole, whatever packs and ranks hold them.
+    complete, whatever packs and ranks hold their tokens.
     """
 
     rewards: Tensor
-    """[N], at the last token of what earned them; with algorithm.kl_in=reward, less the KL penalty
-    of each token."""
+    """[N], each reward at the last token of the response or turn that earned it. With
+    algorithm.kl_in=reward, the KL penalty of each token is subtracted."""
 
     sequence_ids: Tensor
     """[N] int64, the sequence of each token, in 0..S-1."""
@@ -41,7 +41,7 @@ class AdvantageInputs:
     """[S] int64, the group of each sequence, in 0..S-1; groups may differ in size."""
 
     has_reward: Tensor
-    """[S] bool, False where the reward is not known; such sequences are not trained on."""
+    """[S] bool, False if the reward is not known. Such sequences are not trained on."""
 
     @property
     def sequence_rewards(self) -> Tensor:
@@ -54,10 +54,10 @@ EstimatorFunction = Callable[[AdvantageInputs, GRPO], Tensor]
 
 @dataclass(frozen=True)
 class Estimator:
-    """Advantage estimator and what the trainer needs to know of it.
+    """Advantage estimator with the properties that the trainer needs to know.
 
-    whiten: its advantages are normalised over all tokens of the step (whitening.py).
-    needs_group: it compares the responses to a prompt, so that one response has no advantage.
+    whiten: the trainer normalises its advantages over all tokens of the step (whitening.py).
+    needs_group: it compares the responses to a prompt, so a single response has no advantage.
     """
 
     function: EstimatorFunction

@@ -1,5 +1,5 @@
-"""Aggregation of token losses: weights with the denominator in them, so that the loss of an update
-is a plain sum whatever packs and ranks hold the tokens.
+"""Aggregation of token losses. The weights include the denominator, so that the loss of an update
+is a plain sum, whatever packs and ranks hold the tokens.
 
     token_mean      sum / tokens of the batch                   DAPO (arXiv 2503.14476)
     sequence_mean   mean over sequences of their mean           GRPO (arXiv 2402.03300), GSPO
@@ -15,8 +15,9 @@ def token_weights(
 ) -> list[float]:
     """Return the weight of each token of a sequence, for every sequence of an update.
 
-    lengths: tokens of each sequence, > 0. counted: False for sequences that are not trained on;
-    their weight is 0, and they are in no denominator. max_length: longest possible sequence.
+    lengths: number of tokens of each sequence, > 0. counted: False for sequences that are not
+    trained on; they get weight 0, and no denominator counts them. max_length: longest possible
+    sequence.
     """
     num_sequences = max(sum(counted), 1)
     num_tokens = max(

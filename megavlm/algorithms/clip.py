@@ -15,7 +15,7 @@ def clip(inputs: PolicyInputs, settings: PolicyOptimization) -> PolicyTerm:
 
 
 def clip_ratio(ratio: Tensor, advantages: Tensor, settings: PolicyOptimization) -> PolicyTerm:
-    """Compute the surrogate of a ratio [N] of tokens or of sequences.
+    """Compute the surrogate for ratios [N] of tokens or of sequences.
 
     With dual_clip c > 1 the loss is at most -c A where A < 0 (arXiv 1912.09729), so that one token
     with a huge ratio cannot dominate.

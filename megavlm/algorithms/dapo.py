@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling and its penalty of long responses (arXiv 2503.14476)."""
+"""DAPO's dynamic sampling and its penalty for long responses (arXiv 2503.14476)."""
 
 from torch import Tensor
 

@@ -1,8 +1,8 @@
 """Generalised advantage estimation (arXiv 1506.02438) over tokens and over turns.
 
-All tensors are [N] over whole sequences. ids: the sequence of each token. values: the critic's, of
-the state in which the token is chosen. The state after a sequence's last token is worth 0, also
-where the response reached its limit.
+All tensors are [N] over whole sequences. ids: the sequence of each token. values: the critic's
+value of the state in which the token is chosen. The state after the last token of a sequence has
+value 0, even if the response reached its limit.
 """
 
 import torch
@@ -25,9 +25,11 @@ def gae(
 def turn_gae(
     rewards: Tensor, values: Tensor, ids: Tensor, turns: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns with a turn as one action: its reward is the sum over its
-    tokens, its state is that of its first token. Every token of a turn has the turn's advantage and
-    return. turns: [N], ascending within a sequence.
+    """Compute advantages and returns with each turn as one action.
+
+    The reward of a turn is the sum over its tokens, and its value is the value at its first token.
+    Every token of a turn gets the advantage and return of the turn. turns: [N], ascending within a
+    sequence.
     """
     if not len(rewards):
         return rewards.clone(), values.clone()

@@ -1,11 +1,12 @@
 """Advantages of whole responses, relative to the other responses to their prompt.
 
 S responses; `rewards` [S]; `groups` [S] int64, the group that each response belongs to, in
-0..S-1. A group whose rewards are all equal gets exactly zero: subtracting a rounded mean would
-leave noise that a division by a tiny deviation, or Adam, makes large. Sums are in float64.
+0..S-1. A group whose rewards are all equal gets exactly zero, because subtracting a rounded mean
+would leave noise, which the division by a tiny deviation, or Adam, would amplify. Sums are in
+float64.
 
-`counted` [S] bool: responses whose reward is known, None for all. The others have the advantage
-zero, and are in no sum and no count: the group is what it would be without them.
+`counted` [S] bool: True for responses whose reward is known; None counts all. The others get the
+advantage zero and are left out of all sums and counts, as if they were not in the group.
 """
 
 import torch
@@ -15,13 +16,13 @@ from megavlm.algorithms.advantages import AdvantageInputs, advantage_estimator
 from megavlm.algorithms.segments import segment_sum
 from megavlm.config.algorithm import GRPO
 
-# Only keeps the division defined: rewards that differ at all differ by far more than this.
+# It only keeps the division defined: rewards that differ do so by far more than this.
 _EPSILON = 1e-6
 
 
 @advantage_estimator(needs_group=True)
 def grpo(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
-    """Compute `group_relative` advantages, with `normalize_by_std` false those of Dr. GRPO."""
+    """Compute `group_relative` advantages; `normalize_by_std=false` gives Dr. GRPO."""
     made = group_relative(
         inputs.sequence_rewards,
         inputs.group_ids,
@@ -56,8 +57,8 @@ def group_relative(
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Compute r minus the mean of the group's other rewards: RLOO (arXiv 2402.14740). 0 for a
-    response that is alone.
+    """Compute r minus the mean of the group's other rewards: RLOO (arXiv 2402.14740). The result is
+    0 for a response that is alone in its group.
     """
     num = len(rewards)
     exact, ones = _known(rewards, counted)
@@ -68,7 +69,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor | None = None
 
 
 def differs(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Return [S] bool, True for a response in whose group the counted rewards differ."""
+    """Return [S] bool, True for responses of groups whose counted rewards differ."""
     known = torch.ones_like(groups, dtype=torch.bool) if counted is None else counted
     bounds = [
         torch.zeros_like(rewards).scatter_reduce(
@@ -80,7 +81,7 @@ def differs(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> T
 
 
 def _known(rewards: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the rewards, 0 where not counted, and 1 where counted; both [S] in float64."""
+    """Return the rewards (0 if not counted) and the counts (1 or 0), both [S] in float64."""
     exact = rewards.double()
     ones = torch.ones_like(exact) if counted is None else counted.double()
     return exact * ones, ones

@@ -7,12 +7,12 @@ from megavlm.config.algorithm import PolicyOptimization
 
 
 def gspo(inputs: PolicyInputs, settings: PolicyOptimization) -> PolicyTerm:
-    """Compute the clipped surrogate of s = exp(mean over the sequence of log p - log p_old), at
-    each of its tokens.
+    """Compute the clipped surrogate of s = exp(mean over the sequence of log p - log p_old) for
+    each token of the sequence.
 
-    In value every token of a sequence has s; in gradient it has s grad(log p) of its own (the
-    paper's GSPO-token). Averaged over a sequence's tokens that is the gradient of s, and no
-    gradient needs to cross ranks.
+    Every token of a sequence has the value s and the gradient s grad(log p) with its own log p (the
+    paper's GSPO-token). The mean of these gradients over the sequence is the gradient of s, so no
+    gradient has to be sent between ranks.
     """
     logprobs, ids = inputs.logprobs, inputs.sequence_ids
     difference = (logprobs - inputs.old_logprobs).detach()

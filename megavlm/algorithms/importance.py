@@ -1,7 +1,8 @@
-"""Correction for the gap between rollout engine and trainer, whose log-probs differ for equal
-tokens and weights: importance weights of the loss per token or per sequence, truncated (TIS, Yao et
-al., fengyao.notion.site/off-policy-rl, 2025) or masked (IcePop, arXiv 2510.18855), and rejection of
-whole sequences.
+"""Importance correction for the gap between rollout engine and trainer.
+
+Their log-probs differ even for equal tokens and weights. The loss gets importance weights per token
+or per sequence, truncated (TIS, Yao et al., fengyao.notion.site/off-policy-rl, 2025) or masked
+(IcePop, arXiv 2510.18855), and whole sequences can be rejected.
 
 Log-probs are [N], in nats, of tokens that the rollout engine sampled. ids [N]: the sequence of each
 token, in 0..num-1. `reduce` sums over ranks that hold parts of the same sequences. No result has a
@@ -27,8 +28,8 @@ def sequence_ratios(
     num: int,
     reduce: Reduce = alone,
 ) -> Tensor:
-    """Return the ratio of the whole sequence's probabilities, the product over its tokens, at each
-    token [N].
+    """Return for each token [N] the ratio of its whole sequence: the product of the ratios of the
+    sequence's tokens.
     """
     difference = (old_logprobs - rollout_logprobs).detach()
     return _exp(segment_sum(difference, ids, num, reduce))[ids]
@@ -40,7 +41,7 @@ def truncated(ratios: Tensor, cap: float) -> Tensor:
 
 
 def masked(ratios: Tensor, floor: float, cap: float) -> Tensor:
-    """Return the ratio [N] within floor..cap, and 0 outside of it."""
+    """Return the ratios [N], with 0 for those outside of floor..cap."""
     return ratios.where((ratios >= floor) & (ratios <= cap), 0.0)
 
 
@@ -55,7 +56,7 @@ def rejected(
     reduce: Reduce = alone,
 ) -> Tensor:
     """Return [N] bool, True for tokens of sequences whose ratio per token (the geometric mean) is
-    outside of below..above; None is no bound.
+    outside of below..above. None means that there is no such bound.
     """
     difference = (old_logprobs - rollout_logprobs).detach()
     means = _exp(segment_mean(difference, ids, num, reduce))
@@ -71,8 +72,7 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor) -> tuple[Tensor, Te
     """Measure how far the two engines are apart.
 
     Returns the k3 estimate of KL(rollout || trainer) per token, [N], and the largest absolute
-    log-prob difference, a scalar tensor (zero for N = 0). Sums and maxima over ranks are the
-    caller's.
+    log-prob difference, a scalar tensor (zero for N = 0). The caller reduces both over ranks.
     """
     difference = (old_logprobs - rollout_logprobs).detach()
     largest = difference.abs().amax() if difference.numel() else difference.new_zeros(())

@@ -1,9 +1,9 @@
 """Estimators of KL(policy || reference) per token, from tokens that the policy sampled.
 
 Source: John Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html). k1 is
-unbiased with high variance and can be negative; its own gradient is zero on average, so that it
-belongs in the reward. k2 is biased and small; k3 is unbiased and never negative. In a loss, k2 has
-the unbiased gradient on the policy's own samples; k3, GRPO's, has a biased one.
+unbiased with high variance and can be negative; its own gradient is zero on average, so it belongs
+in the reward. k2 is biased, with low variance; k3 is unbiased and never negative. In a loss, k2 has
+an unbiased gradient on the policy's own samples; k3, which GRPO uses, has a biased one.
 All arguments and results are [N] log-probs in nats.
 """
 
@@ -32,8 +32,10 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def unbiased(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return k3 times p / p_old, where p_old sampled: unbiased in value and in gradient, which is
-    (p / p_old) (log p - log q) grad(log p), also after updates (DeepSeek-V3.2, arXiv 2512.02556).
+    """Return k3 times p / p_old, where p_old is the policy that sampled.
+
+    Value and gradient are unbiased, also after updates (DeepSeek-V3.2, arXiv 2512.02556). The
+    gradient is (p / p_old) (log p - log q) grad(log p).
     """
     return ratios(logprobs, old_logprobs) * k3(logprobs, reference_logprobs)
 

@@ -1,4 +1,4 @@
-"""Interface of policy losses: what a loss gets, what it returns, and probability ratios.
+"""Interface of policy losses: their inputs, their return value, and probability ratios.
 
 A policy loss is a function of (PolicyInputs, the `algorithm` section) that returns a PolicyTerm.
 Built-in ones are named in registry.py; a recipe names one of your own by import path:
@@ -22,7 +22,8 @@ from torch import Tensor
 from megavlm.algorithms.segments import Reduce, alone
 from megavlm.config.algorithm import PolicyOptimization
 
-# exp(20) is 5e8: a larger ratio says only "far apart", and exp(89) would overflow float32.
+# exp(20) is 5e8: a larger ratio carries no more information, and exp(89) would overflow
+# float32.
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -31,10 +32,10 @@ class PolicyInputs:
     """Tokens of a pack that this rank holds. Log-probs are in nats."""
 
     logprobs: Tensor
-    """[N], of the policy that is trained; the only tensor with a gradient."""
+    """[N], log-probs of the policy that is trained; the only tensor with a gradient."""
 
     old_logprobs: Tensor
-    """[N], of the policy that sampled."""
+    """[N], log-probs of the policy that sampled."""
 
     advantages: Tensor
     """[N]."""
@@ -43,16 +44,16 @@ class PolicyInputs:
     """[N] int64, the sequence of each token, in 0..num_sequences-1."""
 
     num_sequences: int
-    """At least the number of sequences."""
+    """Upper bound on the number of sequences."""
 
     reduce: Reduce = alone
-    """Sum of a tensor over the context-parallel ranks, which hold other tokens of the same
+    """Sums a tensor over the context-parallel ranks, which hold other tokens of the same
     sequences. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTerm:
-    """Loss of each token, and what is reported of it. All tensors are [N]."""
+    """Loss of each token, with values for the metrics. All tensors are [N]."""
 
     loss: Tensor
     """Loss of each token, before importance weights."""
@@ -61,23 +62,23 @@ class PolicyTerm:
     """Probability ratio that the loss uses, without gradient."""
 
     low: Tensor
-    """Bool, True where the lower bound of the ratio is active."""
+    """Bool, True if the lower bound of the ratio is active."""
 
     high: Tensor
-    """Bool, True where the upper bound of the ratio is active."""
+    """Bool, True if the upper bound of the ratio is active."""
 
     dual: Tensor
-    """Bool, True where the dual clip is active."""
+    """Bool, True if the dual clip is active."""
 
     stopped: Tensor
-    """Bool, True where a bound removes the gradient."""
+    """Bool, True if a bound removes the gradient."""
 
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Further values per token, reported as their mean under policy_loss/NAME."""
 
     @property
     def clipped(self) -> Tensor:
-        """Bool [N], True where any bound is active."""
+        """Bool [N], True if any bound is active."""
         return self.low | self.high | self.dual
 
     @classmethod

@@ -34,7 +34,7 @@ POLICY_LOSSES = {
 
 def check(settings: PolicyOptimization) -> None:
     """Raise ValueError, in one sentence, if the section's policy loss or advantage estimator is
-    unknown, cannot be imported or called, or does not go with the other keys.
+    unknown, cannot be imported or called, or does not fit the other keys.
     """
     taken: set[str] = set()
     _check_name("policy_loss", settings.policy_loss, POLICY_LOSSES)
@@ -51,7 +51,7 @@ def check(settings: PolicyOptimization) -> None:
 
 
 def _check_estimator(settings: GRPO) -> Mapping[str, Any]:
-    """Check the advantage estimator, and return the options that it takes."""
+    """Check the advantage estimator, and return the options that it accepts."""
     name = settings.advantage_estimator
     _check_name("advantage_estimator", name, ADVANTAGE_ESTIMATORS)
     if name in ADVANTAGE_ESTIMATORS and settings.responses_per_prompt > 1:
@@ -108,7 +108,7 @@ def _load(key: str, settings: PolicyOptimization, built_in: Mapping[str, str]) -
 
 
 def _with_options(key: str, function: Callable[..., Any], settings: PolicyOptimization) -> Any:
-    """Return a function with the options that it has parameters for."""
+    """Bind to the function those options for which it has parameters."""
     signature = inspect.signature(function)
     further = list(signature.parameters.values())[2:]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in further)

@@ -1,5 +1,5 @@
-"""REINFORCE++ (arXiv 2501.03262): no critic, and one normalisation over the whole step, not over
-each group.
+"""REINFORCE++ (arXiv 2501.03262): no critic, and advantages are normalised over the whole step
+and not within each group.
 """
 
 from torch import Tensor
@@ -12,15 +12,15 @@ from megavlm.config.algorithm import GRPO
 
 @advantage_estimator(whiten=True)
 def reinforce_plus_plus(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
-    """Compute the sum of a sequence's rewards from each token on, KL penalty included, before
-    whitening.
+    """Compute for each token the sum of its sequence's rewards from there on, including the KL
+    penalty. Whitening follows.
     """
     return discounted_sums(inputs.rewards, inputs.sequence_ids, 1.0)
 
 
 @advantage_estimator(whiten=True, needs_group=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
-    """Compute rewards less the mean of their group, before whitening."""
+    """Compute rewards minus the mean of their group. Whitening follows."""
     made = group_relative(
         inputs.sequence_rewards,
         inputs.group_ids,

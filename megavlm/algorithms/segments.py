@@ -1,8 +1,8 @@
 """Sums and scans over sequences in one flat row of tokens.
 
-N tokens, S sequences. `ids` [N] int64 in 0..S-1 names each token's sequence; a sequence's tokens
-come in their own order, and other sequences' tokens may be between them. Where a sequence is split
-over ranks (context parallelism), `reduce` sums a tensor over those ranks.
+There are N tokens and S sequences. `ids` [N] int64 in 0..S-1 holds the sequence of each token. The
+tokens of a sequence are in order, but tokens of other sequences may be between them. If sequences
+are split over ranks (context parallelism), `reduce` sums a tensor over those ranks.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """Return the tensor: the `reduce` of a rank that holds whole sequences."""
+    """Return the tensor unchanged: `reduce` for a rank that holds whole sequences."""
     return tensor
 
 
@@ -31,8 +31,8 @@ def segment_mean(values: Tensor, ids: Tensor, num: int, reduce: Reduce = alone) 
 
 
 def next_in_sequence(values: Tensor, ids: Tensor) -> Tensor:
-    """Return [N] the value at the next token of each token's sequence, 0 at the last one. Whole
-    sequences only.
+    """Return for each token [N] the value at the next token of its sequence, or 0 at the last one.
+    Requires whole sequences.
     """
     order = ids.argsort(stable=True)
     following, same = values[order].roll(-1), ids[order] == ids[order].roll(-1)
@@ -45,7 +45,7 @@ def next_in_sequence(values: Tensor, ids: Tensor) -> Tensor:
 
 def discounted_sums(values: Tensor, ids: Tensor, discount: float) -> Tensor:
     """Compute y_t = values_t + discount * y_(t+1) [N] within each sequence, from its last token
-    backward. Whole sequences only. The longest one makes the number of tensor operations.
+    backward. Requires whole sequences. The number of tensor operations is the longest length.
     """
     if not len(values):
         return values.clone()

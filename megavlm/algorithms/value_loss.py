@@ -7,9 +7,11 @@ from torch import Tensor
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute (V - R)^2 / 2 per token; with `clip` the larger of it and the loss of V held within
-    `clip` of the old value (PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729). All tensors
-    are [N]. Returns the loss, and a bool that is True where the bound is active.
+    """Compute (V - R)^2 / 2 per token.
+
+    With `clip`, the loss is the maximum of this and the loss of V clamped to within `clip` of the
+    old value (PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729). All tensors are [N].
+    Returns the loss, and a bool tensor that is True for tokens whose bound is active.
     """
     free = (values - returns).square()
     if clip is None:
@@ -22,10 +24,10 @@ def value_loss(
 def explained_variance(
     count: float, returns: float, squares: float, errors: float, error_squares: float
 ) -> float:
-    """Compute 1 - Var(R - V) / Var(R) from sums over tokens: of 1, R, R^2, R - V, (R - V)^2.
+    """Compute 1 - Var(R - V) / Var(R) from the sums of 1, R, R^2, R - V and (R - V)^2 over tokens.
 
-    1: the critic predicts every return; 0: no better than their mean; negative: worse. NaN if all
-    returns are equal, or there are none.
+    It is 1 if the critic predicts every return, 0 if it is no better than their mean, and negative
+    if it is worse. It is NaN if all returns are equal, or if there are none.
     """
     if not count:
         return float("nan")

@@ -1,4 +1,4 @@
-"""Normalisation of advantages over a whole batch of tokens, whatever ranks hold them."""
+"""Normalisation of advantages over a whole batch of tokens, whichever ranks hold them."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ def whiten(values: Tensor, counted: Tensor, reduce: Reduce = alone) -> Tensor:
     """Compute (v - mean) / sqrt(variance + 1e-8) over the counted tokens of all ranks: REINFORCE++
     (arXiv 2501.03262), and common in PPO. Collective.
 
-    values: [N]. counted: [N] bool. `reduce` sums over all ranks that hold tokens of the batch. The
-    result is exactly zero if all are equal: sums are in float64, so that the mean of equal numbers
-    is the number.
+    values: [N]. counted: [N] bool. `reduce` sums over all ranks that hold tokens of the batch. If
+    all values are equal, the result is exactly zero, because sums are in float64, in which the mean
+    of equal numbers is the number itself.
     """
     exact = values.double()
     total, count = reduce(torch.stack([exact[counted].sum(), counted.double().sum()]))

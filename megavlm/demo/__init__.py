@@ -1,3 +1,3 @@
 """Tiny models, drawn images, and the demo that trains on them."""
 
-FAMILY = "qwen2_5_vl"  # of a tiny model, unless another is named
+FAMILY = "qwen2_5_vl"  # default family of a tiny model

@@ -1,4 +1,4 @@
-"""The demo's data: images that it draws, or any Parquet set in the form of hiyouga/geometry3k."""
+"""The demo's data: images that it draws, or any Parquet data set like hiyouga/geometry3k."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from megavlm.demo.shapes import ROW_SCHEMA, write_dataset
 
 NUM_TRAIN, NUM_TEST = 8000, 800
 CATEGORY = "task"
-# What is drawn for a recipe of recipes/debug whose environment asks for something of its own.
+# Tasks to draw for recipes in recipes/debug whose environment asks its own kind of question.
 TASKS_OF = {"caption": ("describe",), "geospot": ("place",)}
 CAPTION = IMAGE_PLACEHOLDER + "Describe the image."
 
@@ -27,7 +27,7 @@ ParquetRow = dict[str, Any]  # a line of a Parquet file
 
 @dataclass(frozen=True)
 class DemoData:
-    """Files of each use, and the column with categories, if there is one."""
+    """Files for each purpose, and the column with categories, if there is one."""
 
     train: Path
     test: Path
@@ -35,7 +35,7 @@ class DemoData:
     category_key: str | None
 
     def rows(self) -> Sequence[Row]:
-        """Return all rows that the tokenizer learns from."""
+        """Return all rows on which the tokenizer is trained."""
         files = [str(self.warm_start), str(self.train)]
         return Rows(files, Data(category_key=self.category_key))
 
@@ -46,19 +46,19 @@ class DemoData:
 
 
 def draw_data(folder: Path, *, seed: int, tasks: Sequence[str] | None = None) -> DemoData:
-    """Draw images and questions. tasks: of shapes.TASKS; None: the default mix."""
+    """Draw images and questions. tasks: names from shapes.TASKS; None uses the default mix."""
     write_dataset(folder, seed=seed, num_train=NUM_TRAIN, num_test=NUM_TEST, tasks=tasks)
     train, test = folder / "train.parquet", folder / "test.parquet"
     return DemoData(train, test, folder / "warm_start.parquet", CATEGORY)
 
 
 def take_data(source: Path, folder: Path, *, seed: int) -> DemoData:
-    """Use train.parquet and test.parquet of `source`; without the latter a tenth of the former is
-    held out.
+    """Use train.parquet and test.parquet of `source`. Without test.parquet, a tenth of the training
+    rows is held out.
 
-    The warm start is like that of the drawn images, as far as the set allows it: the answers about
-    an image are its caption, and a question that has several answers gets a random one, so that its
-    form is taught and its meaning is left to reinforcement learning.
+    The warm start is as similar to the one on drawn images as the data set allows: the answers
+    about an image serve as its caption, and a question with several answers gets a random one of
+    them. This teaches the form of an answer, and leaves the meaning of the question to RL.
     """
     train, test = source / "train.parquet", source / "test.parquet"
     if not train.is_file():
@@ -80,8 +80,8 @@ def take_data(source: Path, folder: Path, *, seed: int) -> DemoData:
 
 
 def _captions(rows: Sequence[ParquetRow]) -> Iterator[ParquetRow]:
-    """Yield for each image its answers, the rarest first. Answers to yes-or-no questions are left
-    out.
+    """Yield a caption row for each image: its answers, the rarest first, without the answers to
+    yes-or-no questions.
     """
     known = _answers(rows)
     by_image: dict[bytes, list[ParquetRow]] = {}
@@ -97,8 +97,8 @@ def _captions(rows: Sequence[ParquetRow]) -> Iterator[ParquetRow]:
 
 
 def _withheld(rows: Sequence[ParquetRow], count: int, rng: np.random.Generator) -> list[ParquetRow]:
-    """Return `count` of the questions, each with a random one of the answers that it has in any
-    row.
+    """Return `count` of the questions, each with a random one of the answers that the same question
+    has in any row.
     """
     known = {problem: sorted(answers) for problem, answers in _answers(rows).items()}
     some = [rows[index] for index in rng.permutation(len(rows))[:count]]

@@ -1,8 +1,8 @@
-"""`megavlm demo`: the main job from nothing, on a machine without a GPU.
+"""`megavlm demo`: the whole pipeline from scratch, on a machine without a GPU.
 
-Data, a tiny random model, import to a Megatron checkpoint, a supervised warm start, GRPO (or
-another algorithm) against a real SGLang server, evaluation, export. Training runs are the recipes
-of recipes/debug, started as a user starts them.
+The demo makes data and a tiny random model, imports it as a Megatron checkpoint, runs a supervised
+warm start and then GRPO (or another algorithm) against a real SGLang server, evaluates and exports.
+Its training runs use the recipes in recipes/debug, started as a user would start them.
 """
 
 import json
@@ -27,9 +27,9 @@ from megavlm.parallel import platform
 
 MARK = ".megavlm-demo"
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "debug"
-# Keys that every part of the demo shares, and the option for each.
+# Keys that all parts of the demo must share, and the demo's option that sets each of them.
 OPTIONS = {"run.dir": "--run-dir", "run.seed": "--seed"}
-# For a set that we did not draw.
+# Override for a user's data set.
 RESPONSE_TOKENS = 16  # at most
 
 
@@ -37,9 +37,10 @@ RESPONSE_TOKENS = 16  # at most
 class DemoOptions:
     """Options of `megavlm demo`.
 
-    data: folder with Parquet files; None: images are drawn, with questions of `tasks` (None: those
-    that the demo or its environment teaches). warm_steps: None: as many as the images need.
-    algorithm: of recipes/debug/*_shapes.yaml. overrides: of its recipe.
+    data: folder with Parquet files; with None the demo draws images, with questions of `tasks`
+    (None: the questions that the demo or its environment teaches). warm_steps: steps of the warm
+    start; None makes as many as the images need. algorithm: ALGORITHM in
+    recipes/debug/ALGORITHM_shapes.yaml. overrides: key=value for this recipe.
     """
 
     run_dir: Path
@@ -57,7 +58,7 @@ class DemoOptions:
         return RECIPES / (f"{self.algorithm}_shapes.yaml" if self.data is None else "grpo_any.yaml")
 
     def check(self) -> None:
-        """Raise ValueError for what would end the demo after its warm start."""
+        """Raise ValueError for options that would only fail after the warm start."""
         if self.data is not None and self.tasks is not None:
             raise ValueError("--tasks is for drawn images: leave it out with --data")
         for override in self.overrides:
@@ -65,7 +66,7 @@ class DemoOptions:
             if option := OPTIONS.get(key):
                 raise ValueError(f"{override} is set by the demo: give {option} {value} instead")
         known = sorted(path.stem.removesuffix("_shapes") for path in RECIPES.glob("*_shapes.yaml"))
-        known.remove("sft")  # of the warm start
+        known.remove("sft")  # the recipe of the warm start
         algorithm = self.algorithm
         if algorithm not in known:
             raise ValueError(
@@ -99,12 +100,12 @@ def run_demo(options: DemoOptions) -> None:
 
         disable_progress_bar()
         make_tiny_model(model, sets.texts(), seed=options.seed, family=family)
-    platform.install()  # before the first import of megatron-core
+    platform.install()  # must precede the first import of megatron-core
     with stage("import", "import it into a Megatron checkpoint"):
         from checkpoint_tools.import_hf import import_hf
 
         import_hf(model, imported)
-    # Under tensor parallelism experts need sequence parallelism.
+    # Experts need sequence parallelism under tensor parallelism.
     experts = ["parallel.sequence=true"] if family.endswith("_moe") else []
     common = [
         f"model.folder={model}",
@@ -177,7 +178,7 @@ def _train(path: Path, overrides: list[str]) -> None:
 
 
 def _close(run_dir: Path, seconds: dict[str, float], paths: dict[str, Path]) -> None:
-    """Add the phases before training to the result, and print it."""
+    """Add the phases before training to the result of the run, and print it."""
     from megavlm.observability.console import print_closing
     from megavlm.observability.metrics import reward_points
     from megavlm.observability.report import write_report
@@ -185,7 +186,7 @@ def _close(run_dir: Path, seconds: dict[str, float], paths: dict[str, Path]) -> 
 
     result = json.loads((run_dir / RESULT_FILE).read_text())
     phases = result["seconds_by_phase"]
-    rest = seconds.pop("training") - sum(phases.values())  # its checks, its report, its end
+    rest = seconds.pop("training") - sum(phases.values())  # checks, report and shutdown of the run
     before = {name: round(value, 3) for name, value in seconds.items()}
     phases["other"] = round(phases.get("other", 0.0) + rest, 3)
     for name, value in phases.items():  # "model" and "data" are phases of the run too
@@ -210,7 +211,7 @@ def _clear(run_dir: Path) -> None:
 
 
 def _longest_answer(model: Path, sets: DemoData) -> int:
-    """Return the tokens of the longest answer with its end of turn, at most RESPONSE_TOKENS."""
+    """Return the token count of the longest answer and its end of turn, up to RESPONSE_TOKENS."""
     from megavlm.data.processor import Processor
 
     processor = Processor(model, Data())
@@ -219,7 +220,7 @@ def _longest_answer(model: Path, sets: DemoData) -> int:
 
 
 class _Stages:
-    """Stages of the demo: each is announced as it begins, and timed."""
+    """Stages of the demo. Each stage is announced when it begins, and timed."""
 
     count = 5
 

@@ -1,4 +1,4 @@
-"""Places of the demo's images for geospot: a made-up world in which a colour is a place."""
+"""Places of the demo's images for geospot: a made-up world in which each colour is a place."""
 
 from dataclasses import dataclass
 

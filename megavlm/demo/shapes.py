@@ -1,12 +1,12 @@
 """Small labelled images of coloured shapes, with questions that need the image.
 
 An image is 56 x 56 pixels on a 2 x 2 grid: a cell (28 x 28) is one token of Qwen2.5-VL's tower.
-Three files are written, in the form of hiyouga/geometry3k with a category:
+Three files are written, in the format of hiyouga/geometry3k with a category:
 
-train.parquet, test.parquet: questions with their true answers; disjoint random streams.
-warm_start.parquet: what a random model learns first, on the training images: true captions, so
-    that the tower learns to see, and the questions with random valid answers, which teach the form
-    of an answer only. What the questions mean is left to reinforcement.
+train.parquet, test.parquet: questions with their true answers, from disjoint random streams.
+warm_start.parquet: the first training data of a random model, on the training images. True captions
+    teach the tower to see. Questions with random valid answers teach only the form of an answer;
+    RL then has to teach the meaning of the questions.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ COLOURS = {
 }
 SHAPE_KINDS = ("circle", "square", "triangle")
 MAX_SHAPES = GRID * GRID
-# How many of each of two colours a comparison shows: never equal.
+# Numbers of shapes of the two colours in a comparison. They are never equal.
 UNEQUAL = ((1, 0), (1, 2), (1, 3), (0, 1), (2, 1), (3, 1), (0, 2), (2, 0))
 
 T = TypeVar("T")
@@ -53,8 +53,8 @@ ROW_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class DrawnExample:
-    """A question about an image. `candidates`: the answers that its form allows, or some of them.
-    `columns`: further ones of its row.
+    """A question about an image. `candidates`: all or some of the answers that its form allows.
+    `columns`: further columns of its row.
     """
 
     png: bytes
@@ -76,7 +76,7 @@ def write_dataset(
 ) -> None:
     """Write the three files to `folder`; the same seed gives the same bytes.
 
-    tasks: names of TASKS; None takes LEARNT. ValueError for a name that is none.
+    tasks: names from TASKS; None uses LEARNT. Raises ValueError for an unknown name.
     """
     tasks = LEARNT if tasks is None else tasks
     if unknown := [name for name in tasks if name not in TASKS]:
@@ -169,7 +169,7 @@ def _length(rng: np.random.Generator) -> DrawnExample:
 
 
 def _describe(rng: np.random.Generator) -> DrawnExample:
-    """Return an image of another task, to be described in the words of its caption."""
+    """Draw an image of another task; the answer is its caption."""
     shown, *others = [TASKS[_pick(rng, ("count", "compare"))](rng) for _ in range(4)]
     question = _pick(rng, ["What do you see?", "What is in the image?", "What does it show?"])
     captions = tuple(other.caption for other in others)
@@ -186,7 +186,7 @@ def _place(rng: np.random.Generator) -> DrawnExample:
     candidates = tuple(place.text for place in PLACES.values())
     place = PLACES[colour]
     made = _example(rng, [colour], question, place.text, candidates, "place")
-    # The caption is in the words of the answers, as with colours and numbers.
+    # The caption uses the words of the answers, as for colours and numbers.
     caption = made.caption.replace(colour, place.country)
     return replace(made, caption=caption, columns=asdict(place))
 
@@ -200,8 +200,8 @@ TASKS: dict[str, Callable[[np.random.Generator], DrawnExample]] = {
     "describe": _describe,
     "place": _place,
 }
-# What a model of the demo's size learns together in 40 steps. With kinds or lengths among the
-# questions, counting suffers and they stay near chance.
+# Tasks that a model of the demo's size can learn together in 40 steps. If kinds or lengths are
+# added, counting gets worse, and the added tasks stay near chance.
 LEARNT = ("colour", "count", "compare")
 
 
@@ -214,7 +214,7 @@ def _example(
     task: str,
     kinds: Sequence[str] | None = None,
 ) -> DrawnExample:
-    """Draw one shape for each colour, of `kinds` or at random, with its caption."""
+    """Draw one shape for each colour, of the given or random `kinds`, with its caption."""
     if kinds is None:
         kinds = [_pick(rng, SHAPE_KINDS) for _ in colours]
     image, pen = _canvas(rng)

@@ -1,4 +1,4 @@
-"""Configurations of tiny Qwen-VL models: every family's own form, small sizes."""
+"""Configurations of tiny Qwen-VL models: each family's own format with small sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -23,7 +23,7 @@ _QWEN2_5 = ("qwen2_5_vl",)
 _QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe")
 _QWEN3 = (*_QWEN3_VL, "qwen3_5", "qwen3_5_moe")
 _MOE = ("qwen3_vl_moe", "qwen3_5_moe")
-# Options that only some families have; None stands for the default.
+# Options that only some families have; None means the default.
 _ONLY = {
     "full_attention_blocks": _QWEN2_5,
     "head_dim": _QWEN3,
@@ -42,8 +42,8 @@ class TinySizes:
 
     full_attention_blocks (Qwen2.5-VL): tower blocks without windows, all by default; the others
         have windows of 112 pixels.
-    head_dim (Qwen3-VL, Qwen3.5): hidden_size / num_heads by default, in Qwen3.5 64, of which it
-        turns a quarter.
+    head_dim (Qwen3-VL, Qwen3.5): hidden_size / num_heads by default; in Qwen3.5 64, of which a
+        quarter gets rotary embeddings.
     deepstack_blocks (Qwen3-VL): tower blocks whose output becomes a DeepStack level, by default the
         first three, or as many as there are tower blocks and language layers.
     position_table_side (Qwen3-VL, Qwen3.5): the learned table has side x side positions; 8 by
@@ -79,8 +79,8 @@ def tiny_config(
 ) -> PreTrainedConfig:
     """Return the family's transformers configuration.
 
-    token_ids: of the special tokens. ValueError for an unknown family, an option that the family
-    does not have, or sizes that its checkpoints cannot hold.
+    token_ids: ids of the special tokens. Raises ValueError for an unknown family, an option that
+    the family does not have, or sizes that its checkpoints cannot hold.
     """
     if family not in TINY_FAMILIES:
         raise ValueError(
@@ -127,15 +127,15 @@ def tiny_config(
 
 
 def mrope_section(head_dim: int) -> list[int]:
-    """Return Qwen2-VL's frequencies for time, height and width, in the released 2 : 3 : 3; they sum
-    to head_dim / 2.
+    """Return Qwen2-VL's numbers of frequencies for time, height and width, in the released ratio
+    2 : 3 : 3. They sum to head_dim / 2.
     """
     spatial = 3 * head_dim // 16
     return [head_dim // 2 - 2 * spatial, spatial, spatial]
 
 
 def interleaved_mrope_section(head_dim: int) -> list[int]:
-    """Return Qwen3-VL's frequencies, in the released 6 : 5 : 5."""
+    """Return Qwen3-VL's numbers of frequencies, in the released ratio 6 : 5 : 5."""
     spatial = 5 * head_dim // 32
     return [head_dim // 2 - 2 * spatial, spatial, spatial]
 
@@ -166,7 +166,7 @@ def _qwen2_vl(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
         "hidden_size": sizes.hidden_size,
         "mlp_ratio": ratio,
         "patch_size": 14,
-        "in_chans": 3,  # as released: SGLang reads it, transformers does not
+        "in_chans": 3,  # in released files, too: SGLang reads it, transformers does not
     }
     return _qwen2_text(sizes), vision
 
@@ -230,10 +230,10 @@ def _qwen3_vl_moe(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
 
 def _qwen3_5(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
     head_dim = sizes.head_dim or 64
-    interval = min(FULL_ATTENTION_INTERVAL, sizes.num_layers)  # the last layer has attention
+    interval = min(FULL_ATTENTION_INTERVAL, sizes.num_layers)  # the last layer has full attention
     text = {
         "head_dim": head_dim,
-        # As released: transformers reads the first of each pair, SGLang the second.
+        # Released files have both: transformers reads the first of each pair, SGLang the second.
         "layer_types": [
             "linear_attention" if (index + 1) % interval else "full_attention"
             for index in range(sizes.num_layers)
@@ -259,7 +259,7 @@ def _qwen3_5(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
         "out_hidden_size": sizes.hidden_size,
         "num_position_embeddings": (sizes.position_table_side or 8) ** 2,
         "patch_size": 16,
-        "deepstack_visual_indexes": [],  # SGLang assumes three levels where it is absent
+        "deepstack_visual_indexes": [],  # SGLang assumes three levels if it is absent
     }
     return text, vision
 

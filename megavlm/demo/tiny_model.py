@@ -1,8 +1,8 @@
 """A tiny Qwen-VL with random weights, as a complete HuggingFace folder.
 
-The folder holds what a released one holds (config, generation config, safetensors, tokenizer,
-chat template, processor configs), so transformers and SGLang load it like any other; only the
-sizes are small.
+The folder holds the same files as a released model (config, generation config, safetensors,
+tokenizer, chat template, processor configs), so transformers and SGLang load it like any other.
+Only the sizes are small.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 
-# Qwen2.5-VL's released template without its default system message, to keep prompts short.
+# This is Qwen2.5-VL's released template without the default system message, to keep prompts short.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
@@ -56,24 +56,25 @@ def make_tiny_model(
 ) -> None:
     """Write a random model and a tokenizer trained on `texts` to `folder`.
 
-    texts: what the tokenizer learns its merges from; a frequent word becomes one token.
+    texts: training texts of the tokenizer; a frequent word becomes one token.
     family: the model_type, as in `tiny_configs.TINY_FAMILIES`.
     randomise_norms_and_biases: draw norm weights around 1 and biases around 0 instead of exactly
-        1 and 0, so that a test sees a norm or a bias that was left out or swapped; and routers
-        that send tokens to all experts.
-    max_vocab: bound on the byte-level BPE vocabulary, special tokens not counted.
+        1 and 0, so that a test notices a norm or a bias that was left out or swapped; also draw
+        routers that send tokens to all experts.
+    max_vocab: limit of the byte-level BPE vocabulary, without special tokens.
     max_pixels: largest resized image, as the folder's image processor will enforce it; 1280
         image tokens by default.
     sizes: fields of TinySizes.
 
-    Raises ValueError for a family that has no tiny form, and for what TinySizes and the family do
-    not allow together.
+    Raises ValueError for a family that has no tiny form, and for sizes that the family does not
+    allow.
     """
     folder = Path(folder)
     tokenizer = train_tokenizer(texts, max_vocab=max_vocab)
     vocab = tokenizer.get_vocab()
     ids = {token: vocab[token] for token in SPECIAL_TOKENS}
-    # A multiple of 64, as released vocabularies are, so that tensor parallelism can cut it.
+    # The vocabulary is a multiple of 64, as in released models, so that tensor parallelism can
+    # split it.
     vocab_size = -(-len(tokenizer) // 64) * 64
     config = tiny_config(family, TinySizes(**sizes), vocab_size, ids)
     _save_model(folder, config, seed=seed, randomise=randomise_norms_and_biases)
@@ -81,7 +82,7 @@ def make_tiny_model(
 
 
 def train_tokenizer(texts: Iterable[str], *, max_vocab: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with Qwen's special tokens and chat template; any text can be encoded."""
+    """Train a byte-level BPE with Qwen's special tokens and chat template, for any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -90,7 +91,7 @@ def train_tokenizer(texts: Iterable[str], *, max_vocab: int) -> PreTrainedTokeni
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The words of the chat template are in every prompt: each is one token.
+    # The words of the chat template are in every prompt, so each of them becomes one token.
     roles = ["system\n", "user\n", "assistant\n"] * 100
     tokenizer.train_from_iterator([*texts, *roles], trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
@@ -121,16 +122,18 @@ def _save_model(folder: Path, config: PreTrainedConfig, *, seed: int, randomise:
         eos_token_id=text.eos_token_id,
         pad_token_id=text.pad_token_id,
     )
-    # Qwen3.5's released files stack experts as transformers has them in memory, and its
-    # "original format" has a tensor for each.
+    # Qwen3.5's released files stack experts in the same way as transformers in memory, but
+    # transformers' "original format" has a tensor for each expert.
     model.save_pretrained(folder, save_original_format=config.model_type != "qwen3_5_moe")
     if config.model_type == "qwen3_vl_moe":
         _transpose_expert_stacks(folder / "model.safetensors")
 
 
 def _slow_decay(model: Any) -> None:
-    """Let Gated DeltaNet remember some tokens. transformers' initialisation forgets nearly all at
-    each token: a tiny model would not learn to see, and transformers itself loses digits.
+    """Initialise Gated DeltaNet so that its state lasts for some tokens.
+
+    With transformers' initialisation the state decays almost completely at each token: a tiny model
+    would not learn to see, and transformers itself loses digits.
     """
     for name, parameter in model.named_parameters():
         if name.endswith(".A_log"):
@@ -140,21 +143,21 @@ def _slow_decay(model: Any) -> None:
 def _randomise(model: Any) -> None:
     routers = []
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:  # norms are 1 and biases 0: keep the centre, add noise
+        if parameter.dim() == 1:  # norms are 1 and biases 0: add noise around that
             parameter.data += 0.1 * torch.randn_like(parameter)
         elif name.endswith(".mlp.gate.weight"):
             routers.append(parameter)
     for router in routers:  # [experts, H]: logits of about unit variance
         router.data = torch.randn_like(router) / router.size(1) ** 0.5
     if routers:
-        # What attention adds is alike in all tokens: a token must outweigh it to have experts of
-        # its own in the last layers too.
+        # Attention adds nearly the same vector to all tokens. A token's embedding must outweigh
+        # it, so that tokens use different experts in the last layers, too.
         model.get_input_embeddings().weight.data *= 5
 
 
 def _transpose_expert_stacks(path: Path) -> None:
     """Transpose the stacks of experts from [E, out, in], as transformers 5 saves them, to [E, in,
-    out], as in the released files, which SGLang and transformers read.
+    out], the format of released files that SGLang and transformers read.
     """
     tensors = load_file(path)
     stacks = [name for name in tensors if ".mlp.experts." in name]
@@ -185,7 +188,7 @@ def _save_processor(
     if processor_class is Qwen3VLProcessor:
         half = [0.5] * 3
         images = Qwen2VLImageProcessor(**bounds, patch_size=16, image_mean=half, image_std=half)
-        # A video's bounds count the pixels of all its frames.
+        # The limits of a video count the pixels of all its frames.
         size = {"shortest_edge": bounds["min_pixels"], "longest_edge": 16 * bounds["max_pixels"]}
         videos: Any = Qwen3VLVideoProcessor(size=size, cap_pixels_per_frame=False)
     else:
@@ -198,6 +201,6 @@ def _save_processor(
         chat_template=CHAT_TEMPLATE,
     )
     processor.save_pretrained(folder)
-    # Released folders have preprocessor_config.json, and tools look for it; transformers 5 writes
-    # the same content as a part of processor_config.json only.
+    # Released folders have preprocessor_config.json, and tools look for it. transformers 5 only
+    # writes the same content as a part of processor_config.json.
     processor.image_processor.save_pretrained(folder)

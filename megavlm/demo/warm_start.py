@@ -1,4 +1,4 @@
-"""Length of the warm start on a user's images, by what a row costs, and how long that takes."""
+"""Length of the warm start on a user's images, from the cost of a row, and its duration."""
 
 import time
 from collections.abc import Sequence
@@ -15,17 +15,18 @@ from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.observability.text import duration
 
 EPOCHS = 8
-# Patches and text tokens of all rows together. Images of 64 x 64 pixels make it 400 steps of 64
-# rows, which teach the tower their colours; with larger images each step counts for more.
+# Limit on the patches and text tokens of all rows together. With images of 64 x 64 pixels it
+# allows 400 steps of 64 rows, enough to teach the tower their colours. Larger images need fewer
+# steps, because each step teaches more.
 MOST_TOKENS = 1_000_000
-SAMPLE = 16  # rows that are measured
-OVERHEAD = 1.5  # of a step over forward and backward alone: optimizer, packing, gradients' sum
+SAMPLE = 16  # number of rows that are measured
+OVERHEAD = 1.5  # factor for the rest of a step: optimizer, packing, gradient reduction
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Steps of the warm start, and an estimate of their time in seconds if `num_ranks` cores have
-    nothing else to do.
+    """Steps of the warm start, and an estimate of their time in seconds on `num_ranks` cores that
+    are otherwise idle.
     """
 
     steps: int
@@ -38,7 +39,7 @@ class WarmStart:
 
 
 def plan_warm_start(config: Config, steps: int | None) -> WarmStart:
-    """Plan the warm start of a recipe. steps: as the user wants it; None: as many as suit its rows.
+    """Plan the warm start of a recipe. steps: the user's number; None chooses one for its rows.
 
     Raises ValueError, naming the row, for a row that cannot be trained on.
     """
@@ -63,14 +64,14 @@ def num_steps(num_rows: int, sample: Sequence[Prompt], batch_size: int) -> int:
 
 
 def _seconds_per_row(config: Config, prompts: Sequence[Prompt]) -> float:
-    """Measure the CPU time of transformers' forward and backward of each prompt, the same work as
-    training's. It says the same on a busy machine.
+    """Measure the CPU time of transformers' forward and backward for a prompt, which is the same
+    work as in training. CPU time does not depend on other load of the machine.
     """
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(config.model.folder, local_files_only=True)
     use_plain_torch(model)
-    _train(model, prompts[0])  # the first one allocates
+    _train(model, prompts[0])  # warm up: the first call allocates memory
     start = time.process_time()
     for prompt in prompts:
         _train(model, prompt)

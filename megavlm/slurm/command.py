@@ -146,6 +146,6 @@ def launch(
 
 
 def _addresses(count: int) -> list[str]:
-    """Return overrides with placeholders for `count` servers, whose nodes Slurm chooses later."""
+    """Return overrides with placeholder addresses of `count` servers: Slurm picks nodes later."""
     urls = ",".join(f"'http://later{index}:1'" for index in range(count))
     return ["rollout.mode=external", f"rollout.urls=[{urls}]"]

@@ -1,4 +1,4 @@
-"""Batch scripts of Slurm jobs, with the code and the recipe that they run frozen beside them."""
+"""Batch scripts of Slurm jobs, with frozen copies of the code and the recipe that they run."""
 
 import shlex
 import shutil
@@ -17,10 +17,12 @@ JOB = Path(__file__).with_name("job.sh")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Options of a job; None and empty ones are left to Slurm. `setup`: a shell command that
-    prepares the environment, such as `source env.sh`. `variables`: NAME=VALUE. `arguments`: of
-    sbatch, as written in an #SBATCH line. rollout_arguments, rollout_gpus_per_node: of the rollout
-    nodes, which are a component of their own where one of these is given.
+    """Options of a job. Slurm's defaults apply to options that are None or empty.
+
+    setup: a shell command that prepares the environment, such as `source env.sh`. variables:
+    environment variables as NAME=VALUE. arguments: sbatch options as written in an #SBATCH line.
+    rollout_arguments, rollout_gpus_per_node: the same for the rollout nodes; if one of them is set,
+    the job is heterogeneous, and the rollout nodes are a separate component.
     """
 
     name: str
@@ -87,7 +89,7 @@ class Job:
         ]
 
     def _component(self, nodes: int, gpus_per_node: int) -> list[str]:
-        """Return the options by which nodes are chosen."""
+        """Return the options that choose the nodes of one component."""
         given = {
             "account": self.account,
             "partition": self.partition,
@@ -116,10 +118,10 @@ class Job:
 
 
 def num_servers(tensor_parallel: int, nodes: int, gpus: int) -> int:
-    """Return the number of servers of `nodes` rollout nodes of `gpus` GPUs: several on a node, or
-    one over several whole nodes.
+    """Return the number of servers on `nodes` rollout nodes with `gpus` GPUs each: several on a
+    node, or each over several whole nodes.
 
-    Raises ValueError if these do not come out even, as job.sh does.
+    Raises ValueError if nodes and GPUs do not divide evenly. job.sh computes the same.
     """
     if tensor_parallel <= gpus:
         return nodes * (gpus // tensor_parallel)

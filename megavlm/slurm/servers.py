@@ -2,17 +2,18 @@
 
     python -m megavlm.slurm.servers RUN_DIR HOST PORT COUNT GPUS [SGLang's arguments]
 
-runs COUNT servers on GPUS GPUs each, at ports from PORT on, with the keys in the environment and
-their logs in RUN_DIR. A server that dies, or cannot be started, is started again after a pause; the
-trainer gives it the weights anew. They end with this process, which SIGUSR2 ends: Slurm sends the
-other signals to every process of a job, and the trainer still needs its servers to finish the step.
-They also end once the watchdog of the trainer wants their stacks.
+runs COUNT servers on GPUS GPUs each, on ports from PORT upwards. The servers' keys are taken from
+the environment, and their logs are written to RUN_DIR. A server that dies, or cannot be started, is
+restarted after a pause, and the trainer sends it the weights again. The servers end with this
+process, and SIGUSR2 ends this process. Other signals are ignored: Slurm sends them to every process
+of a job, but the trainer still needs its servers to finish the step. The servers also end after the
+trainer's watchdog has requested their stacks.
 
-A server over several nodes is run so on each of them, with COUNT 1 and SGLang's --nnodes,
---node-rank and --dist-init-addr. When its process on one node ends, those on the others would wait
-for it in a collective, so all end and start again: a file in RUN_DIR has a byte for each launch of
-such a server that has ended. Byte n is written by every node that sees launch n end, which never
-takes back what another wrote.
+To run a server over several nodes, this command runs on each of them with COUNT 1 and SGLang's
+--nnodes, --node-rank and --dist-init-addr. When the server's process on one node ends, the
+processes on the other nodes would wait for it in a collective, so all end and start again. A file in
+RUN_DIR tells the nodes: it has one byte for each launch of the server that has ended. Every node
+that sees launch n end writes byte n, so that no write can undo the write of another node.
 """
 
 import os
@@ -26,10 +27,10 @@ from pathlib import Path
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY, ServerProcess
 from megavlm.process import STACKS, STACKS_WANTED, STOP_SIGNALS
 
-TICK = 0.5  # seconds between looks at the servers
-LONGEST_PAUSE = 60.0  # seconds before a restart; the first pause takes one
-FOR_ALL = 5.0  # seconds in which the supervisors of all nodes see that stacks are wanted
-FOR_STACKS = 20.0  # seconds in which servers write their stacks
+TICK = 0.5  # seconds between checks of the servers
+LONGEST_PAUSE = 60.0  # longest pause before a restart in seconds; the first takes one second
+FOR_ALL = 5.0  # seconds within which all nodes see the request for stacks
+FOR_STACKS = 20.0  # seconds that servers have to write their stacks
 
 
 @dataclass
@@ -37,8 +38,8 @@ class Restarts:
     """A server's process on this node, the time at which it may start again, and the pause after
     its next end [s].
 
-    ended: file of the launches that have ended, of a server over several nodes. launch: number of
-    the launch that runs.
+    ended: for a server over several nodes, the file that counts launches that have ended. launch:
+    number of the current launch.
     """
 
     server: ServerProcess
@@ -48,13 +49,13 @@ class Restarts:
     pause: float = 1.0
 
     def look(self) -> None:
-        """Start the process if it does not run and that is due, end it if it has ended on another
-        node, and bound its log.
+        """Start the process if it does not run and its pause is over, end it if its launch has
+        ended on another node, and limit the size of its log.
         """
         if time.monotonic() >= self.due:
             try:
                 self._look()
-            except OSError as error:  # the node's other servers go on
+            except OSError as error:  # the other servers of the node continue
                 self._postpone(
                     f"the SGLang server on port {self.server.port} could not be started or "
                     f"stopped: {error}"
@@ -98,7 +99,7 @@ def main() -> None:
     asked: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, _: asked.append(number))
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by the servers
+        signal.signal(number, lambda *_: None)  # the servers would inherit SIG_IGN
     keys = os.environ.pop(API_KEY), os.environ.pop(ADMIN_KEY)
     arguments = sys.argv[6:]
     wanted = Path(run_dir, STACKS, STACKS_WANTED)
@@ -108,7 +109,7 @@ def main() -> None:
     if "--dist-init-addr" in arguments:
         address = arguments[arguments.index("--dist-init-addr") + 1]
         ended = Path(run_dir, f"rollout_server_{address.replace(':', '_')}.ended")
-        ended.touch()  # early: network file systems may take long to see a file that was not there
+        ended.touch()  # now, as other nodes may see a new file late on a network file system
     restarts = [
         Restarts(
             ServerProcess(
@@ -118,13 +119,13 @@ def main() -> None:
                 os.environ,
                 keys,
                 Path(run_dir, f"rollout_server_{host}_{index}.log"),
-                stop_timeout=0,  # the node is given back
+                stop_timeout=0,  # kill at once: Slurm takes the node back
             ),
             ended,
         )
         for index in range(int(count))
     ]
-    with ExitStack() as stack:  # one that cannot be stopped keeps no other
+    with ExitStack() as stack:  # all are stopped, even if one of them cannot be
         for each in restarts:
             stack.callback(each.server.stop)
         while not asked and not _content(wanted):
@@ -138,8 +139,8 @@ def main() -> None:
 def write_stacks(servers: list[ServerProcess]) -> None:
     """Have the servers write the stacks of their threads to their logs, and end.
 
-    They are suspended until those of all nodes are, because SGLang's processes end without stacks
-    when those on another node end.
+    First the servers on all nodes are suspended, because SGLang's processes end without writing
+    stacks when processes on another node end.
     """
     for server in servers:
         server.suspend()
@@ -154,8 +155,8 @@ def write_stacks(servers: list[ServerProcess]) -> None:
 
 
 def _content(file: Path) -> bytes:
-    """Return a file's content, b"" if it cannot be read. It is opened each time, because network
-    file systems look for changes only then.
+    """Return a file's content, or b"" if it cannot be read. The file is opened each time, because
+    network file systems only check for changes when a file is opened.
     """
     with suppress(OSError):
         return file.read_bytes()
