@@ -1,4 +1,4 @@
-"""Rollout client: responses to prompts, from all servers at once."""
+"""Rollout client: generates responses to prompts on all servers concurrently."""
 
 import asyncio
 from collections import Counter
@@ -20,12 +20,13 @@ DEFAULT_LIMITS = RequestLimits()
 
 
 class RolloutClient:
-    """Context manager. Synchronous outside, asynchronous inside: `runner`, where what follows a
-    response runs too. It keeps its connections.
+    """Client of the rollout servers, a context manager. Its interface is synchronous; requests and
+    their followers run on the asyncio `runner`. Connections are kept open.
 
-    A connection error, a time-out, a 5xx status or a malformed response is retried, at another
-    server if there is one, a bounded number of times; generation changes nothing on a server, so no
-    response is lost or doubled. A 4xx status is our own mistake and is not retried.
+    A request is retried after a connection error, a timeout, a 5xx status or a malformed response,
+    at another server if there is one, and at most ATTEMPTS times. Generation does not change a
+    server's state, so no response is lost or duplicated. A 4xx status is the client's mistake and
+    is not retried.
     """
 
     def __init__(
@@ -35,15 +36,15 @@ class RolloutClient:
         show: Callable[[str], object] = lambda line: None,
         beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare the connections. show: called with a line about how far a generation is. beat:
-        called with each response.
+        """Prepare the connections. show: Callback for a progress line. beat: Callback for each
+        response.
         """
         self._routing, self.limits, self._show, self._beat = routing, limits, show, beat
         self._loads: Counter[str] = Counter()
         self._peers: list[GenerationBatch] = []
         self.runner = asyncio.Runner()
-        # trust_env: no proxy between a trainer and its servers. The number of connections has no
-        # limit of its own, because concurrency bounds the requests in flight.
+        # trust_env=False uses no proxy between the trainer and its servers. Connections need no
+        # limit, because `concurrency` limits the requests in flight.
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(limits.total, connect=limits.connect),
             limits=httpx.Limits(max_connections=None),
@@ -66,19 +67,19 @@ class RolloutClient:
         """Return n responses to each prompt, in the order of the prompts.
 
         Args:
-            weight_version: of the weights that must answer; None: any.
-            refit: called when no server has these weights and one that answers could get them;
-                responses so far are kept.
-            begun: what earlier calls have of each prompt's group; aborted responses are continued.
-            enough: complete groups after which the rest is aborted; then some groups hold aborted
-                responses, and some may be empty.
-            follow: runs for each of these groups as soon as it is complete, with the place of its
-                prompt, its responses, and a function that gets a response to a further prompt.
-            skip_timed_out: as of GenerationBatch; it needs `follow`.
+            weight_version: Weight version that must generate the responses; None accepts any.
+            refit: Function that pushes the weights. It is called when no server has them and a
+                server that answers could get them; responses so far are kept.
+            begun: Responses that earlier calls have for each prompt; aborted ones are continued.
+            enough: Number of complete groups after which the rest is aborted. Some groups then
+                have aborted responses, and some may be empty.
+            follow: Runs for each of these groups as soon as it is complete, with the index of its
+                prompt, its responses, and a function that returns a response to another prompt.
+            skip_timed_out: See GenerationBatch; it needs `follow`.
 
-        Raises RolloutRequestError if a server refuses a request or counts other prompt tokens than
-        the trainer, RolloutServerError if all attempts failed or too few servers are left, and what
-        `follow` raises.
+        Raises RolloutRequestError if a server refuses a request or counts a different number of
+        prompt tokens than the trainer, RolloutServerError if all attempts failed or too few servers
+        are left, and the errors of `follow`.
         """
         version = None if weight_version is None else str(weight_version)
         batch = self._batch(
@@ -115,17 +116,17 @@ class RolloutClient:
         follow: Follow,
         skip_timed_out: bool = False,
     ) -> None:
-        """Generate n responses to each prompt while weights are pushed, in `runner`; several of
-        these may run at once.
+        """Generate n responses to each prompt, also while weights are pushed. Runs in `runner`;
+        several calls may run at the same time.
 
         Args:
-            accepts: returns True for weight versions that may answer.
-            refit: waits until a server can answer, when none can without a push.
-            groups: what there is of each prompt's group, filled in place.
-            follow: as of `generate`, for all groups.
-            skip_timed_out: as of GenerationBatch.
+            accepts: Function that returns True for weight versions that may answer.
+            refit: Waits for a push, when no server can answer without one.
+            groups: Responses to each prompt so far, filled in place.
+            follow: As in `generate`, for all groups.
+            skip_timed_out: See GenerationBatch.
 
-        Raises as `generate`.
+        Raises as `generate` does.
         """
         batch = self._batch(
             prompts,
@@ -160,7 +161,7 @@ class RolloutClient:
         )
 
     def sample_by(self, sampling: Sampling) -> None:
-        """Sample by `sampling` in all requests that are sent from now on."""
+        """Use `sampling` in all requests sent from now on."""
         for batch in self._peers:
             batch.sampling = sampling
 

@@ -1,4 +1,6 @@
-"""Connection of a run to its rollout servers: servers that it starts, or running ones by URL."""
+"""Connection of a run to its rollout servers: either servers that it starts, or running servers by
+URL.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +26,15 @@ from megavlm.observability.records import SERVERS_FILE
 from megavlm.parallel import platform
 from megavlm.process import allow_open_files
 
-TOKEN_SECONDS = 0.1  # that a token of a long response may take besides rollout.request_timeout
+TOKEN_SECONDS = 0.1  # added to rollout.request_timeout per token of a response
 IMAGE_TOKENS = {"cuda": 65536, "cpu": 8192}  # rollout.image_tokens by device
 
 
 @dataclass(frozen=True)
 class Connection:
-    """memory: the servers' GPU memory; None unless they share GPUs with the trainer."""
+    """Connection to the rollout servers. memory: The servers' GPU memory; None unless they share
+    GPUs with the trainer.
+    """
 
     client: RolloutClient
     server_pool: ServerPool
@@ -47,12 +51,13 @@ def connect(
     waits: bool = True,
     beat: Callable[[], object] = lambda: None,
 ) -> Iterator[Connection]:
-    """Connect to `rollout.urls`, or run servers of `model_folder` as long as the context.
+    """Connect to `rollout.urls`, or run servers of `model_folder` within the context.
 
-    progress: shows the wait for servers, and how far a generation is. needs_refit: servers get
-    requests only after a push; False: they serve what they started with. waits: for the servers to
-    start; False: `server_pool.wait_for_starts` does, except where they share GPUs. beat: called
-    with each response.
+    progress: Shows the wait for servers and the progress of generation. needs_refit: If true,
+    servers get requests only after a weight push; otherwise they serve the weights that they
+    started with. waits: If true, wait for the servers to start; otherwise the caller calls
+    `server_pool.wait_for_starts`. With colocate=true it always waits. beat: Callback for each
+    response.
     """
     rollout = config.rollout
     policy = RestartPolicy(
@@ -72,7 +77,7 @@ def connect(
             yield Connection(client, server_pool)
             return
         with ServerMemory(server_pool, rollout) as memory:
-            if needs_refit:  # a trainer is about to take the memory
+            if needs_refit:  # the trainer needs the memory first
                 memory.release(["kv_cache", "weights"])
             yield Connection(client, server_pool, memory)
 
@@ -90,9 +95,9 @@ def _client(
     show: Callable[[str], object],
     beat: Callable[[], object],
 ) -> RolloutClient:
-    allow_open_files()  # a request is one, and each of its images
+    allow_open_files()  # a request needs one, and so does each of its images
     image_tokens = rollout.image_tokens or IMAGE_TOKENS[platform.device().type]
-    servers = len(rollout.urls) if rollout.router is not None else 1  # behind one address
+    servers = len(rollout.urls) if rollout.router is not None else 1  # servers behind one address
     limits = RequestLimits(
         total=rollout.request_timeout,
         token=TOKEN_SECONDS,
@@ -120,7 +125,7 @@ def server_handles(
 
 
 def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedServer]:
-    """Return the run's servers, not launched yet, each with its GPUs, port and log.
+    """Return the run's servers, each with its GPUs, port and log. They are not launched yet.
 
     Raises ValueError if this machine has too few GPUs.
     """
@@ -144,8 +149,8 @@ def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedSer
 def server_gpus(rollout: Rollout, num_gpus: int, num_trainers: int) -> Sequence[int]:
     """Return the first GPU of each server; 0 on a machine without GPUs.
 
-    num_trainers: ranks that train on this machine, on GPUs from 0 on. Raises ValueError if the GPUs
-    do not exist or are the trainer's.
+    num_trainers: Number of trainer ranks on this machine; they use the first GPUs. Raises
+    ValueError if the servers' GPUs do not exist, or are the trainer's without colocate=true.
     """
     size, needed = rollout.tensor_parallel, rollout.servers * rollout.tensor_parallel
     if num_gpus == 0:

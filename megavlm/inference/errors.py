@@ -1,4 +1,4 @@
-"""Errors of rollout servers, which callers handle differently."""
+"""Errors of rollout servers, by how callers handle them."""
 
 
 class RolloutServerError(RuntimeError):
@@ -14,4 +14,4 @@ class WeightSyncError(RuntimeError):
 
 
 class TrainerFault(WeightSyncError):
-    """A push failed on the trainer's side: no server is at fault, and a retry is useless."""
+    """A push failed on the trainer's side. No server is at fault, so a retry would not help."""

@@ -1,4 +1,6 @@
-"""Generation of a batch: requests in flight at all servers until enough groups are complete."""
+"""Generation of a batch: keeps requests in flight at all servers until enough groups are
+complete.
+"""
 
 import asyncio
 import logging
@@ -29,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_EVERY = 0.5  # seconds between checks of what no event reports
-ABORT_TIMEOUT = 30.0  # seconds in which aborted requests must be answered
+POLL_EVERY = 0.5  # seconds between checks for changes that trigger no event
+ABORT_TIMEOUT = 30.0  # seconds that aborted requests have to return
 
 ResponseTask = asyncio.Task[list[list[Response]]]
-Ask = Callable[["Prompt"], Awaitable[Response]]  # returns one response to a further prompt
-# Called with a prompt's place and its responses as soon as they are complete, or with none if its
-# request timed out (GenerationBatch.skip_timed_out).
+Ask = Callable[["Prompt"], Awaitable[Response]]  # returns one response to another prompt
+# Called with a prompt's index and its responses as soon as these are complete, or with no responses
+# if its request timed out (GenerationBatch.skip_timed_out).
 Follow = Callable[[int, list[Response], Ask], Coroutine[Any, Any, None]]
 
 
@@ -43,15 +45,24 @@ Follow = Callable[[int, list[Response], Ask], Coroutine[Any, Any, None]]
 class GenerationBatch:
     """Generation of n responses to each of `prompts`.
 
-    groups: the responses of each prompt, filled in place; a group is complete, partly aborted, or
-    empty. version: of the weights that must answer; None: any that `accepts`, and then responses
-    that a push of weights aborts are continued without end. wanted: complete groups after which the
-    rest is aborted. follow: runs for each of the first `wanted` groups that are complete, while
-    others are generated; what it asks is appended to prompts and groups. skip_timed_out: a group
-    whose request times out in all attempts stays empty, and is followed without responses; a next
-    turn raises RequestTimedOut where it was asked. A next turn that a server refuses always raises
-    RequestRefused there. show: called with a line about how far it is. beat: called with each
-    answer. loads: slots taken by server, and peers: what runs now; both are shared by batches that
+    groups: The responses of each prompt, filled in place. A group is complete, partly aborted, or
+    empty.
+
+    version: Weight version that must generate the responses. None takes any version that `accepts`
+    returns True for; responses aborted by a weight push are then continued, as often as needed.
+
+    wanted: Number of complete groups after which all other requests are aborted.
+
+    follow: Runs for each of the first `wanted` complete groups while others are generated. The
+    prompts that it asks are appended to prompts and groups.
+
+    skip_timed_out: If true, a group whose request times out in all attempts is left empty and
+    `follow` is called with []; for later turns, `ask` raises RequestTimedOut. If a server refuses a
+    later turn, `ask` always raises RequestRefused.
+
+    show: Callback for a progress line. beat: Callback for each answer.
+
+    loads, peers: Slots taken per server, and the batches that are running; shared by batches that
     run at the same time.
     """
 
@@ -71,7 +82,7 @@ class GenerationBatch:
     accepts: Callable[[str], bool] | None = None
     loads: Counter[str] = field(default_factory=Counter)
     peers: "list[GenerationBatch]" = field(default_factory=list)
-    _num_first: int = field(init=False)  # prompts that were given; those after them were asked
+    _num_first: int = field(init=False)  # prompts of first turns; later turns follow
     _followed: set[int] = field(init=False, default_factory=set)  # places
     _timed_out: set[int] = field(init=False, default_factory=set)  # places
     _followers: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
@@ -79,7 +90,7 @@ class GenerationBatch:
     _changed: asyncio.Event = field(init=False)
     _waiting: deque[Request] = field(init=False)
     _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False)
-    _attempts: Counter[int] = field(init=False, default_factory=Counter)  # failed ones, by place
+    _attempts: Counter[int] = field(init=False, default_factory=Counter)  # failed attempts by place
     _num_tokens: int = field(init=False, default=0)
     _aborting: bool = field(init=False, default=False)
 
@@ -87,9 +98,9 @@ class GenerationBatch:
         self._num_first = len(self.prompts)
 
     async def run(self) -> bool:
-        """Return True when enough groups are complete and followed, False if only a refit can help.
+        """Return True once enough groups are complete and followed, False if only a refit can help.
 
-        After a refit it may run again, and keeps the responses that it has.
+        After a refit it can run again; it keeps the responses that it has.
         """
         self._running, self._num_tokens = {}, 0
         loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
@@ -120,7 +131,7 @@ class GenerationBatch:
                 await asyncio.gather(*ended, return_exceptions=True)
 
     async def close(self) -> None:
-        """Cancel what still follows, after an error."""
+        """Cancel the followers that still run after an error."""
         for task in self._followers.values():
             task.cancel()
         await asyncio.gather(*self._followers.values(), return_exceptions=True)
@@ -148,7 +159,7 @@ class GenerationBatch:
         return Request([place], [prompt], 1, begun, self.limits.slots(prompt))
 
     async def _ask(self, prompt: "Prompt") -> Response:
-        """Return one response to a further prompt."""
+        """Return one response to the prompt of a later turn."""
         place = len(self.prompts)
         self.prompts.append(prompt)
         self.groups.append([])
@@ -158,7 +169,7 @@ class GenerationBatch:
         return await answer
 
     def _follow_complete(self) -> None:
-        """Follow groups that have become complete, in the order of their prompts."""
+        """Start `follow` for groups that have become complete, in the order of their prompts."""
         if self.follow is None:
             return
         for place, group in enumerate(self.groups[: self._num_first]):
@@ -176,7 +187,7 @@ class GenerationBatch:
 
     @property
     def _num_wanted(self) -> int:
-        """The complete groups that there can be, up to `wanted`."""
+        """Number of complete groups to wait for: `wanted`, or fewer if groups timed out."""
         return min(self.wanted, self._num_first - len(self._timed_out))
 
     @property
@@ -184,8 +195,8 @@ class GenerationBatch:
         return sum(map(is_complete, self.groups[: self._num_first]))
 
     def _send_waiting(self) -> None:
-        """Send as many of the waiting requests as the servers may have in flight. None overtakes
-        one that waits for room at the same server.
+        """Send as many waiting requests as the servers may have in flight. No request overtakes
+        another that waits for free slots at the same server.
         """
         addresses = {a.url: a for a in self.routing.routable(self.version)}
         now = asyncio.get_running_loop().time()
@@ -200,20 +211,22 @@ class GenerationBatch:
                 if url is None:
                     full.update(loads)
             if url is None:
-                self._waiting.append(request)  # each is looked at once, so all keep their order
+                self._waiting.append(request)  # each is tried once, so all keep their order
                 continue
             response = request.send(self.http, addresses[url], self.sampling, self.limits)
             self._running[asyncio.create_task(response)] = request, addresses[url]
             self.loads[url] += request.slots
 
     def _needs_refit(self) -> bool:
-        """Return True if waiting cannot help; no request is in flight."""
+        """Return True if no server will become usable without a refit. No request is in flight."""
         if not self._waiting or self.routing.routable(self.version):
             return False
         return self.routing.outlook(self.version) is Outlook.REFIT
 
     async def _wait(self) -> None:
-        """Wait for a response, a next turn, a change of a server's state, or the end of a pause."""
+        """Wait for a response, a later turn's request, a change of a server's state, or the end of
+        a retry pause.
+        """
         now = asyncio.get_running_loop().time()
         pauses = [r.not_before - now for r in self._waiting if r.not_before > now]
         change = asyncio.create_task(self._changed.wait())
@@ -227,14 +240,14 @@ class GenerationBatch:
             change.cancel()
 
     def _move_lost(self) -> None:
-        """Take requests back from servers that were given up."""
+        """Retry requests in flight at servers that were lost."""
         for task, (_, address) in list(self._running.items()):
             if not task.done() and self.routing.lost(address.url, self.version):
                 task.cancel()
                 self._retry(self._take(task), address, "its server was lost")
 
     def _collect(self) -> None:
-        """Take the responses of all requests that have ended; retry those that failed."""
+        """Collect the responses of all requests that have ended, and retry failed requests."""
         for task in [task for task in self._running if task.done()]:
             address = self._running[task][1]
             request = self._take(task)
@@ -270,7 +283,7 @@ class GenerationBatch:
             self._followers.pop(place).result()
 
     def _continue_aborted(self, request: Request, address: Address) -> None:
-        """Request the rest of responses that another client has aborted."""
+        """Request the rest of responses that were aborted by another client or a weight push."""
         for place, prompt in zip(request.places, request.prompts, strict=True):
             if not is_complete(self.groups[place]):
                 begun = tuple(self.groups[place])
@@ -311,7 +324,9 @@ class GenerationBatch:
         self._waiting.append(request)
 
     def _skip(self, request: Request, reason: str) -> None:
-        """Leave the groups of a request out, and end the episodes that asked for it."""
+        """Leave the groups of a request empty, and raise RequestTimedOut in the episodes that asked
+        for it.
+        """
         logger.warning("left out as rollout.timed_out says: %s", reason)
         for place in request.places:
             self.groups[place] = []
@@ -322,8 +337,9 @@ class GenerationBatch:
                 self._start_follower(place, [])
 
     def _drop_sampled(self, request: Request, address: Address, error: RequestRefused) -> bool:
-        """Raise a refusal where a next turn was asked, and begin a continued group anew. Returns
-        False for a request without sampled tokens.
+        """Handle the refusal of a request with sampled tokens: a later turn's `ask` raises it, a
+        continued group starts again from its prompt. Returns False for a request without sampled
+        tokens.
         """
         (place, *_) = request.places
         if place in self._asked:
@@ -338,7 +354,7 @@ class GenerationBatch:
         return True
 
     def _other_versions(self, answers: list[list[Response]], request: Request) -> list[str]:
-        """Return the weight versions of new tokens that are not the required one."""
+        """Return the weight versions of new tokens that are not accepted."""
         if self.version is None and self.accepts is None:
             return []
         accepts = self.accepts or (lambda version: version == self.version)
@@ -353,14 +369,14 @@ class GenerationBatch:
         return sorted(version for version in found if not accepts(version))
 
     async def _abort(self) -> None:
-        """Abort all requests in flight, and take the tokens that they have. Only episodes of one
-        turn are ever aborted: none asks for another meanwhile.
+        """Abort all requests in flight, and keep their tokens. Only single-turn episodes are ever
+        aborted, so no new requests come meanwhile.
         """
         self._waiting.clear()
         self._aborting = True
         deadline = time.monotonic() + ABORT_TIMEOUT
         while self._running and time.monotonic() < deadline:
-            # Repeated, because a server does not abort a request that it has not begun.
+            # Repeat, because a server does not abort a request that it has not started.
             addresses = {address.url: address for _, address in self._running.values()}
             await asyncio.gather(*map(self._abort_server, addresses.values()))
             await asyncio.wait(self._running, timeout=POLL_EVERY)
@@ -375,7 +391,7 @@ class GenerationBatch:
                 timeout=self.limits.connect,
             )
         except httpx.HTTPError:
-            pass  # the requests' own limits end them
+            pass  # the requests' own timeouts end them
 
     def _line(self, seconds: float) -> str:
         return (

@@ -1,8 +1,8 @@
-"""SGLang's HTTP protocol: request bodies and responses as pure functions over JSON values.
+"""SGLang's HTTP protocol: pure functions that build request bodies and parse responses.
 
-Tokens in, tokens out: prompts are sent as token ids with one image token per image, which SGLang
-expands itself, and as images that need no further resizing. Images are sent as bytes, or as paths
-of files in this machine's memory, never as a URL, so that a server fetches nothing.
+Tokens in, tokens out: prompts are sent as token ids, with one image token per image that SGLang
+expands itself. Images are already resized. They are sent as bytes, or as paths of in-memory files
+on this machine, but never as a URL, so that a server downloads nothing.
 """
 
 import json
@@ -19,24 +19,25 @@ if TYPE_CHECKING:
     from megavlm.data.image_processing import ProcessedImage
     from megavlm.data.processor import Prompt
 
-# Added to a suppressed token's logit: its probability is exactly 0 in every float type.
+# Added to a suppressed token's logit, so that its probability is exactly 0 in every float dtype.
 SUPPRESSED_BIAS = -1e9
 ABORT = "abort"
-# What parsing raises for an answer of another form: 1e999 is read as infinity, and no int.
+# Exceptions of parsing an answer of another form. OverflowError: JSON's 1e999 is read as infinity,
+# and int() of it overflows.
 MALFORMED = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 Body = bytes | memoryview  # a part of a request's body
-TextOf = Callable[["ProcessedImage"], Body]  # an image as a JSON string
+TextOf = Callable[["ProcessedImage"], Body]  # returns an image as a JSON string
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters. Temperature 0 is greedy.
 
-    suppressed_ids: tokens that are never sampled; log-probs are of the distribution without them.
-    stop_ids: the tokens at which servers end a response, by the model folder. adapter: name of
-    the LoRA adapter that answers; None: the weights alone. vocab_size: of the model; an id beyond
-    it is malformed. cache_key: servers reuse the prefixes of requests with the same one alone;
-    None: of all.
+    suppressed_ids: Tokens that are never sampled; log-probs refer to the distribution without them.
+    stop_ids: Tokens at which servers end a response, from the model folder. adapter: Name of the
+    LoRA adapter to use; None uses the base weights alone. vocab_size: Vocabulary size of the model;
+    a response with a larger token id is malformed. cache_key: Servers reuse prefixes only among
+    requests with the same key; None shares them with all requests without a key.
     """
 
     temperature: float
@@ -51,7 +52,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens `start` to `end` of a response, sampled with the weights `version`."""
+    """Tokens [start, end) of a response, sampled with weight version `version`."""
 
     version: str
     start: int
@@ -60,11 +61,12 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response of T tokens, with its end-of-turn token if it has one.
+    """One sampled response of T tokens, including its end-of-turn token if it has one.
 
-    logprobs: of each token, natural log, at the sampling temperature (at 1 if greedy), before
-    top-p, under the weights that sampled it. finish: "stop", "length", or "abort" if it is to be
-    continued. weight_version: of the weights that finished it. spans: of all tokens, in order.
+    logprobs: Natural log-prob of each token at the sampling temperature (1 if greedy), before
+    top-p, under the weights that sampled it. finish: "stop", "length", or "abort" if the response
+    can be continued. weight_version: Version of the weights that finished it. spans: Weight
+    versions of all tokens, in order.
     """
 
     token_ids: tuple[int, ...]  # [T]
@@ -97,19 +99,19 @@ class Response:
 
 
 def is_complete(responses: Sequence[Response]) -> bool:
-    """Return True if a group has all its responses, none of them aborted."""
+    """Return True if a group has all its responses and none is aborted."""
     return bool(responses) and all(response.is_complete for response in responses)
 
 
 def data_url(image: "ProcessedImage") -> Body:
-    """Return an image's content in a data: URL, as JSON."""
+    """Return an image's content as a data: URL, in JSON."""
     return image.request_text.numpy().data
 
 
 def generate_body(
     prompts: Sequence["Prompt"], n: int, sampling: Sampling, text_of: TextOf = data_url
 ) -> list[Body]:
-    """Return the body of a /generate request for n responses to each prompt, as parts of JSON."""
+    """Return the JSON body of a /generate request for n responses to each prompt, in parts."""
     body: dict[str, Any] = {
         "input_ids": [list(prompt.request_ids) for prompt in prompts],
         "sampling_params": {"n": n, **_parameters(sampling, sampling.max_new_tokens)},
@@ -124,9 +126,9 @@ def generate_body(
 def continue_body(
     prompt: "Prompt", begun: Sequence[Response], sampling: Sampling, text_of: TextOf = data_url
 ) -> list[Body]:
-    """Return the body of a /generate request that continues a prompt's aborted responses, as parts
-    of JSON. An image alone is in it once, for all responses; SGLang takes several only as a list
-    for each.
+    """Return the JSON body of a /generate request that continues a prompt's aborted responses, in
+    parts. A single image is included once for all responses; SGLang accepts several images only as
+    a list per response.
     """
     body: dict[str, Any] = {
         "input_ids": [[*prompt.request_ids, *response.token_ids] for response in begun],
@@ -164,12 +166,12 @@ def _parameters(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """Return the header that authorizes a request by `key`."""
+    """Return the Authorization header for `key`; empty without a key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def json_object(reply: httpx.Response) -> dict[str, Any]:
-    """Return the JSON object in a reply. Raises ValueError if it holds anything else."""
+    """Return the JSON object in a reply. Raises ValueError if the reply is anything else."""
     answer = reply.json()
     if not isinstance(answer, dict):
         raise ValueError(f"{str(answer)[:100]!r} is no JSON object")
@@ -177,12 +179,12 @@ def json_object(reply: httpx.Response) -> dict[str, Any]:
 
 
 def _with_images(body: Mapping[str, Any], images: Sequence[Body]) -> list[Body]:
-    """Return a body's JSON with `image_data`, whose long texts are not copied."""
+    """Return a body's JSON with `image_data` appended. The long image texts are not copied."""
     return [json.dumps(body).encode()[:-1], b', "image_data": ', *images, b"}"]
 
 
 def _listed(items: Sequence[Sequence[Body]]) -> list[Body]:
-    """Return a JSON list of items, as parts."""
+    """Return a JSON list of items, in parts."""
     parts: list[Body] = []
     for item in items:
         parts += [b", " if parts else b"[", *item]
@@ -198,9 +200,9 @@ def parse_generate(
 ) -> list[list[Response]]:
     """Return the n responses of each prompt, in the order of the request.
 
-    Raises one of MALFORMED if the answer is not of SGLang's form, and
-    RolloutRequestError if the server counts other prompt tokens than the trainer: then their image
-    processing differs, and its log-probs would be of another prompt.
+    Raises one of MALFORMED if the answer does not have SGLang's form, and RolloutRequestError if
+    the server counts a different number of prompt tokens than the trainer. Their image processing
+    differs then, and the log-probs would belong to another prompt.
     """
     items = _items(answer, len(prompts) * n)
     return [
@@ -215,7 +217,9 @@ def parse_generate(
 def parse_continue(
     answer: Any, prompt: "Prompt", begun: Sequence[Response], sampling: Sampling
 ) -> list[Response]:
-    """Return the responses of `begun` with their continuations. Raises as `parse_generate`."""
+    """Return the responses of `begun`, joined with their continuations. Raises as `parse_generate`
+    does.
+    """
     items = _items(answer, len(begun))
     return [
         response.then(_response(item["meta_info"], prompt, response.token_ids, sampling))
@@ -238,7 +242,7 @@ def _response(
     finish = _finish(meta["finish_reason"], tokens, len(before), sampling)
     if not tokens and finish != ABORT:
         raise ValueError(f"a response without a token ended with {finish}")
-    if finish != ABORT:  # the counts of an aborted one may lag
+    if finish != ABORT:  # the counts of an aborted response may lag
         counted = meta.get("completion_tokens", len(tokens))
         if counted != len(tokens) or len(before) + len(tokens) > sampling.max_new_tokens:
             raise ValueError(
@@ -274,7 +278,7 @@ def _response(
 def _finish(
     reason: Mapping[str, Any], tokens: Sequence[int], num_before: int, sampling: Sampling
 ) -> str:
-    # An abort lets the running step end, whose token may be the last one anyway.
+    # On an abort the running step still ends, and its token may happen to finish the response.
     finish = str(reason["type"])
     if finish == ABORT and tokens:
         if tokens[-1] in sampling.stop_ids:

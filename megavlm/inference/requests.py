@@ -1,4 +1,4 @@
-"""Request of responses from a server: its prompts, its body, and the limits on its time."""
+"""A request for responses from a server: its prompts, body and time limits."""
 
 import asyncio
 import json
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
     from megavlm.data.image_processing import ProcessedImage
     from megavlm.data.processor import Prompt
 
-ATTEMPTS = 4  # of a request, at any servers
+ATTEMPTS = 4  # maximum attempts of a request, over all servers
 PROMPTS_PER_REQUEST = 16  # one request costs a server as much as a prompt of 25 tokens
-CHUNK_BYTES = 2**20  # of a body that are written at once
-TOKENS_PER_REQUEST = 256  # a prompt; for longer responses a request's own cost is nothing
+CHUNK_BYTES = 2**20  # bytes of a body that are written at once
+TOKENS_PER_REQUEST = 256  # prompts x max_new_tokens; with more, overhead is negligible
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of requests. Times in seconds.
+    """Limits of requests. Times are in seconds.
 
-    total: of a request, from the first byte sent to the last byte read. token: besides, for each
-    token that a response may have. body: from the head of the
-    response on, which comes when all tokens are sampled. connect: of a connection. retry_delay:
-    longest pause before the first retry. concurrency: prompts in flight at each server.
-    image_tokens: bound on the tokens of their images.
+    total: Time of a request, from the first byte sent to the last byte read. token: Additional time
+    for each token that a response may have. body: Time from the response's headers to its end; the
+    headers come when all tokens are sampled. connect: Time to open a connection. retry_delay:
+    Longest pause before the first retry. concurrency: Prompts in flight at each server.
+    image_tokens: Limit on image tokens of the prompts in flight at each server.
     """
 
     total: float = 300.0
@@ -58,37 +58,40 @@ class RequestLimits:
     image_tokens: int = 65536
 
     def slots(self, prompt: "Prompt") -> int:
-        """Return how many of the `concurrency` slots of a server a prompt takes: one, or more if
-        its images have more than a slot's share of `image_tokens`.
+        """Return how many of a server's `concurrency` slots a prompt takes: one, or more if its
+        images have more tokens than one slot's share of `image_tokens`.
         """
         return max(1, -(-prompt.num_vision_tokens * self.concurrency // self.image_tokens))
 
     def pause(self, attempts: int) -> float:
-        """Return the pause after so many failed attempts: exponential, with full jitter."""
+        """Return the pause after `attempts` failed attempts: exponential back-off with full
+        jitter.
+        """
         longest = self.retry_delay * 2.0 ** (attempts - 1)
         return longest * secrets.SystemRandom().random()
 
 
 class RequestFailed(Exception):
-    """An attempt that may be made again, at another server."""
+    """A failed attempt that can be retried at another server."""
 
 
 class RequestTimedOut(RequestFailed):
-    """An attempt whose answer did not come in time."""
+    """An attempt that timed out."""
 
 
 class RequestRefused(RolloutRequestError):
-    """A request that a server answered with HTTP 400. If it holds sampled tokens, these may be why:
-    they spell what the server takes for an image, or are too many.
+    """A request that a server answered with HTTP 400. Sampled tokens in it may be the cause: they
+    can spell an image placeholder, or be too many.
     """
 
 
 @dataclass(eq=False)
 class Request:
-    """Request for n new responses to each of `prompts`, or for the rest of one prompt's `begun`.
+    """A request for n new responses to each of `prompts`, or for the rest of one prompt's aborted
+    responses `begun`.
 
-    places: index of each prompt in the batch. slots: how many of a server's it takes. not_before:
-    time of the event loop. last_url: the server that failed it last.
+    places: Index of each prompt in the batch. slots: Slots of a server that it takes. not_before:
+    Event loop time before which it is not sent. last_url: The server at which it failed last.
     """
 
     places: list[int]
@@ -109,17 +112,19 @@ class Request:
 
     @property
     def key(self) -> str:
-        """Key of the first prompt's images: a server that has seen them has their features."""
+        """Key of the first prompt's images. Requests with the same key go to the same server,
+        because it has cached the features.
+        """
         return "".join(image.key for image in self.prompts[0].images) or self.source
 
     async def send(
         self, http: httpx.AsyncClient, address: Address, sampling: Sampling, limits: RequestLimits
     ) -> list[list[Response]]:
-        """Send the request and return the responses of each prompt. To a server on this machine,
-        images are sent as paths of files in memory.
+        """Send the request and return the responses of each prompt. A server on this machine gets
+        images as paths of in-memory files.
 
-        Raises RequestFailed if another attempt may succeed, RolloutRequestError for a 4xx status
-        and as `parse_generate` does.
+        Raises RequestFailed if another attempt may succeed, and RolloutRequestError for a 4xx
+        status or as `parse_generate` does.
         """
         url = address.url + "/generate"
         seconds = limits.total + limits.token * sampling.max_new_tokens
@@ -127,7 +132,7 @@ class Request:
             with ExitStack() as files:
                 text_of = partial(_path_of, files) if address.is_local else data_url
                 body = self.body(sampling, text_of)
-                if address.is_local:  # short enough for one piece
+                if address.is_local:  # short enough to send at once
                     body = [b"".join(body)]
                 headers = bearer(address.api_key) | {
                     "Content-Type": "application/json",
@@ -173,7 +178,7 @@ class Request:
         return generate_body(self.prompts, self.n, sampling, text_of)
 
     def parse(self, answer: Any, sampling: Sampling) -> list[list[Response]]:
-        """Return the responses of each prompt, with those that were complete before.
+        """Return the responses of each prompt, including responses that were already complete.
 
         Raises as `parse_generate` does.
         """
@@ -188,13 +193,13 @@ class Request:
 
 
 def _path_of(files: ExitStack, image: "ProcessedImage") -> Body:
-    """Write an image to a file in memory, which `files` closes, and return its path as JSON."""
+    """Write an image to an in-memory file that `files` will close, and return its path as JSON."""
     return json.dumps(f"file://{files.enter_context(shared_file(*image.ppm()))}").encode()
 
 
 async def _chunks(body: Sequence[Body]) -> AsyncIterator[Any]:
-    """Yield a body in pieces, which are no copies: asyncio moves what is left of a piece after each
-    write.
+    """Yield a body in small pieces, as views and not copies. asyncio moves the rest of a piece
+    after each write, so large pieces would be slow.
     """
     for part in body:
         view = memoryview(part)
@@ -213,12 +218,14 @@ def make_requests(
     single: bool,
     skipped: Collection[int] = (),
 ) -> list[Request]:
-    """Return requests for all prompts whose groups are not complete, the begun ones first.
+    """Return requests for all prompts whose groups are not complete. Groups with aborted responses
+    come first.
 
     Args:
-        begun: what each prompt's group has so far.
-        skipped: places of prompts without a request.
-        single: one request per prompt, so that no response waits for another prompt's.
+        begun: Responses to each prompt so far.
+        num_servers: Servers over which the prompts are spread.
+        skipped: Indices of prompts that get no request.
+        single: If true, one request per prompt, so that no response waits for another prompt's.
     """
     continued = [
         Request([place], [prompts[place]], n, responses, limits.slots(prompts[place]))
@@ -227,7 +234,7 @@ def make_requests(
     ]
     fresh = [p for p, responses in enumerate(begun) if not responses and p not in skipped]
     needed = sum(limits.slots(prompts[place]) for place in fresh)
-    size = min(  # in slots
+    size = min(  # size of a request in slots
         PROMPTS_PER_REQUEST,
         max(1, TOKENS_PER_REQUEST // sampling.max_new_tokens),
         limits.concurrency,

@@ -1,4 +1,4 @@
-"""SGLang server as a context manager: no process of it outlives the context."""
+"""SGLang server as a context manager: none of its processes outlives the context."""
 
 import errno
 import random
@@ -18,22 +18,22 @@ from megavlm.inference.server_args import ServerArgs, ServerOptions, command_lin
 from megavlm.inference.server_process import ServerProcess
 
 HOST = "127.0.0.1"
-# Seconds to end after SIGTERM. A GPU's memory may stay taken when a server is killed while it
-# releases it; on a CPU there is nothing to release, and SGLang would take 9 s.
+# Seconds to end after SIGTERM. If a server is killed while it releases GPU memory, the memory may
+# stay allocated. On a CPU there is nothing to release, and waiting for SGLang would take 9 s.
 STOP_TIMEOUT = {"cuda": 30.0, "cpu": 0.0}
 KERNEL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-SERVER_PORTS = range(20000, 22000)  # SGLang 0.5.23 looks for ports of its own from 22000 on
+SERVER_PORTS = range(20000, 22000)  # SGLang 0.5.23 takes internal ports from 22000 on
 
 
 class ManagedServer(ServerProcess):
-    """SGLang server on this machine, with random keys, as long as the context.
+    """SGLang server on this machine with random API keys, running within the context.
 
-    Entering returns once the server answers; `launch` returns at once and may follow a `stop`.
-    Leaving stops all its processes.
+    Entering returns once the server answers; leaving stops all its processes. `launch` returns at
+    once, and can be called again after `stop`.
 
-    log_path: output of the server, see ServerProcess. port: None claims one, see ClaimedPort.
-    first_gpu: its ranks take GPUs from this one on. first_core: on a CPU, its ranks are bound to
-    cores from this one on. start_timeout: seconds to become healthy.
+    log_path: File for the server's output; see ServerProcess. port: Port to listen on; None claims
+    a free one (ClaimedPort). first_gpu: First GPU; further ranks take the next GPUs. first_core:
+    First core to which ranks are bound on a CPU. start_timeout: Seconds to become healthy.
 
     Raises RolloutServerError if the port is in use or the server does not become healthy.
     """
@@ -57,7 +57,7 @@ class ManagedServer(ServerProcess):
             port,
             command_line({**gpu, **options.arguments()}),
             options.environment(first_core),
-            # hex: a key that starts with "-" would read as an option
+            # hex, because a key that starts with "-" would be parsed as an option
             keys=(secrets.token_hex(32), secrets.token_hex(32)),
             log_path=log_path,
             stop_timeout=STOP_TIMEOUT[options.device],
@@ -68,7 +68,7 @@ class ManagedServer(ServerProcess):
     def __enter__(self) -> "ManagedServer":
         self.launch()
         with ExitStack() as stack:
-            stack.callback(self.stop)  # on Ctrl-C, too: no process may be left
+            stack.callback(self.stop)  # also on Ctrl-C: no process may be left
             self._wait_until_healthy(time.monotonic() + self.start_timeout)
             stack.pop_all()
         return self
@@ -92,7 +92,7 @@ class ManagedServer(ServerProcess):
             while time.monotonic() < deadline:
                 self.check()
                 try:
-                    # /health is open to all, /model_info to those with the key.
+                    # /health needs no key, /model_info does.
                     paths = ("/health", "/model_info")
                     if self.listens and all(client.get(path).is_success for path in paths):
                         return
@@ -110,27 +110,28 @@ class ManagedServer(ServerProcess):
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing on this machine listens on now."""
+    """Return a TCP port on which nothing on this machine listens now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
 class ClaimedPort:
-    """Free TCP port of this machine that no other run claims as long as this object lives.
+    """Free TCP port of this machine that no other run can claim while this object exists.
 
-    A server listens 20 s after its port was chosen, and several runs may start at once. `number` is
-    below the range from which the kernel picks ports, so that it stays free until the server
-    listens, and across restarts. If none of those is free, the kernel picks.
+    A server starts to listen about 20 s after its port was chosen, and several runs may start at
+    the same time. `number` is below the range from which the kernel picks ports, so it stays free
+    until the server listens, and across restarts. If no such port is free, the kernel picks one.
 
-    ports: those to choose from.
+    ports: Ports to choose from.
     """
 
     def __init__(self, ports: Sequence[int] = SERVER_PORTS) -> None:
         kernels = int(KERNEL_PORT_RANGE.read_text().split()[0])
         below = [port for port in ports if port < kernels]
-        chosen = random.SystemRandom().sample(below, len(below))  # no seed: runs must differ
-        # Linux frees a name that starts with a null byte when the process ends (unix(7)).
+        chosen = random.SystemRandom().sample(below, len(below))  # unseeded: runs must differ
+        # An abstract socket name, with a leading null byte, is freed when the process ends
+        # (unix(7)).
         holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         weakref.finalize(self, holder.close)
         self.number = next(
@@ -154,7 +155,7 @@ def _claim(holder: socket.socket, port: int) -> bool:
 def require_free(port: int) -> None:
     """Raise RolloutServerError if something listens on `port`."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no listener
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore sockets in TIME_WAIT
         try:
             probe.bind((HOST, port))
         except OSError as error:

@@ -17,25 +17,26 @@ CPU_SUPPORT = Path(__file__).resolve().parent / "cpu_support"
 
 ServerArgs = Mapping[str, str | int | float | bool | list[str] | None]
 
-# Measured on two cores: one thread, and sleeping when idle, are ten times faster than the defaults.
+# Measured on two cores: one thread and sleeping when idle are ten times as fast as the defaults.
 CPU_ARGS: ServerArgs = {
     "attention_backend": "torch_native",
-    # max_total_tokens bounds the pool. This is how much memory other processes, such as ranks that
-    # load their model, may take while the server starts before it gives up.
+    # The KV cache is sized by max_total_tokens. This fraction only decides how much memory other
+    # processes, such as ranks that load their model, may take before a starting server gives up.
     "mem_fraction_static": 0.6,
     "max_total_tokens": 20000,
     "sleep_on_idle": True,
     "skip_server_warmup": True,
-    # A forward of large images may take longer than SGLang's 300 s on a machine that does other
-    # work too; probes tell a server that hangs from one that computes.
+    # On a busy machine a forward of large images may take longer than SGLang's default of 300 s.
+    # Our own probes detect a server that hangs.
     "watchdog_timeout": 86400,
 }
-# Of a model with Gated DeltaNet, whose states are a pool of their own.
+# For a model with Gated DeltaNet: its recurrent states have a separate pool.
 LINEAR_CPU_ARGS: ServerArgs = {
-    "disable_overlap_schedule": True,  # SGLang refuses the overlap of such a model on a CPU
+    "disable_overlap_schedule": True,  # SGLang does not support overlap for it on a CPU
     "max_mamba_cache_size": 200,  # the default takes gigabytes for a tiny model
 }
-# The copy of the weights in host memory saves sending again what training does not change.
+# With a copy of the weights in host memory, weights that training does not change need not be sent
+# again.
 SHARED_GPU_ARGS: ServerArgs = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
 
 
@@ -43,10 +44,10 @@ SHARED_GPU_ARGS: ServerArgs = {"enable_memory_saver": True, "enable_weights_cpu_
 class ServerOptions:
     """Options of one SGLang server, wherever it runs.
 
-    dtype: "float32", "bfloat16", ... device: "cpu" or "cuda". tensor_parallel: number of ranks.
-    cache_images: keep image features across requests; False if training changes the vision tower,
-    because SGLang never drops them when weights change. server_args: further SGLang arguments, by
-    their names in Python; None drops a default of megavlm.
+    dtype: "float32", "bfloat16", ... device: "cpu" or "cuda". tensor_parallel: Number of ranks.
+    cache_images: Keep image features across requests. It must be false if training changes the
+    vision tower, because SGLang does not drop cached features when weights change. server_args:
+    Further SGLang arguments, by their Python names; a value of None removes a default of megavlm.
     """
 
     model_folder: str | Path
@@ -68,7 +69,7 @@ class ServerOptions:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Return SGLang's arguments but for the address and the GPUs."""
+        """Return SGLang's arguments, except address and GPUs."""
         return {
             "model_path": str(self.model_folder),
             "device": self.device,
@@ -82,7 +83,7 @@ class ServerOptions:
 
     @property
     def _is_linear(self) -> bool:
-        """True for a model with layers of linear attention."""
+        """True for a model with linear attention layers."""
         path = Path(self.model_folder) / "config.json"
         text = json.loads(path.read_bytes()).get("text_config", {}) if path.is_file() else {}
         return "linear_num_key_heads" in text
@@ -90,20 +91,21 @@ class ServerOptions:
     def variables(self) -> dict[str, str]:
         """Return the environment variables of a server on any machine."""
         variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        variables["PYTHONFAULTHANDLER"] = "1"  # stacks in the log, see ServerProcess.abort
-        # Once an image, and not by every rank for every response.
+        variables["PYTHONFAULTHANDLER"] = "1"  # stack traces in the log, see ServerProcess.abort
+        # Hash an image once, and not on every rank for every response.
         variables["SGLANG_MM_PRECOMPUTE_HASH"] = "1"
         if not self.cache_images:
             variables["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         if self.dtype == "float32":
-            # SGLang's default, bfloat16 in a float32 model too, moves log-probs by 1e-1.
+            # SGLang's default of bfloat16, even in a float32 model, changes log-probs by 1e-1.
             variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
         return variables
 
     def environment(self, first_core: int = 0) -> dict[str, str]:
-        """Return this process's environment without torchrun's variables and with SGLang's.
+        """Return this process's environment, with torchrun's variables removed and SGLang's added.
 
-        first_core: on a CPU, several ranks are bound to cores from this one on, in turn.
+        first_core: On a CPU, ranks of a tensor-parallel server are bound to cores from this one on,
+        one core each.
         """
         torchrun = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC")
         variables = {
@@ -118,7 +120,7 @@ class ServerOptions:
                 "PYTHONPATH": os.pathsep.join(paths),
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "OMP_NUM_THREADS": "1",
-                "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles C++ for 20 s
+                "TORCHDYNAMO_DISABLE": "1",  # or the first request compiles C++ for 20 s
                 "CUDA_VISIBLE_DEVICES": "",
             }
             if self.tensor_parallel > 1:  # the core of each rank
@@ -130,7 +132,7 @@ class ServerOptions:
 
 
 def _server_args(config: Config, device: str) -> dict[str, Any]:
-    """Return the recipe's server arguments with what sharing GPUs, adapters and pausing need."""
+    """Return the recipe's server arguments, and the ones that colocate and lora=adapter need."""
     rollout = config.rollout
     needed: dict[str, Any] = {}
     if rollout.colocate and device == "cuda":  # on a CPU there is nothing to release
@@ -149,7 +151,7 @@ def _server_args(config: Config, device: str) -> dict[str, Any]:
 
 
 def command_line(arguments: ServerArgs) -> list[str]:
-    """Return SGLang's command line: a flag for True, nothing for False and None."""
+    """Return SGLang's command-line arguments. True becomes a flag; False and None are left out."""
     words: list[str] = []
     for name, value in arguments.items():
         if value is not None and value is not False:
@@ -160,9 +162,10 @@ def command_line(arguments: ServerArgs) -> list[str]:
 
 
 def option_names() -> set[str]:
-    """Return the options of sglang.launch_server by their names in Python.
+    """Return the names of sglang.launch_server's options, in their Python form.
 
-    They are read from its source: importing it takes many seconds, and what a GPU needs.
+    They are read from SGLang's source, because importing it takes many seconds and needs GPU
+    packages.
     """
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
@@ -173,7 +176,7 @@ def option_names() -> set[str]:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """Yield the fields of a module's classes, and the flags that it writes as "--name"."""
+    """Yield the fields of a module's classes, and the flags written as "--name" in it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id

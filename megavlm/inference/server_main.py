@@ -1,12 +1,12 @@
-"""Main module of a server's first process: stock SGLang, with no keys on its command line and no
-orphans.
+"""Main module of a server's first process. It runs stock SGLang, keeps the keys off the command
+line, and leaves no orphan processes.
 
     echo '{"api_key": ..., "admin_api_key": ...}' | python -P server_main.py PARENT_PID [ARGUMENTS]
 
-Standard library only until SGLang starts. The keys come over standard input, so they are in no
-argument list, environment or file, and log records are redacted. When the parent dies, however it
-dies, the kernel kills this process, and a reaper forked before anything else kills the rest of the
-process group: SGLang's workers, at whatever point of their start they are.
+It uses only the standard library until SGLang starts. The keys come over standard input, so they
+are in no argument list, environment or file, and log records are redacted. When the parent dies for
+any reason, the kernel kills this process. A reaper process, forked before anything else, then kills
+the rest of the process group: SGLang's workers, even if they are still starting.
 """
 
 import atexit
@@ -25,9 +25,10 @@ from collections.abc import Iterable
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LOOK_EVERY = 2.0  # seconds
+LOOK_EVERY = 2.0  # seconds between the reaper's checks
 SHARED_MEMORY = "/dev/shm/sgl"  # noqa: S108  begin of the names of SGLang's files
-# Of server_support: for slices in a request or in this machine's memory, and by process groups.
+# Weight loaders of server_support: slices in a request or in this machine's memory, and slices by
+# process groups.
 LOADERS = ("megavlm_weights.load_slices", "megavlm_weights.receive_slices")
 
 
@@ -35,13 +36,13 @@ def die_with(parent: int, by: signal.Signals) -> None:
     """Ask the kernel to send `by` to this process when its parent, process `parent`, dies."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(by)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os.kill(os.getpid(), by)
 
 
 def ignore_signals() -> None:
-    """Ignore, here and in all children, what Slurm sends to every process of a job or a step: the
-    trainer needs its servers to finish the step, and the parent ends them.
+    """Ignore, in this process and its children, the signals that Slurm sends to every process of a
+    job. The trainer still needs its servers to finish the step, and it ends them itself.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -49,14 +50,15 @@ def ignore_signals() -> None:
 
 def fork_reaper() -> None:
     """Fork a child that removes TMPDIR and kills the process group once this process is gone. It
-    looks at the group's shared memory before: SGLang's workers end with this process, too.
+    lists the group's shared memory while this process lives, because SGLang's workers may end with
+    it.
     """
     main = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if os.fork() == 0:
         die_with(main, by=signal.SIGTERM)
         files: set[str] = set()
-        while os.getppid() == main:  # SIGTERM may be somebody else's
+        while os.getppid() == main:  # SIGTERM may come from another process
             files = set(filter(os.path.exists, files)) | shared_memory_of(os.getpgid(0))
             signal.sigtimedwait({signal.SIGTERM}, LOOK_EVERY)
         shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
@@ -65,9 +67,9 @@ def fork_reaper() -> None:
 
 
 def shared_memory_of(group: int | None) -> set[str]:
-    """Return the files of SGLang in shared memory that processes of a process group have mapped, or
-    that its first process has made and not removed; of any process for None. SGLang leaves them
-    behind when it is killed.
+    """Return SGLang's files in shared memory that processes of a process group have mapped, or that
+    its first process has created and not removed. With None, consider all processes. SGLang leaves
+    these files behind when it is killed.
     """
     found: set[str] = set()
     folder, begin = os.path.split(SHARED_MEMORY)
@@ -83,7 +85,7 @@ def shared_memory_of(group: int | None) -> set[str]:
                     lines = (line.rstrip() for line in maps if SHARED_MEMORY in line)
                     found |= {line.split()[-1] for line in lines if line[-1] != ")"}  # (deleted)
         except OSError:
-            pass  # it has ended, or is another user's
+            pass  # the process has ended, or belongs to another user
     return found
 
 
@@ -92,23 +94,27 @@ def remove(files: Iterable[str]) -> None:
         try:
             os.unlink(file)
         except OSError:
-            pass  # SGLang has removed it
+            pass  # SGLang has already removed it
 
 
 def obey_only(parent: int) -> None:
-    """Take SIGTERM from `parent` alone. It is blocked already, so in all threads to come too."""
+    """Accept SIGTERM from `parent` only. The signal is already blocked, and new threads inherit
+    this.
+    """
 
     def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
             pass
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        os.kill(os.getpid(), signal.SIGTERM)  # this thread takes it; SGLang's handler runs
+        os.kill(os.getpid(), signal.SIGTERM)  # now delivered, so SGLang's handler runs
 
     threading.Thread(target=wait, daemon=True).start()
 
 
 def redact(secrets: list[str]) -> None:
-    """Redact `secrets` in every log record of this process: SGLang logs all its arguments."""
+    """Redact `secrets` in every log record of this process, because SGLang logs all its
+    arguments.
+    """
     make = logging.getLogRecordFactory()
 
     def factory(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -131,13 +137,14 @@ def main() -> None:
     obey_only(parent)
     keys = json.loads(sys.stdin.readline())
     redact(list(keys.values()))
-    # This list is not the process's argument list: it is not visible from outside.
+    # Unlike the process's argument list, this list is not visible to other users.
     sys.argv = ["sglang.launch_server", *sys.argv[2:]]
-    # SGLang's ranks, which are spawned with this path, import our weight loaders from there.
+    # SGLang's ranks are spawned with this sys.path, and import the megavlm weight loaders from
+    # there.
     sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "server_support"))
     sys.argv += ["--custom-weight-loader", *LOADERS]
     sys.argv += ["--api-key", keys["api_key"], "--admin-api-key", keys["admin_api_key"]]
-    # Without garbage collection, as in megavlm/process.py.
+    # Import without garbage collection, which is faster; see megavlm/process.py.
     atexit.register(gc.unfreeze)
     gc.disable()
     importlib.import_module("sglang.srt.entrypoints.http_server")

@@ -1,4 +1,4 @@
-"""Processes of one SGLang server on this machine, with their log."""
+"""The processes of one SGLang server on this machine, and their log."""
 
 import json
 import os
@@ -17,25 +17,27 @@ import psutil
 from megavlm.inference.server_main import SHARED_MEMORY, remove, shared_memory_of
 from megavlm.temporary import temporary_folder
 
-# Environment variables with the keys of servers that were started elsewhere; never in a recipe,
-# which is written to the run directory.
+# Environment variables with the keys of servers that were started elsewhere. Keys are never in a
+# recipe, because it is written to the run directory.
 API_KEY, ADMIN_KEY = "MEGAVLM_ROLLOUT_API_KEY", "MEGAVLM_ROLLOUT_ADMIN_KEY"
 SERVER_MAIN = Path(__file__).resolve().with_name("server_main.py")
 TAIL_LINES, TAIL_BYTES = 30, 2**16
-LEFT_FOR = 3600.0  # seconds
+LEFT_FOR = 3600.0  # seconds before a leftover file is removed
 LOG_BYTES, LOG_KEPT = 32 * 2**20, 2
 
 
 class ServerProcess:
-    """Processes of an SGLang server, from `launch` to `stop`; both may follow each other again.
+    """The processes of an SGLang server, from `launch` to `stop`. After `stop` it can be launched
+    again.
 
-    `stop` ends all of them: SIGTERM, a deadline, then SIGKILL to their process group. If this
-    process dies in any other way, the kernel ends the server (see server_main.py). For the kernel,
-    the parent is the thread that launched it: use a thread that lives as long.
+    `stop` ends all processes: SIGTERM, a deadline, then SIGKILL to their process group. If this
+    process dies without it, the kernel ends the server (see server_main.py). To the kernel, the
+    parent of a server is the thread that launched it, so launch it from a thread that lives as long
+    as the server.
 
-    host, port: that the server listens on. arguments: further ones of SGLang, as words. keys: for
-    requests and for the administrator. log_path: output of the server, appended; a file of
-    LOG_BYTES becomes its first of LOG_KEPT older ones (`rotate_log`). stop_timeout: seconds to end
+    host, port: Address on which the server listens. arguments: Further command-line arguments of
+    SGLang. keys: API key and admin API key. log_path: File to which the server's output is
+    appended; `rotate_log` keeps LOG_KEPT older files of LOG_BYTES. stop_timeout: Seconds to end
     after SIGTERM.
     """
 
@@ -67,21 +69,21 @@ class ServerProcess:
         command = [sys.executable, "-P", str(SERVER_MAIN), str(os.getpid())]
         with ExitStack() as stack:
             stack.callback(self._temporary.close)
-            with open(self.log_path, "ab") as log:  # appending, or a rotation would leave a gap
+            with open(self.log_path, "ab") as log:  # append, or a rotation leaves a gap
                 self._process = subprocess.Popen(
                     command + self._arguments,
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=self._environment | {"TMPDIR": str(folder)},  # of its sockets
-                    start_new_session=True,  # its own process group, out of Ctrl-C's reach
+                    env=self._environment | {"TMPDIR": str(folder)},  # for its sockets
+                    start_new_session=True,  # its own process group, which Ctrl-C does not reach
                 )
             stack.callback(self.stop)
             self._send_keys(self._process)
             stack.pop_all()
 
     def death(self) -> str | None:
-        """Return why the server died, with the end of its log; None while it runs."""
+        """Return why the server died, with the end of its log. Returns None while it runs."""
         assert self._process is not None, "the server was not started"
         if (code := self._process.poll()) is None:
             return None
@@ -111,24 +113,26 @@ class ServerProcess:
         return None if self._process is None else self._process.pid
 
     def suspend(self) -> None:
-        """Suspend the server's processes, which `abort` or `stop` then ends."""
+        """Suspend the server's processes. `abort` or `stop` can still end them."""
         for process in self._family():
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
 
     def abort(self) -> None:
-        """End the server's processes by SIGABRT, upon which they write their stacks to the log."""
+        """End the server's processes by SIGABRT, so that they write their stack traces to the
+        log.
+        """
         for process in self._family():
             with suppress(psutil.NoSuchProcess):
-                # A core file of a GPU server has tens of gigabytes.
+                # Write no core file: a GPU server's has tens of gigabytes.
                 process.rlimit(resource.RLIMIT_CORE, (0, 0))
                 process.send_signal(signal.SIGABRT)
                 process.resume()
 
     def rotate_log(self) -> None:
-        """Copy a log of LOG_BYTES to LOG.1, the one there to LOG.2, and go on with an empty file:
-        the server's processes keep theirs open. Lines that they write meanwhile are lost; on a full
-        disk, those that cannot be copied too.
+        """Rotate a log that has reached LOG_BYTES: LOG.1 becomes LOG.2, the log is copied to LOG.1
+        and then emptied. It is copied and not renamed, because the server's processes keep it open.
+        Lines written meanwhile are lost and, on a full disk, lines that cannot be copied.
         """
         older = [self.log_path.with_name(f"{self.log_path.name}.{n}") for n in (1, LOG_KEPT)]
         with suppress(OSError):
@@ -142,7 +146,7 @@ class ServerProcess:
                 os.truncate(self.log_path, 0)
 
     def stop(self) -> None:
-        """End the server and all its workers. Does nothing if it is stopped already."""
+        """End the server and all its workers. Does nothing if it is already stopped."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -153,14 +157,16 @@ class ServerProcess:
             process.wait(self._stop_timeout)
         except subprocess.TimeoutExpired:
             pass  # it may ignore SIGTERM while a request hangs
-        finally:  # after a second Ctrl-C, too
+        finally:  # also after a second Ctrl-C
             _kill_group(process.pid)
             process.wait()
             remove(files)
             self._temporary.close()
 
     def with_log(self, message: str) -> str:
-        """Return the message with the end of the server's log, or why that cannot be read."""
+        """Return the message followed by the end of the server's log, or by why the log cannot be
+        read.
+        """
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -172,7 +178,9 @@ class ServerProcess:
         return f"{message}; the end of {self.log_path}{full}:\n{tail}"
 
     def _family(self) -> list[psutil.Process]:
-        """Return the descendants of the server's first process, the youngest first, and itself."""
+        """Return the descendants of the server's first process, the youngest first, and the process
+        itself last.
+        """
         with suppress(psutil.NoSuchProcess):
             if self._process is not None:
                 first = psutil.Process(self._process.pid)
@@ -186,17 +194,17 @@ class ServerProcess:
             with process.stdin as pipe:
                 pipe.write(json.dumps(keys).encode() + b"\n")
         except BrokenPipeError:
-            pass  # it is dead already, and the next look reports it with the end of the log
+            pass  # it has already died; the next check reports it with the log
 
 
 def remove_leftovers() -> None:
-    """Remove this user's files of SGLang in shared memory that no process has mapped any more, of
-    runs that were killed as a whole. Those of the last hour stay: a process may be about to map
-    them, or be in another container.
+    """Remove this user's SGLang files in shared memory that no process maps any more, left by runs
+    that were killed as a whole. Files of the last hour are kept, because a process may be about to
+    map them, or may be in another container.
     """
     old = set()
     for path in Path(SHARED_MEMORY).parent.glob(f"{Path(SHARED_MEMORY).name}*"):
-        with suppress(FileNotFoundError):  # another server has just removed it
+        with suppress(FileNotFoundError):  # another server has removed it meanwhile
             stat = path.lstat()
             if stat.st_uid == os.getuid() and time.time() - stat.st_ctime > LEFT_FOR:
                 old.add(str(path))

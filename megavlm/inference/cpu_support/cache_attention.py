@@ -1,9 +1,9 @@
-"""Attention over SGLang's KV cache on a CPU, of many sequences at a time.
+"""Attention over SGLang's KV cache on a CPU, for many sequences at a time.
 
-SGLang 0.5.23's `torch_native` backend calls the attention of each sequence and layer by itself: for
-128 responses of a tiny model most of a server's time is the start of small operations. And it
-computes the prefix again that a sequence shares with others. Here many sequences are one call (see
-cache_calls.py), with their new tokens alone as queries.
+The `torch_native` backend of SGLang 0.5.23 calls attention separately for each sequence and layer.
+With 128 responses of a tiny model, most of a server's time is the overhead of small operations. It
+also recomputes the prefix that a sequence shares with others. Here one call handles many sequences
+(see cache_calls.py), with only their new tokens as queries.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,18 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megavlm.inference.cpu_support.cache_calls import Call, plan
-else:  # megavlm itself need not be importable in a server
+else:  # megavlm need not be importable in a server
     from cache_calls import Call, plan
 
 
 class CacheAttention(torch_native_backend.TorchNativeAttnBackend):
-    """SGLang's own backend, but for plain attention over the cache."""
+    """SGLang's own backend, with plain attention over the cache replaced."""
 
-    # SGLang gives without names, here as `place`: k_cache, v_cache, req_to_token, req_pool_indices,
-    # seq_lens, for an extension extend_prefix_lens and extend_seq_lens, and encoder_lens.
+    # SGLang passes these arguments by position, here as `place`: k_cache, v_cache, req_to_token,
+    # req_pool_indices, seq_lens, then only when extending extend_prefix_lens and extend_seq_lens,
+    # and last encoder_lens.
 
-    _calls: list[Call] | None = None  # of this forward pass, the same in all layers
+    _calls: list[Call] | None = None  # of this forward pass, shared by all layers
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
@@ -55,7 +56,7 @@ class CacheAttention(torch_native_backend.TorchNativeAttnBackend):
 
 
 def is_plain(query: Tensor, place: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return True for attention to all cached tokens of a sequence, in the cache's own type."""
+    """Return True for attention to all cached tokens of a sequence, in the cache's dtype."""
     k_cache, encoder_lens, window = place[0], place[-1], options.get("sliding_window_size")
     own = encoder_lens is None and not options.get("is_cross_attn")
     return own and (window is None or window < 0) and query.dtype == k_cache.dtype
@@ -71,8 +72,8 @@ def attend(
 ) -> Tensor:
     """Write the attention of all new tokens to `output` and return it.
 
-    query, output: [T, heads, head size], the new tokens of each sequence one after the other.
-    k_cache, v_cache: [slots, KV heads, head size].
+    query, output: [T, heads, head size], the new tokens of all sequences, concatenated. k_cache,
+    v_cache: [slots, KV heads, head size].
     """
     for call in calls:
         attended = F.scaled_dot_product_attention(
@@ -89,13 +90,13 @@ def attend(
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """Return [rows, KV heads, tokens, head size]. Whole rows are copied, which is 16 times as fast
-    as an index into three dimensions.
+    """Return [rows, KV heads, tokens, head size]. index_select copies whole rows, 16 times as fast
+    as indexing three dimensions.
     """
     found = cache.flatten(1).index_select(0, slots.flatten())
     return found.unflatten(1, cache.shape[1:]).unflatten(0, slots.shape).transpose(1, 2)
 
 
 def install(module: Any) -> None:
-    """Make SGLang's `torch_native` backend CacheAttention. module: torch_native_backend."""
+    """Replace SGLang's `torch_native` backend by CacheAttention. module: torch_native_backend."""
     module.TorchNativeAttnBackend = CacheAttention

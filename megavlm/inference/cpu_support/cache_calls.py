@@ -1,8 +1,9 @@
-"""Calls of attention over a KV cache: which sequences share one, and what they read.
+"""Plan of attention calls over a KV cache: which sequences share a call, and which slots they read.
 
-Responses to a prompt share its tokens in the cache. Where those are most of what each attends to,
-the responses are queries of one sequence, [prompt, rest of response 1, rest of response 2, ...], so
-that the prompt is read once. Other sequences of similar length are the batch of one call.
+Responses to a prompt share the prompt's tokens in the cache. If these are most of the tokens that
+each response attends to, the responses become queries of one sequence, [prompt, rest of response 1,
+rest of response 2, ...], so that the prompt is read only once. Other sequences of similar length
+are batched in one call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,21 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Bounds of one call: cached tokens that are gathered, shorter sequences padded to the longest, and
-# pairs of a new token and a cached one.
+# Limits of one call: gathered cached tokens (shorter sequences are padded to the longest), and
+# pairs of a new token with a cached token.
 MOST_TOKENS, MOST_PAIRS = 2**16, 2**22
-# Each response of a group meets the tokens of all: with more of them than so many times its own,
-# or with a shorter prefix, sequences by themselves are faster (fp32, two heads of 32, prompts of 25
-# to 1,300 tokens, three layers).
+# Each response of a group computes scores with the tokens of all responses. If these are more than
+# MOST_IN_GROUP times its own, or the prefix is shorter than SHORTEST_PREFIX, separate sequences are
+# faster (measured in fp32 with two heads of 32, prompts of 25 to 1,300 tokens, three layers).
 MOST_IN_GROUP, SHORTEST_PREFIX = 4, 64
 
 
 @dataclass
 class Call:
-    """Sequences of one call of attention, with as many new tokens each. new: [their new tokens]
-    positions among all new ones. slots: [sequences, tokens] of the cache. mask: [sequences, 1, new
-    tokens, tokens], 0 where one attends and -inf elsewhere; None for all, or those before it if
-    `is_causal`.
+    """Sequences of one attention call, each with the same number of new tokens. new: [new tokens of
+    the call], their positions among all new tokens. slots: [sequences, tokens], cache slots to
+    read. mask: [sequences, 1, new tokens, tokens], 0 where a token attends and -inf elsewhere. None
+    attends to all tokens or, with `is_causal`, to the tokens before.
     """
 
     new: Tensor
@@ -38,8 +39,8 @@ class Call:
 
 @dataclass
 class PrefixGroup:
-    """Sequences [first, end), with one new token each if they are several. They share their first
-    `prefix` tokens, and have `tokens` different ones.
+    """Sequences [first, end); if there is more than one, each has one new token. They share their
+    first `prefix` tokens, and have `tokens` distinct tokens together.
     """
 
     first: int
@@ -59,13 +60,14 @@ def plan(
     new: Sequence[int],
     dtype: torch.dtype,
 ) -> list[Call]:
-    """Return the calls in which all sequences attend to their cached tokens.
+    """Return the attention calls for all sequences over their cached tokens.
 
-    req_to_token: [requests, model's context] slots of each request's tokens, those beyond its
-    length unused. requests, lengths, new: [S] of each sequence its request, its tokens, and those
-    of them that are new, at its end. dtype: of the queries.
+    req_to_token: [requests, context length of the model], cache slots of each request's tokens;
+    slots beyond a request's length are unused. requests, lengths, new: [S], for each sequence its
+    request, its number of tokens, and how many of them are new, at its end. dtype: Dtype of the
+    queries.
     """
-    slots = req_to_token[:, : max(lengths)][requests]  # a copy, of what is used alone
+    slots = req_to_token[:, : max(lengths)][requests]  # copies only the used part
     starts = [0, *accumulate(new)]
     found = list(prefix_groups(slots, lengths, new))
     groups = [group for group in found if group.size > 1]
@@ -83,11 +85,11 @@ def plan(
 def prefix_groups(
     slots: Tensor, lengths: Sequence[int], new: Sequence[int]
 ) -> Iterator[PrefixGroup]:
-    """Yield all sequences: as one group those that follow each other, share at least half of their
-    tokens and are faster as one sequence.
+    """Yield all sequences in groups. Consecutive sequences form one group if they share at least
+    half of their tokens and are faster as one sequence.
     """
     equal = F.pad(slots[1:] == slots[:-1], (0, 1))
-    shared = equal.byte().argmin(1).tolist()  # of each with the next: new tokens have own slots
+    shared = equal.byte().argmin(1).tolist()  # tokens shared with the next row; new ones never are
     group, longest = PrefixGroup(0, 1, lengths[0], lengths[0]), lengths[0]
     for row, length in enumerate(lengths[1:], 1):
         prefix = min(group.prefix, shared[row - 1])
@@ -103,8 +105,8 @@ def prefix_groups(
 
 
 def batches(lengths: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the sequences of each call, the longest last: they have as many new tokens, and are
-    within the bounds together.
+    """Yield the sequences of each call, the longest last. They have the same number of new tokens,
+    and together stay within the limits of a call.
     """
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: (new[row], lengths[row])):
@@ -125,7 +127,9 @@ def _of_groups(
     groups: Sequence[PrefixGroup],
     dtype: torch.dtype,
 ) -> Call:
-    """Return the call of groups of one size. groups: the one with most tokens last."""
+    """Return the call for groups of equal size. groups: The group with the most tokens comes
+    last.
+    """
     places, masks, positions = [], [], torch.arange(slots.shape[1])
     for group in groups:
         mine, count = slots[group.first : group.end], group.size
@@ -135,7 +139,7 @@ def _of_groups(
         owner = rest.nonzero()[:, 0]
         sees = F.pad(owner == torch.arange(count)[:, None], (group.prefix, 0), value=True)
         padding = (0, groups[-1].tokens - group.tokens)
-        # Never read what another sequence wrote.
+        # Pad with an own slot, never with a slot that another sequence wrote.
         places.append(F.pad(place, padding, value=int(place[0])))
         masks.append(F.pad(sees, padding))
     new = [starts[row] for group in groups for row in range(group.first, group.end)]
@@ -150,13 +154,15 @@ def _of_sequences(
     rows: Sequence[int],
     dtype: torch.dtype,
 ) -> Call:
-    """Return the call of sequences with as many new tokens each. rows: the longest last."""
+    """Return the call for sequences with equal numbers of new tokens. rows: The longest comes
+    last.
+    """
     count, longest = starts[rows[0] + 1] - starts[rows[0]], lengths[rows[-1]]
     firsts = torch.tensor([starts[row] for row in rows])
     own = torch.tensor([lengths[row] for row in rows])
     mine = slots[torch.tensor(rows), :longest]
     is_uneven = lengths[rows[0]] < longest
-    if is_uneven:  # never read what another sequence wrote
+    if is_uneven:  # pad with own slots only
         mine = torch.where(torch.arange(longest) < own[:, None], mine, mine[:, :1])
     is_causal, mask = count == longest and not is_uneven, None
     if not is_causal and (is_uneven or count > 1):
@@ -167,5 +173,5 @@ def _of_sequences(
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask in the form that attention adds to its scores, once for all layers."""
+    """Convert a bool mask to the additive form, once for all layers."""
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)

@@ -1,7 +1,7 @@
-"""Draws of tokens on a CPU by their cumulative probabilities.
+"""Sampling of tokens on a CPU by their cumulative probabilities.
 
-SGLang 0.5.23 calls `torch.multinomial`, which draws a number for each token of the vocabulary: that
-takes 15 times as long for a vocabulary of 384 tokens, and twice as long for one of 151,936.
+SGLang 0.5.23 calls `torch.multinomial`, and that draws a random number for each token of the
+vocabulary. It takes 15 times as long for a vocabulary of 384 tokens, and twice as long for 151,936.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 def draw(probs: Tensor) -> Tensor:
-    """Draw a token from each row of probs [S, vocabulary]. Returns [S] in int32.
+    """Sample a token from each row of probs [S, vocabulary]. Returns [S] in int32.
 
-    Raises RuntimeError for a row that is not finite, as `torch.multinomial` does.
+    Raises RuntimeError if a row is not finite, as `torch.multinomial` does.
     """
-    sums = probs.cumsum(-1, dtype=torch.float64)  # or tokens of less than 1e-7 are never drawn
+    sums = probs.cumsum(-1, dtype=torch.float64)  # in fp32, tokens below 1e-7 are never drawn
     if not sums[:, -1].isfinite().all():
         raise RuntimeError("the probabilities of a next token are not finite")
     drawn = torch.rand(len(probs), 1, dtype=torch.float64) * sums[:, -1:]
@@ -23,7 +23,7 @@ def draw(probs: Tensor) -> Tensor:
 
 
 def install(module: Any) -> None:
-    """Make SGLang draw so where no request has a seed, top-k, top-p or min-p.
+    """Make SGLang sample with `draw` if no request has a seed, top-k, top-p or min-p.
 
     module: layers.sampler.
     """

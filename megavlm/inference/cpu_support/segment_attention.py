@@ -1,8 +1,8 @@
 """Attention of a vision tower on a CPU, image by image.
 
-SGLang 0.5.23 computes it under one dense [T, T] mask over the T patches of all images of a batch,
-so that time and memory grow with the square of the batch. Each image, or window of an image, only
-sees itself: one call for each computes the same.
+SGLang 0.5.23 uses one dense [T, T] mask over the T patches of all images in a batch, so that time
+and memory grow with the square of the batch. An image, or a window of an image, attends only to
+itself, so one call per segment gives the same result.
 """
 
 from itertools import groupby, pairwise
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from sglang.srt.layers.attention import vision
 from torch import Tensor
 
-BACKEND = "sdpa"  # SGLang's choice on a CPU
+BACKEND = "sdpa"  # the backend that SGLang chooses on a CPU
 
 
 class SegmentAttention(vision.VisionSdpaAttention):
-    """SGLang's own attention, but for a batch that is flattened and has no mask of its own."""
+    """SGLang's own attention, replaced for a flattened batch without a mask of its own."""
 
     def forward(
         self,
@@ -29,9 +29,9 @@ class SegmentAttention(vision.VisionSdpaAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the attention output [T, heads, head size] of q, k, v of the same form.
+        """Return the attention output [T, heads, head size]; q, k and v have the same shape.
 
-        cu_seqlens: [S + 1] patches before each segment.
+        cu_seqlens: [S + 1], number of patches before each segment.
         """
         segmented = self.flatten_batch and isinstance(cu_seqlens, Tensor)
         if not segmented or attention_mask is not None or self.softmax_in_single_precision:
@@ -40,7 +40,7 @@ class SegmentAttention(vision.VisionSdpaAttention):
         assert cu_seqlens is not None and int(cu_seqlens[-1]) == len(q), "segments hold all patches"
         lengths = (end - start for start, end in pairwise(cu_seqlens.tolist()))
         runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
-        # Segments of one length that follow each other are the batch of one call.
+        # Consecutive segments of equal length are batched in one call.
         parts = [(length, length * count) for length, count in runs if length]
         splits = [tensor.split([size for _, size in parts]) for tensor in (q, k, v)]
         outputs = []

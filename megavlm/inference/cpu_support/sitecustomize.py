@@ -1,24 +1,26 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
-Python imports `sitecustomize` in every process whose PYTHONPATH holds this directory: in the server
-and in the workers that it starts. Stock SGLang needs exactly four things, and gets six more:
+Python imports `sitecustomize` in every process whose PYTHONPATH contains this directory: the server
+and the workers that it starts. Stock SGLang needs the first four changes to run on a CPU; the other
+six save time:
 
-1. torchvision must be importable beside a CPU build of torch: its two missing operators are
-   defined right before the first `import torchvision`, never earlier, so that a process that does
-   not use torchvision does not import torch for it.
-2. `sgl_kernel` must be importable: the directory beside this file holds an import-only stand-in.
-3. Its adapters ask for pinned memory, which needs a GPU build of torch: they get pageable memory.
-4. Two kernels of Qwen3.5 that exist for GPUs alone are PyTorch's operations.
-5. Its vision towers attend image by image (segment_attention.py), not over all images of a batch.
-6. Its workers are forked: spawned ones import torch and SGLang again, 10 s each. Without a GPU and
-   with one thread (OMP_NUM_THREADS) nothing in the process forbids that.
-7. Its sequences attend to the KV cache many at a time (cache_attention.py), not one by one.
-8. It looks for models and for processors of images among those of the Qwen families alone: to
-   import all 300, in two processes, takes a quarter of its start.
-9. It draws a token with one random number (cumulative_sampling.py), not one for each token of the
-   vocabulary.
-10. While requests are retracted or stand still for a weight update it sleeps until one comes, as
-   when it is idle: it would take a whole core from that update.
+1. torchvision must be importable with a CPU build of torch: its two missing operators are defined
+   right before the first `import torchvision`, never earlier, so that a process that does not use
+   torchvision does not import torch for it.
+2. `sgl_kernel` must be importable: this directory contains a stand-in for it.
+3. SGLang's LoRA code asks for pinned memory, but that needs a GPU build of torch: it gets pageable
+   memory.
+4. Two kernels of Qwen3.5 exist only for GPUs: they are replaced by PyTorch operations.
+5. Vision towers attend image by image (segment_attention.py), not over all images of a batch.
+6. Workers are forked: spawned workers import torch and SGLang again, 10 s each. Forking is safe
+   without a GPU and with one thread (OMP_NUM_THREADS).
+7. Many sequences attend to the KV cache in one call (cache_attention.py), not one by one.
+8. SGLang searches only the Qwen families for models and image processors: importing all 300, in
+   two processes, takes a quarter of its start.
+9. A token is sampled with one random number (cumulative_sampling.py), not with one for each token
+   of the vocabulary.
+10. While requests are retracted or paused for a weight update, the scheduler sleeps until a request
+   comes, as when it is idle. Otherwise it would take a whole core from that update.
 """
 
 import importlib
@@ -35,18 +37,20 @@ from typing import Any
 
 
 def _load_torchvision_ops() -> ModuleType:
-    """Load the module by its path: megavlm itself need not be importable in these processes."""
+    """Load the module by its path, because megavlm need not be importable in these processes."""
     path = Path(__file__).resolve().parents[2] / "parallel" / "torchvision_ops.py"
     spec = importlib.util.spec_from_file_location("_torchvision_ops", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the operators live as long as the module
+    sys.modules[spec.name] = module  # the operators exist as long as the module
     spec.loader.exec_module(module)
     return module
 
 
 class PinnedMemoryHook(importlib.abc.MetaPathFinder):
-    """Import hook: torch's factories ignore `pin_memory` from SGLang's first adapter import on."""
+    """Import hook that makes torch's factories ignore `pin_memory` once SGLang imports its LoRA
+    code.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -62,7 +66,7 @@ class PinnedMemoryHook(importlib.abc.MetaPathFinder):
 
 
 class ReplacementHook(importlib.abc.MetaPathFinder):
-    """Import hook: parts of SGLang's modules are replaced as soon as these have run."""
+    """Import hook that replaces parts of SGLang's modules right after they are imported."""
 
     def __init__(self, replacements: dict[str, Callable[[ModuleType], None]]) -> None:
         self._replacements = replacements
@@ -86,7 +90,7 @@ class ReplacementHook(importlib.abc.MetaPathFinder):
 
 
 def _install(name: str) -> Callable[[Any], None]:
-    """Return a replacement by the module of that name beside this file, imported when it is due."""
+    """Return a replacement that imports module `name` of this directory and calls its `install`."""
     return lambda module: importlib.import_module(name).install(module)
 
 
@@ -99,12 +103,12 @@ def _gate_shared_expert(module: Any) -> None:
 
 
 def _gate_norm(module: Any) -> None:
-    """Have the gated norm take its branch for CPUs, as it does by itself on one with AMX."""
+    """Make the gated norm take its CPU branch, as it does by itself on a CPU with AMX."""
     module._use_cpu = True
 
 
 def _sleep_in_pause(module: Any) -> None:
-    """Have a paused scheduler wait for a request. SGLang 0.5.23 looks for one without a break."""
+    """Make a paused scheduler sleep until a request comes. SGLang 0.5.23 polls without a break."""
     own = module.Scheduler.process_input_requests
 
     def process(scheduler: Any, requests: list[Any]) -> None:
@@ -123,7 +127,7 @@ REPLACEMENTS = {
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,
     "sglang.kernels.ops.elementwise.elementwise": _gate_shared_expert,
 }
-# Packages of which SGLang imports all modules, with the dot after their name.
+# Packages of which SGLang imports all modules, as prefixes with a dot.
 SEARCHED = ("sglang.srt.models.", "sglang.srt.multimodal.processors.")
 
 
@@ -141,7 +145,7 @@ def _list_qwen_alone(path: Any = None, prefix: str = "") -> Iterator[pkgutil.Mod
 
 
 def _fork_workers(method: str | None, force: bool = False) -> None:
-    """Set multiprocessing's start method: "fork" where "spawn" is asked for."""
+    """Set multiprocessing's start method, with "fork" instead of "spawn"."""
     _set_start_method("fork" if method == "spawn" else method, force=force)
 
 

@@ -9,8 +9,9 @@ from megavlm.inference.server_pool.routing import Address
 
 @dataclass
 class ServerHandle:
-    """One server. server: its process, None for an external server. tensor_parallel, device: of an
-    external server known once it has answered. required: what an external server must fulfil.
+    """One server. server: Its process; None for an external server. tensor_parallel, device: Number
+    of ranks and device; for an external server they are known once it has answered. required:
+    Requirements on an external server.
     """
 
     url: str
@@ -23,7 +24,7 @@ class ServerHandle:
 
     @property
     def is_local(self) -> bool:
-        """True if the server can read this process's files: see Address."""
+        """True if the server can read this process's files; see Address."""
         return self.server is not None
 
     @property

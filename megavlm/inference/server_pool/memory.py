@@ -1,8 +1,8 @@
-"""GPU memory that servers release and take back, by SGLang's tags: weights, kv_cache.
+"""GPU memory that servers release and resume, by SGLang's tags: weights, kv_cache.
 
-A server must be idle when it releases, and may take back only what it released, or its scheduler
-dies. So the released tags of each server are kept here, and while any is released no server is
-probed with a generated token or restarted (`ServerPool.resting`).
+A server must be idle when it releases memory, and may resume only memory that it released, or its
+scheduler dies. So the released tags of each server are recorded here. While any memory is released,
+no server is restarted or probed by generating a token (`ServerPool.resting`).
 """
 
 from collections import defaultdict
@@ -19,22 +19,26 @@ from megavlm.inference.server_pool.state import State
 from megavlm.inference.server_pool.targets import Target
 from megavlm.parallel import platform
 
-FLUSH_CACHE = "/flush_cache?timeout=20"  # seconds that it may wait for the scheduler
+FLUSH_CACHE = "/flush_cache?timeout=20"  # wait up to 20 s for the scheduler
 
 
 class ServerMemory:
-    """Context manager. A server that fails a request is reported to the pool as a failed push."""
+    """Context manager for the servers' memory. A server that fails a request is reported to the
+    pool as a failed push.
+    """
 
     def __init__(self, server_pool: ServerPool, rollout: Rollout) -> None:
         self._server_pool = server_pool
-        # Without the copy in host memory, a server that takes its memory back needs all weights.
+        # Without a copy in host memory, a server that resumes its memory needs all weights again.
         backup = rollout.server_args.get("enable_weights_cpu_backup", True)
         self._keeps_weights = bool(backup) or not platform.has_gpu()
         self._released: defaultdict[str, list[str]] = defaultdict(list)
         self._http = httpx.Client(timeout=rollout.request_timeout, trust_env=False)
 
     def release(self, tags: Sequence[str]) -> None:
-        """Release the memory of `tags` on all servers, which are then not probed or restarted."""
+        """Release the memory of `tags` on all servers. The pool does not probe or restart servers
+        until `resume`.
+        """
         if not tags:
             return
         self._server_pool.wait_while(State.STARTING)
@@ -43,11 +47,11 @@ class ServerMemory:
         def release_one(target: Target) -> None:
             released = self._released[target.url]
             fresh = [tag for tag in tags if tag not in released]
-            # Requests that the client has cancelled end first: SGLang answers an abort before its
-            # scheduler, which must be idle, knows of it, and a flush after that.
+            # End requests that the client has cancelled: the scheduler must be idle. SGLang answers
+            # an abort before its scheduler has handled it, but a flush only afterwards.
             self._post(target, "/pause_generation", {"mode": "abort"})
             self._post(target, "/continue_generation", {})
-            if not released:  # else nothing has run
+            if not released:  # otherwise nothing has run since
                 self._post(target, FLUSH_CACHE, {})
             for tag in fresh:
                 self._post(target, "/release_memory_occupation", {"tags": [tag]})
@@ -56,8 +60,8 @@ class ServerMemory:
         self._on_each(release_one)
 
     def resume(self, tags: Sequence[str], *, starts: bool) -> None:
-        """Take back the memory of `tags` on all servers. `starts`: all memory is theirs again, and
-        dead servers may restart.
+        """Resume the memory of `tags` on all servers. starts: True if the servers now have all
+        their memory, so that dead servers may restart.
         """
 
         def resume_one(target: Target) -> None:
@@ -71,11 +75,11 @@ class ServerMemory:
 
         self._on_each(resume_one)
         if starts:
-            self._released.clear()  # of servers that have died
+            self._released.clear()  # forget servers that have died
             self._server_pool.resting = False
 
     def _on_each(self, work: Callable[[Target], None]) -> None:
-        # A suspect server may have memory to release or to take back.
+        # A suspect server may have memory to release or resume, so wait for its probe.
         self._server_pool.wait_while(State.SUSPECT)
         targets = self._server_pool.answering()
 

@@ -1,5 +1,5 @@
-"""The servers of a pool, as another process sees them: a copy of their states, sent when one
-changes. What that process learns of a server goes back to the pool.
+"""A mirror of the server pool in another process. It gets a copy of the servers' states when one
+changes, and reports events of servers back to the pool.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.routing import Address, Outlook
 from megavlm.inference.server_pool.state import State
 
-Report = tuple[str, str, str]  # a method of ServerPool, a server's URL, and a reason or ""
+Report = tuple[str, str, str]  # name of a ServerPool method, server URL, reason or ""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class ServerStates:
 
 
 class ServerMirror:
-    """Routing by the states that were last received. Every healthy server may answer: at each push,
-    those that miss it stop being healthy, so that none has weights that are too old.
+    """Routing by the states received last. Every healthy server may answer: servers that miss a
+    push stop being healthy, so no healthy server has weights that are too old.
     """
 
     def __init__(self, report: Callable[[Report], None]) -> None:
-        """report: sends to `apply_report` of the process that has the pool."""
+        """report: Function that sends a report to `apply_report` in the process with the pool."""
         self._report, self._servers = report, ServerStates({}, {})
         self._listeners: list[Callable[[], object]] = []
 
@@ -68,7 +68,7 @@ class ServerMirror:
         self._report(("wrong_version", url, reason))
 
     def _set(self, url: str, state: State) -> None:
-        """Give a server the state that the pool will give it."""
+        """Set a server's state in advance of the pool's own change."""
         states = {**self._servers.states, url: state}
         self._servers = replace(self._servers, states=states)
 
@@ -82,7 +82,7 @@ class ServerMirror:
 
 
 def apply_report(pool: ServerPool, report: Report) -> None:
-    """Tell a pool what the process of its mirror has learnt of a server."""
+    """Apply a report from the producer's ServerMirror to the pool."""
     method, url, reason = report
     if method == "answered":
         pool.answered(url)

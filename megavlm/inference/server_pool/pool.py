@@ -1,4 +1,6 @@
-"""Pool of the rollout servers of a run: which get requests, which need weights, when to give up."""
+"""Pool of a run's rollout servers: decides which servers get requests, which need weights, and when
+to give up.
+"""
 
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -14,12 +16,13 @@ from megavlm.inference.server_pool.targets import Target
 
 
 class ServerPool(ServerRecords):
-    """Context manager, the Targets of weight pushes and the Routing of the rollout client.
+    """Context manager that is both the Targets of weight pushes and the Routing of the rollout
+    client.
 
     Entering starts the servers in parallel and returns when all of them answer; it raises
-    RolloutServerError if one does not start. With waits=False it returns at once, and
-    `wait_for_starts` is called before anything else. Leaving stops the servers that it started.
-    Every method may be called from any thread.
+    RolloutServerError if one does not start. With waits=False it returns at once, and the caller
+    must call `wait_for_starts` before anything else. Leaving stops the servers that the pool
+    started. Every method may be called from any thread.
     """
 
     def __init__(
@@ -31,14 +34,14 @@ class ServerPool(ServerRecords):
         *,
         waits: bool = True,
     ) -> None:
-        """states_file: where the servers' states are written for `megavlm watch`."""
+        """states_file: File to which the servers' states are written for `megavlm watch`."""
         super().__init__(handles, policy, log)
         self._supervisor, self._waits = Supervisor(self, states_file), waits
 
     def __enter__(self) -> "ServerPool":
         with ExitStack() as stack:
             self._supervisor.start()
-            stack.callback(self._supervisor.close)  # on Ctrl-C, too: no process may be left
+            stack.callback(self._supervisor.close)  # also on Ctrl-C: no process may be left
             if self._waits:
                 self.wait_for_starts()
             stack.pop_all()
@@ -48,7 +51,7 @@ class ServerPool(ServerRecords):
         self._supervisor.close()
 
     def write_stacks(self) -> None:
-        """Have the servers that this pool started write the stacks of their threads to their logs,
+        """Make the servers that this pool started write their threads' stack traces to their logs,
         and end.
         """
         for handle in self.handles.values():
@@ -75,7 +78,7 @@ class ServerPool(ServerRecords):
             ]
 
     def wait_for_targets(self) -> int:
-        """Block until a server can take weights, which a restart may bring about.
+        """Block until a server can take weights, possibly after a restart.
 
         Returns the number of failures so far, for `failed_since`.
         """
@@ -87,7 +90,8 @@ class ServerPool(ServerRecords):
 
     def failed_since(self, num_failures: int) -> bool:
         """Return True if a server has died or failed a push since `wait_for_targets` returned
-        `num_failures`: then another push may succeed. Servers that always fail are given up.
+        `num_failures`, so that another push may succeed. Servers that always fail are given up, so
+        retries end.
         """
         with self._lock:
             self._check()
@@ -144,7 +148,7 @@ class ServerPool(ServerRecords):
             self._check()
             states = {record.state for record in self._records.values()}
             if State.SUSPECT in states:
-                return Outlook.WAIT  # a probe settles it soon
+                return Outlook.WAIT  # a probe will decide its state soon
             return Outlook.REFIT if states & {State.STALE, State.HEALTHY} else Outlook.WAIT
 
     def lost(self, url: str, version: str | None) -> bool:

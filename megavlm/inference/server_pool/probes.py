@@ -1,4 +1,4 @@
-"""Health probes of a server. Each returns, or raises ProbeError."""
+"""Health probes of a server. A failed probe raises ProbeError."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.requirements import check_version
 
 QUICK = 10.0  # seconds for an answer that needs no model
-WORK_COUNTERS = ("total_prefill_uncached_tokens", "num_used_tokens")  # of each scheduler
+WORK_COUNTERS = ("total_prefill_uncached_tokens", "num_used_tokens")  # reported by each scheduler
 QUEUE_COUNTERS = ("num_running_reqs", "num_waiting_reqs")
 SLOW = 30.0  # SGLang itself gives up on a generated token after 20 s
 
 
 class ProbeError(Exception):
-    """A probe that failed: its message is the reason."""
+    """A failed probe. The message is the reason."""
 
 
 class Unreachable(ProbeError):
@@ -23,11 +23,11 @@ class Unreachable(ProbeError):
 
 
 class Refused(ProbeError):
-    """The server lives and does not fit this run: another probe is useless."""
+    """The server runs but does not fit this run, so another probe would not help."""
 
 
 class Probes:
-    """An HTTP client for probes alone, so that no queue of requests delays them."""
+    """Probes with their own HTTP client, so that no queue of requests delays them."""
 
     def __init__(self) -> None:
         self._http = httpx.AsyncClient(timeout=QUICK, trust_env=False)
@@ -38,9 +38,9 @@ class Probes:
     async def check_started(self, handle: ServerHandle, *, resume: bool) -> tuple[int, str]:
         """Check that the server is ready, and return its number of ranks and its device.
 
-        /health is open to all, /server_info to those with the key. `resume`: an external server
-        that was left paused resumes first. Raises Refused for a version of SGLang that is too old,
-        and if an external server does not fulfil its requirements.
+        /health needs no key, /server_info does. resume: If true, an external server that was left
+        paused is resumed first. Raises Refused if the version of SGLang is too old, or if an
+        external server does not meet its requirements.
         """
         if handle.server is not None and not handle.server.listens:
             raise Unreachable(f"no process of the server listens at {handle.url}")
@@ -57,19 +57,21 @@ class Probes:
             raise Refused(f"{handle.url} {error}") from error
 
     async def weight_version(self, handle: ServerHandle) -> str:
-        """Return the server's weight version. It runs no model: for idle servers and pushes."""
+        """Return the server's weight version. This probe runs no model, so it suits idle
+        servers.
+        """
         info = await self._info(handle, "/model_info", QUICK)
         if "weight_version" not in info:
             raise ProbeError("/model_info: no weight_version, which SGLang reports")
         return str(info["weight_version"])
 
     async def check_generation(self, handle: ServerHandle) -> None:
-        """Check that the server generates: a token for this probe, or any that it does anyway."""
+        """Check that the server generates tokens, for this probe or for other requests."""
         await self._get(handle, "/health_generate", SLOW)
 
     async def counters(self, handle: ServerHandle) -> list[Any]:
-        """Return counters that change while the server prefills and samples. Its first process
-        answers for the schedulers, which write them between forward passes.
+        """Return counters that change while the server prefills and samples. The schedulers update
+        them between forward passes; the server's first process answers.
         """
         loads = await self._loads(handle)
         return [[load.get(name) for name in WORK_COUNTERS] for load in loads]
@@ -81,13 +83,14 @@ class Probes:
         return loads
 
     async def queue(self, handle: ServerHandle) -> list[int]:
-        """Return how many requests the server computes, and how many wait in it."""
+        """Return how many requests are running on the server, and how many are waiting."""
         loads = await self._loads(handle)
         return [sum(load.get(name) or 0 for load in loads) for name in QUEUE_COUNTERS]
 
     async def _resume(self, handle: ServerHandle) -> None:
         """Resume generation. A trainer that dies during a push leaves the server paused, and
-        /health, which generates a token, fails while it is. A push will show a wrong key.
+        /health fails then, because it generates a token. A wrong admin key is ignored here; a push
+        reports it.
         """
         body = {"torch_empty_cache": False}
         try:
@@ -95,7 +98,7 @@ class Probes:
                 handle.url + "/continue_generation", json=body, headers=bearer(handle.admin_key)
             )
         except httpx.HTTPError:
-            pass  # the probes that follow report why
+            pass  # the next probes report the reason
 
     async def _info(self, handle: ServerHandle, path: str, timeout: float) -> dict[str, Any]:
         try:
@@ -109,7 +112,7 @@ class Probes:
                 handle.url + path, headers=bearer(handle.api_key), timeout=timeout
             )
             if reply.status_code in (401, 403):
-                if handle.server is not None:  # its keys are ours: it cannot listen, and will end
+                if handle.server is not None:  # the port is taken: ours knows the key
                     raise ProbeError(f"{path}: another program answers at {handle.url}")
                 raise Refused(
                     f"{handle.url}{path} refused our key (HTTP {reply.status_code}): set "

@@ -1,7 +1,7 @@
-"""Records of the servers of a pool: their states under one lock, changed by events.
+"""Records of a pool's servers: their states, guarded by one lock and changed by events.
 
-Events come from three callers: the rollout client, a weight push, and the supervisor, which owns
-the servers' processes.
+Events come from three callers: the rollout client, a weight push, and the supervisor of the
+servers' processes.
 """
 
 import threading
@@ -24,7 +24,7 @@ from megavlm.inference.server_pool.state import (
 
 
 class ServerRecords:
-    """States of the servers. log: called with a line when a server fails, restarts or returns.
+    """States of the servers. log: Callback for a line when a server fails, restarts or returns.
 
     Every method may be called from any thread.
     """
@@ -34,7 +34,7 @@ class ServerRecords:
     ) -> None:
         self.handles = {handle.url: handle for handle in handles}
         self.policy = policy
-        self.resting = False  # GPU memory is released: no generating probe, no restart
+        self.resting = False  # while GPU memory is released: no generating probe, no restart
         now = time.monotonic()
         self._records = {
             handle.url: ServerRecord(managed=handle.server is not None, since=now)
@@ -44,11 +44,11 @@ class ServerRecords:
         self._log, self._lock = log, threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._listeners: list[Callable[[], object]] = []
-        self._pushing: set[str] = set()  # servers that weights are on their way to
-        self._num_users = 0  # that generate now
+        self._pushing: set[str] = set()  # URLs of servers that are receiving weights
+        self._num_users = 0  # number of clients that generate now
         self._num_failures = 0  # deaths of servers and failed pushes
-        self.work_seen = 0  # times that a server was seen at work while it answered no request
-        self.is_starting = True  # until all have answered once
+        self.work_seen = 0  # counts signs of work of servers between their answers
+        self.is_starting = True  # until every server has answered once
         self._supervisor_error: BaseException | None = None
 
     def record(self, url: str) -> ServerRecord:
@@ -56,7 +56,9 @@ class ServerRecords:
             return self._records[url]
 
     def apply(self, url: str, event: Event) -> Action:
-        """Apply an event to a server's record, and return what its supervisor must do."""
+        """Apply an event to a server's record, and return the action that its supervisor must
+        take.
+        """
         with self._lock:
             now = time.monotonic()
             before = self._records[url]
@@ -85,7 +87,7 @@ class ServerRecords:
             return time.monotonic() - self._last_answer[url]
 
     def may_probe(self, url: str) -> bool:
-        """Return False while weights are on their way to the server."""
+        """Return False while the server is receiving weights."""
         with self._lock:
             return url not in self._pushing
 
@@ -95,7 +97,9 @@ class ServerRecords:
             return self._num_users > 0
 
     def wait_while(self, *states: State) -> None:
-        """Block until no server is in one of the states. STARTING and SUSPECT end by themselves."""
+        """Block until no server is in one of the states. Use it for STARTING and SUSPECT, which end
+        by themselves.
+        """
         with self._changed:
             while any(record.state in states for record in self._records.values()):
                 self._check()
@@ -104,7 +108,7 @@ class ServerRecords:
     def wait_for_starts(self) -> None:
         """Block until every server has answered once.
 
-        Raises RolloutServerError if one does not start: that is the recipe's fault, and a restart
+        Raises RolloutServerError if one does not start. The cause is the recipe then, so a restart
         would not help.
         """
         with self._changed:
@@ -113,7 +117,9 @@ class ServerRecords:
             self.is_starting = False
 
     def supervisor_failed(self, error: BaseException) -> None:
-        """Raise `error` in all callers from now on: nobody watches the servers any more."""
+        """Raise `error` in all callers from now on, because the servers are no longer
+        supervised.
+        """
         with self._lock:
             self._supervisor_error = error
             self._wake()

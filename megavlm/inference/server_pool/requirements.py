@@ -1,4 +1,4 @@
-"""Requirements on a server, checked by its own /server_info."""
+"""Requirements on a server, checked with its own /server_info."""
 
 import logging
 import re
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 Version = tuple[int, ...]
-# SGLang releases whose interface is read and tested: requests, weight updates, checksums.
+# Oldest and newest SGLang release whose interface (requests, weight updates, checksums) is tested.
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
-SESSIONS = (0, 5, 21)  # from here on updates are enclosed in begin and end_weight_update
+SESSIONS = (0, 5, 21)  # the first release with begin_weight_update and end_weight_update
 IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
-EXPOSE_ENVIRONMENT = "SGLANG_EXPOSE_OWN_ENV_VARS"  # /server_info then lists its own variables
+EXPOSE_ENVIRONMENT = "SGLANG_EXPOSE_OWN_ENV_VARS"  # makes /server_info list the server's variables
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 class Requirements:
     """Requirements on a server that was started elsewhere.
 
-    fresh_images: training changes the vision tower, so the server must cache no image features,
-    because SGLang never drops them when weights change. one_machine: weights are handed to it in
-    GPU memory of the trainer's machine.
+    fresh_images: True if training changes the vision tower. The server must then cache no image
+    features, because SGLang does not drop them when weights change. one_machine: True if weights
+    are passed in GPU memory of the trainer's machine, so that the server cannot span several nodes.
     """
 
     fresh_images: bool = False
@@ -31,7 +31,7 @@ class Requirements:
     def read(self, info: Mapping[str, Any]) -> tuple[int, str]:
         """Return the server's number of ranks and its device.
 
-        Raises ValueError with what it must be started with.
+        Raises ValueError that says how the server must be started.
         """
         if self.fresh_images and _variable(info, IMAGE_CACHE) != "0":
             raise ValueError(
@@ -52,7 +52,9 @@ class Requirements:
 
 
 def check_version(info: Mapping[str, Any]) -> None:
-    """Raise ValueError for a server that is older than what we speak to; warn of a newer one."""
+    """Raise ValueError if a server is older than the oldest supported SGLang; warn if it is newer
+    than the newest tested.
+    """
     version = server_version(info)
     oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
     if version < OLDEST:
@@ -69,13 +71,15 @@ def check_version(info: Mapping[str, Any]) -> None:
 
 
 def server_version(info: Mapping[str, Any]) -> Version:
-    """Return the release that /server_info names; (0,) if it names none."""
+    """Return the release in /server_info; (0,) if it has none."""
     version = re.match(r"(\d+)\.(\d+)\.(\d+)", str(info.get("version")))
     return (0,) if version is None else tuple(map(int, version.groups()))
 
 
 def _variable(info: Mapping[str, Any], name: str) -> str | None:
-    """Return an environment variable of its schedulers; None if they differ or do not report it."""
+    """Return an environment variable of the server's schedulers; None if they differ or do not
+    report it.
+    """
     states = info.get("internal_states")
     if not isinstance(states, list) or not states:
         return None

@@ -1,8 +1,9 @@
-"""Requests through an sglang-router, which chooses the server; weights go to the servers directly.
+"""Requests through an sglang-router. The router chooses the server; weights are sent to the servers
+directly.
 
-The router may send a request to any server that answers, so all of them must have the weights:
-requests wait for a refit while one is stale. The router also hides which server answered: a failure
-is reported for all of them.
+The router may send a request to any server that answers, so all of them must have the weights, and
+requests wait for a refit while one is stale. The router also hides which server answered, so a
+failure is reported for all of them.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from megavlm.inference.server_pool.state import ANSWERING, State
 
 
 class BehindRouter:
-    """Routing of a server pool behind one address."""
+    """Routing for a server pool behind the address of a router."""
 
     def __init__(self, server_pool: ServerPool, url: str, api_key: str | None) -> None:
         self._server_pool = server_pool

@@ -1,4 +1,4 @@
-"""Interface between the rollout client and the servers, and the choice of a server by load."""
+"""Interface between the rollout client and the server pool, and the choice of a server by load."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-SLACK = 1.25  # load that a server may have, in mean loads, before requests go to others
+SLACK = 1.25  # load of a server, relative to the mean, above which requests go to others
 
 
 @dataclass(frozen=True)
 class Address:
-    """URL that requests go to, and its keys. is_local: the server runs on this machine as this
-    user, and can read this process's files.
+    """URL for requests, and its keys. is_local: True if the server runs on this machine as this
+    user, so that it can read this process's files.
     """
 
     url: str
@@ -23,50 +23,53 @@ class Address:
 
 
 class Outlook(Enum):
-    """Prospect of a routable server when none is."""
+    """How a server can become routable when none is."""
 
-    WAIT = "wait"  # one may become routable by itself, or come back stale
-    REFIT = "refit"  # one answers and lacks the weights
+    WAIT = "wait"  # a server may become routable by itself, or come back stale
+    REFIT = "refit"  # a server answers but lacks the weights
 
 
 class Routing(Protocol):
-    """The servers, as the rollout client sees them. Used from any thread.
+    """The rollout client's view of the servers. Every method may be called from any thread.
 
-    `routable` and `outlook` raise RolloutServerError when too few servers can ever be left.
+    `routable` and `outlook` raise RolloutServerError when too few servers are left.
     """
 
     def routable(self, version: str | None) -> list[Address]:
-        """Return the servers that may get new requests for weights `version`; None: any."""
+        """Return the servers that may get new requests for weights `version`, or for any if
+        None.
+        """
 
     def outlook(self, version: str | None) -> Outlook: ...
 
     def lost(self, url: str, version: str | None) -> bool:
-        """Return True if weights `version` will not answer the requests in flight at a server."""
+        """Return True if a server will not answer its requests in flight with weights `version`."""
 
     def answered(self, url: str) -> None: ...
 
     def request_failed(self, url: str, reason: str) -> None:
-        """Report a lost connection, a time-out, a 5xx status or a malformed response."""
+        """Report a lost connection, a timeout, a 5xx status or a malformed response."""
 
     def wrong_version(self, url: str, reason: str) -> None:
-        """Report a response that was sampled with other weights than requested."""
+        """Report a response that was sampled with different weights than requested."""
 
     def in_use(self, on_change: Callable[[], object]) -> AbstractContextManager[None]:
-        """Return the context in which requests are made. `on_change` is called, from any thread,
-        when a server's state changes.
+        """Return the context in which requests are made. on_change: Callback, from any thread, when
+        a server's state changes.
         """
 
 
 def choose_server(key: str, loads: Mapping[str, int], size: int, limit: int) -> str | None:
-    """Return the server for a request that takes `size` slots; None if none of those with requests
-    has as many of its `limit` left.
+    """Return the server for a request that takes `size` slots. Returns None if no server is idle or
+    has that many of its `limit` slots free.
 
-    Equal keys give the same server, and most keys keep theirs when a server comes or goes:
+    Equal keys give the same server, and most keys keep their server when another comes or goes:
     rendezvous hashing (Thaler and Ravishankar, 1998) with bounded loads (Mirrokni et al., 2018).
 
     Args:
-        key: equal for prompts that show the same images.
-        loads: slots taken by server.
+        key: Key of the prompt's images, equal for prompts that show the same images.
+        loads: Slots taken, by server.
+        limit: Slots of each server.
     """
     bound = SLACK * (sum(loads.values()) + size) / max(len(loads), 1)
     free = {url: load for url, load in loads.items() if load == 0 or load + size <= limit}

@@ -1,5 +1,5 @@
 """State machine of a rollout server: a pure function from a record and an event to the next record
-and the action that follows.
+and an action.
 
     starting   launched, or looked for: it has not answered yet
     stale      it answers, and its weights are not known to be the current ones: no requests
@@ -10,7 +10,7 @@ and the action that follows.
                looked for now and then, as long as the run lives
     retired    given up for the rest of the run
 
-No clock, no process and no network here.
+This module uses no clock, no process and no network.
 """
 
 from dataclasses import dataclass, replace
@@ -30,11 +30,11 @@ class State(Enum):
 class Action(Enum):
     NOTHING = "nothing"
     START = "start"
-    STOP = "stop"  # end what is left of its processes
+    STOP = "stop"  # end the remaining processes of the server
 
 
 class EventKind(Enum):
-    ANSWERED = "answered"  # a probe, or a request
+    ANSWERED = "answered"  # to a probe or a request
     REQUEST_FAILED = "a request failed"
     PROBE_FAILED = "a probe failed"
     BUSY = "a probe failed, and the server works"
@@ -51,8 +51,8 @@ class EventKind(Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """Event of one server. version: the weight version of REFITTED. reason: of a failure, for the
-    user.
+    """Event of one server. version: Weight version of REFITTED. reason: Reason of a failure, for
+    the user.
     """
 
     kind: EventKind
@@ -62,16 +62,17 @@ class Event:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Policy of restarting servers and of giving them up. Times in seconds.
+    """Policy for restarting servers and giving them up. Times are in seconds.
 
-    max_restarts: of a managed server; the counter resets after `reset_after` healthy seconds.
-    back_off: pause before the first restart, doubled with each. patience: of a suspect server that
-    answers no probe and shows no work. max_failures: probes in a row that find nothing at its
-    address. start_timeout: to become healthy, and the absence after which an external server no
-    longer counts for min_servers. max_missed: failed pushes in a row after which a server is given
-    up. max_mismatches: the same of pushes after which its checksums differ. min_servers: the fewest
-    servers that a run continues with. needs_refit: a started server gets requests only after a
-    push.
+    max_restarts: Maximum restarts of a managed server; the counter resets after `reset_after`
+    healthy seconds. back_off: Pause before the first restart; it doubles with each restart.
+    patience: Time after which a suspect server that answers no probe and shows no work counts as
+    dead. max_failures: Probes in a row that find nothing at its address, after which a server
+    counts as dead. start_timeout: Time to become healthy; also the absence after which an external
+    server no longer counts for min_servers. max_missed: Failed pushes in a row after which a server
+    is given up. max_mismatches: Pushes with wrong checksums, among these, after which a server is
+    given up. min_servers: Fewest servers with which a run continues. needs_refit: If true, a
+    started server gets requests only after a push.
     """
 
     max_restarts: int = 3
@@ -92,15 +93,14 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """State of one server. Times in seconds of the pool's clock.
+    """State of one server. Times are in seconds of the pool's clock.
 
-    version: of the weights that it was refitted with and still has; None if it must be refitted.
-    failures: probes in a row that found nothing at its address. busy: it answers no probe and
-    works. missed, mismatches: failed pushes in a row, and those of them
-    with other checksums. restarts: the restart counter. since: start of the current state, or its
-    last sign of work.
-    healthy_since: when it last became fit for requests. retry_at: time of the next restart. reason:
-    of its last failure.
+    version: Version of the weights that it was refitted with and still has; None if it must be
+    refitted. failures: Probes in a row that found nothing at its address. busy: True if it answers
+    no probe but works. missed: Failed pushes in a row. mismatches: How many of these ended with
+    wrong checksums. restarts: The restart counter. since: Start of the current state, or of a busy
+    server its last sign of work. healthy_since: Time when it last became fit for requests.
+    retry_at: Time of the next restart. reason: Reason of its last failure.
     """
 
     managed: bool
@@ -117,20 +117,24 @@ class ServerRecord:
     reason: str = ""
 
     def routable(self, version: str | None) -> bool:
-        """Return True if requests for weights of `version` (None: any) may go to the server."""
+        """Return True if the server may get requests for weights `version` (None for any
+        version).
+        """
         return self.state is State.HEALTHY and version in (None, self.version)
 
 
 ANSWERING = (State.STALE, State.HEALTHY, State.SUSPECT)
 GONE = (State.DEAD, State.AWAY)
-LOST = (State.AWAY, State.RETIRED)  # no server that the run can count on
-UNVERIFIED = ""  # the version of a server that needs no refit
+LOST = (State.AWAY, State.RETIRED)  # states that do not count for min_servers
+UNVERIFIED = ""  # version of a server that needs no refit
 
 
 def transition(
     record: ServerRecord, event: Event, now: float, policy: RestartPolicy
 ) -> tuple[ServerRecord, Action]:
-    """Return the record after an event at time `now`, and the action that its owner must take."""
+    """Return the record after an event at time `now`, and the action that the supervisor must
+    take.
+    """
     if record.state is State.RETIRED:
         return record, Action.NOTHING
     match event.kind:
@@ -167,7 +171,7 @@ def _to(record: ServerRecord, state: State, now: float, **changes: object) -> Se
 
 def _answered(record: ServerRecord, now: float, policy: RestartPolicy) -> ServerRecord:
     if record.state is State.DEAD and record.managed:
-        return record  # a late answer of a process that has ended
+        return record  # a late answer of a process that has already ended
     if record.state in (State.STARTING, *GONE):
         version = None if policy.needs_refit else UNVERIFIED
         record = replace(record, version=version)
@@ -177,7 +181,7 @@ def _answered(record: ServerRecord, now: float, policy: RestartPolicy) -> Server
 
 
 def _healthy(record: ServerRecord, now: float) -> ServerRecord:
-    # A suspicion that passes does not reset the clock of healthy time.
+    # A server that was only suspect keeps the start of its healthy time.
     fit = record.state in (State.HEALTHY, State.SUSPECT)
     healthy_since = record.healthy_since if fit else now
     return _to(record, State.HEALTHY, now, failures=0, busy=False, healthy_since=healthy_since)
@@ -185,7 +189,7 @@ def _healthy(record: ServerRecord, now: float) -> ServerRecord:
 
 def _refitted(record: ServerRecord, version: str, now: float) -> ServerRecord:
     if record.state not in ANSWERING:
-        return record  # the process has ended meanwhile, and its weights are gone
+        return record  # the process has ended meanwhile, so its weights are gone
     return _healthy(replace(record, version=version, missed=0, mismatches=0), now)
 
 
@@ -207,7 +211,7 @@ def _missed_push(
         return _retired(record, f"given up after {mismatches} pushes with other checksums", now)
     if missed >= policy.max_missed:
         return _retired(record, f"given up after {missed} failed pushes", now)
-    if record.state in ANSWERING:  # a probe settles at once whether it lives
+    if record.state in ANSWERING:  # a probe then decides at once whether it lives
         return _to(record, State.SUSPECT, now, failures=0)
     return record
 

@@ -1,4 +1,4 @@
-"""File of the states of a pool's servers, for `megavlm watch`."""
+"""File with the states of a pool's servers, for `megavlm watch`."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ async def write_states(records: ServerRecords, probes: Probes, path: Path) -> No
     while True:
         rows = [_row(records, probes, handle) for handle in records.handles.values()]
         status = {"time": round(time.time(), 3), "servers": await asyncio.gather(*rows)}
-        with suppress(OSError):  # a full disk: what a run cannot do without tells of it
+        with suppress(OSError):  # full disk: status is best-effort, essential writers raise
             await asyncio.to_thread(write_whole, path, json.dumps(status).encode())
         await asyncio.sleep(WRITE_EVERY)
 

@@ -1,7 +1,7 @@
-"""Supervisor of the servers of a pool: one thread that starts, probes, restarts and ends them.
+"""Supervisor of a pool's servers: one thread that starts, probes, restarts and ends them.
 
-For the kernel, the parent of a server is the thread that launched it (see server_main.py): this
-thread lives until the pool is left, and ends the servers.
+To the kernel, the parent of a server is the thread that launched it (see server_main.py). So this
+thread must live as long as the servers: it runs until the pool is left, and then ends them.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from megavlm.inference.server_pool.state import GONE, Action, Event, EventKind, 
 from megavlm.inference.server_pool.status import write_states
 from megavlm.inference.server_pool.work import WorkReading, read_work
 
-TICK = 0.2  # seconds between looks at a process
+TICK = 0.2  # seconds between checks of a server's process
 PROBE_EVERY = 15.0  # seconds without an answer after which a server is probed
-LOOK_EVERY = 30.0  # seconds between looks for an external server that is away
+LOOK_EVERY = 30.0  # seconds between probes of an external server that is away
 
 
 class Supervisor:
-    """One task per server, all on one thread's event loop."""
+    """Watches each server in its own task, all on one thread's event loop."""
 
     def __init__(self, records: ServerRecords, states_file: Path | None) -> None:
-        """states_file: where the servers' states are written for `megavlm watch`."""
+        """states_file: File to which the servers' states are written for `megavlm watch`."""
         self._records, self._states_file = records, states_file
         self._thread = threading.Thread(target=self._main, name="server-pool", daemon=True)
         self._closing = threading.Event()
-        self._looked: dict[str, float] = {}  # when a server that is away was last looked for
-        self._work: dict[str, WorkReading] = {}  # the last one of each server
+        self._looked: dict[str, float] = {}  # time of the last probe of a server that is away
+        self._work: dict[str, WorkReading] = {}  # last reading of each server
 
     def start(self) -> None:
         self._thread.start()
@@ -80,7 +80,7 @@ class Supervisor:
             await asyncio.sleep(TICK)
 
     async def _check(self, handle: ServerHandle) -> None:
-        """Check a server once: its process, what time has changed, and a probe if one is due."""
+        """Check a server once: its process, timeouts, and a probe if one is due."""
         url, records = handle.url, self._records
         state = records.record(url).state
         if handle.server is not None and handle.server.running:
@@ -90,7 +90,7 @@ class Supervisor:
                 await asyncio.to_thread(handle.server.stop)
             return
         if records.resting and state is State.DEAD:
-            return  # its memory is in use
+            return  # its GPU memory is in use by the trainer
         if records.is_starting and state is State.DEAD and handle.server is not None:
             return  # wait_for_starts ends the run: a restart would not help
         action = records.apply(url, Event(EventKind.TICK))
@@ -134,14 +134,16 @@ class Supervisor:
         return fit and due and records.is_generating
 
     async def _see_work(self, handle: ServerHandle) -> None:
-        """Note if the server has worked since the last look: long answers are progress too."""
+        """Record if the server has worked since the last check, because a long answer is progress,
+        too.
+        """
         now, last = await read_work(handle, self._probes), self._work.get(handle.url)
         self._work[handle.url] = now
         if last is not None and now.shows_work(last) and now.has_requests:
             self._records.apply(handle.url, Event(EventKind.WORKED))
 
     async def _run(self, probe: Coroutine[Any, Any, None], handle: ServerHandle) -> None:
-        """Run a probe to its end, or until the process or the pool ends."""
+        """Run a probe to its end, or until the server's process or the pool ends."""
         task = asyncio.create_task(probe)
         while not task.done():
             await asyncio.wait({task}, timeout=TICK)
@@ -154,7 +156,7 @@ class Supervisor:
     async def _probe_start(self, handle: ServerHandle) -> None:
         policy, state = self._records.policy, self._records.record(handle.url).state
         try:
-            # A run that makes no pushes must not resume a server that another run has paused.
+            # A run without pushes must not resume a server that another run has paused.
             found = await self._probes.check_started(handle, resume=policy.needs_refit)
             handle.tensor_parallel, handle.device = found
         except Refused as refusal:
@@ -179,7 +181,9 @@ class Supervisor:
         await self._probe(handle, self._probes.check_generation)
 
     async def _probe_version(self, handle: ServerHandle) -> None:
-        """Probe the weight version, which also shows a server that another process replaced."""
+        """Probe the weight version. This also detects a server that was replaced by another
+        process.
+        """
         expected = self._records.record(handle.url).version
         version = await self._probe(handle, self._probes.weight_version)
         if version is not None and expected and version != expected:
@@ -218,7 +222,7 @@ class Supervisor:
             await self._apply(handle, Event(EventKind.START_FAILED, reason=str(error)))
 
     async def _apply(self, handle: ServerHandle, event: Event) -> None:
-        """Apply the event, and end the server's processes if that is its consequence."""
+        """Apply an event, and end the server's processes if the resulting action is STOP."""
         action = self._records.apply(handle.url, event)
         if action is Action.STOP and handle.server is not None:
             await asyncio.to_thread(handle.server.stop)

@@ -1,4 +1,4 @@
-"""Interface between the server pool and the weight sync: the servers that a push goes to."""
+"""Interface between the server pool and the weight sync: the servers that receive a push."""
 
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -9,10 +9,11 @@ from typing import Protocol
 class Target:
     """A server that can take weights now.
 
-    tensor_parallel: number of its ranks. device: "cpu" or "cuda". needs_all: it (re)started or
-    failed a push, and needs every tensor, not only those that training changes. api_key, admin_key:
-    for its read and its admin endpoints; left out of the representation, so that no log has them.
-    is_local: its ranks run on this machine as this user, and can read this process's files.
+    tensor_parallel: Number of its ranks. device: "cpu" or "cuda". needs_all: True if it started,
+    restarted or failed a push, so that it needs every tensor and not only the ones that training
+    changes. api_key, admin_key: Keys for its read and its admin endpoints; they are left out of the
+    repr, so that no log has them. is_local: True if its ranks run on this machine as this user, so
+    that they can read this process's files.
     """
 
     url: str
@@ -25,20 +26,22 @@ class Target:
 
 
 class Targets(Protocol):
-    """The server pool, as a push sees it. Used on the driver alone, from any thread.
+    """A weight push's view of the server pool. It is used on the driver only, from any thread.
 
-    All methods but `refitted` raise RolloutServerError when fewer than rollout.min_servers servers
-    can be left.
+    All methods except `refitted` raise RolloutServerError when fewer than rollout.min_servers
+    servers are left.
     """
 
     def targets(self, without: Container[str] = ()) -> list[Target]:
-        """Return the healthy and stale servers but those whose URL is in `without`."""
+        """Return the healthy and stale servers, except those whose URL is in `without`."""
 
     def refitted(self, url: str, version: str) -> None:
-        """Mark a server as holding exactly the weights `version`, verified; it gets requests."""
+        """Mark a server as holding exactly the weights `version`, after verification. It gets
+        requests then.
+        """
 
     def failed(self, url: str, reason: str) -> None:
-        """Report that a push failed at a server; it gets no requests until it is refitted."""
+        """Report that a push to a server failed. It gets no requests until it is refitted."""
 
     def mismatched(self, url: str, reason: str) -> None:
-        """Report a failed push after which the server holds other tensors than it was sent."""
+        """Report a failed push after which the server's tensors differ from the tensors sent."""

@@ -1,4 +1,4 @@
-"""Signs of work of a server that answers no probe: a busy server is not dead."""
+"""Signs of work of a server that answers no probe, to tell a busy server from a dead one."""
 
 import time
 from dataclasses import dataclass
@@ -9,17 +9,18 @@ import psutil
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import ProbeError, Probes
 
-# Share of one core that counts as work. An idle server takes less; a stopped one nothing; a busy
-# one has more even where twenty processes share a core.
+# Share of one core that counts as work. An idle server uses less, a stopped one nothing; a busy one
+# uses more, even if twenty processes share a core.
 WORK_SHARE = 0.03
 
 
 @dataclass(frozen=True)
 class WorkReading:
-    """Work that a server had done at `time`, in seconds of a monotonic clock.
+    """The work that a server had done at `time`, in seconds of a monotonic clock.
 
-    cpu_seconds: of all its processes, if they are ours and compute on the CPU: on a GPU SGLang
-    takes a whole core while it waits. counters: of its schedulers otherwise; None: not known.
+    cpu_seconds: CPU time of all its processes, for a managed server on a CPU only: on a GPU SGLang
+    uses a whole core even while it waits. counters: Counters of its schedulers, for other servers.
+    None if not known.
     """
 
     time: float
@@ -35,12 +36,14 @@ class WorkReading:
 
     @property
     def has_requests(self) -> bool:
-        """False if the counters tell that the server has none: probes change them too."""
+        """False if the counters show that the server has no requests. Probes change the counters,
+        too, so a change alone does not show a request.
+        """
         return self.counters is None or any(used for _, used in self.counters)
 
 
 async def read_work(handle: ServerHandle, probes: Probes) -> WorkReading:
-    """Return what the server has done so far."""
+    """Read the work that the server has done so far."""
     now, server = time.monotonic(), handle.server
     if server is not None and server.device == "cpu":
         return WorkReading(now, cpu_seconds=None if server.pid is None else cpu_seconds(server.pid))
@@ -51,7 +54,7 @@ async def read_work(handle: ServerHandle, probes: Probes) -> WorkReading:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process and all its descendants in seconds; 0 if it has ended."""
+    """Return the CPU seconds of a process and all its descendants; 0 if it has ended."""
     try:
         root = psutil.Process(pid)
         processes = [root, *root.children(recursive=True)]

@@ -1,9 +1,9 @@
-"""Pixels of a request's images in shared memory once, in the first process of a server.
+"""Sharing of image pixels between the ranks' requests, in the first process of a server.
 
 For n responses to a prompt SGLang sends its ranks n + 1 requests, and writes the pixels to shared
-memory for each: 25 MB and 23 ms of processor time for an image of a megapixel. Here each after
-the first gets a hard link to the file. A rank removes its request's name, as before, and the file
-goes with its last name.
+memory for each: 25 MB and 23 ms of CPU time for an image of one megapixel. Here each request after
+the first gets a hard link to the same file. As before, a rank removes the name in its request; the
+file is freed with its last name.
 """
 
 import os
@@ -17,9 +17,9 @@ FOLDER = "/dev/shm"  # noqa: S108
 
 
 def install() -> None:
-    """Let SGLang write a tensor to shared memory once, as long as it lives."""
+    """Make SGLang write a tensor to shared memory only once while the tensor exists."""
     write = ShmPointerMMData.__init__
-    written: dict[int, dict[str, Any]] = {}  # attributes of a pointer to each tensor, by its id
+    written: dict[int, dict[str, Any]] = {}  # id of a tensor -> attributes of a pointer to it
 
     def point(self: Any, tensor: Any, *arguments: Any, **keywords: Any) -> None:
         if (known := written.get(id(tensor))) is not None:
@@ -38,7 +38,9 @@ def install() -> None:
 
 
 def _link(name: str) -> str:
-    """Return a further name of a file. It names this process, as SGLang's own does."""
+    """Create a hard link whose name contains this process's id, as SGLang's shared-memory names
+    do.
+    """
     new = f"sgl_shm_mm_{os.getpid()}_{secrets.token_hex(4)}"
     os.link(f"{FOLDER}/{name}", f"{FOLDER}/{new}")
     return new

@@ -1,10 +1,10 @@
-"""Prompts of token ids, in the first process of a server: a vision token alone stands for an image.
+"""Prompts of token ids, in the first process of a server: only a vision token counts as an image.
 
-SGLang decodes a request's tokens and counts the images in that text. Ordinary tokens that spell
-`<image>`, `<|image_pad|>` or `<|video_pad|>`, as a policy may sample them, count too, and its next
-turn is refused with HTTP 400. The text has no other use: transformers' processor tokenizes it
-again, and SGLang replaces the result by the request's own tokens. Here it consists of the
-placeholders of the request's vision tokens.
+SGLang decodes a request's tokens and counts the image placeholders in the text. A policy may sample
+ordinary tokens that spell `<image>`, `<|image_pad|>` or `<|video_pad|>`; these are counted, too,
+and the next turn is refused with HTTP 400. The text has no other use: the processor of transformers
+tokenizes it again, and SGLang replaces the result by the request's own tokens. So here the text
+consists only of the placeholders of the request's vision tokens.
 """
 
 from typing import Any
@@ -14,7 +14,9 @@ from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProces
 
 
 def install() -> None:
-    """Let SGLang count vision tokens where images are the only media and its tokens are kept."""
+    """Make SGLang count vision tokens if images are the only media and the request's tokens are
+    kept.
+    """
     load = BaseMultimodalProcessor.load_mm_data
 
     async def load_by_ids(
@@ -30,7 +32,7 @@ def install() -> None:
         if (
             isinstance(prompt, list)
             and not (video_data or audio_data)
-            and not any(isinstance(image, dict) for image in images)  # processed already
+            and not any(isinstance(image, dict) for image in images)  # already processed
             and prompt.count(multimodal_tokens.image_token_id) == len(images)
             and envs.SGLANG_MM_AVOID_RETOKENIZE.get()
         ):

@@ -1,14 +1,15 @@
-"""Weight loaders that run inside SGLang's ranks: each rank is sent only the slices that it stores.
+"""Weight loaders that run inside SGLang's ranks, so that each rank gets only the slices that it
+stores.
 
-SGLang calls them by their names in `--custom-weight-loader`. `load_format=direct` does the same for
-whole parameters that come by `update_weights_from_tensor`; here parts of a stack of experts load
-too, and slices may come from a process group, for which SGLang's own
-`update_weights_from_distributed` takes whole tensors only. Imports nothing but torch.
+SGLang calls them by their names in `--custom-weight-loader`. SGLang's `load_format=direct` does the
+same for whole parameters in `update_weights_from_tensor`. These loaders also accept parts of a
+stack of experts, and slices from a process group; SGLang's `update_weights_from_distributed`
+accepts only whole tensors. Besides the standard library, this module imports only torch.
 
-A rank is given one pair: a JSON text and a tensor. The text describes a flat tensor: `dtype`;
-`slices`, [name or name[first row:end], shape] of parts of parameters; `whole`, [HF name, shape] of
-tensors that the model's own loader cuts; and `file` if the tensor's content is in that file, which
-is mapped and not copied, and the pair's own tensor is empty.
+A rank gets one pair: a JSON text and a tensor. The text describes a flat tensor by `dtype`; by
+`slices`, [name or name[first row:end], shape] of each part of a parameter; by `whole`, [HF name,
+shape] of each tensor that the model's own loader must cut; and by `file` if the content is in that
+file. The file is mapped and not copied, and the pair's own tensor is empty then.
 """
 
 import json
@@ -28,18 +29,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 _ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
-POLL = 0.02  # seconds between looks at what the trainer says
-GRACE = 5.0  # seconds that a thread may take whose groups were left
+POLL = 0.02  # seconds between checks of the trainer's store
+GRACE = 5.0  # seconds for a thread to end after its groups were left
 _groups: dict[str, dist.ProcessGroup] = {}
 # Connections to the trainer's store, by the token of the groups and their use. They are kept as
-# long as the groups: for each connection torch looks up names of addresses, on both of its sides.
+# long as the groups, because torch resolves host names for each new connection, on both sides.
 _stores: dict[tuple[str, str], dist.TCPStore] = {}
 
 logger = logging.getLogger(__name__)
 
 
 def load_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load what the flat tensor holds."""
+    """Load the slices and tensors in the flat tensor."""
     ((text, flat),) = named_tensors
     described = json.loads(text)
     if "file" in described:
@@ -49,18 +50,18 @@ def load_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
 
 
 def receive_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Receive flat tensors, each broadcast by one trainer rank in a group of its own, and load
-    them. All are received at the same time.
+    """Receive flat tensors, each broadcast by one trainer rank in a separate group, and load them.
+    All are received at the same time.
 
-    The text has `receive`: [group, rank in it, size, description] of each; and `host`, `port`,
-    `backend`, `timeout` in seconds, `token` of the groups that are in use, and keys of the store at
-    that address: `answer`, for "" or what failed here, and `fault`, which is set as soon as
-    anything fails anywhere. Nothing is raised, which would end SGLang's process.
+    The text has `receive`, a list of [group, rank in it, size, description] per tensor; `host`,
+    `port`, `backend`, `timeout` in seconds; `token`, the prefix of the groups in use; and two keys
+    of the store at that address. This rank sets `answer` to "" or its error; any rank sets `fault`
+    as soon as it fails. Nothing is raised, because an exception would end SGLang's process.
     """
     task = json.loads(named_tensors[0][0])
     try:
         store = _connect(task, "answers")
-        # In a thread, because a rank that waits for another that has died would wait on.
+        # In a thread, because a broadcast hangs if another rank has died.
         results: list[str] = []
         arguments = (_receive, model, task, torch.is_inference_mode_enabled(), results)
         work = Thread(target=copy_context().run, args=arguments, daemon=True)
@@ -76,7 +77,7 @@ def receive_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]
         store.set(task["answer"], answer)
         if answer:
             store.set(task["fault"], answer)
-    except RuntimeError as error:  # the trainer is gone
+    except RuntimeError as error:  # the trainer has died
         logger.warning("weights were not received: %r", error)
         _leave("")
 
@@ -84,7 +85,9 @@ def receive_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]
 def join(
     store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Join a process group beside the default one, as SGLang's `init_custom_process_group` does."""
+    """Join a process group in addition to the default one, as SGLang's `init_custom_process_group`
+    does.
+    """
     group, _ = c10d._new_process_group_helper(
         size,
         rank,
@@ -99,7 +102,9 @@ def join(
 
 
 def _connect(task: dict[str, Any], use: str) -> dist.TCPStore:
-    """Return the connection to the trainer's store for a use. Who waits on it blocks its others."""
+    """Return the connection to the trainer's store for a use. Waiting blocks a connection for all
+    its users, so each use has its own.
+    """
     key = task["token"], use
     if key not in _stores:
         limit = timedelta(seconds=task["timeout"])
@@ -108,11 +113,13 @@ def _connect(task: dict[str, Any], use: str) -> dist.TCPStore:
 
 
 def _receive(model: Any, task: dict[str, Any], inference: bool, results: list[str]) -> None:
-    """Put "" or what failed in `results`. inference: SGLang's thread is in inference mode."""
+    """Receive and load all tensors, and append "" or the error to `results`. inference: True if
+    SGLang's thread is in inference mode.
+    """
     limit = timedelta(seconds=task["timeout"])
     device = next(model.parameters()).device
     try:
-        if device.type == "cuda":  # a thread begins with the first one
+        if device.type == "cuda":  # a new thread starts with the first GPU
             torch.cuda.set_device(device)
         _leave(task["token"])
         received = []
@@ -149,8 +156,8 @@ def _load(model: Any, described: dict[str, Any], flat: torch.Tensor) -> None:
         assert list(parameter.shape) == shape, f"{name} is {[*parameter.shape]} here, not {shape}"
         parameter.copy_(piece.view(shape))
     for module in model.modules():
-        # A zero-centred norm keeps its weight plus one for fused kernels, and makes it anew in its
-        # own loader only.
+        # A zero-centered norm keeps a copy of its weight plus one for fused kernels, and updates
+        # the copy only in its own loader.
         if hasattr(module, "refresh_gemma_weight"):
             module.refresh_gemma_weight()
     if whole:
@@ -159,7 +166,9 @@ def _load(model: Any, described: dict[str, Any], flat: torch.Tensor) -> None:
 
 
 def _leave(token: str) -> None:
-    """Leave the groups whose names do not begin with `token`, and their stores; all without one."""
+    """Leave the groups whose names do not begin with `token`, and close their stores. An empty
+    token leaves all groups.
+    """
     for key in [key for key in _stores if key[0] != token]:
         _stores.pop(key, None)
     for name in [name for name in _groups if not (token and name.startswith(token))]:

@@ -1,11 +1,12 @@
-"""Stand-in for `sgl_kernel`, of which PyPI has no CPU build; import-only but for Qwen3.5.
+"""Stand-in for `sgl_kernel`, because PyPI has no CPU build of it. It can only be imported, except
+for the functions of Qwen3.5.
 
-SGLang imports names from it unconditionally. On a CPU without AMX every layer of the Qwen-VL models
-then takes its plain torch path, so any name may be imported here and calling one raises. Qwen3.5's
-layers have no such path: what they call is in `gated_delta_net`.
+SGLang imports names from it unconditionally. On a CPU without AMX, every layer of the Qwen-VL
+models then takes its plain torch path. So any name can be imported here, and calling one raises.
+The layers of Qwen3.5 have no such path; `gated_delta_net` has the functions that they call.
 `torch.ops.sgl_kernel` gets exactly the names that SGLang's modules look up when they are imported,
-and none of those whose presence it reads as "the real kernels are there"
-(`convert_weight_packed`, `fused_qk_norm_cpu`, `fused_qk_norm_rope_cpu`).
+but not the names by whose presence SGLang detects the real kernels (`convert_weight_packed`,
+`fused_qk_norm_cpu`, `fused_qk_norm_rope_cpu`).
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
-"""PyTorch forms of the `sgl_kernel` functions that SGLang's Qwen3.5 calls on a CPU.
+"""PyTorch implementations of the `sgl_kernel` functions that SGLang's Qwen3.5 calls on a CPU.
 
-Written for tests: the recurrence runs token by token. SGLang's pools hold, for each request's slot,
-the convolution's last inputs [slots, channels, W - 1] and the states [slots, heads, V, K]. The
-sequences of a batch are padded to the longest; a padded token neither forgets nor writes.
+They are written for tests: the recurrence runs token by token. SGLang's pools have, for each
+request's slot, the last inputs of the convolution [slots, channels, W - 1] and the states [slots,
+heads, V, K]. The sequences of a batch are padded to the longest; a padding token does not change
+the state.
 """
 
 from typing import Any
@@ -25,7 +26,7 @@ def causal_conv1d_fn_cpu(
     query_start_loc: Tensor,
     **_: Any,
 ) -> Tensor:
-    """Convolve prompts. x [channels, T], weight [channels, W]; returns [channels, T]."""
+    """Convolve prompts. x: [channels, T]. weight: [channels, W]. Returns [channels, T]."""
     outputs = []
     sizes = query_start_loc.diff().tolist()
     for row, own in enumerate(x.split(sizes, dim=1)):
@@ -47,7 +48,7 @@ def causal_conv1d_update_cpu(
     conv_state_indices: Tensor,
     **_: Any,
 ) -> Tensor:
-    """Convolve one more token of each of B requests. x [B, channels]; returns the same shape."""
+    """Convolve one more token of each of B requests. x: [B, channels]. Returns the same shape."""
     slots = conv_state_indices.long()
     window = torch.cat([conv_states[slots].to(x), x[:, :, None]], dim=2)
     conv_states[slots] = window[:, :, 1:].to(conv_states)
@@ -67,8 +68,9 @@ def chunk_gated_delta_rule_cpu(
     use_qk_l2norm_in_kernel: bool,
     **_: Any,
 ) -> tuple[Tensor, None, None]:
-    """Run the delta rule over prompts. q, k [1, T, key heads, K], v [1, T, heads, V], log decay g
-    and beta [1, T, heads]; updates the slots of `initial_state`.
+    """Run the delta rule over prompts, and update the slots of `initial_state`. q, k: [1, T, key
+    heads, K]. v: [1, T, heads, V]. g (log decay), beta: [1, T, heads]. Returns the output [1, T,
+    heads, V].
     """
     assert use_qk_l2norm_in_kernel
     sizes = cu_seqlens.diff().tolist()
@@ -92,7 +94,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     use_qk_l2norm_in_kernel: bool,
     **_: Any,
 ) -> Tensor:
-    """Run the delta rule for one more token of each of B requests. q, k [1, B, key heads, K]."""
+    """Run the delta rule for one more token of each of B requests. q, k: [1, B, key heads, K]."""
     assert use_qk_l2norm_in_kernel
     decay, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     inputs = tuple(x[0].float()[:, None] for x in (q, k, v, decay, beta))
@@ -103,7 +105,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 def fused_gdn_gating_cpu(
     A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return log decay and write strength, fp32 [1, T, heads]."""
+    """Return log decay and beta (write strength), both fp32 [1, T, heads]."""
     decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return decay[None], b.float().sigmoid()[None]
 
@@ -119,7 +121,7 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 
 
 def fused_rmsnorm_gated_cpu(x: Tensor, weight: Tensor, z: Tensor, eps: float) -> Tensor:
-    """Return the norm of x over its last dim, gated by silu(z)."""
+    """Return the RMS norm of x over its last dim, gated by silu(z)."""
     normed = F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
     return (normed * F.silu(z.float())).to(x)
 
@@ -127,7 +129,7 @@ def fused_rmsnorm_gated_cpu(x: Tensor, weight: Tensor, z: Tensor, eps: float) ->
 def fused_qk_gemma_rmsnorm_cpu(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the zero-centred norms of the heads of q and k, [heads x T, head_dim]."""
+    """Return the zero-centered RMS norms of the heads of q and k, [heads x T, head_dim]."""
     return _zero_centred_norm(q, q_weight, eps), _zero_centred_norm(k, k_weight, eps)
 
 
@@ -140,7 +142,9 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     head_dim: int,
     num_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same for heads that hold query and gate; returns the gates [T, heads x D] too."""
+    """Same as fused_qk_gemma_rmsnorm_cpu, for heads with query and gate. Also returns the gates [T,
+    heads x D].
+    """
     q, gate = q_gate.unflatten(-1, (num_heads, -1)).chunk(2, dim=-1)
     norms = fused_qk_gemma_rmsnorm_cpu(
         q.reshape(-1, head_dim), k.reshape(-1, head_dim), q_weight, k_weight, eps, head_dim
@@ -149,7 +153,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
 
 
 def fused_sigmoid_mul_cpu(x: Tensor, gate: Tensor) -> None:
-    """Multiply x with sigmoid(gate) in place."""
+    """Multiply x by sigmoid(gate) in place."""
     x *= gate.reshape(x.shape).sigmoid()
 
 
@@ -159,9 +163,8 @@ def _convolve(window: Tensor, weight: Tensor, bias: Tensor | None, activation: s
 
 
 def _delta_rule(inputs: tuple[Tensor, ...], states: Tensor, slots: Tensor) -> Tensor:
-    """Run B sequences of t tokens from their states, which are updated. inputs: q, k
-    [B, t, key heads, K], v [B, t, heads, V], log decay and beta [B, t, heads]. Returns
-    [B, t, heads, V].
+    """Run B sequences of t tokens from their states, and update the states. inputs: q, k [B, t, key
+    heads, K], v [B, t, heads, V], log decay and beta [B, t, heads]. Returns [B, t, heads, V].
     """
     q, k, v, decay, beta = inputs
     copies = v.shape[2] // k.shape[2]
@@ -186,7 +189,7 @@ def _zero_centred_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(heads, heads.shape[-1:], 1 + weight.float(), eps).to(x)
 
 
-OPERATORS = (  # looked up as torch.ops.sgl_kernel.NAME
+OPERATORS = (  # SGLang looks them up as torch.ops.sgl_kernel.NAME
     fused_gdn_gating_cpu,
     fused_qk_gemma_rmsnorm_cpu,
     fused_qk_gemma_rmsnorm_with_gate_cpu,
@@ -198,6 +201,6 @@ OPERATORS = (  # looked up as torch.ops.sgl_kernel.NAME
 
 
 def install() -> None:
-    """Put the operators where SGLang looks them up."""
+    """Set the operators as attributes of torch.ops.sgl_kernel, where SGLang looks them up."""
     for function in OPERATORS:
         setattr(torch.ops.sgl_kernel, function.__name__, function)

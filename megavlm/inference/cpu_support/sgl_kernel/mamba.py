@@ -1,4 +1,4 @@
-"""`sgl_kernel.mamba`, import-only like its package, but for what Qwen3.5 calls."""
+"""Stand-in for `sgl_kernel.mamba`: only the functions that Qwen3.5 calls can be called."""
 
 from collections.abc import Callable
 from typing import NoReturn
