@@ -152,7 +152,7 @@ def _inspect(
     from checkpoint_tools.lora.peft_folder import is_peft_folder, open_peft
     from checkpoint_tools.weights import open_weights
 
-    # Wide enough that nothing is cut off in a pipe.
+    # Without a terminal, the console is wide enough that no table is cut off.
     terminal = Console(width=None if sys.stdout.isatty() else 250)
     if is_peft_folder(path):
         if step is not None or mapping or experts is not None:
@@ -180,7 +180,7 @@ def _inspect(
 
 @dataclass(frozen=True)
 class _ExpertsOptions:
-    """Formats of the stacked experts of both models."""
+    """Formats of the stacked experts of the two models."""
 
     experts_a: Experts = None
     experts_b: Experts = None
@@ -247,7 +247,7 @@ def _verify(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. A user's error is printed as one sentence, with exit code 2."""
-    # megatron-core warns at import of what is not installed; conversion needs none of it.
+    # megatron-core warns at import about packages that are missing; conversion needs none of them.
     warnings.filterwarnings("ignore", message=".*not installed.*")
     before = signal.signal(signal.SIGTERM, _stop)
     try:
@@ -268,13 +268,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _stop(number: int, _: Any) -> None:
-    """Exit as after an error, so that partial output is removed. Ignores a second signal."""
+    """Exit in the same way as after an error, so that partial output is removed. Ignores a second
+    signal.
+    """
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def _fail(sentence: str) -> None:
-    """Print an error, on rank 0 only because ranks fail together, and exit."""
+    """Print an error and exit. Only rank 0 prints, because ranks fail together."""
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"error: {sentence}", err=True)
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""Comparison of two models by transformers' logits on a text and on an image."""
+"""Comparison of two models by the logits of transformers on a text and on an image."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,8 +27,9 @@ _TEXT = "The quick brown fox jumps over the lazy dog, and then?"
 class LogitDifference:
     """Largest difference over all positions and the vocabulary.
 
-    relative: to the largest logit of the first model, or of the second if the first has only
-    zeros. token: at `position`. vocabulary: the entry that differs most.
+    relative: the difference divided by the largest logit of the first model, or of the second if
+    the first has only zeros. token: the token at `position`. vocabulary: the entry that differs
+    most.
     """
 
     prompt: str
@@ -59,9 +60,9 @@ def compare_logits(
     """Compare the fp32 logits of two HuggingFace folders or checkpoints, one model in memory at a
     time, on inputs of the processor of `a`.
 
-    experts: formats of their stacked experts, as in HubTensors. alpha: of adapters in a checkpoint
-    that does not record it. Raises ValueError for adapters without a model, models of two families,
-    vocabularies of different sizes, or logits that are not finite.
+    experts: formats of their stacked experts, as in HubTensors. alpha: alpha of adapters in a
+    checkpoint that does not record it. Raises ValueError for adapters without a model, models of
+    two families, vocabularies of different sizes, or logits that are not finite.
     """
     for path in (a, b):
         if is_peft_folder(path):
@@ -110,8 +111,8 @@ def compare_logits(
 
 @contextmanager
 def _hf_folder(weights: Weights, alpha: float | None, show: ShowProgress) -> Iterator[Path]:
-    """Yield a HuggingFace folder with experts as on the hub: the folder of the weights if it is
-    one, else a temporary export.
+    """Yield a HuggingFace folder with experts in the hub's format: the folder of the weights if it
+    is one, else a temporary export.
     """
     if weights.manifest is None and weights.experts == HUB:
         yield weights.path
@@ -123,7 +124,7 @@ def _hf_folder(weights: Weights, alpha: float | None, show: ShowProgress) -> Ite
 
 
 def _inputs(folder: Path) -> dict[str, Any]:
-    """Return the inputs of a text, and of an image without repeating parts, by prompt."""
+    """Return by prompt the inputs for a text, and for an image that has no repeating parts."""
     processor = _processor(folder)
     steps = torch.linspace(0, 255, 112)
     channels = [steps.expand(112, 112), steps[:, None].expand(112, 112), steps.outer(steps) / 255]
@@ -155,8 +156,8 @@ def _logits(folder: Path, inputs: dict[str, Any]) -> dict[str, Tensor]:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     use_plain_torch(model)
     model.eval()
-    # A weight may start anywhere in a mapped file, and kernels round by its alignment: equal
-    # weights give equal logits only from memory of their own.
+    # A weight may start anywhere in a mapped file, and kernels round depending on its alignment:
+    # equal weights give equal logits only from memory of their own.
     for weight in (*model.parameters(), *model.buffers()):
         weight.data = weight.data.clone()
     return {prompt: model(**values, use_cache=False).logits[0] for prompt, values in inputs.items()}

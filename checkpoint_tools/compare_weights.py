@@ -1,4 +1,4 @@
-"""Bitwise comparison of two models on the disk, tensor by tensor."""
+"""Bitwise comparison of two models on disk, tensor by tensor."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ _LISTED = 10
 
 @dataclass
 class WeightComparison:
-    """Counts of equal and different hub tensors; experts count row by row. first: a description of
-    each of the first that differ.
+    """Counts of equal and different hub tensors; experts count row by row. first: descriptions of
+    the first tensors that differ.
     """
 
     equal: int = 0
@@ -88,8 +88,8 @@ def _compare_extras(a: Weights, b: Weights, result: WeightComparison) -> None:
 
 
 def difference(a: Tensor, b: Tensor) -> str | None:
-    """Describe how many entries of two tensors of one dtype and shape differ in their bits, and
-    the first that does. None if all are equal.
+    """Describe how many entries of two tensors with the same dtype and shape differ in their bits,
+    and the first such entry. Returns None if all are equal.
     """
     bits = _BITS[a.dtype.itemsize]
     unequal = a.contiguous().view(bits) != b.contiguous().view(bits)
@@ -105,7 +105,7 @@ def difference(a: Tensor, b: Tensor) -> str | None:
 
 
 def _unlike(a: Weights, entry: Entry, b: Weights, other: Entry) -> str | None:
-    """Describe how shapes or dtypes of two entries differ, None if they agree."""
+    """Describe how shapes or dtypes of two entries differ. Returns None if they agree."""
     if entry.hf_shapes != other.hf_shapes:
         return f"makes a Megatron tensor {entry.megatron_shape} and {other.megatron_shape}"
     left, right = a.dtypes[entry.megatron], b.dtypes[entry.megatron]

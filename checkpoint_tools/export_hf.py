@@ -32,9 +32,9 @@ from megavlm.models.registry import family
 class WriteOptions:
     """Options of a written HuggingFace folder.
 
-    force: replace an older folder. max_shard_bytes: largest weight file. dtype: of the weights,
-    None to keep their own. experts: form of stacked experts, None for that of the source. show:
-    progress display.
+    force: replace an older folder. max_shard_bytes: size of the largest weight file. dtype: dtype
+    of the written weights; None keeps their own. experts: format of stacked experts; None keeps the
+    format of the source. show: progress display.
     """
 
     force: bool = False
@@ -46,8 +46,11 @@ class WriteOptions:
 
 @dataclass(frozen=True)
 class Export:
-    """Result of an export. step: of a checkpoint. num_merged: projections with merged adapters.
-    left_out: tensors that a HuggingFace folder has no place for, such as a critic's value head.
+    """Result of an export.
+
+    step: exported step, if the source is a checkpoint. num_merged: number of projections with
+    merged adapters. left_out: tensors that a HuggingFace folder cannot hold, such as a critic's
+    value head.
     """
 
     step: int | None
@@ -58,7 +61,7 @@ class Export:
     left_out: list[str]
 
     def remarks(self) -> str:
-        """Return an end for the sentence that reports the export."""
+        """Return remarks to append to the sentence that reports the export."""
         return f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
 
 
@@ -73,9 +76,9 @@ def export_hf(
     """Write the weights of a step (default: the latest) under hub names, with the model's other
     files and a model card. Adapters are merged, so that the folder holds the trained model.
 
-    Reads any layout and holds two tensors in memory; experts count one by one. alpha: of the
-    adapters, if the step does not record it. Raises ValueError if the step is missing, damaged or
-    incomplete, if a value is too large for the dtype, or as `output_folder` does.
+    Reads any layout and holds two tensors in memory; each expert counts as one tensor. alpha: alpha
+    of the adapters, if the step does not record it. Raises ValueError if the step is missing,
+    damaged or incomplete, if a value is too large for the dtype, or as `output_folder` does.
     """
     weights = step_weights(checkpoint_dir, step)
     adapters = None
@@ -93,7 +96,7 @@ def write_hf(
 ) -> Export:
     """Write weights, with `adapters` merged in fp32 and rounded once, as a HuggingFace folder.
 
-    The pixel limits that a run trained with go into the preprocessor's files. Raises ValueError if
+    The pixel limits of the training run are written to the preprocessor files. Raises ValueError if
     a sum is too large for its dtype, or as `output_folder` does.
     """
     options = options or WriteOptions()
@@ -105,7 +108,7 @@ def write_hf(
     total = sum(file.nbytes for file in plan)
 
     def read(entry: Entry) -> list[Tensor]:
-        """Return tensors of the hub, or one expert's rows of them."""
+        """Return the hub tensors of an entry, or one expert's rows of them."""
         full = _rounded(entry, source.read(entry), _dtype(weights, entry, dtype))
         tensors = entry.to_hf(full)
         if form == MEMORY and entry.transposed:
@@ -150,7 +153,7 @@ def write_hf(
 def _rounded(entry: Entry, exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Round a Megatron tensor to `dtype`. Raises ValueError if a finite value becomes infinite."""
     full = exact.to(dtype)
-    # Minimum and maximum suffice: infinite values are at an end, and one NaN makes both ends NaN.
+    # Minimum and maximum suffice: an infinite value is one of them, and a NaN makes both NaN.
     if full.dtype == exact.dtype or torch.stack(torch.aminmax(full)).isfinite().all():
         return full
     for name, tensor in zip(entry.hf, entry.to_hf(exact), strict=True):
@@ -166,8 +169,8 @@ def _rounded(entry: Entry, exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class _File:
-    """Weight file to be written. specs: of its tensors by hub name, in order. untrained: names of
-    tensors that are copied.
+    """Weight file to be written. specs: specs of its tensors by hub name, in order. untrained:
+    names of tensors that are copied.
     """
 
     name: str
@@ -187,8 +190,8 @@ def _plan(
     form: Form,
     untrained: Mapping[str, UntrainedTensor],
 ) -> list[_File]:
-    """Distribute the keys over files, in the order of the mapping, and what is not trained into one
-    more. A file exceeds `max_shard_bytes` only if it holds a single key.
+    """Distribute the keys over files, in the order of the mapping; untrained tensors get a file of
+    their own. A file exceeds `max_shard_bytes` only if it holds a single key.
     """
     files: list[_File] = []
     for group in weights.groups.values():
@@ -215,14 +218,14 @@ def _plan(
 
 
 def _dtype(weights: Weights, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of an entry's tensors in a folder of `dtype`, None for the weights' own."""
+    """Return the dtype of an entry's tensors in a folder with `dtype` (None: the weights' own)."""
     if entry.dtype is not None or dtype is None:
         return weights.dtypes[entry.megatron]
     return dtype
 
 
 def _large_items_first(file: _File) -> None:
-    """Sort tensors by item size for SafetensorsWriter. Keeps the order of tensors of one dtype."""
+    """Sort tensors by item size, as SafetensorsWriter requires. The sort is stable."""
 
     def itemsize(name: str) -> int:
         return -file.specs[name].dtype.itemsize
@@ -232,8 +235,9 @@ def _large_items_first(file: _File) -> None:
 
 
 def _write_config(path: Path, dtype: torch.dtype, *, unties: bool) -> None:
-    """Complete config.json for servers, and set its dtype to that of the weights, which training
-    may have changed. unties: the weights have a head that config.json ties to the embedding.
+    """Complete config.json for servers, and set its dtype to the dtype of the weights, because
+    training may have changed it. unties: the weights have a separate head, although config.json
+    ties it to the embedding.
     """
     before = json.loads(path.read_bytes())
     config = copy.deepcopy(family(before["model_type"]).served_config(before))

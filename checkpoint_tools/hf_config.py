@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from megavlm.models.registry import family, quantization
 
-# Keys whose values must be at least 1 wherever they appear.
+# The values of these keys must be at least 1 wherever they appear.
 _COUNTS = {
     "head_dim", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads",
     "num_heads", "num_hidden_layers", "num_key_value_heads", "spatial_merge_size", "vocab_size",
@@ -58,8 +58,8 @@ def dtype_keys(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def untie(values: dict[str, Any]) -> None:
-    """Set a config.json's embeddings and head apart, on both levels: families differ in which one
-    counts.
+    """Untie embedding and head in a config.json, on both levels: families differ in which level
+    they read.
     """
     values["tie_word_embeddings"] = False
     text = values.get("text_config", {})

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Processes of one import: a single one, or the ranks that torchrun started."""
+    """Processes of one import: a single process, or the ranks that torchrun started."""
 
     rank: int = 0
     size: int = 1
@@ -68,7 +68,7 @@ class Import:
 
 @dataclass(frozen=True)
 class _Written:
-    """File of one rank. tensors: the whole tensors that it has pieces of, on the meta device."""
+    """File of one rank. tensors: the whole tensors of which it holds pieces, on the meta device."""
 
     name: str
     sums: Sums
@@ -87,10 +87,10 @@ def import_hf(
 ) -> Import:
     """Write the weights as step 0, in their own dtypes.
 
-    Holds two tensors in memory; experts count one by one. With several `ranks` each reads its share
-    of the tensors and writes its own file. experts: the format of stacked experts, as in
-    HubTensors. Raises ValueError, before anything is written, as `hub_weights` and `output_folder`
-    do.
+    Holds two tensors in memory; each expert counts as one tensor. With several `ranks`, each rank
+    reads its share of the tensors and writes its own file. experts: the format of stacked experts,
+    as in HubTensors. Raises ValueError, before anything is written, as `hub_weights` and
+    `output_folder` do.
     """
     ranks = ranks or Ranks()
     opened: list[Weights] = []
@@ -154,7 +154,7 @@ def write_checkpoint(
 def _write(
     weights: Weights, adapters: AdapterPairs | None, step: Path, ranks: Ranks, show: ShowProgress
 ) -> _Written:
-    """Write this rank's share, and the adapters."""
+    """Write this rank's share of the weights, and the adapters."""
 
     def read(entry: Entry) -> StepTensor:
         tensor = weights.read(entry)
@@ -179,7 +179,7 @@ def _write(
 
 
 def share(weights: Weights, ranks: Ranks) -> list[Entry]:
-    """Return the consecutive entries of one rank, with about the same bytes for each rank."""
+    """Return the consecutive entries of one rank. Each rank gets about the same number of bytes."""
     entries, done, total = [], 0, weights.total_bytes
     for entry in weights.entries():
         nbytes = weights.entry_bytes(entry)
@@ -190,7 +190,7 @@ def share(weights: Weights, ranks: Ranks) -> list[Entry]:
 
 
 def _describe(step: Path, files: Iterable[_Written]) -> None:
-    """Write contents and manifest of the ranks' files."""
+    """Write the table of contents and the manifest of the ranks' files."""
     tensors = {key: tensor for file in files for key, tensor in file.tensors.items()}
     write_contents(step, tensors, (piece for file in files for piece in file.pieces))
     sums = {file.name: file.sums for file in files}

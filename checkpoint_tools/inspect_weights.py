@@ -22,7 +22,7 @@ from megavlm.models.sizes import ParameterSize
 
 @dataclass(frozen=True)
 class ComponentSize:
-    """Tensors, parameters and bytes of one part of a model. dtypes: bytes by dtype."""
+    """Numbers of tensors, parameters and bytes of one part of a model. dtypes: bytes by dtype."""
 
     name: str
     tensors: int
@@ -50,7 +50,7 @@ def component_size(name: str, specs: Iterable[Spec]) -> ComponentSize:
 
 
 def weights_summary(weights: Weights) -> dict[str, Any]:
-    """Return everything that `inspect` shows of weights, JSON-able."""
+    """Return everything that `inspect` shows about weights, as JSON-serializable values."""
     parts = weights_components(weights)
     step = weights.manifest
     return {
@@ -100,7 +100,7 @@ def weights_table(weights: Weights) -> RenderableType:
 
 
 def component_table(rows: Mapping[str, str], parts: Sequence[ComponentSize]) -> RenderableType:
-    """Lay out facts above a table of parts and their sum."""
+    """Lay out general facts above a table of parts and their sum."""
     head = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     head.add_column(style="dim", no_wrap=True)
     head.add_column(overflow="fold")

@@ -52,8 +52,8 @@ def model_card(
 
 
 def pixel_limits(weights: Weights) -> dict[str, int]:
-    """Return data.min_pixels and data.max_pixels of the run that saved the weights, as far as they
-    are given.
+    """Return data.min_pixels and data.max_pixels of the run that saved the weights, if they are
+    set.
     """
     recipe = _recipe(_run_file(weights))
     data = {} if recipe is None else recipe["data"]
@@ -62,7 +62,7 @@ def pixel_limits(weights: Weights) -> dict[str, int]:
 
 
 def _run(weights: Weights) -> list[str] | None:
-    """Describe the run that saved the weights, None if no run did."""
+    """Describe the run that saved the weights. Returns None if no run did."""
     text = _run_file(weights)
     recipe = _recipe(text)
     if recipe is None:
@@ -77,7 +77,7 @@ def _run(weights: Weights) -> list[str] | None:
 
 
 def _run_file(weights: Weights) -> str:
-    """Return the text of the recipe beside the checkpoints; "" without one."""
+    """Return the text of the recipe in the run directory of the checkpoints, "" without one."""
     if weights.manifest is None:
         return ""
     file = weights.path.absolute().parents[1] / "config.yaml"
@@ -101,8 +101,8 @@ def _recipe(text: str) -> dict[str, Any] | None:
 
 
 def _name(base: str) -> str:
-    """Return a model's name on the hub, or the last part of a path, which hides the machine's
-    folders.
+    """Return a model's name on the hub, or only the last part of a path, so that the card does not
+    show the machine's folders.
     """
     path = Path(base)
     return path.name if path.is_absolute() or path.exists() else base
@@ -118,7 +118,7 @@ def _what(weights: Weights, adapters: AdapterPairs | None) -> Iterator[str]:
 
 
 def _use(data: dict[str, Any], limits: dict[str, int]) -> Iterator[str]:
-    """Tell how a user asks the model as in training: its system prompt and the size of images."""
+    """Describe how to prompt the model as in training: system prompt and size of images."""
     prompt = data.get("system_prompt")
     if not (prompt or limits):
         return
@@ -135,7 +135,7 @@ def _use(data: dict[str, Any], limits: dict[str, int]) -> Iterator[str]:
 
 
 def _training(recipe: dict[str, Any], step: int, code: str | None) -> Iterator[str]:
-    """Describe training. Only the last parts of paths are shown, not the machine's folders."""
+    """Describe training. Only the last parts of paths are shown, to hide the machine's folders."""
     algorithm = recipe["algorithm"]
     yield "## Training\n"
     yield f"- Base model: {Path(recipe['model']['folder']).name}"

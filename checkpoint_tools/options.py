@@ -1,4 +1,4 @@
-"""Options that the commands share, and the output of a command."""
+"""Options that several commands share, and the output of a command."""
 
 import inspect
 import json
@@ -31,7 +31,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Step of a checkpoint, and alpha of the adapters in it."""
+    """Step of a checkpoint to read, and alpha of the adapters in it."""
 
     step: StepOption = None
     alpha: Alpha = None
@@ -58,7 +58,7 @@ class ConsoleOptions:
             typer.echo(sentence)
 
     def report_done(self, done: Any, start: float, sentence: str, remarks: str = "") -> None:
-        """Print the result of a conversion, a dataclass, with the seconds since `start`."""
+        """Print the result of a conversion (a dataclass) with the seconds since `start`."""
         seconds = time.perf_counter() - start
         record = {**asdict(done), "seconds": seconds}
         self.report(record, f"{sentence}, {seconds:.1f} s{remarks}")
@@ -142,14 +142,14 @@ def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
 
 
 def one_process(name: str) -> None:
-    """Install the platform. Raises ValueError under torchrun, which `name` does not support."""
+    """Install the platform. Raises ValueError under torchrun: `name` needs a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"{name} runs in one process: start it without torchrun.")
     install_platform()
 
 
 def install_platform() -> None:
-    """Install the platform, which must precede the first import of megatron-core."""
+    """Install the platform. Call this before the first import of megatron-core."""
     from megavlm.parallel import platform
 
     platform.install()

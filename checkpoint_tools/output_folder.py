@@ -12,7 +12,7 @@ from checkpoint_tools.streaming import format_bytes
 from megavlm.checkpointing import atomic
 from megavlm.checkpointing.folder import MANIFEST
 
-# Room for configuration, tokenizer and tables of contents, beside the weights.
+# Disk space for configuration, tokenizer and tables of contents, in addition to the weights.
 _SPARE_BYTES = 50 * 10**6
 
 
@@ -20,13 +20,13 @@ _SPARE_BYTES = 50 * 10**6
 def output_folder(
     target: Path, *, sources: Iterable[Path], force: bool, mark: str, nbytes: int
 ) -> Iterator[Path]:
-    """Yield a partial folder beside `target`, and rename it to `target` at the end.
+    """Yield a partial folder next to `target`, and rename it to `target` at the end.
 
-    sources: the folders that are read, none of which may be replaced. force: replace an older
-    folder, but only one that holds a file that matches `mark`, so that a mistyped path does not
-    delete a home directory. nbytes: size of the weights. On an error nothing is left; partial
-    output of a killed conversion is removed. Raises ValueError if the folder may not be replaced,
-    if another process is writing it, or if its disk has no room.
+    sources: folders that are read; none of them may be replaced. force: replace an older folder,
+    but only if it holds a file that matches `mark`, so that a mistyped path does not delete a home
+    directory. nbytes: size of the weights. After an error no output is left, and partial output of
+    a killed conversion is removed by the next one. Raises ValueError if the folder may not be
+    replaced, if another process is writing it, or if its disk has too little space.
     """
     target = _resolved(target)
     for path in (target, *target.parents):
@@ -57,7 +57,7 @@ def output_folder(
 
 
 def _resolved(target: Path) -> Path:
-    """Follow links: a link is kept, and the folder that it points to is replaced."""
+    """Resolve links: a link is kept, and the folder to which it points is replaced."""
     try:
         return target.resolve()
     except RuntimeError as error:
@@ -65,7 +65,7 @@ def _resolved(target: Path) -> Path:
 
 
 def _check_sources(target: Path, sources: Iterable[Path]) -> None:
-    """Check that no source lies in the target, and that the target does not lie in a step."""
+    """Check that no source is in the target, and that the target is not in a step."""
     for source in sources:
         # A file may be a link to another place.
         for path in (source, *filter(Path.is_file, source.iterdir())):
@@ -80,7 +80,7 @@ def _check_sources(target: Path, sources: Iterable[Path]) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Lock the target: a second conversion would remove the partial folder of the first."""
+    """Lock the target, because a second conversion would remove the first one's partial folder."""
     path = target.with_name(f".{target.name}.lock")
     with path.open("w") as file:
         try:

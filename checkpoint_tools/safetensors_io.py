@@ -1,9 +1,9 @@
 """Safetensors files read and written tensor by tensor.
 
 The library's `save_file` needs all tensors of a file in memory first, and its reader maps files
-into memory. The format: 8 bytes with the length of the header, little-endian; the header as JSON,
-padded with spaces; the data of each tensor, one after the other, at the offsets of the header.
-Source: https://github.com/huggingface/safetensors#format
+into memory. A file consists of: 8 bytes with the length of the header, little-endian; the header as
+JSON, padded with spaces; the data of each tensor, one after the other, at the offsets of the
+header. Source: https://github.com/huggingface/safetensors#format
 """
 
 import json
@@ -59,13 +59,13 @@ class TensorSpan:
 
 
 class SafetensorsWriter:
-    """Writes a new file, which is flushed to the disk when it is closed."""
+    """Writes a new file, and flushes it to the disk on close."""
 
     def __init__(self, path: Path, specs: Mapping[str, Spec]) -> None:
         """Create the file and write its header.
 
-        specs: in the order in which the tensors will be written. Tensors with larger items come
-        first, so that each tensor begins at a multiple of its item size.
+        specs: the specs of the tensors, in the order of writing. Tensors with larger items must
+        come first, so that each tensor begins at a multiple of its item size.
         """
         sizes = [spec.dtype.itemsize for spec in specs.values()]
         assert sizes == sorted(sizes, reverse=True), "larger items come first"
@@ -132,8 +132,8 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 class UnmappedHFFolder(HFFolder):
-    """An HFFolder that reads tensors into memory of their own. Pages of a mapped file stay in
-    memory, and count as used, until the whole model is there.
+    """An HFFolder that reads each tensor into its own memory. Mapped files would not do, because
+    their pages stay in memory until, in the end, the whole model is there.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -18,13 +18,13 @@ from rich.progress import (
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
-Advance = Callable[[int], None]  # takes a number of bytes
-ShowProgress = Callable[[str, int], AbstractContextManager[Advance]]  # takes a title, total bytes
+Advance = Callable[[int], None]  # argument: number of bytes
+ShowProgress = Callable[[str, int], AbstractContextManager[Advance]]  # title, total bytes
 
 
 def prefetch(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield `make(item)` for each item, in order. A thread makes the next result while the caller
-    uses the present one, so at most two are in memory.
+    """Yield `make(item)` for each item, in order. A thread computes the next result while the
+    caller uses the current one, so at most two are in memory.
     """
     with ThreadPoolExecutor(1) as thread:
         current: Future[Made] | None = None

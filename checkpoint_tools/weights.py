@@ -1,4 +1,4 @@
-"""Weights of a model on the disk, in a HuggingFace folder or in a step of a checkpoint."""
+"""Weights of a model on disk, in a HuggingFace folder or in a step of a checkpoint."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,11 +35,11 @@ KeyEntries = list[Entry]  # entries of one Megatron key
 class Weights:
     """Weights of a model, read tensor by tensor.
 
-    path: the HuggingFace folder, or the folder of the step. hf_files: the folder of the model's
-    other files. groups and dtypes: by Megatron key. read: returns the full Megatron tensor of an
-    entry. extras: name, shape and dtype of the step's tensors that a HuggingFace folder does not
-    have, which are adapters and a value head. reader: reads them. experts: form of the experts in
-    the folder, or in the one that a checkpoint was made of.
+    path: the HuggingFace folder, or the folder of the step. hf_files: the folder with the model's
+    other files. groups, dtypes: entries and dtype by Megatron key. read: function that returns the
+    full Megatron tensor of an entry. extras: name, shape and dtype of tensors in the step that a
+    HuggingFace folder does not have (adapters and a value head). reader: reads the extras. experts:
+    format of the experts in the folder, or in the folder from which a checkpoint was imported.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Weights:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Folders that are read."""
+        """Folders from which the weights are read."""
         return self.path, self.hf_files
 
     def entries(self) -> Iterator[Entry]:
@@ -63,16 +63,16 @@ class Weights:
             yield from group
 
     def nbytes(self, key: str) -> int:
-        """Return the size of a key's tensor, which is the same in both formats."""
+        """Return the size of a key's tensor in bytes. It is the same in both formats."""
         return sum(map(prod, self.groups[key][0].hf_shapes)) * self.dtypes[key].itemsize
 
     def entry_bytes(self, entry: Entry) -> int:
-        """Return the size of an entry's tensor, of one expert if the key stacks several."""
+        """Return the bytes of an entry's tensor, or of one expert if the key stacks several."""
         return self.nbytes(entry.megatron) // len(self.groups[entry.megatron])
 
     @property
     def is_wrongly_tied(self) -> bool:
-        """True if config.json ties embedding and head, which the weights have apart."""
+        """True if config.json ties embedding and head, although the weights have both."""
         tied = read_config(self.hf_files).tie_word_embeddings
         return bool(tied) and not self.config.tie_word_embeddings
 
@@ -106,7 +106,7 @@ def open_weights(path: Path, *, step: int | None = None, experts: Form | None = 
 def open_both(
     a: Path, b: Path, experts: tuple[Form | None, Form | None] = (None, None)
 ) -> tuple[Weights, Weights]:
-    """Open two models to be compared. A folder that is on both sides is opened once."""
+    """Open two models for a comparison. A folder that is on both sides is opened once."""
     left = open_weights(a, experts=experts[0])
     if a.resolve() == b.resolve() and experts[0] == experts[1]:
         return left, left
@@ -119,12 +119,13 @@ def hub_weights(
     """Open a HuggingFace folder.
 
     Raises ValueError for an unsupported family, a missing, truncated or pickled weight file, a
-    missing or unknown tensor, or a shape or another file that differs from config.json; and, unless
-    `without_adapters`, for adapters beside the model, which transformers would load with it.
+    missing or unknown tensor, or a shape or another file that does not agree with config.json.
+    Unless `without_adapters`, raises it also for adapters in the folder of the model, because
+    transformers would load them with the model.
     """
     config, source = read_config(path), UnmappedHFFolder(path)
     if config.tie_word_embeddings and has_own_head(source):
-        config.tie_word_embeddings = False  # as transformers does, whatever config.json says
+        config.tie_word_embeddings = False  # as in transformers, whatever config.json says
     entries = family(config.model_type).mapping(config)
     tensors = HubTensors(entries, source, experts)
     check_files(path)

@@ -48,8 +48,8 @@ class AdapterPairs:
     """Adapters of a model.
 
     path: the folder that holds them. linears: the adapted linears, each with all of its projections
-    in the order of the mapping. read: returns the pair of a projection. base: name or path of the
-    model that they were trained on.
+    in the order of the mapping. read: function that returns the pair of a projection. base: name or
+    path of the model on which they were trained.
     """
 
     path: Path
@@ -119,8 +119,8 @@ def lora_targets(adapted: Iterable[str], whole: Iterable[str]) -> list[str]:
 
 
 def merged_weights(weights: Weights, adapters: AdapterPairs) -> Weights:
-    """Return the weights with the adapters merged. An adapted tensor is read in fp32, so that the
-    caller rounds it once.
+    """Return the weights with the adapters merged. Adapted tensors are returned in fp32, so that
+    the caller rounds them only once.
     """
     found = {
         (linear, expert): list(group)
@@ -142,7 +142,7 @@ def merged_weights(weights: Weights, adapters: AdapterPairs) -> Weights:
 def _added(entry: Entry, pairs: list[Pair], scale: float) -> Tensor:
     """Return the sum of the adapters' products in the layout of the Megatron tensor, in fp32."""
     products = [(b.float() * scale) @ a.float() for a, b in pairs]
-    if entry.expert is not None:  # the hub's stacks hold gate and up as one
+    if entry.expert is not None:  # the hub's stacks hold gate and up in one tensor
         together = torch.cat(products)
         products = [together.t() if entry.transposed else together]
     return entry.to_megatron(products)
@@ -163,7 +163,7 @@ def _projections(linear: str, entry: Entry) -> Iterator[Projection]:
 
 
 def _trained_name(linear: str) -> str:
-    """Return the name of a linear in `lora.targets`, which the experts of a layer share."""
+    """Return the name of a linear in `lora.targets`. The experts of a layer share one name."""
     return linear.replace(".experts.experts.", ".experts.")
 
 

@@ -17,8 +17,8 @@ def compare_adapters(
 ) -> WeightComparison:
     """Compare A, B and scale of each adapted module.
 
-    alpha: of the adapters of a checkpoint that does not record it. Raises ValueError for a folder
-    without adapters.
+    alpha: alpha of the adapters, for a checkpoint that does not record it. Raises ValueError for a
+    folder without adapters.
     """
     if alpha is not None and is_peft_folder(a) and is_peft_folder(b):
         raise ValueError(f"{a} and {b} have their own alphas: leave --alpha out.")
@@ -47,7 +47,7 @@ def _modules(path: Path, alpha: float | None) -> dict[str, PeftModule]:
 
 
 def _problems(x: PeftModule, y: PeftModule) -> list[str | None]:
-    """Describe how A and B of two modules differ, None for equal ones."""
+    """Describe how A and B of two modules differ, with None for each one that is equal."""
     left, right = x.scale.value, y.scale.value
     if not isclose(left, right, rel_tol=1e-12):
         return [f"is scaled by {left:g} and by {right:g}"] * 2

@@ -15,7 +15,7 @@ from checkpoint_tools.streaming import ShowProgress, no_progress, prefetch
 from checkpoint_tools.weights import step_weights
 from megavlm.checkpointing.folder import PEFT_CONFIG
 
-# Pattern of the stacks that hold gate and up; PEFT matches the ends of names.
+# Pattern for the stacks that hold gate and up. PEFT matches it with the ends of names.
 _DOUBLED = r"mlp\.experts\.gate_up_proj"
 
 
@@ -73,7 +73,7 @@ def export_adapters(
 
 
 def _config(adapters: AdapterPairs, modules: list[PeftModule]) -> dict[str, object]:
-    """Return adapter_config.json, with full names, which match no other module by their ends."""
+    """Return adapter_config.json. It has full names, because PEFT matches the ends of names."""
     assert adapters.base is not None
     stacks = [module.name for module in modules if module.is_stack]
     return config_values(

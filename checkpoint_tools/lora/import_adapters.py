@@ -35,8 +35,8 @@ def import_adapters(
     """Write the base model's weights and the adapters as step 0.
 
     base: a HuggingFace folder (which may be `peft_dir`) or a checkpoint, by default the folder that
-    the adapters' configuration names. Raises ValueError for adapters that cannot be represented
-    exactly or do not fit the model, if there is no base, or as `output_folder` does.
+    the adapters' configuration names. Raises ValueError if adapters cannot be represented exactly
+    or do not fit the model, if there is no base model, or as `output_folder` does.
     """
     if base is None:
         base = _named_base(peft_dir)

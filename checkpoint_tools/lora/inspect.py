@@ -18,7 +18,7 @@ _COMPONENT_NAMES = {
 
 
 def peft_summary(peft: PeftFolder) -> dict[str, Any]:
-    """Return everything that `inspect` shows of adapters, JSON-able. scale: factor of B A."""
+    """Return all that `inspect` shows about adapters, JSON-serializable. scale: factor of B A."""
     parts = _components(peft)
     return {
         "path": str(peft.path),

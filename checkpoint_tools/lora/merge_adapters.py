@@ -24,9 +24,9 @@ def merge_adapters(
     """Write W + scale B A, computed in fp32 and rounded once, as a HuggingFace folder.
 
     source: a checkpoint with adapters; or, with a PEFT folder as `adapter`, a HuggingFace folder or
-    a checkpoint without adapters. `source` and `adapter` may be one folder. Holds two tensors of
-    the model in memory, and their fp32 copies. Raises ValueError if there are no adapters, or two
-    kinds, or as `open_weights`, `step_adapters`, `to_adapters` and `write_hf` do.
+    a checkpoint without adapters. `source` and `adapter` may be the same folder. Holds two tensors
+    of the model in memory, and their fp32 copies. Raises ValueError if there are no adapters, or
+    two kinds, or as `open_weights`, `step_adapters`, `to_adapters` and `write_hf` do.
     """
     if adapter is not None and alpha is not None:
         raise ValueError(f"{adapter} has its own alpha: leave --alpha out.")
@@ -44,8 +44,8 @@ def merge_adapters(
 def open_base(
     base: Path, peft_dir: Path, *, step: int | None = None, experts: Form | None = None
 ) -> Weights:
-    """Open the base model of a PEFT folder, which may be the same folder. Raises ValueError as
-    `open_weights` does, and for other adapters beside the model.
+    """Open the base model of a PEFT folder. Both may be in the same folder. Raises ValueError as
+    `open_weights` does, and if the folder of the model holds other adapters.
     """
     if step is None and (base / "config.json").is_file() and base.resolve() == peft_dir.resolve():
         return hub_weights(base, experts, without_adapters=True)

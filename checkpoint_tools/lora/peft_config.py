@@ -15,23 +15,23 @@ _READ = {
     "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
     "target_parameters",
 }  # fmt: skip
-# Settings of placement and training, which the tensors show or which do not matter any more.
+# Settings of placement and training. The tensors already reflect them, or they no longer matter.
 _IGNORED = {
     "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
     "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-# Initialisations that change the base weights, too, and that PEFT repeats when it loads. PEFT
-# ignores the case of some of these names.
+# Initialisations that also change the base weights, and that PEFT repeats when it loads an
+# adapter. PEFT ignores the case of some of these names.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _WAY_OUT = "merge it into its model with peft (merge_and_unload) and import that model instead"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Factor of B A: alpha / rank, or alpha / sqrt(rank). Its square is exact, and its sign is that
-    of alpha.
+    """Factor of B A: alpha / rank, or alpha / sqrt(rank). Its square is stored exactly, and its
+    sign is the sign of alpha.
     """
 
     alpha: float
@@ -48,7 +48,7 @@ class Scale:
         return math.copysign(math.sqrt(self.square), self.alpha)
 
     def alpha_for(self, rank: int) -> float:
-        """Return the alpha for which alpha / rank is the same scale at another rank."""
+        """Return the alpha with which alpha / rank gives the same scale at another rank."""
         if self.rank_stabilised:
             return self.alpha * rank / math.sqrt(self.rank)
         return self.alpha * rank / self.rank
@@ -120,8 +120,8 @@ def config_values(
     doubled: str | None,
     base: str,
 ) -> dict[str, Any]:
-    """Return adapter_config.json of adapters with one rank. doubled: pattern of the parameters that
-    hold two projections side by side, and so have twice the rank.
+    """Return adapter_config.json for adapters with one rank. doubled: pattern of the parameters
+    that hold two projections side by side and therefore have twice the rank.
     """
     values: dict[str, Any] = {
         "alpha_pattern": {doubled: 2 * _plain(alpha)} if doubled else {},

@@ -1,4 +1,4 @@
-"""PEFT folder: adapter_config.json and the pairs in adapter_model.safetensors."""
+"""Reads a PEFT folder: adapter_config.json and the pairs in adapter_model.safetensors."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -19,10 +19,11 @@ from megavlm.models.common.mapping import Shape
 
 PEFT_TENSORS = "adapter_model.safetensors"
 _KEY_PREFIX = "base_model.model."
-# Stacks of experts, in the order in which PEFT wraps them: later ones around earlier ones.
+# Stacks of experts, in the order in which PEFT wraps them: each one around the one before.
 STACKS = ("gate_up_proj", "down_proj")
 _KEY = re.compile(r"(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
-# Tensors that are kept in memory: some belong to several experts, each of which reads the whole.
+# Number of tensors kept in memory. Some belong to several experts, and each expert reads the whole
+# tensor.
 _KEPT_TENSORS = 4
 
 
@@ -32,8 +33,8 @@ class PeftModule:
     `...mlp.experts.down_proj`.
 
     place: prefix of the tensors' names. a, b: dtypes and shapes of A [rank, columns] and
-    B [rows, rank]. Of a stack of E experts A is [E * rank, columns], with the rows of an expert
-    together, and B is [rows, rank * E], with the columns of an expert E apart.
+    B [rows, rank]. For a stack of E experts, A is [E * rank, columns] with the rows of each expert
+    next to each other, and B is [rows, rank * E] with the columns of each expert at a stride of E.
     """
 
     name: str
@@ -130,8 +131,8 @@ def _read(tensor: Callable[[str], Tensor], a: str, b: str) -> Pair:
 
 
 def _target(place: str, config: PeftConfig) -> str:
-    """Return the module or parameter that tensors of this name adapt. PEFT wraps adapters of
-    several parameters of one module around each other; only the depth distinguishes them.
+    """Return the module or parameter that tensors with this name adapt. PEFT wraps the adapters of
+    several parameters of one module around each other, and only the depth distinguishes them.
     """
     name = re.sub(r"(\.base_layer)+$", "", place)
     if not name.endswith(".experts"):
@@ -179,7 +180,7 @@ def _open(file: Path) -> Any:
 
 
 def common_dtype(modules: tuple[PeftModule, ...]) -> torch.dtype:
-    """Return the dtype that represents the values of all modules."""
+    """Return a dtype that represents the values of all modules exactly."""
     dtype = modules[0].a.dtype
     for module in modules:
         dtype = torch.promote_types(dtype, torch.promote_types(module.a.dtype, module.b.dtype))

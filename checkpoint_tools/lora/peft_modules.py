@@ -5,7 +5,7 @@ so PEFT has one pair of twice the rank for both:
 
     A = [A of gate; A of up]        B = [B of gate, 0; 0, B of up]
 
-On import, pairs of this form are split again; of any other pair, gate and up both get the whole A.
+On import, pairs of this form are split again. For any other pair, gate and up both get the whole A.
 
 A checkpoint has one rank R and one scale for all modules. Modules with other values are converted
 exactly: A and B are padded with zeros up to R, the largest rank, and training leaves the zeros
@@ -50,8 +50,8 @@ def to_modules(adapters: AdapterPairs) -> list[PeftModule]:
 def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> AdapterPairs:
     """Return the adapters of a PEFT folder for a model with the linears `whole`.
 
-    Projections without an adapter get zeros if they share a linear with an adapted one. Raises
-    ValueError for an adapter that does not fit the model.
+    Projections without an adapter get zeros if they are in the same linear as an adapted one.
+    Raises ValueError for an adapter that does not fit the model.
     """
     projections = {one.module: one for group in whole.values() for one in group}
     is_split = all(_is_split(module) for module in peft.modules if _holds_two(module))
@@ -99,8 +99,8 @@ def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> Adap
 
 @dataclass(frozen=True)
 class _Source:
-    """Source of a projection's pair. split: extracts it from the pair of the module. rank, rows and
-    columns: of the result.
+    """Source of a projection's pair. split: function that extracts it from the pair of the module.
+    rank, rows, columns: sizes of the result.
     """
 
     module: PeftModule
@@ -170,7 +170,7 @@ def _holds_two(module: PeftModule) -> bool:
 
 
 def _is_split(module: PeftModule) -> bool:
-    """Return True if gate and up each have a half of the rank, with zeros in the other's."""
+    """Return True if gate and up each use one half of the rank, with zeros in the other half."""
     rank, (rows, columns) = module.scale.rank, module.b.shape
     if rank % 2 or rows % 2:
         return False

@@ -32,7 +32,7 @@ from megavlm.models.common.mapping import Shape
 
 @dataclass(frozen=True)
 class StepTensor:
-    """A tensor of a step, or one expert's row of it. shape: of the whole tensor."""
+    """A tensor of a step, or one expert's row of it. shape: shape of the whole tensor."""
 
     key: str
     expert: int | None
@@ -103,7 +103,7 @@ def step_adapters(
 
 
 def adapter_tensors(adapters: AdapterPairs) -> Iterator[StepTensor]:
-    """Yield the adapters' tensors of a step, experts one by one."""
+    """Yield the tensors of the adapters in a step's format, with experts one by one."""
     for linear, parts in adapters.linears.items():
         shapes = dict(_shapes(linear, parts, adapters.rank))
         for expert, group in groupby(parts, key=lambda projection: projection.expert):

@@ -1,4 +1,4 @@
-"""Arithmetic from text, bounded: nothing is executed, and no value grows beyond a float's."""
+"""Bounded arithmetic from text: no code is executed, and no value exceeds the range of a float."""
 
 import ast
 import math
@@ -33,14 +33,14 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
     "round": lambda x, digits=0.0: float(round(x, int(digits))),
 }
 _ROOT = re.compile(r"√\s*(?P<number>\d+(?:\.\d+)?)|√\s*(?=\()")
-# A sign of multiplication may be left out before these.
+# The multiplication sign may be left out before these.
 _LEFT_OUT = re.compile(r"(?<=[\d)])\s*(?=[π√])")
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> float:
-    """Return the value of an expression: + - * / // % ** (or ^), parentheses, pi, e and the usual
-    functions; also their Unicode signs, and multiplication without a sign before them, as in 2√3.
+    """Return the value of an expression with + - * / // % ** (or ^), parentheses, pi, e and the
+    usual functions, or their Unicode signs. The multiplication sign may be left out, as in 2√3.
 
     Raises ValueError, with a reason of a few words, for anything else.
     """
@@ -64,7 +64,7 @@ def calculate(expression: str) -> float:
 
 
 def shown(value: float) -> str:
-    """Format a number with at most ten digits; whole numbers without a point."""
+    """Format a number with at most ten digits, and whole numbers without a decimal point."""
     return f"{value:.10g}"
 
 

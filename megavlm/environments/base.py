@@ -6,14 +6,14 @@ each episode, `Class(context, **environment.options)`, and has two methods:
     async def reset(self, row: Example, seed: int) -> Observation
     async def step(self, text: str) -> Step
 
-All episodes of a group start from one prompt: `reset` depends on row and seed only. Each reset and
-step runs in one of environment.workers processes, for at most environment.timeout seconds (without
-the time of rewards) and in environment.memory_mb. Between its turns an environment is pickled and
-may continue in another process: files, connections and the like belong in its module. A step that
-fails or is killed ends its episode, scored by reward.on_failure.
+All episodes of a group start from the same prompt, so `reset` must depend only on row and seed.
+Each reset and step runs in one of environment.workers processes, for at most environment.timeout
+seconds (not counting rewards) and within environment.memory_mb. An environment is pickled between
+its turns and may continue in another process, so keep files, connections and the like in its
+module. If a step fails or is killed, its episode ends and is scored by reward.on_failure.
 
-An episode that the environment has not ended is over after environment.max_turns responses, or with
-a truncated response: the configured reward of that response is then added to the step's.
+If the environment does not end an episode, it ends after environment.max_turns responses or with a
+truncated response. The configured reward of that response is then added to the reward of the step.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,14 +22,14 @@ from typing import Any, Protocol
 
 from megavlm.rewards.base import Example, Score
 
-# role and content, in which <image> stands for an image; further keys are the chat template's
+# role, content (with <image> for each image), and other keys for the chat template
 ChatMessage = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Messages before a response. images: encoded files, one for each <image>, or shown first if no
-    message has one.
+    """Messages before a response. images: encoded files, one for each <image>; without any <image>
+    in the messages, the images come first.
     """
 
     messages: Sequence[ChatMessage]
@@ -38,9 +38,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of a turn. observation: the next one, None if `done`. reward: of this turn; an
-    episode's is the sum. info: `score`, the Score behind the reward, or `correct` and `parts` as in
-    one.
+    """Result of a turn.
+
+    observation: the next observation, None if `done`. reward: the reward of this turn; the rewards
+    of an episode are summed. info: either `score`, the Score behind the reward, or `correct` and
+    `parts` with the same meaning as in a Score.
     """
 
     observation: Observation | None
@@ -52,7 +54,7 @@ class Step:
 @dataclass(frozen=True)
 class Context:
     """Context of an episode. score: computes the configured reward of a response, in a process with
-    limits. max_turns: of an episode.
+    limits. max_turns: largest number of turns of an episode.
     """
 
     score: Callable[[str, Example], Awaitable[Score]]
@@ -66,5 +68,5 @@ class Environment(Protocol):
 
 
 def scored(score: Score) -> Step:
-    """Return the last step of an episode, with the reward of a score."""
+    """Return the last step of an episode, with the reward of the score."""
     return Step(None, score.reward, True, {"score": score})

@@ -1,5 +1,5 @@
-r"""Mathematics with a calculator: the policy may write <calculator>2 * sqrt(3)</calculator>, gets
-the value, and goes on, until it answers in \boxed{...} or after "Answer:".
+r"""Mathematics with a calculator. The policy may write <calculator>2 * sqrt(3)</calculator>, and
+gets the value in the next turn, until it answers in \boxed{...} or after "Answer:".
 """
 
 from megavlm.environments.arithmetic import calculate, shown
@@ -15,8 +15,8 @@ INSTRUCTION = (
 
 class Calculator:
     def __init__(self, context: Context, instruction: str = INSTRUCTION) -> None:
-        """Store the options. instruction: added to the system prompt; "" if the prompt has one
-        already.
+        """Store the options. instruction: text that is added to the system prompt; "" if the prompt
+        already explains the calculator.
         """
         self._score, self._turns = context.score, context.max_turns
         self._instruction = instruction
@@ -32,7 +32,7 @@ class Calculator:
         return Observation(messages, row.images)
 
     async def step(self, text: str) -> Step:
-        """Evaluate a call, unless the response also has a final answer."""
+        """Evaluate a calculator call, unless the response also has a final answer."""
         self._turns -= 1
         call = last_tagged(text, "calculator")
         answers = "\\boxed" in text or after_answer(text) is not None

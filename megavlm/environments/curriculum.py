@@ -16,11 +16,11 @@ class Curriculum:
 
     @property
     def number(self) -> int:
-        """Number of the present stage, from 0."""
+        """Number of the current stage, from 0."""
         return self._current
 
     def stage(self, step: int) -> CurriculumStage | None:
-        """Return the stage of the step after `step` finished ones, None without a curriculum."""
+        """Return the stage after `step` finished steps, or None without a curriculum."""
         while (
             self._stages and (end := self._stages[self._current].until) is not None and step >= end
         ):

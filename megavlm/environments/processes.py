@@ -15,17 +15,17 @@ from megavlm.limited.pool import ProcessPool
 from megavlm.limited.process import LimitedProcess
 from megavlm.rewards.base import Example
 
-MAX_ENVIRONMENT_REPLY = 2**28  # of an environment with its row's images, and an observation
+MAX_ENVIRONMENT_REPLY = 2**28  # bytes: an environment with its row's images, and an observation
 
 
 class Local:
-    """Built-in environments, in the trainer's process: they need next to no time."""
+    """Built-in environments. They run in the trainer's process, as they need very little time."""
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         """Load the class. Raises ValueError for unknown options."""
         self._options = settings.options
         self._class = registry.load_environment(settings.name, settings.options)
-        self.timeout: float | None = settings.timeout  # of a call; the caller keeps it
+        self.timeout: float | None = settings.timeout  # seconds for a call; the caller enforces it
 
     def make(self, context: Context) -> Environment:
         return registry.make(self._class, context, self._options)
@@ -37,7 +37,7 @@ class Local:
 class EnvironmentPool:
     """Environments of a user's class in processes with limits, with the interface of Local."""
 
-    timeout = None  # it is kept here
+    timeout = None  # enforced here, not by the caller
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         """Start the first process. Raises ValueError if the class cannot be loaded."""
@@ -51,21 +51,21 @@ class EnvironmentPool:
                 max_reply=MAX_ENVIRONMENT_REPLY,
             )
 
-        self._timeout = settings.timeout  # of a reset or step, without the time of rewards
+        self._timeout = settings.timeout  # for a reset or step, not counting rewards
         self._pool = ProcessPool(start, workers=settings.workers)
 
     def make(self, context: Context) -> "RemoteEnvironment":
         return RemoteEnvironment(self, context)
 
     async def call(self, request: Mapping[str, Any], context: Context) -> dict[str, Any]:
-        """Send a request to a process and return its reply. Raises CallFailure, and what
-        context.score raises.
+        """Send a request to a process and return its reply. Raises CallFailure, and any error of
+        context.score.
         """
         loop = asyncio.get_running_loop()
 
         def talk(process: LimitedProcess) -> dict[str, Any]:
             with ExitStack() as stack:
-                stack.callback(process.kill)  # it may be in the middle of a conversation
+                stack.callback(process.kill)  # after an error, it may be amid a conversation
                 reply = self._talk(process, request, context, loop)
                 stack.pop_all()
             return reply
@@ -106,7 +106,7 @@ def make_environments(settings: EnvironmentConfig) -> Local | EnvironmentPool:
 
 
 class RemoteEnvironment:
-    """Environment as a pickle, which is opened in worker processes only."""
+    """Environment as a pickle. Only worker processes unpickle it."""
 
     def __init__(self, pool: EnvironmentPool, context: Context) -> None:
         self._pool, self._context = pool, context

@@ -11,14 +11,14 @@ from megavlm.environments.base import Context, Environment
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """Built-in environment. reward: its reward if the recipe names none."""
+    """Built-in environment. reward: its default reward if the recipe names none."""
 
     path: str
     reward: str
 
     @property
     def starts_from_row(self) -> bool:
-        """True if episodes are one response to the row's own prompt."""
+        """True if an episode is one response to the row's own prompt."""
         return self.path == _SINGLE
 
 

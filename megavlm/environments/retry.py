@@ -1,4 +1,4 @@
-"""The row's question, and another try after a wrong answer, which then is worth less."""
+"""The row's question with further tries after a wrong answer; each further try is worth less."""
 
 from megavlm.environments.base import Context, Observation, Step
 from megavlm.rewards.base import Example

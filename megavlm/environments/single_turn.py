@@ -1,4 +1,4 @@
-"""The row's prompt, one response, its reward."""
+"""Episodes of one turn: the row's prompt, one response, and its reward."""
 
 from megavlm.environments.base import Context, Observation, Step, scored
 from megavlm.rewards.base import Example

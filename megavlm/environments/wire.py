@@ -28,7 +28,7 @@ def unpack_observation(values: Mapping[str, Any]) -> Observation:
 
 
 def pack_step(step: Step) -> dict[str, Any]:
-    """Encode a step; of `info` the keys that the trainer reads."""
+    """Encode a step. Of `info`, only the keys that the trainer reads are encoded."""
     info = {name: step.info[name] for name in ("correct", "parts") if name in step.info}
     if isinstance(score := step.info.get("score"), Score):
         info["score"] = asdict(score)

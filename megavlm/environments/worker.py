@@ -1,9 +1,9 @@
 """Process that runs environments of a user's class: `python -m megavlm.environments.worker
 CONTROL_FD`, with the limits and the protocol of megavlm/limited.
 
-It keeps nothing between two requests: an environment is sent to the trainer as a pickle, and comes
-back with the next response. So a killed process affects no other episode. Pickles are opened by
-these processes only, which made them.
+The process keeps no state between two requests: an environment is sent to the trainer as a pickle,
+and comes back with the next response. Killing a process therefore affects no other episode. Only
+these processes unpickle environments, and only they pickle them.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ def main() -> None:
     setup = receive(control)
     limit(setup["memory_bytes"], setup["parent"])
     options = setup["options"]
-    # An import of the user's, which may raise anything: it ends the process, which tells why.
+    # The import of the user's module may raise anything. An error ends the process, which reports
+    # the reason.
     sys.excepthook = lambda kind, error, _: control.sendall(frame({"error": str(error)}))
     cls = registry.load_environment(setup["name"], options)
     sys.excepthook = sys.__excepthook__
@@ -49,7 +50,7 @@ def run_environment(
         return asyncio.run(_answer(cls, options, request, control))
     except MemoryError:
         return {"failure": "memory", "message": "out of memory"}
-    # The user's code may raise anything, SystemExit too.
+    # The user's code may raise anything, including SystemExit.
     except BaseException as error:
         return {"failure": "exception", "message": f"{type(error).__name__}: {error}"[:500]}
 
@@ -65,7 +66,8 @@ async def _answer(
         context = Context(Asking(), request["max_turns"])
         environment = registry.make(cls, context, options)
     else:
-        # Made by this process or its like: whoever could forge it runs here anyway.
+        # The pickle was made by this process or one like it: code that could forge it runs here
+        # anyway.
         environment = pickle.loads(base64.b64decode(request["environment"]))  # noqa: S301
     Asking.reward_manager = reward_manager
     asyncio.get_running_loop().add_reader(control, reward_manager.receive)
@@ -93,7 +95,7 @@ class Asking:
 
 @dataclass
 class RemoteScorer:
-    """Sends open questions for scores to the trainer in one message, and receives the answers."""
+    """Sends all open requests for scores to the trainer in one message, and receives the scores."""
 
     control: socket.socket
     waiting: list[tuple[str, Example, "asyncio.Future[Score]"]] = field(default_factory=list)
@@ -120,7 +122,7 @@ class RemoteScorer:
             sys.exit()
         limit_cpu(reply["cpu_seconds"])
         for future, score in zip(self.asked, reply["scores"], strict=True):
-            if not future.done():  # nobody may wait for it any more
+            if not future.done():  # it may have been cancelled
                 future.set_result(Score(**score))
         self.asked = []
         self.heard.set()

@@ -4,10 +4,10 @@ A reward is a function
 
     score(response: str, row: Mapping[str, Any], [images: Sequence[bytes],] **options)
 
-of a response, the row's columns (problem, answer, category and those of data.extra_keys) and, if it
-has that parameter, the row's images as encoded files. It returns a number, or a mapping or Score
-with `reward` and optionally `correct` and `parts`. A number alone is correct from 1. The function
-may be async.
+of a response, the row's columns (problem, answer, category and the columns in data.extra_keys) and,
+if it has that parameter, the row's images as encoded files. It returns a number, or a mapping or
+Score with `reward` and optionally `correct` and `parts`. If it returns only a number, a response is
+correct from 1 upwards. The function may be async.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Example:
-    """Row as rewards and environments see it. images: encoded files. chat: role, content and
-    further keys of the messages if the prompt is more than the user's `problem`.
+    """Row as rewards and environments see it. images: encoded files. chat: messages with role,
+    content and other keys, if the prompt consists of more than the user's `problem`.
     """
 
     problem: str
@@ -39,10 +39,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Score:
-    """Score of a response. reward: what training maximises. correct: True if the answer is right
-    (for accuracy). parts: components of the reward by name, before weights. failure: kind of
-    failure if the reward could not be computed, and `reward` is that of reward.on_failure. skipped:
-    the response is not trained on.
+    """Score of a response.
+
+    reward: the value that training maximises. correct: True if the answer is right (for accuracy).
+    parts: components of the reward by name, before weights. failure: kind of failure if the reward
+    could not be computed; `reward` is then set by reward.on_failure. skipped: True if the response
+    is not trained on.
     """
 
     reward: float
@@ -53,8 +55,8 @@ class Score:
 
 
 def check_answer(row: Mapping[str, Any]) -> None:
-    """Check that the row has an answer. Raises ValueError without one, since no response can be
-    right.
+    """Check that the row has an answer. Raises ValueError without one, because no response could
+    be right.
     """
     if not str(row.get("answer", "")).strip():
         raise ValueError(

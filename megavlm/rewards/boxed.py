@@ -1,8 +1,8 @@
-r"""A final answer after free reasoning, in \boxed{...} or after "Answer:". For mathematics.
+r"""Reward for mathematics: a final answer after free reasoning, in \boxed{...} or after "Answer:".
 
-Numbers are compared exactly as fractions (0.5, 1/2, \frac{1}{2}, 50\%), anything else as normalised
-text. Nothing is evaluated: no expression, no power, no symbolic equality (2\sqrt{3} is not
-\sqrt{12}). The time is linear in the length of the response, whatever it holds.
+Numbers are compared exactly as fractions (0.5, 1/2, \frac{1}{2}, 50\%), and anything else as
+normalised text. Nothing is evaluated: no expression, no power, no symbolic equality (2\sqrt{3} is
+not \sqrt{12}). The time is linear in the length of the response, whatever it contains.
 """
 
 import re
@@ -77,8 +77,8 @@ def is_equal(left: str, right: str) -> bool:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} that closes and is not empty, the inner one of
-    nested ones as math-verify does; None without one.
+    r"""Return the content of the last \boxed{...} that is closed and not empty, or None. Of nested
+    boxes the inner one counts, as in math-verify.
     """
     last, content = -1, None
     opened: list[re.Match[str]] = []
@@ -119,8 +119,8 @@ def last_tagged(text: str, name: str = "answer") -> str | None:
 
 
 def after_thinking(text: str) -> str:
-    """Return the text after the last </think>, or all of it without one; a thought that does not
-    end goes up to <answer>.
+    """Return the text after the last </think>, or the whole text if there is none. A thought that
+    is not closed ends at <answer>.
     """
     return _OPEN_THOUGHT.sub("", text.rpartition("</think>")[2])
 

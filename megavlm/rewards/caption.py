@@ -1,4 +1,4 @@
-"""A description against reference captions: the row's `references`, or its answer."""
+"""Compares a description with reference captions: the row's `references`, or its answer."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from megavlm.rewards.caption_metrics import (
 from megavlm.rewards.options import check_number, check_weights
 from megavlm.rewards.words import tokens
 
-MAX_WORDS = 400  # the rest of a longer response is not read, but counts as length
+MAX_WORDS = 400  # the rest of a longer response is not read, but counts towards its length
 METRICS = ("cider", "rouge", "keywords")
 DEFAULT_WEIGHTS = {"rouge": 0.5, "keywords": 0.5}
 
@@ -44,8 +44,8 @@ def prepare(
 def check_row(
     row: Mapping[str, Any], reference_key: str = "references", **_: Any
 ) -> list[list[str]]:
-    """Return the words of the row's references. Raises ValueError without any: every response would
-    get 0.
+    """Return the words of the row's references. Raises ValueError if it has none, because every
+    response would get 0.
     """
     value = row.get(reference_key) or row.get("answer")
     texts = value if isinstance(value, list) else [value]
@@ -75,7 +75,7 @@ def score(
     caption: Words = words[:MAX_WORDS]
     parts: dict[str, float] = {}
     if weights.get("rouge"):
-        # A long response's tail is wrong words all.
+        # All words in the unread tail of a long response count as wrong.
         parts["rouge"] = rouge_l(caption, references) * len(caption) / max(len(words), 1)
     if weights.get("keywords"):
         given = {word for text in row.get("keywords") or () if (word := tuple(tokens(str(text))))}
@@ -90,6 +90,6 @@ def score(
 
 @lru_cache(maxsize=1)
 def read_corpus(file: str) -> Corpus:
-    """Read a file that has the references of one image in each line, as JSON."""
+    """Read a file with the references of one image in each line, as JSON."""
     with open(file, encoding="utf-8") as lines:
         return Corpus.of([tokens(text) for text in json.loads(line)] for line in lines)

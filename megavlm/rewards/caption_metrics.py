@@ -1,7 +1,7 @@
 """CIDEr-D, ROUGE-L and keyword coverage of one caption.
 
-Not covered: the Penn Treebank tokenizer of the COCO evaluation server (a Java program): words are
-split at white space and punctuation, which gives slightly other numbers on contractions.
+Not covered: the Penn Treebank tokenizer of the COCO evaluation server (a Java program). Words are
+split at white space and punctuation here, so results differ slightly for contractions.
 """
 
 import math
@@ -20,7 +20,7 @@ _STOP = set(
 
 @dataclass(frozen=True)
 class Corpus:
-    """Document frequency of n-grams: in how many of `size` images' references each one appears."""
+    """Document frequency: for each n-gram, how many of `size` images have it in a reference."""
 
     frequency: Counter[Gram]
     size: int
@@ -88,7 +88,7 @@ def rouge_l(caption: Words, references: Sequence[Words], beta: float = 1.2) -> f
 
 
 def common_subsequence(left: Words, right: Words) -> int:
-    """Length of the longest one."""
+    """Return the length of the longest common subsequence."""
     row = [0] * (len(right) + 1)
     for word in left:
         diagonal = 0
@@ -106,7 +106,7 @@ def keywords_of(references: Sequence[Words]) -> set[Gram]:
 
 
 def coverage(caption: Words, keywords: set[Gram]) -> float:
-    """Share of the keywords, of one or more words, that the caption has in singular or plural."""
+    """Return the share of keywords (of one or more words) in the caption, singular or plural."""
     stems = [_stem(word) for word in caption]
     found = sum(_has(stems, [_stem(word) for word in keyword]) for keyword in keywords)
     return found / len(keywords) if keywords else 0.0

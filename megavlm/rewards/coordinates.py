@@ -1,4 +1,4 @@
-r"""Latitude and longitude as people write them, in degrees, north and east positive:
+r"""Reads latitude and longitude as people write them, in degrees, north and east positive:
 
 48.8566, 2.3522    N 48.8566, E 2.3522    48.8566° North, 2.3522° East    48°51'24"N, 2°21'8"E
 Latitude: 48.8566, Longitude: 2.3522      48.8566^\circ N and 2.3522^\circ E    48,8566; 2,3522
@@ -11,7 +11,7 @@ Point = tuple[float, float]  # latitude, longitude in degrees
 
 _NAMES = (("lat", "latitude"), ("lon", "longitude", "lng"))
 
-# In the signs that _ANGLE knows: ° ' " N S E W.
+# Rewrites to the signs that _ANGLE knows: ° ' " N S E W.
 _SPELLED = (
     (re.compile(r"\$?\^?\{?\\circ\}?|[\u00ba\u02da]| ?\bdegrees?\b", re.I), "°"),
     (re.compile(r"''|[\u2033\u201c\u201d]| ?\bseconds?\b", re.I), '"'),
@@ -19,11 +19,11 @@ _SPELLED = (
     (re.compile(r"\b([NSEW])(?:orth|outh|ast|est)\b", re.I), r"\1"),
     (re.compile(r"[*$~]|\\[()]"), ""),
 )
-# "48,8566; 2,3522", in a text without decimal points
+# "48,8566; 2,3522" in a text without decimal points
 _DECIMAL_COMMA = re.compile(r"(?<![\d.,])(\d{1,3}),(\d{2,20})(?!\d|[.,]\d)")
 _NUMBER = r"[+-]?(?:\d{1,3}(?:\.\d{1,20})?|\.\d{1,20})"
 _PART = r"(\d{1,2}(?:\.\d{1,20})?)"
-# The side before it, degrees, minutes, seconds, the side behind it.
+# Groups: hemisphere before the angle, degrees, minutes, seconds, hemisphere after it.
 _ANGLE = (
     rf"(?:([SIDES])\s?)?({_NUMBER})\s?(?:°\s?(?:{_PART}\s?'\s?(?:{_PART}\s?\"\s?)?)?)?"
     r"(?:([SIDES])(?![A-Za-z]))?"
@@ -40,7 +40,7 @@ _LABELLED = re.compile(
 
 
 def read_point(text: str) -> Point | None:
-    """Return the last point in a text; labelled ones come before others."""
+    """Return the last point in a text. Labelled points take precedence."""
     for spelling, sign in _SPELLED:
         text = spelling.sub(sign, text)
     if not re.search(r"\d\.\d", text):
@@ -49,7 +49,7 @@ def read_point(text: str) -> Point | None:
     for pattern in (_PAIR, _LABELLED):
         for parts in pattern.findall(text):
             lat, lon = _degrees(*parts[:5]), _degrees(*parts[5:])
-            # Plain whole numbers are counts and house numbers.
+            # Plain whole numbers are rather counts or house numbers.
             exact = all("." in "".join(angle) or angle[2] for angle in (parts[:5], parts[5:]))
             sided = all(angle[0] or angle[4] for angle in (parts[:5], parts[5:]))
             if exact or sided or pattern is _LABELLED:
@@ -58,7 +58,7 @@ def read_point(text: str) -> Point | None:
 
 
 def _degrees(before: str, degrees: str, minutes: str, seconds: str, behind: str) -> float:
-    """Return degrees; NaN if minutes or seconds are sixty or more."""
+    """Return decimal degrees, or NaN if minutes or seconds are sixty or more."""
     parts = [float(part or 0) for part in (minutes, seconds)]
     if max(parts) >= 60:
         return float("nan")
@@ -68,8 +68,8 @@ def _degrees(before: str, degrees: str, minutes: str, seconds: str, behind: str)
 
 
 def on_earth(lat: object, lon: object) -> Point | None:
-    """Return the point of two numbers or texts of numbers, or None if they are not a point on
-    earth.
+    """Return the point with these coordinates, given as numbers or as text, or None if they are not
+    a point on earth.
     """
     try:
         found = float(_decimal(lat)), float(_decimal(lon))

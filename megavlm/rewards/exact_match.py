@@ -7,7 +7,7 @@ from megavlm.rewards.base import Score
 
 
 def score(response: str, answer: str) -> Score:
-    """Reward 1 where the two are equal but for surrounding white space, otherwise 0."""
+    """Reward 1 if both are equal after white space around them is removed, otherwise 0."""
     correct = response.strip() == answer.strip()
     return Score(reward=float(correct), correct=correct)
 

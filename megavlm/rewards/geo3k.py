@@ -1,8 +1,8 @@
 r"""Mathematics with a final answer in \boxed{...}, <answer> or after "Answer:", compared by
-math-verify; signs of Unicode are read as their LaTeX (2√3, ½, x²).
+math-verify. Unicode signs are read as their LaTeX (2√3, ½, x²).
 
-Equivalence is symbolic (2\sqrt{3} is \sqrt{12}), so sympy evaluates what a model wrote: powers and
-lengths are refused first, and the rest is left to the limits of the process that this runs in.
+Equivalence is symbolic (2\sqrt{3} is \sqrt{12}), so sympy evaluates text that a model wrote. Large
+powers and long answers are refused first; the limits of the reward process bound everything else.
 """
 
 import logging
@@ -24,15 +24,15 @@ from megavlm.rewards.base import Score
 from megavlm.rewards.options import check_number
 from megavlm.rewards.words import ASCII_SIGNS
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits we turn off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 
-MAX_CHARACTERS = 500  # of a final answer
-MAX_DEPTH = 10  # of brackets in it: the grammar of LaTeX takes seconds from 15 on
+MAX_CHARACTERS = 500  # longest final answer that is read
+MAX_DEPTH = 10  # deepest brackets in it: the LaTeX grammar takes seconds from 15 on
 _HUGE_POWER = re.compile(r"(?:\^|\*\*)\s*[({]?\s*[+-]?\d{3,}|(?:\^|\*\*)[^+\-*/=,]*(?:\^|\*\*)|\d!")
 _LETTER = re.compile(r"\(?([A-Ea-e])\)?[.:]?")
 _OPTION = re.compile(r"\(?([A-E])[).:]\s*(\S.*)", re.S)  # "(A) 30", "A. 30"
 _ANOTHER = re.compile(r"(?<![A-Za-z\\])[A-E](?:[).:]|\s*$)")
-# Signs of Unicode. What could be read in two ways (√2x, ³√8) is left, and then refused.
+# Unicode signs. Ambiguous ones (√2x, ³√8) stay as they are, and are then refused.
 _POWERS, _FRACTIONS = "⁰¹²³⁴⁵⁶⁷⁸⁹", "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"
 _AS_DIGITS = str.maketrans(_POWERS + "⁺⁻", "0123456789+-")
 _POWER = re.compile(rf"(?<=[A-Za-z0-9)}}\]])([⁺⁻]?[{_POWERS}]++)(?!\s*[√∛∜⁄])")  # noqa: RUF001
@@ -88,8 +88,8 @@ def score(
 
 
 def is_equivalent(found: str, answer: str) -> bool:
-    """Return True if two final answers are mathematically equal. What is too large to evaluate is
-    wrong.
+    """Return True if two final answers are mathematically equal. An answer that is too large to
+    evaluate is wrong.
     """
     if len(found) > MAX_CHARACTERS:
         return False
@@ -104,7 +104,8 @@ def is_equivalent(found: str, answer: str) -> bool:
         return False
     if letter and boxed.is_equal(found, answer):
         return True
-    # Its own time limits are signals, which only a main thread can get: the process has better.
+    # math-verify's own time limits use signals, which only a main thread can get. They are off,
+    # because the reward process has limits of its own.
     gold, forms = (
         parse(f"${text.strip().strip('$')}$", _FORMS, parsing_timeout=None)
         for text in (answer, found)
@@ -135,9 +136,9 @@ def _fraction(whole: int, sign: str) -> str:
 
 
 def _braced(text: str) -> str:
-    r"""Replace \sqrt(...), which math-verify does not read, by \sqrt{...}."""
+    r"""Replace \sqrt(...) by \sqrt{...}, because math-verify does not read the former."""
     parts: list[str] = []
-    roots: list[bool] = []  # of the brackets that are open
+    roots: list[bool] = []  # for each open bracket, whether it belongs to a root
     for part in re.findall(r"\\sqrt\(|[^()\\]+|.", text, re.S):
         if part in ("(", r"\sqrt("):
             roots.append(part != "(")
@@ -149,14 +150,14 @@ def _braced(text: str) -> str:
 
 
 def _depth(text: str) -> int:
-    """Return how deep brackets are nested, closed or not."""
+    """Return how deeply brackets are nested, closed or not."""
     steps = ((c in "({[") - (c in ")}]") for c in text)
     return max(accumulate(steps), default=0)
 
 
 def _option(found: str) -> tuple[str, str]:
-    """Return the letter of a multiple-choice option or "", and the rest of the text. Two options
-    give nothing.
+    """Return the letter of a multiple-choice option (or "") and the rest of the text. A text with
+    two options has no letter.
     """
     text = boxed.unwrapped(found).strip().strip("$").strip()
     if alone := _LETTER.fullmatch(text):

@@ -2,11 +2,11 @@
 
     reward = sum of weight x component / sum of the weights of the components that the row has
 
-A name's component is 1 where it is right. That of coordinates is exp(-distance / tolerance), the
-great-circle distance and the tolerance in km. Correct is the country. A response has
-"Country: ...", "Region: ...", "City: ...", "Coordinates: latitude, longitude", each in a line
-of its own or behind a comma, or has JSON with these keys; one short line without is a country,
-alone or as in "This is Lisbon, Portugal".
+The component of a name is 1 if the name is right. The component of coordinates is
+exp(-distance / tolerance) with the great-circle distance and the tolerance in km. A response counts
+as correct if its country is right. A response has "Country: ...", "Region: ...", "City: ...",
+"Coordinates: latitude, longitude", each on its own line or after a comma, or JSON with these keys.
+A single short line without them is read as a country, alone or as in "This is Lisbon, Portugal".
 """
 
 import json
@@ -31,7 +31,7 @@ from megavlm.rewards.words import ASCII_SIGNS
 
 WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
 MAX_CHARACTERS = 20_000
-MAX_OBJECTS = 50  # of JSON in a response that are tried
+MAX_OBJECTS = 50  # most JSON objects in a response that are tried
 _LABEL = re.compile(
     r"(?:^|[,;|:.])[^\w\n]{0,20}(country|region|state|province|city|town|coordinates|gps|location"
     r"|lat(?:itude)?|lon(?:g(?:itude)?)?|lng)\b[^\w\n:=]{0,8}(?:[:=\uff1a]|(?<= )-(?= ))",
@@ -39,11 +39,11 @@ _LABEL = re.compile(
 )
 _NAMES = {"state": "region", "province": "region", "town": "city"}
 _MARKS = re.compile(r"\\(?:boxed|text(?:bf)?)\s?\{|\\[()\[\]]|\*\*|\$")
-_AROUND = " \t\r\n*_`\"'.,;|{}"  # a value
+_AROUND = " \t\r\n*_`\"'.,;|{}"  # characters stripped around a value
 
 
 def prepare(weights: Any = None, tolerance: Any = 25.0) -> None:
-    """Check the options. Raises ValueError for an unknown component, or a tolerance that is no
+    """Check the options. Raises ValueError for an unknown component, or a tolerance that is not a
     distance.
     """
     check_weights("geospot", weights, WEIGHTS)
@@ -51,7 +51,7 @@ def prepare(weights: Any = None, tolerance: Any = 25.0) -> None:
 
 
 def check_row(row: Mapping[str, Any], **_: Any) -> None:
-    """Check that the row has a place. Raises ValueError without one: every response would get 0."""
+    """Check that the row has a place. Raises ValueError if not: every response would get 0."""
     if not any(_truth(row).values()):
         raise ValueError(
             "geospot knows neither country, region, city nor coordinates (lat, lon) of the row: "
@@ -99,8 +99,9 @@ def score(
 
 
 def read(response: str) -> dict[str, Any]:
-    """Return the place after the thoughts, in the last <answer> if there is one: country, region,
-    city, and `point` (latitude, longitude); the last one of each.
+    """Return the place that a response names: country, region, city, and `point` (latitude,
+    longitude), the last one of each. Thoughts are ignored; if there is an <answer>, only the last
+    one is read.
     """
     response = boxed.after_thinking(response)
     tagged = boxed.last_tagged(response)
@@ -136,8 +137,8 @@ def _spellings(value: str) -> set[str]:
 
 
 def _read_json(response: str) -> dict[str, Any]:
-    """Return values from JSON objects in the response, those of an inner "coordinates" or
-    "location" included.
+    """Return values from JSON objects in the response, including an inner "coordinates" or
+    "location" object.
     """
     claim: dict[str, Any] = {}
     decoder, end = json.JSONDecoder(), 0
@@ -162,8 +163,8 @@ def _read_json(response: str) -> dict[str, Any]:
 
 
 def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the place of a row; the answer is the country if no column has it. Coordinates that
-    are not a point on earth are unknown.
+    """Return the place of a row. The answer is the country if no column holds it. Coordinates that
+    are not a point on earth count as unknown.
     """
     return {
         "country": _text(row.get("country")) or _text(row.get("answer")),
@@ -174,5 +175,5 @@ def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """Return a text; tables have NaN for a missing one."""
+    """Return the value as text, "" if it is missing: tables have NaN then."""
     return "" if value is None or value != value else str(value).strip()

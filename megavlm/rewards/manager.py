@@ -1,4 +1,4 @@
-"""Rewards of a response: one or several weighted ones, and the policy for those that fail."""
+"""Scoring of responses by one reward or a weighted sum, with the policy for rewards that fail."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """One of several rewards. label: its name in metrics and in a curriculum's weights."""
+    """One of several rewards. label: its name in metrics and in the weights of a curriculum."""
 
     label: str
     name: str
@@ -31,13 +31,13 @@ class Part:
 
 
 class RewardManager:
-    """Scores responses; `failures` counts by kind. Used within one event loop."""
+    """Scores responses. `failures` counts failed rewards by kind. Used within one event loop."""
 
     def __init__(
         self, parts: Sequence[Part], settings: Reward, resources: ExitStack | None = None
     ) -> None:
         """Start the first reward process. settings: limits, and the policy for failures.
-        resources: what the rewards read, to be closed with them.
+        resources: files that the rewards read; closed together with the rewards.
 
         Raises ValueError for a reward that cannot be loaded or does not have an option.
         """
@@ -62,7 +62,7 @@ class RewardManager:
             )
 
     def check(self, stage: CurriculumStage) -> None:
-        """Check that the rewards have what a stage sets. Raises ValueError if none has."""
+        """Check that a reward has each setting of a stage. Raises ValueError if none has it."""
         takes = set().union(*(self._takes(part) for part in self.parts))
         for key, given in (("weights", stage.weights), ("tolerance", stage.tolerance)):
             several = key == "weights" and len(self.parts) > 1
@@ -93,8 +93,8 @@ class RewardManager:
             return self.failed(failure)
 
     def failed(self, failure: CallFailure) -> Score:
-        """Return the score that reward.on_failure defines for a failure, and count it. Raises
-        RewardStop if it says stop.
+        """Count a failure, and return the score that reward.on_failure defines for it. Raises
+        RewardStop with reward.on_failure=stop.
         """
         self.failures[failure.kind] += 1
         if self.failures[failure.kind] == 1:

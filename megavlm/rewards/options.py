@@ -12,7 +12,7 @@ def check_number(
     above: float = -math.inf,
     most: float = math.inf,
 ) -> None:
-    """Check that a value is a finite number within bounds, neither a text nor a bool."""
+    """Check that a value is a finite number within bounds, and neither text nor bool."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and math.isfinite(value) and least <= value <= most and value > above):
         limits = (("at least", least), ("above", above), ("at most", most))
@@ -21,8 +21,8 @@ def check_number(
 
 
 def check_weights(reward: str, weights: Any, known: Collection[str]) -> None:
-    """Check weights: numbers of at least 0 by name, one of them above 0. None: the reward's
-    default.
+    """Check weights: numbers by name, none below 0 and at least one above 0. None means the
+    reward's default.
     """
     if weights is None:
         return

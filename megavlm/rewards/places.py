@@ -1,4 +1,4 @@
-"""Names of countries, regions and cities in one spelling, and distances between points."""
+"""Normalised names of countries, regions and cities, and distances between points."""
 
 import gettext
 import math
@@ -11,7 +11,7 @@ import pycountry
 from megavlm.rewards.words import plain
 
 EARTH_RADIUS_KM = 6371.0088  # mean radius (IUGG)
-# Names in use that ISO 3166 does not list, in any of LANGUAGES.
+# Common names that ISO 3166 does not list, in any of LANGUAGES.
 _NAMES = """
 AE emirates, uae. AG antigua. AX aland. BA bosnia. BF burkina. BL saint barts. BN brunei.
 BQ bonaire. BS bahamas the. CD congo drc, congo kinshasa, democratic republic of congo,
@@ -26,7 +26,7 @@ TR turkey. TT trinidad. TW republic of china. US america, united states of ameri
 vatican city. VC saint vincent. VG bvi. VI united states virgin islands, us virgin islands, usvi. XK
 kosovo, xk, xkx.
 """
-# Of the translations that pycountry brings.
+# Languages whose translations in pycountry are used.
 LANGUAGES = (
     "ar cs da de el es fi fr hr hu id it ja ko nb nl pl pt ro ru sk sl sv tr uk zh_CN".split()
 )
@@ -49,8 +49,8 @@ _SMALL = re.compile(r"\b(?:of|the|de|del|di|da|la|le|el|al|d)\b")
 
 
 def country_code(name: str) -> str:
-    """Return ISO 3166-1 alpha-2 of a name or code (XK is Kosovo), or the normalised name if it is
-    unknown. "France (FR)" is one country, "Georgia (US)" none.
+    """Return the ISO 3166-1 alpha-2 code of a name or code (XK is Kosovo), or the normalised name
+    if it is unknown. "France (FR)" is a country, "Georgia (US)" is not.
     """
     known, key = _countries(), _key(name)
     if key in known:
@@ -63,8 +63,9 @@ def country_code(name: str) -> str:
 
 
 def country_said(line: str) -> str:
-    """Return the country in a short line: alone, in a sentence or behind its city, as in "This is
-    likely Lisbon, Portugal". Without one return the line if it has at most 60 characters, else "".
+    """Return the country in a short line: alone, in a sentence or after its city, as in "This is
+    likely Lisbon, Portugal". If there is none, return the line if it has at most 60 characters,
+    otherwise "".
     """
     line = line.strip().rstrip(".")
     match = _LEAD.fullmatch(line) if len(line) <= 200 else None
@@ -72,7 +73,7 @@ def country_said(line: str) -> str:
         *fronts, name = (part.strip() for part in match["place"].split(","))
         others = fronts + [part for part in _BREAK.split(match["lead"]) if len(part.strip()) > 3]
         codes = {code for other in others if len(code := country_code(other)) == 2}
-        # "it" is no Italy; Los Angeles, CA is not in Canada, nor Atlanta, Georgia in Georgia.
+        # "it" is not Italy; Los Angeles, CA is not in Canada, nor is Atlanta, Georgia in Georgia.
         short = len(name) <= 3 and not (name.isupper() and (not fronts or name in _SHORT))
         if not (short or (fronts and name == "Georgia") or _UNSURE.search(line[: -len(name)])):
             code = country_code(name)
@@ -82,8 +83,8 @@ def country_said(line: str) -> str:
 
 
 def region_name(name: str, country: str = "") -> str:
-    """Normalise the name of a region; ISO 3166-2 codes ("US-CA", or "CA" within `country`) become
-    names.
+    """Normalise the name of a region. ISO 3166-2 codes ("US-CA", or "CA" within `country`) are
+    replaced by names.
     """
     code = name.strip().upper()
     for candidate in (code, f"{country_code(country)}-{code}"):
@@ -109,9 +110,11 @@ def great_circle_km(left: tuple[float, float], right: tuple[float, float]) -> fl
 
 @lru_cache(maxsize=1)
 def _countries() -> dict[str, str]:
-    """Plain name or code -> alpha-2. ISO 3166 first, then names in use, then what is left of a name
-    without its end ("Bolivia, Plurinational State of"), then other languages: of the last two only
-    what is of one country (there are two Virgin Islands).
+    """Return the alpha-2 code by plain name or code.
+
+    In order of precedence: ISO 3166, common names, names without their ending ("Bolivia,
+    Plurinational State of"), and names in other languages. Names of the last two kinds are left out
+    if they are ambiguous (there are two Virgin Islands).
     """
     known: dict[str, str] = {}
     for country in pycountry.countries:

@@ -7,9 +7,9 @@ from typing import Any
 from megavlm.config.import_path import IMPORT_PATH, import_module
 from megavlm.rewards.base import check_answer
 
-RewardFunction = Callable[..., Any]  # of base.py's form
+RewardFunction = Callable[..., Any]  # signature: see base.py
 
-# Modules are loaded in the reward processes, when they are asked for: math needs half a second.
+# Modules are loaded in the reward processes on demand: the one for math takes half a second.
 BUILT_IN_REWARDS = {
     "boxed": "megavlm.rewards.boxed:of_row",
     "caption": "megavlm.rewards.caption:score",
@@ -18,7 +18,7 @@ BUILT_IN_REWARDS = {
     "geospot": "megavlm.rewards.geospot:score",
     "vqa": "megavlm.rewards.vqa:score",
 }
-_CHECK_ROWS = ("caption", "geospot")  # by a check_row of their own; the others want an answer
+_CHECK_ROWS = ("caption", "geospot")  # have their own check_row; the others need an answer
 REWARD_MODEL = "reward_model"
 
 
@@ -38,7 +38,7 @@ def is_remote(name: str) -> bool:
 
 def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
     """Import the function, and let a built-in one check its options. Raises ValueError for an
-    unknown option or something that is not a function, and what the import raises.
+    unknown option or something that is not a function, and any error of the import.
     """
     module_name, _, attribute = BUILT_IN_REWARDS.get(name, name).partition(":")
     module = import_module(module_name)
@@ -55,8 +55,8 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
 
 
 def check_reward_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Check that the row has what a built-in reward compares with. Raises ValueError if not. Other
-    rewards are not checked.
+    """Check that the row has the answer or columns that a built-in reward needs. Raises ValueError
+    if not. Other rewards are not checked.
     """
     if name in _CHECK_ROWS:
         import_module(BUILT_IN_REWARDS[name].partition(":")[0]).check_row(row, **options)
@@ -65,8 +65,8 @@ def check_reward_row(name: str, row: Mapping[str, Any], options: Mapping[str, An
 
 
 def arguments(function: RewardFunction) -> set[str]:
-    """Return the names of a function's options; with **options also those that a curriculum may
-    set. "images" is among them if the function has that parameter.
+    """Return the names of a function's options, and, if it has **options, the options that a
+    curriculum may set. They include "images" if the function has that parameter.
     """
     parameters = list(inspect.signature(function).parameters.values())[2:]
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

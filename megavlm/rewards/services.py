@@ -1,7 +1,7 @@
 """Rewards that a service computes: any URL, or a reward model behind an OpenAI-compatible endpoint.
 
-Every request is bounded: in time, in the size of the answer, in attempts, and in how many are in
-flight. Redirects are not followed, proxies not used.
+Every request has limits: on its time, the size of the answer, the number of attempts, and the
+number of requests in flight. Redirects are not followed, and proxies are not used.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from megavlm.rewards.words import ASCII_SIGNS
 
 MAX_SERVICE_REPLY = 2**18
 CONNECT_SECONDS = 10.0
-MAX_PAUSE = 30.0  # seconds before another attempt, whatever the service asks for
-MAX_RATING_TOKENS = 1024  # thoughts included
-_UNFINISHED = ("length", "content_filter", "abort")  # reasons of a service to end an answer
+MAX_PAUSE = 30.0  # most seconds before another attempt, even if the service asks for more
+MAX_RATING_TOKENS = 1024  # including thoughts
+_UNFINISHED = ("length", "content_filter", "abort")  # finish reasons of incomplete answers
 _NUMBER = r"(?<![\w.])-?[0-9]+(?:\.[0-9]+)?(?![\w])"
-# "7-8", "7 or 8", "4/5", "80%" and "7,5" are not the rating that they begin with.
+# "7-8", "7 or 8", "4/5", "80%" and "7,5" must not be read as the number at their beginning.
 _GOES_ON = re.compile(r"\s*(?:%|(?:[-/]|to|or|out of)\s*[0-9])|[.,][0-9]")
 # "Score: 7", "**Rating:** 7/10", {"score": 7}
 _LABELLED = re.compile(
@@ -46,11 +46,13 @@ MODEL_PROMPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
-    """Options of a reward service. attempts: at connection errors, time-outs, 429 and 5xx.
-    api_key_env: environment variable with the service's key. delay: longest first pause between
-    attempts, seconds. concurrency: requests in flight. Of a reward model only: its prompt, with
-    {problem}, {answer}, {response} and {scale}; the rating `scale` that means a reward of 1;
-    `correct_from`. It replies, after its thoughts, with the rating alone or as "Score: 7".
+    """Options of a reward service.
+
+    attempts: number of attempts after connection errors, time-outs, 429 and 5xx. api_key_env:
+    environment variable with the service's key. delay: longest first pause between attempts, in
+    seconds. concurrency: requests in flight. Only for a reward model: prompt, with the placeholders
+    {problem}, {answer}, {response} and {scale}; scale, the rating that gives a reward of 1; and
+    correct_from. The model replies, after its thoughts, with only the rating or with "Score: 7".
     """
 
     url: str
@@ -205,7 +207,7 @@ class RemoteReward:
                 wait = reply.headers.get("Retry-After", "")  # seconds; dates are not read
                 pause = float(wait) if re.fullmatch(r"[0-9]{1,6}", wait) else 0.0
                 raise _TryAgain(f"HTTP {reply.status_code}", pause)
-            if reply.status_code != httpx.codes.OK:  # our mistake, or a redirect
+            if reply.status_code != httpx.codes.OK:  # an error on our side, or a redirect
                 code = reply.status_code
                 raise CallFailure("remote", f"{self._options.url} returned HTTP {code}")
             parts = bytearray()
@@ -237,7 +239,7 @@ class RemoteReward:
 
 
 class _TryAgain(Exception):
-    """Failure after which the request is sent again. pause: seconds that the service asks for."""
+    """Failure after which the request is retried. pause: seconds that the service asks to wait."""
 
     def __init__(self, message: str, pause: float = 0.0) -> None:
         super().__init__(message)
@@ -245,8 +247,8 @@ class _TryAgain(Exception):
 
 
 def _rating_in(text: str, scale: float) -> float | None:
-    """Return the number after the last "score:" or "rating:", or the only number; "7/10" and "7 out
-    of 10" are 7. Thoughts are not read.
+    """Return the number after the last "score:" or "rating:", or the only number. "7/10" and "7 out
+    of 10" are 7. Thoughts are ignored.
     """
     text = after_thinking(text).translate(ASCII_SIGNS).strip()[-1000:]
     whole = rf"(?:/|out of)\s*{scale:g}(?!\w|\.\d)" + ("|%" if scale == 100 else "")

@@ -1,13 +1,13 @@
-r"""Short answers to questions about images, compared as their kind asks.
+r"""Short answers to questions about images, compared by the rules for their kind.
 
-    yes_no   one of the two words, first or alone
-    number   the only number in it, within a tolerance; number words too
-    choice   the letter of an option, alone, marked ("(B)", "B.", "option B") or with its reason, or
-             its text where the row has `choices`
-    text     normalised text, alone or after "is"; any of the row's `answers` where it has some
+    yes_no   one of the two words, as the first or the only word
+    number   the only number in the text, within a tolerance; also number words
+    choice   the letter of an option, alone, marked ("(B)", "B.", "option B") or with a reason, or
+             the text of the option if the row has `choices`
+    text     normalised text, alone or after "is"; any of the row's `answers` if it has some
 
-The kind is that of the row's category (counting, attribute, existence, ...), or what its answer is.
-An answer is what stands in \boxed{}, after "Answer:" or "the answer is", or all of the response.
+The row's category (counting, attribute, existence, ...) sets the kind; otherwise its answer does.
+The answer is the text in \boxed{}, after "Answer:" or "the answer is", or the whole response.
 """
 
 import re
@@ -44,17 +44,17 @@ _SENTENCE_END = re.compile(r"\n|。|(?:(?<=[a-z]{3})|(?<=\d))[.!]\s+(?=[A-Z])")
 _EXPLANATION = re.compile(
     r"\n\W{0,6}(?:explanation|reason(?:ing)?|justification)\W{0,3}[:\n]", re.I
 )
-# Of LaTeX, HTML and Markdown (a heading, a list), and quotes.
+# Markup of LaTeX, HTML and Markdown (a heading, a list), and quotes.
 _MARKS = re.compile(
     r"\\[()\[\]]|</?[A-Za-z]\w*\s?/?>|\*\*|__|[`\"“”]|^[ \t]*(?:#{1,6}|[+*-])[ \t]+(?=\S)",
     re.M,
 )
 _FORMULA = re.compile(r"\${1,2}(?=\S)([^$\n]+)(?<=\S)\${1,2}(?!\d)")  # $5$, not $5-$10
-# "Based on the image, yes": what comes before one of the words.
+# Text before one of the words, as in "Based on the image, yes".
 _PREFACE = re.compile(
     r"^(?:based on|according to|judging by|looking at|in|from) [^,.:;\n]{1,80}, (?=(?:yes|no)\b)"
 )
-# "no dogs", "no one": no second answer, unless it follows "yes" or "or" at once.
+# "no dogs", "no one": not a second answer, unless it directly follows "yes" or "or".
 _NO_NOUN = re.compile(
     r"(?<!yes )(?<!yes and )(?<!or )(?<!actually )(?<!wait )\bno[- ](?!(?:yes|not?|i|it|its|it's"
     r"|he|she|we|you|they|this|that|that's|these|those|there|there's|the|an?|and|or|but|nor|so|if"
@@ -70,13 +70,13 @@ _LEAD = (
     r"(?:it'?s\s+|it\s+is\s+|i(?:'d)?\s+(?:choose|pick|select|say)\s+)?"
     r"(?:(?:option|choice|letter)\s+)?"
 )
-# The letter of an option stands alone, has a bracket, point or colon, or goes on with a reason.
+# The letter of an option is alone, has a bracket, point or colon, or is followed by a reason.
 _LETTER = re.compile(
     rf"{_LEAD}[(\[]?([A-Z])(?:[)\].:。]+|\s*$|(?=,?\s+(?:because|since|as|due)\b)"
     r"|(?=,\s?[\u4e00-\u9fff])|(?=\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b)|(?=\s+[-\u2013\u2014]\s))",
     re.I,
 )
-# Behind the letter: that it is not this one, or another letter.
+# Text after the letter that rejects it, or that names another letter.
 _NOT_THIS = re.compile(
     r"\s*(?:,?\s?不|is\s+(?:not|wrong|incorrect|false|out)\b|(?:isn't|cannot|can't)\b"
     r"|(?:and|or|nor|but|[&/,])\s*(?:not\s+)?(?:option\s+)?(?-i:[(\[][A-Za-z][)\]]|[A-H]\b)"
@@ -115,9 +115,11 @@ def score(
     wrong: float = 0.0,
     kinds: Mapping[str, str] | None = None,
 ) -> Score:
-    """Score a short answer. tolerance, relative: allowed error of a number, absolute and as a share
-    of the answer. kinds: of further categories. The kind is reported as a part, which gives
-    accuracy by kind.
+    """Score a short answer.
+
+    tolerance, relative: allowed error of a number, absolute and as a share of the answer. kinds:
+    kinds of further categories. The kind is reported as a part of the reward, so that metrics have
+    the accuracy by kind.
     """
     kind = kind_of(row, kinds or {})
     correct = is_correct(response, row, kind, tolerance, relative)
@@ -128,7 +130,7 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
     category = str(row.get("category", "")).lower().replace("-", "_").replace(" ", "_")
     known = {**CATEGORIES, **kinds}
     if category in known:
-        # Sets disagree about what such a question is: "what colour is there" is existence, too.
+        # Data sets use categories differently: "what colour is there" is existence in some.
         kind = known[category]
         fits = kind == "text" or _read_claim(kind, str(row["answer"]), row) is not None
         return kind if fits else "text"
@@ -142,8 +144,9 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
 
 def final_answers(response: str) -> list[str]:
     r"""Return candidates for the final answer: the content of the last \boxed{...} or <answer>, or
-    the text after the last "Answer:", or all text before "Explanation:"; before it the sentence
-    after its last "answer is". The first candidate of the right kind counts; thoughts do not.
+    the text after the last "Answer:", or all text before "Explanation:". The sentence after the
+    last "answer is" in it is the candidate before it. The first candidate of the right kind counts;
+    thoughts are ignored.
     """
     response = boxed.after_thinking(response)
     found = boxed.last_boxed(response)
@@ -159,7 +162,7 @@ def final_answers(response: str) -> list[str]:
 
 
 def _cleaned(text: str) -> str:
-    r"""Remove LaTeX and Markdown: \(\text{B}\), **B** and "B" are B; only marks stay."""
+    r"""Remove LaTeX and Markdown: \(\text{B}\), **B** and "B" are B. A text of only marks stays."""
     plain = _MARKS.sub("", boxed.unwrapped(text.translate(ASCII_SIGNS)))
     return _FORMULA.sub(r"\1", plain).strip().strip("*'").strip() or text.strip()
 
@@ -169,7 +172,7 @@ def is_correct(
 ) -> bool:
     answer = str(row["answer"])
     found = final_answers(response)
-    if kind == "text":  # any text is one, so the first
+    if kind == "text":  # any text is an answer of this kind, so the first counts
         claims = {claim for text in found[:1] for claim in _spellings(text)}
         answers = [answer, *(row.get("answers") or ())]
         return any(text in claims for given in answers if (text := normalized(_cleaned(given))))
@@ -183,7 +186,7 @@ def is_correct(
 
 
 def _read_claim(kind: str, text: str, row: Mapping[str, Any]) -> "str | _Number | None":
-    """Return the answer of that kind in a text, None without one or with several."""
+    """Return the answer of that kind in a text, or None if there is none or several."""
     if kind == "number":
         return _only_number(text)
     if kind == "choice":
@@ -192,8 +195,8 @@ def _read_claim(kind: str, text: str, row: Mapping[str, Any]) -> "str | _Number 
 
 
 def _yes_or_no(text: str) -> str | None:
-    """Return the first word if the other one is not an answer too: "Yes, there are no dogs" is a
-    yes.
+    """Return the first of the two words, unless the other one is an answer too: "Yes, there are no
+    dogs" is a yes.
     """
     claim = _PREFACE.sub("", re.sub(r"[^\S\n]+", " ", text.lower()), count=1)
     lead, *rest = normalized(claim).split() or [""]
@@ -210,7 +213,7 @@ def _spellings(text: str) -> tuple[str, str]:
 
 class _Number(NamedTuple):
     value: float
-    unit: str  # "" where none is given
+    unit: str  # "" if none is given
 
     def is_near(self, other: "_Number", tolerance: float) -> bool:
         units = {self.unit, other.unit} - {""}
@@ -219,7 +222,7 @@ class _Number(NamedTuple):
 
 
 def _only_number(text: str) -> _Number | None:
-    """Return the only number of a text, None if there are several."""
+    """Return the only number of a text, or None if there are several."""
     claim = _NOT_NUMBER.sub("", _plain_numbers(text))
     if _BOUND.search(claim):
         return None
@@ -232,7 +235,7 @@ def _only_number(text: str) -> _Number | None:
 
 
 def _plain_numbers(text: str) -> str:
-    """Return the normalised text with numbers as 1200, and prices as 5 $."""
+    """Return the normalised text, with numbers written as 1200 and prices as 5 $."""
     digits = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.translate(ASCII_SIGNS))
     return normalized(_PRICE.sub(r"\1\3 \2", digits))
 

@@ -1,11 +1,11 @@
-"""Normalisation of text for comparison: without case, accents, punctuation and articles; number
-words as digits. Signs that tell answers apart stay: A+ and A-, C#, <5, 5%, $5.
+"""Normalisation of text for comparison: case, accents, punctuation and articles are removed, and
+number words become digits. Signs that distinguish answers stay: A+ and A-, C#, <5, 5%, $5.
 """
 
 import unicodedata
 from collections.abc import Sequence
 
-import regex as re  # its words have the vowel signs and tone marks of every script
+import regex as re  # its \w includes the vowel signs and tone marks of every script
 
 _NUMBERS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
 fifteen sixteen seventeen eighteen nineteen""".split()
@@ -14,38 +14,38 @@ _UNITS = {word: value for value, word in enumerate(_NUMBERS)} | {"none": 0}
 _ROUND = {word: value for value, word in zip(range(20, 100, 10), _TENS, strict=True)}
 _MINUS_WORDS = {"minus", "negative"}
 _ARTICLES = {"a", "an", "the"}
-# A point or a sign stays where it belongs to a number, a hyphen or an apostrophe within a word.
+# A point or a sign stays if it belongs to a number; a hyphen or an apostrophe, within a word.
 _NOT_WORD = re.compile(
     r"[^\w.'-]+|\.(?!\d)|(?<=[^\W\d])\.|(?<=\.)\.|(?<!\w)[-'](?!\.?\d)|['-](?!\w|\.\d)"
 )
-CURRENCY = "$\u00a2-\u00a5\u0e3f\u20a0-\u20c0"  # for a class of characters
+CURRENCY = "$\u00a2-\u00a5\u0e3f\u20a0-\u20c0"  # for use in a character class
 # "+5" and "#5" are 5; the hyphen of "A-" is a minus, that of "red - blue" and "red--blue" a dash.
 _SIGN = re.compile(
     rf"([<\u00b0\u00b1\u2264\u2265\u266d\u266f%{CURRENCY}]|(?<![-=])>"
     r"|(?<!\w)(?:\+(?!\.?\d)|#(?! ?\d))|(?<=\w)(?:[+#]|-(?![\w-]|\.\d)))"
 )
-# Scripts that are written without spaces: Unicode's words (UAX 29) are single characters of most.
+# Scripts written without spaces. For most of them, Unicode's words (UAX 29) are single characters.
 _NO_SPACES = re.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 _BOUNDARY = re.compile(r"(?V1w)\b")
 _CONTRACTION = re.compile(
     r"\b(is|are|was|were|do|does|did|has|have|had|ca|wo|could|should|would|must)nt\b"
 )
-# Full-width forms, and Chinese and Japanese punctuation but the full stop.
+# Full-width forms, and Chinese and Japanese punctuation except the full stop.
 _WIDE = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | str.maketrans(
     "\u3000\u3001\u3010\u3011\u300c\u300d\u300e\u300f\u300a\u300b", ' ,[]""""""'
 )
-# Also minus signs and dashes that are written for one, and apostrophes.
+# Also minus signs, dashes that are used as minus signs, and apostrophes.
 ASCII_SIGNS = (
     _WIDE
     | str.maketrans(dict.fromkeys("\u2212\u2012\u2013\ufe63", "-"))
     | str.maketrans(dict.fromkeys("\u2019\u02bc", "'"))
 )
-# Letters that no decomposition makes Latin ones; the degree sign as some keyboards have it.
+# Letters that Unicode does not decompose into Latin ones; the degree sign of some keyboards.
 _LETTERS = str.maketrans(
     {"ø": "o", "ł": "l", "đ": "d", "ß": "ss", "æ": "ae", "œ": "oe", "\u0131": "i"}
 )
 _DEGREE = str.maketrans("\u00ba\u02da", "\u00b0\u00b0")
-# 10² is not 102, nor 2½ 21/2.
+# 10² must not become 102, nor 2½ 21/2.
 _RAISED = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2079\u2150-\u215e])")
 
 
@@ -58,8 +58,8 @@ def plain(text: str) -> str:
 
 
 def _is_accent(character: str) -> bool:
-    """Return True for a mark that can be left out: not the voicing marks of kana, the tone marks of
-    Thai or the viramas of Indian scripts, whose combining classes are 7 to 9 and 84 to 132.
+    """Return True for a mark that can be left out. False for the voicing marks of kana, the tone
+    marks of Thai and the viramas of Indian scripts (combining classes 7 to 9 and 84 to 132).
     """
     kind = unicodedata.combining(character)
     return 10 <= kind < 84 or kind > 132
@@ -77,7 +77,7 @@ def tokens(text: str) -> list[str]:
 
 
 def normalized(text: str) -> str:
-    """Normalise a short answer; articles are kept if there is nothing else, and so are signs."""
+    """Normalise a short answer. Articles and signs are kept if there is nothing else."""
     words: list[str] = []
     for index, part in enumerate(_SIGN.split(_CONTRACTION.sub(r"\1n't", plain(text)))):
         words += [part] if index % 2 else tokens(part)
@@ -88,7 +88,7 @@ def normalized(text: str) -> str:
 
 
 def _parts(word: str) -> list[str]:
-    """Split "light-blue" and "twenty-one" in two words, but not "3-4"."""
+    """Split "light-blue" and "twenty-one" into two words, but not "3-4"."""
     parts = word.split("-")
     return parts if all(part.isalpha() for part in parts) else [word]
 
@@ -114,7 +114,7 @@ def _with_digits(words: Sequence[str]) -> list[str]:
 
 
 def _hundreds(words: Sequence[str], start: int) -> tuple[int | None, int]:
-    """Return the number that begins at `start`, None without one, and its end."""
+    """Return the number that begins at `start` (None if there is none) and its end."""
     value, end = _below_hundred(words, start)
     hundred = start + 1 if words[start] in _ARTICLES else end
     if words[hundred : hundred + 1] != ["hundred"] or (value or 0) > 9:

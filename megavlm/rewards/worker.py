@@ -1,7 +1,7 @@
 """Process that runs reward functions: `python -m megavlm.rewards.worker CONTROL_FD`.
 
-It limits itself (memory, processor time), reports which arguments its functions have, and then
-answers one request at a time. Its standard output is a pipe that the trainer counts and bounds.
+The process limits its own memory and processor time, reports which arguments its functions have,
+and then answers one request at a time. Its standard output is a pipe; the trainer limits its size.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = receive(control)
     limit(setup["memory_bytes"], setup["parent"])
-    # An import of the user's, which may raise anything: it ends the process, which tells why.
+    # The import of the user's module may raise anything. An error ends the process, which reports
+    # the reason.
     sys.excepthook = lambda kind, error, _: control.sendall(
         frame({"error": f"{kind.__name__}: {error}"})
     )
@@ -46,7 +47,7 @@ def run_reward(function: registry.RewardFunction, request: Mapping[str, Any]) ->
         return as_reply(asyncio.run(result) if inspect.iscoroutine(result) else result)
     except MemoryError:
         return {"failure": "memory", "message": "out of memory"}
-    # The user's code may raise anything, SystemExit too.
+    # The user's code may raise anything, including SystemExit.
     except BaseException as error:
         return {"failure": "exception", "message": f"{type(error).__name__}: {error}"[:500]}
 

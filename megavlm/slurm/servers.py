@@ -11,8 +11,8 @@ trainer's watchdog has requested their stacks.
 
 To run a server over several nodes, this command runs on each of them with COUNT 1 and SGLang's
 --nnodes, --node-rank and --dist-init-addr. When the server's process on one node ends, the
-processes on the other nodes would wait for it in a collective, so all end and start again. A file in
-RUN_DIR tells the nodes: it has one byte for each launch of the server that has ended. Every node
+processes on the other nodes would wait for it in a collective, so all end and start again. A file
+in RUN_DIR tells the nodes: it has one byte for each launch of the server that has ended. Every node
 that sees launch n end writes byte n, so that no write can undo the write of another node.
 """
 
