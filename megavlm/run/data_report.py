@@ -1,4 +1,4 @@
-"""`megavlm train RECIPE --data-report`: a page about the recipe's data, without training."""
+"""`megavlm train RECIPE --data-report`: writes a page about the recipe's data, without training."""
 
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,13 @@ from megavlm.data.summary import summarize
 from megavlm.observability.progress import Progress
 from megavlm.run.preflight import check_run_dir
 
-LIMIT = 5000  # rows of each split that are read
+LIMIT = 5000  # maximum rows of each split that are read
 
 
 def data_report(config: Config, progress: Progress) -> Path:
     """Write data_report.html to the run directory and return its path. Loads no weights.
 
-    Raises ValueError if there is no data or the directory cannot be written.
+    Raises ValueError if the recipe names no data or the directory cannot be written.
     """
     splits = {"Training data": config.data.train_files, "Test data": config.data.test_files}
     if not any(splits.values()):

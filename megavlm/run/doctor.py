@@ -1,7 +1,8 @@
-"""`megavlm doctor`: can this machine run a recipe? One line a check, from the driver to a weight
-update of the real server.
+"""`megavlm doctor` checks whether this machine can run a recipe. It prints one line per check, from
+the GPU driver to a weight update of the real server.
 
-Checks that need torch run on ranks (doctor_ranks.py), on a tiny model that the caller makes.
+Checks that need ranks run under torchrun (doctor_ranks.py), with a tiny model that the caller
+makes.
 """
 
 import json
@@ -26,15 +27,17 @@ from megavlm.run import preflight
 from megavlm.run.doctor_checks import Finding, attempt
 from megavlm.temporary import temporary_folder
 
-PORT = 29500  # of torchrun's rendezvous (launch/slurm.sbatch)
-LEAST_DISK = 10 * 10**9  # bytes, without a recipe or its model
-LOGS = 10**8  # bytes, of a run's records and samples
-SERVER_FRACTION = 0.3  # of a GPU that the tiny model's server shares with ranks
+PORT = 29500  # port of torchrun's rendezvous (launch/slurm.sbatch)
+LEAST_DISK = 10 * 10**9  # bytes needed without a recipe or its model
+LOGS = 10**8  # bytes of a run's records and samples
+SERVER_FRACTION = 0.3  # memory share of the tiny model's server on a GPU shared with ranks
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Options of `megavlm doctor`. recipe: None checks the machine alone. cpu: without GPUs."""
+    """Options of `megavlm doctor`. recipe: Recipe to check; None checks the machine only. cpu: If
+    true, check a run without GPUs.
+    """
 
     recipe: Path | None
     overrides: Sequence[str]
@@ -44,8 +47,8 @@ class DoctorOptions:
 def diagnose(options: DoctorOptions, make_model: Callable[[Path], Any]) -> int:
     """Print the findings. Returns the exit code: 1 if a check failed.
 
-    make_model: writes a tiny model with two key-value heads to a folder. Raises ValueError for a
-    recipe that cannot be loaded.
+    make_model: Function that writes a tiny model with two key-value heads to a folder. Raises
+    ValueError if the recipe cannot be loaded.
     """
     config = None if options.recipe is None else load(options.recipe, options.overrides)
     failed = False
@@ -94,7 +97,7 @@ def _gpu_findings() -> Iterator[Finding]:
 
 
 def gpu_rows() -> list[list[str]]:
-    """Return name, memory in MiB and driver of each GPU, by nvidia-smi; [] without it."""
+    """Return name, memory in MiB and driver of each GPU from nvidia-smi; [] without nvidia-smi."""
     if (program := shutil.which("nvidia-smi")) is None:
         return []
     query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -120,9 +123,9 @@ def _versions(cpu: bool) -> Finding:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of the checkpoints that a run keeps and writes, with its records: of each
-    parameter in two bytes of its model folder, the weight and twelve bytes of optimizer state. 0 if
-    the folder has no weights.
+    """Return the bytes of the checkpoints that a run keeps, the one that it is writing, and its
+    records. Each parameter takes two bytes as in the model folder and, without LoRA, twelve bytes
+    of optimizer state. Returns 0 if the folder has no weights.
     """
     files = Path(config.model.folder).glob("*.safetensors")
     weights = sum(path.stat().st_size for path in files)
@@ -149,7 +152,9 @@ def _writable(folder: Path) -> str:
 
 
 def clock_skew(folder: Path) -> float:
-    """Return the seconds by which the time of a new file is ahead of this machine's clock."""
+    """Return the seconds by which a new file's modification time is ahead of this machine's
+    clock.
+    """
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         return os.stat(file.name).st_mtime - time.time()
 
@@ -179,7 +184,7 @@ def _check_ranks(config: Config | None, cpu: bool, make_model: Callable[[Path], 
 
     gpus = 0 if cpu else platform.num_gpus()
     if not cpu and not gpus:
-        return True  # said above
+        return True  # already reported by _gpu_findings
     disable_progress_bar()
     with temporary_folder("megavlm-doctor-") as folder:
         make_model(folder / "model")
@@ -192,8 +197,8 @@ def _check_ranks(config: Config | None, cpu: bool, make_model: Callable[[Path], 
 
 
 def rank_recipe(config: Config | None, folder: Path, gpus: int) -> dict[str, Any]:
-    """Return the recipe of the tiny model in `folder`, by the transport of `config`. Ranks and
-    server share GPUs where there are two or fewer, or as `config` does.
+    """Return the recipe of the tiny model in `folder`, with the transport of `config`. Ranks and
+    server share GPUs if there are at most two, or if `config` shares them.
     """
     colocate = 0 < gpus < 3 or (config is not None and config.rollout.colocate)
     sync = "tensor" if config is None or colocate else config.rollout.sync

@@ -1,6 +1,7 @@
-"""Checks of `megavlm doctor`: each looks at what it is given and returns one finding.
+"""Checks of `megavlm doctor`. Each is a function of measured values that returns one finding.
 
-What they look at is read in doctor.py, so that both sides of each check can be tested anywhere.
+doctor.py reads the values from the machine, so that tests can cover success and failure of each
+check on any machine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +14,18 @@ from packaging.utils import canonicalize_name
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
 
 GIB = 2**30
-# Oldest driver of a major version of CUDA (CUDA Toolkit Release Notes, table 2).
+# Oldest driver for each major version of CUDA (CUDA Toolkit Release Notes, table 2).
 DRIVERS = {"12": 525, "13": 580}
-# NCCL, the loader's processes and SGLang share memory there; Docker gives 64 MB.
+# Bytes of /dev/shm: NCCL, the loader's processes and SGLang use it. Docker's default is 64 MB.
 LEAST_SHM, GOOD_SHM = GIB // 2, 8 * GIB
-LEAST_FILES, GOOD_FILES = 4096, 65536  # connections, shards and workers of a rank
+LEAST_FILES, GOOD_FILES = 4096, 65536  # open files: connections, shards and workers of a rank
 GOOD_MEMLOCK = 64 * 2**20  # bytes; InfiniBand pins far more
 LARGEST_SKEW, GOOD_SKEW = 60.0, 2.0  # seconds
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check: what was found and, unless it is OK, how to fix it."""
+    """Result of a check: the finding and, unless it is OK, how to fix it."""
 
     level: Literal["OK", "WARN", "FAIL"]
     check: str
@@ -38,7 +39,7 @@ class Finding:
 
 
 def attempt(check: str, work: Callable[[], str]) -> Finding:
-    """Return the finding of work that returns what it found, or raises with the way out."""
+    """Run `work` as a check. Its return value is the finding; an error's message has the fix."""
     try:
         return Finding("OK", check, work())
     except (ValueError, RolloutServerError, WeightSyncError) as error:
@@ -46,7 +47,7 @@ def attempt(check: str, work: Callable[[], str]) -> Finding:
 
 
 def check_gpus(rows: Sequence[Sequence[str]]) -> Finding:
-    """Check the GPUs of nvidia-smi: rows of name, memory in MiB, driver."""
+    """Check the GPUs that nvidia-smi lists. rows: Name, memory in MiB and driver of each GPU."""
     if not rows:
         return Finding(
             "FAIL",
@@ -82,7 +83,9 @@ def check_driver(driver: str, cuda: str | None, num_visible: int, num_gpus: int)
 
 
 def check_nccl(version: str | None, is_available: bool) -> Finding:
-    """Check that torch has NCCL. version: of NVIDIA's package, None where it came otherwise."""
+    """Check that torch has NCCL. version: Version of NVIDIA's NCCL package; None if NCCL is not
+    installed as a package.
+    """
     if not is_available:
         fix = "install a torch that is built for CUDA"
         return Finding("FAIL", "nccl", "torch is built without it", fix)
@@ -92,8 +95,8 @@ def check_nccl(version: str | None, is_available: bool) -> Finding:
 def check_versions(pins: Sequence[str], installed: Mapping[str, str], extras: set[str]) -> Finding:
     """Check installed packages against a package's own requirements.
 
-    pins: requirements as in its metadata. installed: versions by name. extras: those that a run
-    here needs.
+    pins: Requirements as in the package's metadata. installed: Installed versions, by name. extras:
+    Names of the extras that a run on this machine needs.
     """
     wrong, kept = [], []
     versions = {canonicalize_name(name): version for name, version in installed.items()}
@@ -115,7 +118,7 @@ def check_versions(pins: Sequence[str], installed: Mapping[str, str], extras: se
 
 
 def check_shared_memory(total: int, free: int) -> Finding:
-    """Check /dev/shm. total, free: bytes."""
+    """Check the size of /dev/shm. total, free: Bytes."""
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
     if free < LEAST_SHM:
         return Finding("FAIL", "shared memory", found, "start the container with --ipc host")
@@ -125,7 +128,7 @@ def check_shared_memory(total: int, free: int) -> Finding:
 
 
 def check_disk(folder: str, free: int, needed: int) -> Finding:
-    """Check the disk of the run directory. needed: bytes of the checkpoints that a run keeps."""
+    """Check the disk of the run directory. needed: Bytes of the checkpoints that a run keeps."""
     found = f"{folder} has {free / 1e9:.1f} GB free, checkpoints need {needed / 1e9:.1f} GB"
     if free < needed:
         fix = "free some, set run.dir to another disk, or lower checkpoint.keep_last"
@@ -134,7 +137,7 @@ def check_disk(folder: str, free: int, needed: int) -> Finding:
 
 
 def check_files(limit: int) -> Finding:
-    """Check the number of files that a process may allow itself to open, as a run does."""
+    """Check the hard limit of open files, to which a run raises its own limit."""
     found = f"{limit} open files at most"
     fix = (
         f"nofile {GOOD_FILES} in /etc/security/limits.conf, docker run --ulimit nofile={GOOD_FILES}"
@@ -147,7 +150,7 @@ def check_files(limit: int) -> Finding:
 
 
 def check_memlock(limit: float) -> Finding:
-    """Check the memory that a process may pin, in bytes."""
+    """Check the memory that a process may lock. limit: Bytes."""
     if limit < GOOD_MEMLOCK:
         found = f"{limit / 2**20:.0f} MiB may be pinned"
         fix = "between nodes NCCL pins more: ulimit -l unlimited, docker run --ulimit memlock=-1"
@@ -156,7 +159,9 @@ def check_memlock(limit: float) -> Finding:
 
 
 def check_clock(skew: float, where: str) -> Finding:
-    """Check this machine's clock. skew: seconds that a new file's time is ahead of it."""
+    """Check this machine's clock. skew: Seconds by which a new file's time is ahead of the
+    clock.
+    """
     found = f"{abs(skew):.1f} s from that of {where}"
     fix = "checkpoints and caches are ordered by time: synchronise the clocks (chrony, ntpd)"
     if abs(skew) > LARGEST_SKEW:
@@ -167,7 +172,7 @@ def check_clock(skew: float, where: str) -> Finding:
 
 
 def check_sum(found: float, ranks: int, backend: str, seconds: float, num_bytes: int) -> Finding:
-    """Check the sum of 1 to `ranks`, which a collective made of as many ranks."""
+    """Check the result of an all-reduce that must sum 1 to `ranks`."""
     name, rate = f"{backend} collective", num_bytes / max(seconds, 1e-9) / 1e9
     if found != ranks * (ranks + 1) / 2:
         fix = "NCCL_DEBUG=INFO names the transport: try NCCL_P2P_DISABLE=1"
@@ -179,10 +184,11 @@ def check_sum(found: float, ranks: int, backend: str, seconds: float, num_bytes:
 def check_attention(
     name: str, difference: float, gradient: float, bound: float, *, is_used: bool
 ) -> Finding:
-    """Check a backend of the core attention by a small model's forward and backward.
+    """Check an attention backend by a small model's forward and backward.
 
-    difference: largest of its log-probs from those of sdpa. gradient: the norm over sdpa's.
-    is_used: the run computes with it.
+    difference: Largest difference of its log-probs from sdpa's. gradient: Norm of its gradients,
+    relative to sdpa's. bound: Largest difference that passes. is_used: True if the run uses this
+    backend.
     """
     found = f"log-probs within {difference:.1e} of sdpa's, gradients {gradient:.3f} times"
     if difference <= bound and abs(gradient - 1) <= 5 * bound:
@@ -192,7 +198,9 @@ def check_attention(
 
 
 def check_sync(seconds: float, num_bytes: int, tensors: int, checked: int) -> Finding:
-    """Check a weight update that succeeded. checked: tensors whose checksums were compared."""
+    """Check a successful weight update. checked: Number of tensors whose checksums were
+    compared.
+    """
     found = f"{tensors} tensors, {num_bytes / 1e6:.1f} MB in {seconds:.2f} s, {checked} checksums"
     if not checked:
         fix = "checksums of a GPU server need SGLang and a GPU on rank 0's machine"

@@ -1,5 +1,5 @@
-"""Part of `megavlm doctor` that runs on ranks under torchrun: a collective, a tiny model's forward
-and backward by each attention backend, and the real server with one weight update.
+"""The part of `megavlm doctor` that runs on ranks under torchrun: a collective, a tiny model's
+forward and backward with each attention backend, and the real server with one weight update.
 """
 
 import time
@@ -35,14 +35,14 @@ from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.weight_sync.sync import WeightSync
 
-BOUND = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of a log-prob
-NUMBERS = 2**24  # of the collective's tensor
+BOUND = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # bound of log-prob differences
+NUMBERS = 2**24  # elements of the collective's tensor
 
 
 def run(config: Config) -> bool:
     """Print the findings on rank 0. Returns True if none failed. Collective.
 
-    config: of the tiny model, its layout and its server.
+    config: Recipe of the tiny model, with its layout and server.
     """
     init_distributed()
     mesh = build_mesh(Layout.from_config(config.parallel))
@@ -67,7 +67,7 @@ def _findings(config: Config, mesh: Mesh) -> Iterator[Finding]:
 
 def _collective(mesh: Mesh) -> Finding:
     numbers = torch.full((NUMBERS,), mesh.rank + 1.0, device=platform.device())
-    dist.all_reduce(numbers.clone())  # connects
+    dist.all_reduce(numbers.clone())  # warm-up that opens the connections
     platform.synchronize()
     started = time.perf_counter()
     dist.all_reduce(numbers)
@@ -85,7 +85,7 @@ def _attention(
     dtype = getattr(torch, config.model.dtype)
     try:
         choose_backend(name, dtype)
-    except ValueError as error:  # it cannot run here, and says why
+    except ValueError as error:  # the backend cannot run here; the error says why
         return Finding("FAIL" if is_used else "OK", f"attention {name}", f"not used: {error}")
     _, (logprobs, gradient) = _measure(config, hf_config, mesh, name)
     difference = (logprobs - ours[0]).abs().max().item()
@@ -95,7 +95,9 @@ def _attention(
 def _measure(
     config: Config, hf_config: Any, mesh: Mesh, attention: str
 ) -> tuple[list[VisionLanguageModel], tuple[torch.Tensor, float]]:
-    """Return the model with an attention backend, its log-probs, and the norm of its gradients."""
+    """Build the model with an attention backend. Returns it, its log-probs, and the norm of its
+    gradients.
+    """
     options = ModelOptions(
         dtype=getattr(torch, config.model.dtype),
         sequence=config.parallel.sequence,
@@ -121,7 +123,7 @@ def _measure(
 
 
 def _pack(mesh: Mesh) -> Pack:
-    """Return a prompt of 120 tokens with two answers: a shared prompt, as in training."""
+    """Return a pack of a 120-token prompt with two answers that share it, as in training."""
     ids = torch.arange(120) % 50 + 20
     positions = torch.arange(120).expand(3, -1)
     prompt = Prompt(Row(0, "", "", (), "", ""), ids, (), positions, 120, ())

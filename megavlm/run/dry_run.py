@@ -1,6 +1,8 @@
-"""`--dry-run`: the checks before a run, and those that need the model's tokenizer and tensors.
+"""`--dry-run`: the checks before a run, and further checks that need the model's tokenizer and
+tensors.
 
-A run makes the latter as it goes. They take seconds of imports, so that only a dry run has them.
+A run makes the further checks as it goes. They need seconds of imports, so only a dry run makes
+them in advance.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from megavlm.data.summary import evenly
 from megavlm.parallel import platform
 from megavlm.run import preflight
 
-PROMPTS = 500  # rows of a data set, evenly spread, that become prompts
+PROMPTS = 500  # evenly spread rows of a data set that are made into prompts
 FETCHED = 3  # rows of a data set whose images at URLs are fetched
 NOT_CHECKED = (
     "values of tensors (but for tied embeddings), rows that are not named above, memory, and "
@@ -25,8 +27,8 @@ NOT_CHECKED = (
 
 
 def dry_run(config: Config, *, world_size: int, phase: preflight.Phase) -> str:
-    """Return the resolved configuration as YAML, followed by comments on what was checked and what
-    was not. Starts and writes nothing.
+    """Return the resolved configuration as YAML, followed by comments that list the checks that
+    were made and those that were not. It starts and writes nothing.
 
     Raises ValueError for the first thing that would end the run later.
     """
@@ -44,8 +46,8 @@ def dry_run(config: Config, *, world_size: int, phase: preflight.Phase) -> str:
 
 
 def check_tensors(config: Config) -> str:
-    """Check that the tensors of model.folder and of model.checkpoint are those of the model, by
-    names and shapes. Returns what was checked.
+    """Check that the tensors of model.folder and model.checkpoint have the names and shapes of the
+    model. Returns a summary of the check.
     """
     # Imported late: they import megatron-core, which the platform must precede.
     from checkpoint_tools.hf_config import read_config
@@ -84,22 +86,22 @@ def check_tensors(config: Config) -> str:
 
 @dataclass
 class _Found:
-    """Numbers of the rows that became prompts. unfetched: rows whose images stayed at URLs.
-    context: earlier messages of the assistant that SFT does not learn.
+    """Counts over the rows that were made into prompts. unfetched: Rows whose images at URLs were
+    not fetched. context: Earlier assistant messages that SFT does not learn.
     """
 
     lengths: list[int] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  # the reasons
+    skipped: list[str] = field(default_factory=list)  # reasons, one per skipped row
     fetched: int = 0
     unfetched: int = 0
     context: int = 0
 
 
 def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) -> str:
-    """Check rows as training makes prompts of them, evenly spread ones. Returns what was checked.
+    """Make prompts of evenly spread rows, as training does. Returns a summary of the check.
 
-    Raises ValueError, as training would, for a row that cannot be used or is too long where those
-    are refused, and if none is left where they are skipped.
+    Raises ValueError as training would: for a row that cannot be used or is too long, if the recipe
+    refuses such rows, and if no row is left, if it skips them.
     """
     data, found = config.data, _Found()
     is_learnt = key == "data.train_files" and isinstance(config.algorithm, SFT)
@@ -132,7 +134,7 @@ def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) ->
 
 
 def _read(rows: Rows, index: int, found: _Found) -> Row:
-    """Read a row, with its images at URLs if it is one of the first such rows."""
+    """Read a row. Images at URLs are fetched for the first FETCHED such rows only."""
     row = rows.peek(index)
     if row.num_unfetched and found.fetched < FETCHED:
         found.fetched += 1

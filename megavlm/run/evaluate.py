@@ -1,4 +1,4 @@
-"""`megavlm evaluate`: one model on the test rows, or two on the same ones."""
+"""`megavlm evaluate`: evaluates one model on the test rows, or two models on the same rows."""
 
 import json
 import time
@@ -38,14 +38,14 @@ RESULT_FILE, TABLE_FILE, PAGE_FILE = "evaluation.json", "evaluation.parquet", "e
 
 
 def evaluate_models(config: Config, progress: Progress) -> None:
-    """Evaluate the models of a recipe; write evaluation.json, evaluation.parquet and
+    """Evaluate the models of a recipe, and write evaluation.json, evaluation.parquet and
     evaluation.html.
     """
     write(config, config.run.dir)
     names = [config.evaluation.model, *filter(None, [config.evaluation.baseline])]
     results, candidates = [], []
     for place, name in enumerate(names):
-        # Each server has a log of its own.
+        # Separate run directories give each server its own log.
         home = Path(config.run.dir, "baseline") if place else Path(config.run.dir)
         home.mkdir(exist_ok=True)
         own = replace(config, run=replace(config.run, dir=str(home)))
@@ -59,14 +59,14 @@ def evaluate_models(config: Config, progress: Progress) -> None:
             player = ModelPlayer(served, connection.client)
             with closing(player):
                 progress.begin(f"evaluating {shown}")
-                # Blind and shuffled measures are of the first model only.
+                # Blind and shuffled measures are made for the first model only.
                 results += [player.measures()] if place == 0 else []
                 candidates.append(player.candidate(shown))
     write_files(Path(config.run.dir), results[0], candidates)
 
 
 class ModelPlayer:
-    """Served model that answers the questions of an evaluation."""
+    """A served model that answers the questions of an evaluation."""
 
     def __init__(self, config: Config, client: RolloutClient) -> None:
         self._config, self._client = config, client
@@ -87,8 +87,8 @@ class ModelPlayer:
         self._greedy: dict[int, Attempt] = {}
 
     def measures(self) -> EvaluationResult:
-        """Return the measures of an evaluation during training; the sampled one only if
-        evaluation.samples=1.
+        """Return the same measures as an evaluation during training. The sampled measure is
+        included only if evaluation.samples=1.
         """
         config, settings = self._config, self._config.evaluation
 
@@ -96,7 +96,7 @@ class ModelPlayer:
             attempts = [attempt for (attempt,) in self._play(rows, 1, how)]
             if how.temperature == 0:
                 for row, attempt in zip(rows, attempts, strict=True):
-                    # The first time: later the row may have other images.
+                    # Keep the first answer: in later measures the row may have other images.
                     self._greedy.setdefault(row.index, attempt)
             return [Answer(attempt.text, attempt.correct, attempt.failure) for attempt in attempts]
 
@@ -156,7 +156,7 @@ class ModelPlayer:
 
 
 def _turns(episode: Episode) -> list[Turn]:
-    """Return the turns of an episode that has several."""
+    """Return the turns of a multi-turn episode; [] for a single turn."""
     first, *later = episode.texts
     shown = [prompt.row for prompt in episode.prompts[1:]]
     turns = [Turn(text, row.problem, row.images) for text, row in zip(later, shown, strict=True)]

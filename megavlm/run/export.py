@@ -1,4 +1,4 @@
-"""Export of the trained model as a HuggingFace folder, and comparison of its logits with the
+"""Export of the trained model as a HuggingFace folder, and a comparison of its logits with the
 trainer's.
 """
 
@@ -26,12 +26,12 @@ from megavlm.training.train_state import TrainState
 
 EXPORT_FOLDER = "hf"
 NUM_PROBES = 8
-# Bound of fp32 logit differences, relative to the largest logit, for every family and layout.
+# Largest fp32 logit difference, relative to the largest logit, for every family and layout.
 TOLERANCE = 1e-5
 
 
 def export_checkpoint(train_state: TrainState, driver: Driver | None) -> Path:
-    """Write the latest checkpoint as RUN_DIR/hf, on the driver. Returns the folder."""
+    """Export the latest checkpoint to RUN_DIR/hf, on the driver. Returns the folder."""
     folder = Path(train_state.config.run.dir) / EXPORT_FOLDER
     if driver is not None:
         with train_state.phases("export"):
@@ -40,9 +40,9 @@ def export_checkpoint(train_state: TrainState, driver: Driver | None) -> Path:
 
 
 def verify_export(train_state: TrainState, driver: Driver | None, folder: Path) -> float | None:
-    """Return the largest difference between the trainer's logits and those of transformers on the
-    exported folder, relative to the largest logit, over the answers of a few test rows. None on
-    ranks other than the driver. Collective.
+    """Compare the trainer's logits with the logits of transformers on the exported folder. Returns
+    the largest difference, relative to the largest logit, over the answers of a few test rows; None
+    on ranks other than the driver. Collective.
 
     Raises RuntimeError if fp32 logits differ by more than TOLERANCE.
     """
@@ -68,11 +68,11 @@ def verify_export(train_state: TrainState, driver: Driver | None, folder: Path) 
 def _trainer_logits(
     train_state: TrainState, pack: Pack, images: dict[str, ProcessedImage]
 ) -> Tensor:
-    """Compute the logits [N, V] of a pack, the same on every rank. Collective."""
+    """Compute the logits [N, V] of a pack and return them on every rank. Collective."""
     mesh, chunks = train_state.mesh, train_state.updater.chunks
     device = platform.device()
     part = pack.part(mesh.context_rank)
-    # Virtual stages take turns in rounds of one microbatch per stage.
+    # With virtual stages the number of microbatches must be a multiple of the pipeline stages.
     packs = [part.to(device)] * (mesh.layout.pipeline if mesh.layout.virtual > 1 else 1)
     features = VisionFeatures.everywhere(chunks, images)
     local = logits(chunks, packs, features)
@@ -86,7 +86,7 @@ def _trainer_logits(
 
 
 def _probes(driver: Driver) -> list[tuple[Prompt, list[int]]]:
-    """Return a few rows with their answers, from the test files if there are any."""
+    """Return the prompts of a few rows with their answers, from the test files if there are any."""
     rows = (driver.test_rows or driver.rows)[:NUM_PROBES]
     return [
         (driver.processor.prompt(row), driver.processor.encode_answer(row.answer)) for row in rows
@@ -131,8 +131,9 @@ def _transformers_logits(
 
 
 def _inputs(prompt: Prompt, ids: Tensor, config: Any) -> dict[str, Tensor]:
-    """Return the inputs that transformers' processor makes of the prompt and an answer. With videos
-    also the positions, which transformers 5 counts otherwise (see mrope_positions).
+    """Return the inputs that the processor of transformers would make of the prompt and an answer.
+    With videos they include the positions, because transformers 5 counts them differently (see
+    mrope_positions).
     """
     kinds = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id).long()
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}

@@ -1,4 +1,4 @@
-"""The end of a run: export, plot, report, result and the closing table."""
+"""The end of a run: export, plot, report, result and closing table."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def finish(train_state: TrainState, driver: Driver | None, complete: bool) -> No
     )
     result["export_logit_difference"] = difference
     progress.attempt("the result", lambda: write_result(run_dir, result))
-    progress.attempt("the report", lambda: write_report(run_dir))  # it shows the result
+    progress.attempt("the report", lambda: write_report(run_dir))  # last, as it shows the result
     if train_state.config.run.summary:
         rewards = reward_points(run_dir)
         progress.attempt("the output", lambda: print_closing(result, rewards))

@@ -5,8 +5,8 @@
         python -m megavlm train     one worker per rank (RANK is set): megavlm/run/worker.py
           ...                       processes of a worker: rollout servers, reward processes
 
-Each process asks the kernel to kill it when its parent dies, so nothing survives SIGKILL of the
-first one. A run on several nodes has these processes on each of them.
+Each process asks the kernel to kill it when its parent dies, so no process survives a SIGKILL of
+the first. A run on several nodes has these processes on each node.
 """
 
 import ctypes
@@ -29,9 +29,9 @@ from megavlm.process import STOP_SIGNALS, ExitCode, leave, loading_packages
 from megavlm.temporary import temporary_folder
 
 AGENT_PID = "MEGAVLM_AGENT_PID"  # the process that must be a worker's parent
-REASON_FILE = "MEGAVLM_REASON_FILE"  # exists once the reason for the end was printed
+REASON_FILE = "MEGAVLM_REASON_FILE"  # file that exists once the reason for the end was printed
 GRACE = 20.0  # seconds from Ctrl-C to SIGKILL; a second Ctrl-C kills at once
-LEAVE = 3.0  # seconds for what ends by itself when its parent has ended, and cleans up before
+LEAVE = 3.0  # seconds for processes that end and clean up by themselves after their parent
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -39,7 +39,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run, and which of them this one is."""
+    """The machines of a run, and the rank of this machine."""
 
     count: int = 1
     rank: int = 0
@@ -47,7 +47,9 @@ class Nodes:
 
     @classmethod
     def given(cls, count: int, rank: int | None, master: str | None) -> Self:
-        """Return checked options. Raises ValueError with what is missing or wrong."""
+        """Check the options and return them. Raises ValueError that says which is missing or
+        wrong.
+        """
         if count == 1:
             return cls()
         host, _, port = (master or "").rpartition(":")
@@ -90,11 +92,12 @@ ONE_NODE = Nodes()
 
 def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NODE) -> int:
     """Run `python -m megavlm ARGUMENTS` on `num_ranks` ranks of this machine. Returns the run's
-    exit code: that of the rank that ended first with one (process.py), or 128 + the number
-    of the signal that ended it.
+    exit code: the exit code of the first rank that failed (process.py), or 128 + the number of the
+    signal that ended it.
 
-    SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks, which stop after their step, and so is
-    SIGINT, which ends them within GRACE seconds. Call it in the main thread: it sets handlers.
+    SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks, and make them stop after their step.
+    SIGINT is forwarded, too, and ends them within GRACE seconds. Call it in the main thread,
+    because it sets signal handlers.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the run become children of this process
     print(f"starting {num_ranks} rank{'s' * (num_ranks > 1)}", flush=True)
@@ -109,9 +112,9 @@ def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NOD
         with temporary_folder("megavlm-run-") as folder:
             reason = folder / "reason"
             environment = {**os.environ, REASON_FILE: str(reason)}
-            # More threads than cores are slower, and torchrun warns if it is unset.
+            # More threads than cores are slower. torchrun also warns if the variable is unset.
             environment.setdefault("OMP_NUM_THREADS", "1")
-            # torchrun would leave a folder of its own for each run.
+            # By default torchrun would leave a log folder for each run.
             options += [f"--log-dir={folder}"]
             command = [sys.executable, "-m", "megavlm.run.launcher", str(os.getpid()), *options]
             process = subprocess.Popen(
@@ -129,13 +132,13 @@ def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NOD
 def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent, process `parent`, dies."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) -> int:
-    """Wait for the process and return its exit code, forwarding `signals`, which the handlers
-    append to.
+    """Wait for the process and return its exit code. Meanwhile forward `signals`, a list to which
+    the signal handlers append.
     """
     deadline, forwarded, interrupts = float("inf"), 0, 0
     while True:
@@ -148,7 +151,7 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) ->
             forwarded += 1
             process.send_signal(number)
             if number == signal.SIGINT:
-                reason.touch()  # errors of ranks that the user interrupts explain nothing
+                reason.touch()  # so that ranks print no errors for the user's own interrupt
                 interrupts += 1
                 deadline = min(deadline, time.monotonic() + GRACE)
         if interrupts > 1 or time.monotonic() > deadline:
@@ -167,8 +170,9 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) ->
 
 
 def _sweep(before: set[int]) -> None:
-    """End all descendants, except the children `before` the run and their descendants. They are
-    killed after LEAVE seconds: reapers of servers remove files of theirs (server_main.py).
+    """End all descendants, except the children in `before` and their descendants. They are killed
+    only after LEAVE seconds, because reapers of servers first remove the servers' files
+    (server_main.py).
     """
     deadline = time.monotonic() + LEAVE
     while True:
@@ -188,7 +192,7 @@ def _sweep(before: set[int]) -> None:
                     process.kill()
                 except psutil.NoSuchProcess:
                     pass
-        psutil.wait_procs(roots)  # reaps them; SIGKILL cannot be ignored, so this ends
+        psutil.wait_procs(roots)  # reaps them; this ends, because SIGKILL cannot be ignored
 
 
 def _prctl(option: int, value: int) -> None:
@@ -207,9 +211,9 @@ def _agent(parent: str, *arguments: str) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.ERROR)  # of torchrun, which alone logs in this process
+    logging.disable(logging.ERROR)  # only torchrun logs in this process
     options = run.parse_args(list(arguments))
-    # torchrun would kill the ranks 30 s after one of the others, in the middle of a step.
+    # On any other signal, torchrun would kill the ranks after 30 s, in the middle of a step.
     options.signals_to_handle = "SIGINT,SIGQUIT"
     if options.master_port == 0:
         # torchrun's own would listen to every machine, and with --standalone runs what is sent to
@@ -240,7 +244,7 @@ def _agent(parent: str, *arguments: str) -> int:
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         code = int(failure.exitcode)
-        if -code in STOP_SIGNALS:  # before the rank could handle it
+        if -code in STOP_SIGNALS:  # the signal came before the rank's handler was set
             return ExitCode.STOPPED
         if not is_explained(Path(os.environ[REASON_FILE]), code):
             how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
@@ -250,8 +254,9 @@ def _agent(parent: str, *arguments: str) -> int:
 
 
 def is_explained(reason: Path, code: int) -> bool:
-    """Return True if a rank has said why the run ends, or no more is to be said. A rank that
-    torchrun stops because another failed explains nothing.
+    """Return True if a rank has reported why the run ends, so that nothing more need be printed. A
+    rank that only stopped, because torchrun stops all ranks when one fails, does not explain the
+    failure.
     """
     if not reason.exists():
         return False
@@ -259,7 +264,7 @@ def is_explained(reason: Path, code: int) -> bool:
 
 
 def _forward(number: int, _: FrameType | None) -> None:
-    """Send a signal on to the ranks, which are the children of this process."""
+    """Forward a signal to the ranks, the children of this process."""
     ranks = psutil.Process().children()
     if not ranks:
         os._exit(ExitCode.STOPPED)
@@ -271,5 +276,6 @@ def _forward(number: int, _: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    # Python resets the handlers as it shuts down: a signal then would be the exit code.
+    # Python resets signal handlers while it shuts down, so a signal then would change the exit
+    # code.
     leave(_agent(*sys.argv[1:]))

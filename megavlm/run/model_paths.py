@@ -1,4 +1,4 @@
-"""Models that `megavlm evaluate` is given by path: their kinds, and folders that a server loads."""
+"""Models given to `megavlm evaluate` by path: their kinds, and folders that a server can load."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ def model_kind(path: Path) -> Literal["adapter", "hf", "checkpoint"]:
     """Return the kind of model at `path`. Raises ValueError if there is none."""
     if (path / PEFT_CONFIG).is_file():
         return "adapter"
-    if is_checkpoint(path):  # before "hf": its folder may hold a config.json, too
+    if is_checkpoint(path):  # before "hf", because its folder may contain a config.json, too
         return "checkpoint"
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return "hf"
@@ -43,10 +43,10 @@ def check_model_paths(config: Config) -> None:
 
 @contextmanager
 def served_folder(config: Config, name: str | None) -> Iterator[Path]:
-    """Yield a HuggingFace folder of a model, which lasts as long as the context.
+    """Yield a HuggingFace folder of a model; it exists within the context.
 
-    name: a checkpoint, a HuggingFace folder, or the folder of an adapter, which is merged into the
-    recipe's model; None is the recipe's model. Raises ValueError if it is none of these, or if the
+    name: Path of a checkpoint, a HuggingFace folder, or an adapter that is merged into the recipe's
+    model; None takes the recipe's model. Raises ValueError if it is none of these, or if the
     adapter does not fit the model.
     """
     # Imported late: preflight imports this module before the platform is installed.
@@ -56,7 +56,7 @@ def served_folder(config: Config, name: str | None) -> Iterator[Path]:
     model = config.model
     own = Path(model.checkpoint or model.folder)
     if config.rollout.mode == "external":
-        yield Path(model.folder)  # for its processor, which the servers' model shares
+        yield Path(model.folder)  # only for its processor: the servers have a model of their own
         return
     path = own if name is None else Path(name)
     kind = model_kind(path)
@@ -65,7 +65,7 @@ def served_folder(config: Config, name: str | None) -> Iterator[Path]:
         return
     with temporary_folder("megavlm-evaluate-") as folder:
         target = folder / "hf"
-        options = WriteOptions(experts="hub")  # the form that servers read
+        options = WriteOptions(experts="hub")  # the form in which servers read experts
         if kind == "adapter":
             merge_adapters(own, target, adapter=path, options=options)
         else:

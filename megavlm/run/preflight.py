@@ -1,9 +1,9 @@
-"""Checks of a run before a GPU or a server is used: files, columns, images, layout, ports.
+"""Checks of a run before it uses a GPU or a server: files, columns, images, layout, ports.
 
-Each raises ValueError with one sentence: key, value, rule and way out. Rules that need nothing but
-the configuration are in megavlm/config, those of the model in preflight_model.py, those of the
-layout in preflight_layout.py, and what needs the tokenizer or tensors in dry_run.py. Not covered:
-memory, and the number of the trainer's GPUs.
+Each raises ValueError with one sentence: the key, its value, the rule and the fix. Rules about the
+configuration alone are in megavlm/config, checks of the model in preflight_model.py, checks of the
+layout in preflight_layout.py, and checks that need the tokenizer or tensors in dry_run.py. Not
+covered: memory, and the number of the trainer's GPUs.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from megavlm.run.preflight_layout import check_ranks
 from megavlm.run.preflight_model import check_checkpoint, check_model
 from megavlm.run.run_lock import check_free
 
-SAMPLE = 2000  # rows of a data set whose images are decoded
+SAMPLE = 2000  # first rows of a data set, whose values and images are checked
 
-Phase = Literal["train", "evaluate", "rollout"]  # the command
+Phase = Literal["train", "evaluate", "rollout"]  # the command that is run
 
 
 def check(
@@ -50,8 +50,8 @@ def check(
 ) -> None:
     """Raise ValueError for the first thing that would end the run later.
 
-    files=False checks only what the recipe itself decides, for recipes whose model and data are on
-    another machine.
+    files: If false, check only the recipe itself, without files; for recipes whose model and data
+    are on another machine.
     """
     check_ranks(config, world_size)
     check_environment_name(config.environment.name)
@@ -89,7 +89,7 @@ def check(
 
 
 def check_partial_rollouts(config: Config) -> None:
-    """Raise ValueError if episodes that go on in a later step could start differently there."""
+    """Raise ValueError if episodes that continue in a later step could start differently there."""
     rollout, name = config.rollout, config.environment.name
     if rollout.oversample == 1 or isinstance(config.algorithm, SFT):
         return
@@ -107,7 +107,7 @@ def check_run_dir(folder: Path) -> None:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     reason = None if existing.is_dir() else "is a file"
     if reason is None:
-        try:  # what mode bits say is not all: a read-only disk, or none that takes files
+        try:  # mode bits do not tell: the disk may be read-only, or accept no files
             with tempfile.TemporaryFile(dir=existing):
                 pass
         except OSError as error:
@@ -118,7 +118,7 @@ def check_run_dir(folder: Path) -> None:
 
 def check_replay(config: Config) -> None:
     """Raise ValueError if the recorded rollouts do not reach the last step, or are in the run's own
-    directory, where a run deletes what it would write again.
+    directory, because a run deletes later recorded steps there.
     """
     folder, last = config.rollout.replay, config.algorithm.steps
     if folder is None:
@@ -128,7 +128,7 @@ def check_replay(config: Config) -> None:
             f"rollout.replay={folder} is in run.dir={config.run.dir}: give the replay a run.dir "
             "of its own"
         )
-    from megavlm.rollout.recorded import RecordedRollouts  # torch takes seconds
+    from megavlm.rollout.recorded import RecordedRollouts  # late: torch takes seconds
 
     steps = RecordedRollouts(folder).steps()
     if last not in steps:
@@ -140,17 +140,17 @@ def check_replay(config: Config) -> None:
 
 
 def evaluates(config: Config, phase: Phase) -> bool:
-    """Return True if the run asks the questions of data.test_files."""
+    """Return True if the run evaluates on data.test_files."""
     evaluation = config.evaluation
     during = evaluation.every or evaluation.before or evaluation.after
     return phase == "evaluate" or bool(phase == "train" and during)
 
 
 def check_data(files: Sequence[str], config: Config, use: Literal["sft", "rewards"] | None) -> None:
-    """Check files and columns; in the first SAMPLE rows also values, placeholders, images (except
-    those behind a URL), and what their `use` needs.
+    """Check files and columns. In the first SAMPLE rows also check values, placeholders, images
+    (except images at URLs), and the columns that their `use` needs.
 
-    With data.bad_samples=skip one usable row is enough. Raises ValueError.
+    With data.bad_samples=skip one usable row is enough. Raises ValueError otherwise.
     """
     rows = Rows(files, config.data)
     if files and not rows:
@@ -190,7 +190,7 @@ def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) 
 
 
 def check_server_args(rollout: Rollout) -> None:
-    """Raise ValueError for options of managed servers that SGLang does not have."""
+    """Raise ValueError if rollout.server_args has an option that SGLang does not have."""
     if not rollout.server_args:
         return
     known = option_names()
@@ -206,9 +206,9 @@ def check_server_args(rollout: Rollout) -> None:
 
 
 def check_transformer_engine(optimizer: Optimizer) -> None:
-    """Raise ValueError if Transformer Engine is missing where the optimizer needs it, or installed
-    without its extension for PyTorch: pip does so where the extension is not asked for, and
-    megatron-core cannot be imported then.
+    """Raise ValueError if Transformer Engine is missing but the optimizer needs it, or if it is
+    installed without its PyTorch extension. pip leaves the extension out unless it is requested,
+    and megatron-core cannot be imported then.
     """
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
@@ -220,7 +220,7 @@ def check_transformer_engine(optimizer: Optimizer) -> None:
             )
         return
     package = Path(spec.origin).parent
-    places = (package.parent, package, package / "wheel_lib")  # where it looks for it
+    places = (package.parent, package, package / "wheel_lib")  # where it may be
     if not any(file for place in places for file in place.glob("transformer_engine_torch*.so")):
         raise ValueError(
             f"transformer_engine in {package} has no extension for PyTorch "
@@ -233,7 +233,7 @@ def check_gpus(rollout: Rollout) -> None:
     """Raise ValueError if rollout.gpus names GPUs that this machine does not have."""
     if not rollout.gpus:
         return
-    from megavlm.parallel import platform  # torch takes seconds, and few runs come here
+    from megavlm.parallel import platform  # late: torch takes seconds, few need it
 
     count = platform.num_gpus()
     if max(rollout.gpus) >= count:
@@ -244,7 +244,7 @@ def check_gpus(rollout: Rollout) -> None:
 
 
 def check_ports(rollout: Rollout) -> None:
-    """Raise ValueError if a port that managed servers would listen at is in use."""
+    """Raise ValueError if a port on which managed servers would listen is in use."""
     if rollout.mode != "managed" or rollout.port is None:
         return
     for index in range(rollout.servers):
@@ -255,7 +255,7 @@ def check_ports(rollout: Rollout) -> None:
 
 
 def check_handles(rollout: Rollout) -> None:
-    """Raise ValueError if rollout.sync=tensor would hand GPU memory to a server on another machine.
+    """Raise ValueError if rollout.sync=tensor would pass GPU memory to a server on another machine.
 
     Call it on rank 0's machine.
     """
@@ -264,7 +264,7 @@ def check_handles(rollout: Rollout) -> None:
     remote = [url for url in rollout.urls if not is_here(str(urlsplit(url).hostname))]
     if not remote:
         return
-    from megavlm.parallel import platform  # torch takes seconds, and few runs come here
+    from megavlm.parallel import platform  # late: torch takes seconds, few need it
 
     if platform.has_gpu():
         raise ValueError(
@@ -275,7 +275,8 @@ def check_handles(rollout: Rollout) -> None:
 
 
 def is_here(host: str) -> bool:
-    """Return True if a host name or address is this machine's: a socket can be bound to it.
+    """Return True if a host name or address belongs to this machine, so that a socket can be bound
+    to it.
 
     False for a name that does not resolve; connecting to the server reports that.
     """

@@ -1,5 +1,5 @@
-"""Checks of a run's layout before it starts: the world size fits the axes, and so do the sizes in
-the model folder's config.json. Nothing here imports megatron-core.
+"""Checks of a run's layout before it starts: the world size and the sizes in the model's
+config.json must fit the axes. This module does not import megatron-core.
 """
 
 from pathlib import Path
@@ -10,12 +10,12 @@ from megavlm.config.schema import Config
 from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.registry import family
 
-Values = dict[str, Any]  # of a config.json
+Values = dict[str, Any]  # values of a config.json
 
 
 def check_ranks(config: Config, world_size: int) -> None:
-    """Raise ValueError if `world_size` ranks do not fit the axes of `parallel`, or a data-parallel
-    rank would get no work.
+    """Raise ValueError if `world_size` ranks do not fit the axes of `parallel`, or if a
+    data-parallel rank would get no work.
     """
     parallel = config.parallel
     size, data = parallel.model_size, parallel.data
@@ -57,10 +57,10 @@ def check_ranks(config: Config, world_size: int) -> None:
 def check_sizes(config: Config, values: Values, folder: Path) -> None:
     """Raise ValueError if the trainer's or the server's ranks cannot split the model in `folder`.
 
-    values: its config.json.
+    values: The values of its config.json.
     """
     architecture = language_sizes(values, folder)
-    parallel: Any = config.parallel  # has the fields of Layout and of ModelOptions used below
+    parallel: Any = config.parallel  # has the fields of Layout and ModelOptions used below
     vocab_size = _text(values).get("vocab_size")
     if not isinstance(vocab_size, int):
         raise _incomplete(folder, "vocab_size")
@@ -72,7 +72,8 @@ def check_sizes(config: Config, values: Values, folder: Path) -> None:
         vocab_size=vocab_size,
         recompute_layers=recompute.layers if recompute.language == "full" else 1,
     )
-    # The server repeats key-value heads and pads the vocabulary.
+    # Only attention heads must divide: the server replicates key-value heads and pads the
+    # vocabulary.
     heads, ranks = architecture["num_attention_heads"], config.rollout.tensor_parallel
     if heads % ranks:
         raise ValueError(
@@ -83,7 +84,9 @@ def check_sizes(config: Config, values: Values, folder: Path) -> None:
 
 
 def language_sizes(values: Values, folder: Path) -> Values:
-    """Return what layout rules need of the model in `folder`, from its config.json's values."""
+    """Return the sizes of the model in `folder` that the layout rules need, from its
+    config.json.
+    """
     try:
         return family(values["model_type"]).language_sizes(_text(values))
     except KeyError as error:
@@ -91,12 +94,12 @@ def language_sizes(values: Values, folder: Path) -> Values:
 
 
 def _text(values: Values) -> Values:
-    return values.get("text_config") or values  # older folders have the text keys at the top
+    return values.get("text_config") or values  # older folders have the text keys at the top level
 
 
 def _check_adapters(config: Config, architecture: Values) -> None:
-    """Raise ValueError if lora.targets names a component that the model does not have, or one that
-    its servers cannot adapt.
+    """Raise ValueError if lora.targets names a component that the model does not have, or a
+    component that its servers cannot adapt.
     """
     targets = config.lora.targets if config.lora.rank else ()
     experts = architecture.get("moe_layer_freq", [0])

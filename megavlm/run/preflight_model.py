@@ -1,7 +1,7 @@
 """Checks of the model that a run starts from: its HuggingFace folder and its checkpoint.
 
-From headers and JSON alone, without torch. Tensors are compared with config.json by a dry run
-(run/dry_run.py) and when the weights are loaded.
+They read only file headers and JSON, and do not import torch. Tensors are compared with config.json
+by a dry run (run/dry_run.py) and when the weights are loaded.
 """
 
 import json
@@ -26,20 +26,20 @@ from megavlm.models.folder_files import check_files
 from megavlm.models.registry import FAMILIES, family, quantization
 from megavlm.run.preflight_layout import Values, check_sizes
 
-# Ends of the names of the values in a config.json that fix shapes of tensors.
+# Suffixes of the config.json values that determine shapes of tensors.
 _SIZES = ("_size", "_layers", "_heads", "_dim", "depth", "num_experts")
 
 
 def check_model(folder: Path, config: Config) -> Values:
     """Return the values of the model's config.json.
 
-    Raises ValueError if `folder` is not a complete HuggingFace folder of a supported family that
-    the layouts can split.
+    Raises ValueError if `folder` is not a complete HuggingFace folder of a supported family, or if
+    the layouts cannot split the model.
     """
     _check_fetched(folder)
     values = _read_json(folder, "config.json")
     model_type = values.get("model_type")
-    if model_type not in list(FAMILIES):  # a config.json may hold anything, also what has no hash
+    if model_type not in list(FAMILIES):  # a list, because the value may be unhashable
         raise ValueError(
             f"model.folder={folder} holds a model of type {model_type!r}, which is not supported: "
             f"use one of {', '.join(FAMILIES)}"
@@ -85,12 +85,12 @@ def check_model(folder: Path, config: Config) -> Values:
 
 
 def _check_served(folder: Path, values: Values) -> None:
-    """Raise ValueError if the config.json lacks a value that SGLang reads, whose server would end
+    """Raise ValueError if the config.json lacks a value that SGLang reads. The server would end
     with a traceback.
     """
     sections = [name for name in ("text_config", "vision_config") if name in values]
     if len(sections) < 2:
-        return  # an older folder, of a family that SGLang reads as it is
+        return  # an older folder, which SGLang reads as it is
     served = family(values["model_type"]).served_config(values)
     for section in sections:
         for name in sorted(served[section].keys() - values[section].keys()):
@@ -101,7 +101,7 @@ def _check_served(folder: Path, values: Values) -> None:
 
 
 def _check_fetched(folder: Path) -> None:
-    """Raise ValueError if files of the folder are pointers of git-LFS."""
+    """Raise ValueError if files of the folder are git-LFS pointers and not the files themselves."""
     pointers = []
     for path in sorted(folder.glob("*")):
         if path.is_file():
@@ -114,7 +114,7 @@ def _check_fetched(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ValueError if safetensors files that the index names are missing or truncated.
+    """Raise ValueError if safetensors files named by the index are missing or truncated.
 
     Reads only the headers.
     """
@@ -146,9 +146,9 @@ def check_weights(folder: Path) -> None:
 
 
 def check_checkpoint(folder: Path, config: Config, values: Values) -> None:
-    """Raise ValueError if `folder` is neither a checkpoint folder with a complete step nor a step's
-    own folder, or if it holds another model than the one in model.folder, whose
-    config.json has these values.
+    """Raise ValueError if `folder` is neither a checkpoint folder with a complete step nor the
+    folder of a step, or if its model differs from the one in model.folder. values: The values of
+    the latter's config.json.
     """
     if not is_checkpoint(folder):
         raise ValueError(

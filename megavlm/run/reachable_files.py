@@ -1,5 +1,5 @@
-"""Check at the start of a run that every machine of the trainer can read what its ranks read later:
-the model, and the training files, in which ranks look up the images that they encode.
+"""Check at the start of a run that every trainer machine can read the files that its ranks read
+later: the model, and the training files, because ranks read the images that they encode from them.
 """
 
 import os
@@ -14,7 +14,7 @@ from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.config.schema import Config
 from megavlm.data.files import expand, find_filesystem, has_protocol
 
-# Key of the recipe and path or URL.
+# Key of the recipe, and path or URL.
 Named = tuple[str, str]
 
 
@@ -24,7 +24,7 @@ def check_reachable_files(config: Config) -> None:
     """
     is_driver = dist.get_rank() == 0
     wanted = run_on_all_ranks("start", lambda: reachable_files(config) if is_driver else [])[0]
-    looks = int(os.environ.get("LOCAL_RANK", "0")) == 0  # one rank of each machine
+    looks = int(os.environ.get("LOCAL_RANK", "0")) == 0  # one rank per machine
     answers = run_on_all_ranks(
         "start", lambda: (socket.gethostname(), unreadable(wanted) if looks else [])
     )
@@ -42,8 +42,8 @@ def check_reachable_files(config: Config) -> None:
 
 
 def reachable_files(config: Config) -> list[Named]:
-    """Return the files that every machine reads: all local ones, and the first of each data set
-    behind a URL.
+    """Return the files that every machine reads: all local files, and the first file of each data
+    set behind a URL.
     """
     files = [("model.folder", str(Path(config.model.folder) / "config.json"))]
     if config.model.checkpoint is not None:
@@ -57,7 +57,7 @@ def reachable_files(config: Config) -> list[Named]:
 
 
 def unreadable(files: Sequence[Named]) -> list[Named]:
-    """Return those of the files that this machine cannot read."""
+    """Return the files that this machine cannot read."""
     found = []
     for key, name in files:
         filesystem, path = find_filesystem(name)

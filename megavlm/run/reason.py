@@ -1,4 +1,4 @@
-"""Reason for the end of a run: one sentence on stderr, by the first rank that finds one."""
+"""The reason for the end of a run: one sentence on stderr, from the first rank that finds one."""
 
 import os
 import sys
@@ -13,19 +13,21 @@ from megavlm.config.schema import Config
 from megavlm.process import ExitCode, leave
 from megavlm.run.launcher import AGENT_PID, REASON_FILE
 
-PATIENCE = 5.0  # seconds that a rank which lost a peer waits for that peer to report the reason
-NOTICED = 2.0  # seconds in which torchrun has seen the first rank that ended, and not this one too
+PATIENCE = 5.0  # seconds that a rank waits for a lost peer to report the reason
+NOTICED = 2.0  # seconds for torchrun to notice the first rank that ended, before this one ends, too
 
 
 def end_run(sentence: str, code: ExitCode) -> NoReturn:
-    """End this rank, and say why unless another rank of this machine has."""
+    """End this rank. Print why, unless another rank on this machine has already printed a
+    reason.
+    """
     if claim_reason(code):
         print(f"megavlm: {sentence}", file=sys.stderr)
     leave(code)
 
 
 def claim_reason(code: ExitCode) -> bool:
-    """Return True on the first rank that calls this, whose code is that of the run."""
+    """Return True on the first rank that calls this. Its exit code becomes the run's."""
     if REASON_FILE not in os.environ:
         return os.environ["RANK"] == "0"
     try:
@@ -37,9 +39,9 @@ def claim_reason(code: ExitCode) -> bool:
 
 
 def reason_given() -> int | None:
-    """Return the exit code of a peer that reports within PATIENCE why the run ends: this error is a
-    result. So it is if a peer of this machine has ended without a word, which the launcher then
-    names. None if no peer does.
+    """Return the exit code of a peer that reports within PATIENCE seconds why the run ends; this
+    rank's error is then only a consequence. If a peer on this machine has ended without a report,
+    return TRANSIENT; the launcher reports that peer. Returns None if no peer has failed.
     """
     deadline = time.monotonic() + PATIENCE
     while REASON_FILE in os.environ and time.monotonic() < deadline:
@@ -53,14 +55,16 @@ def reason_given() -> int | None:
 
 
 def _lost_peer() -> bool:
-    """Return True if another rank of this machine has ended."""
+    """Return True if another rank on this machine has ended."""
     ranks = psutil.Process(int(os.environ[AGENT_PID])).children()
     alive = [rank for rank in ranks if rank.status() != psutil.STATUS_ZOMBIE]
     return len(alive) < int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def keep_traceback(config: Config) -> str:
-    """Write the traceback to RUN_DIR/error.txt. Returns the end of the error's sentence."""
+    """Write the traceback to RUN_DIR/error.txt. Returns text with its path to append to the error
+    message.
+    """
     path = Path(config.run.dir, "error.txt")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

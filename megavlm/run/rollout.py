@@ -1,4 +1,6 @@
-"""`megavlm rollout`: the rollouts of a recipe's steps without training, for `rollout.replay`."""
+"""`megavlm rollout`: generates the rollouts of a recipe's steps without training, for
+`rollout.replay`.
+"""
 
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -19,15 +21,15 @@ from megavlm.run.run_lock import run_lock
 from megavlm.training.driver import Driver
 from megavlm.training.evaluation import sampling
 
-VERSION = "0"  # of the weights that a run starts from
+VERSION = "0"  # version of the weights that a run starts from
 
 
 def record_rollouts(config: Config, progress: Progress) -> None:
-    """Write `algorithm.steps` steps of rollouts by the model that the recipe starts from, with
-    their metrics and samples. Earlier ones in run.dir are replaced.
+    """Record `algorithm.steps` steps of rollouts of the model that the recipe starts from, with
+    their metrics and samples. Earlier recorded rollouts in run.dir are replaced.
 
-    Raises ValueError for a recipe that samples nothing, and for a run.dir that a run holds; OSError
-    for rollouts that cannot be written; and as a run's rollouts do.
+    Raises ValueError if the recipe samples nothing or another run is using run.dir, OSError if
+    rollouts cannot be written, and the errors of a run's rollouts.
     """
     if not isinstance(config.algorithm, PolicyOptimization) or config.rollout.replay is not None:
         key = "algorithm.name=sft" if config.rollout.replay is None else "rollout.replay"
@@ -35,7 +37,7 @@ def record_rollouts(config: Config, progress: Progress) -> None:
     config = replace(
         config,
         run=replace(config.run, record_rollouts=True),
-        rollout=replace(config.rollout, max_staleness=0),  # no weights are awaited
+        rollout=replace(config.rollout, max_staleness=0),  # no weights are pushed
     )
     with ExitStack() as stack:
         stack.enter_context(run_lock(config.run.dir))
@@ -47,12 +49,12 @@ def record_rollouts(config: Config, progress: Progress) -> None:
 
 
 def _record(config: Config, connection: Connection, progress: Progress) -> None:
-    # Imported late: it imports megatron-core's packages, which the platform must precede.
+    # Imported late, because it imports megatron-core, and the platform must be installed before.
     from checkpoint_tools.hf_config import read_config
 
     algorithm = config.algorithm
     assert isinstance(algorithm, PolicyOptimization)
-    mesh: Any = None  # nothing is planned
+    mesh: Any = None  # only plans need a mesh
     with closing(
         Driver(config, read_config(Path(config.model.folder)), mesh, connection, progress)
     ) as driver:
@@ -69,15 +71,15 @@ def _record(config: Config, connection: Connection, progress: Progress) -> None:
                 groups += driver.partial_rollouts.split(started)
             for episode in (episode for group in groups for episode in group.episodes):
                 episode.responses = [_of_first_weights(r) for r in episode.responses]
-            driver.recorded.save(step, groups)  # what a run records besides, this is run for
+            driver.recorded.save(step, groups)  # not best-effort, as it is in training
             samples = sample_records(groups, driver.processor.pieces)
             driver.record(step, rollout_metrics(groups, 0), samples)
     progress.line(f"{algorithm.steps} steps of rollouts are in {driver.recorded.folder}")
 
 
 def _of_first_weights(response: Response) -> Response:
-    """Return the response with the weight version of a run's first step; servers that got no push
-    name their weights as they like.
+    """Return the response with the weight version of a run's first step. Servers without a push
+    report a version of their own.
     """
     spans = (VersionSpan(VERSION, 0, len(response.token_ids)),)
     return replace(response, weight_version=VERSION, spans=spans)

@@ -1,9 +1,10 @@
-"""Lock of a run directory: two trainers would write the same records and checkpoints.
+"""Lock of a run directory, so that two trainers cannot write the same records and checkpoints.
 
-Rank 0 holds `flock` on RUN_DIR/.lock while it lives. The kernel releases it however the process
-ends, so a dead run never blocks the next one; the file's text only names the holder. The lock works
-between nodes on NFS (version 4, or 3 with its lock service) and on Lustre mounted with `flock`. Not
-covered: Lustre mounted with `localflock`, which locks within one node only.
+Rank 0 holds `flock` on RUN_DIR/.lock while it runs. The kernel releases the lock however the
+process ends, so a dead run never blocks the next one; the file's text only names the holder. The
+lock works between nodes on NFS (version 4, or version 3 with its lock service) and on Lustre
+mounted with `flock`. Not covered: Lustre mounted with `localflock`, because it locks within one
+node only.
 """
 
 import errno
@@ -44,15 +45,15 @@ def run_lock(run_dir: str | Path) -> Iterator[None]:
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         with naming(path):
             file.truncate(0)
-            os.write(file.fileno(), json.dumps(holder).encode())  # closing would write a rest again
-        # A lock lives until the last copy of its descriptor is closed, and a forked child may
-        # outlive this process: it closes its copy. Programs started by exec inherit none.
+            os.write(file.fileno(), json.dumps(holder).encode())  # or closing would write it again
+        # A lock is held until the last copy of its descriptor is closed, and a forked child may
+        # outlive this process. So the child closes its copy. Programs started by exec inherit none.
         os.register_at_fork(after_in_child=file.close)
         yield
 
 
 def check_free(run_dir: str | Path) -> None:
-    """Raise ValueError if a run holds the directory now. Creates no file."""
+    """Raise ValueError if a run is using the directory now. Creates no file."""
     path = Path(run_dir, LOCK_FILE)
     if path.is_file():
         with path.open("a+") as file:
@@ -79,5 +80,5 @@ def _holder(path: Path) -> str:
     try:
         words = json.loads(path.read_text())
         return f"process {words['pid']} on {words['host']} since {words['started']}"
-    except (OSError, ValueError, KeyError, TypeError):  # the holder has not written it yet
+    except (OSError, ValueError, KeyError, TypeError):  # the holder has not written the text yet
         return "another process"

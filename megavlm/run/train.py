@@ -1,4 +1,4 @@
-"""A whole run: ranks and servers up, the trainer that the recipe names, and what is left behind."""
+"""A whole run: starts ranks and servers, runs the recipe's trainer, and finishes the run."""
 
 import time
 from contextlib import ExitStack
@@ -32,8 +32,8 @@ from megavlm.weight_sync.sync import WeightSync
 
 
 def train(config: Config, progress: Progress) -> bool:
-    """Train a recipe. Returns False if the run stopped before its last step. Called on every rank;
-    rank 0 is the driver too, and starts the servers.
+    """Train a recipe. Returns False if the run stopped before its last step. It is called on every
+    rank; rank 0 is also the driver and starts the servers.
     """
     limit = TimeLimit(config.run.time_limit, time.time() - progress.elapsed)
     timeout = timedelta(hours=config.run.timeout)
@@ -69,7 +69,8 @@ def train(config: Config, progress: Progress) -> bool:
                     )
                 watchdog.servers = connection.server_pool
         if config.rollout.colocate:
-            # SGLang measures the memory of shared GPUs as it starts, which no model may take yet.
+            # SGLang measures the free memory of shared GPUs at its start, so no rank may load its
+            # model before.
             barrier(mesh)
         progress.begin("loading the model and the data")
         with phases("model"):

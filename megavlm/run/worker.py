@@ -1,8 +1,8 @@
-"""One rank of a run: what it prepares, the program, and its exit code.
+"""One rank of a run: preparation, the command's work, and the exit code.
 
-What a user can mend or start again (bad input that is only found here, servers that are lost, a
-full disk) is reported as one sentence on stderr, by the first rank that finds it. Ranks that fail
-because they lost that peer print nothing, and end with its exit code.
+Errors that a user can fix or retry (bad input that is only found here, lost servers, a full disk)
+are reported as one sentence on stderr, by the first rank that finds them. Ranks that fail because
+they lost that peer print nothing and end with its exit code.
 """
 
 import os
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def run(phase: "Phase", config: Config) -> NoReturn:
-    """Train on this rank, or evaluate or roll out, which rank 0 does alone, and end the process.
-    Raises what is no fault of the user's.
+    """Run the command on this rank and end the process. Training uses all ranks; evaluation and
+    rollouts use rank 0 only. Errors that are not the user's fault are raised.
     """
     if AGENT_PID in os.environ:
         die_with(int(os.environ[AGENT_PID]))
@@ -42,7 +42,8 @@ def run(phase: "Phase", config: Config) -> NoReturn:
         except (RolloutServerError, RolloutRequestError, WeightSyncError, OSError) as error:
             _explain(error, ExitCode.TRANSIENT, config)
         except RuntimeError as error:
-            # Imports megatron-core, so not before the platform is installed.
+            # Imported late, because it imports megatron-core, and the platform must be installed
+            # before.
             from megavlm.checkpointing.all_ranks import CheckpointError
             from megavlm.training.guards import NotFiniteError
 
@@ -53,7 +54,8 @@ def run(phase: "Phase", config: Config) -> NoReturn:
             if (code := reason_given()) is not None:
                 leave(code)
             raise
-    # Also while an error is reported: torchrun stops this rank, as another has failed.
+    # It may also come while an error is reported, when torchrun stops this rank because another
+    # failed.
     except KeyboardInterrupt:
         leave(130)
     except Stopped:
@@ -64,7 +66,7 @@ def run(phase: "Phase", config: Config) -> NoReturn:
 
 
 def _work(phase: "Phase", config: Config, progress: Progress, *, is_first: bool) -> bool:
-    """Return False if the run stopped before its last step, as it was asked to."""
+    """Run the command. Returns False if the run stopped before its last step, by a stop request."""
     if AGENT_PID not in os.environ and is_first:
         from megavlm.run import preflight
 
@@ -86,8 +88,8 @@ def _work(phase: "Phase", config: Config, progress: Progress, *, is_first: bool)
 
 
 def _prepare() -> None:
-    """Install the platform; call it before the first import of megatron-core."""
-    # megatron-core warns at each step and rank of optional kernels and of deprecated torch names.
+    """Install the platform. Call it before the first import of megatron-core."""
+    # megatron-core warns on each rank and step about optional kernels and deprecated torch names.
     warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed|torch\.nn)\.")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     platform.install()

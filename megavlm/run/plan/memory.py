@@ -1,8 +1,8 @@
 """Modelled GPU memory of a recipe, for each pipeline stage and a server.
 
-Parameters are exact (`models.sizes`). Activations are counted from the tensors that autograd keeps
-of a layer (the method of arXiv 2205.05198, for grouped queries and gated MLPs without dropout), for
-the longest pack. Not covered: activations of a trained tower, and those of a separate critic.
+Parameters are exact (`models.sizes`). Activations are the tensors that autograd keeps of a layer
+(the method of arXiv 2205.05198, for grouped queries and gated MLPs without dropout), for the
+longest pack. Not covered: activations of a trained tower and of a separate critic.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,22 +20,24 @@ from megavlm.run.plan.sync import server_layout, stored_bytes
 
 GB = 1e9
 GPU = 80 * GB
-# Assumptions, to be replaced by measurements: CUDA context, NCCL's buffers, kernels' workspaces and
-# fragmentation; what a server keeps when its weights and cache are released; the longest queue of
-# an expert rank over the mean; the least cache of a server that is worth starting.
+# Assumptions, to be replaced by measurements. OVERHEAD: CUDA context, NCCL's buffers, kernels'
+# workspaces and fragmentation. SERVER_RESIDUE: memory that a server keeps when its weights and
+# cache are released. EXPERT_IMBALANCE: tokens of the busiest expert rank over the mean.
+# LEAST_CACHE: smallest KV cache with which a server is worth starting.
 OVERHEAD, SERVER_RESIDUE, EXPERT_IMBALANCE, LEAST_CACHE = 6 * GB, 4 * GB, 1.5, 5 * GB
-BUDGET = 0.9  # of a trainer's GPU: the model may be off by a tenth
-MEM_FRACTION = 0.85  # of megavlm/slurm/job.sh; managed servers have it in their recipe
+BUDGET = 0.9  # usable share of a trainer's GPU: this model may be off by a tenth
+MEM_FRACTION = 0.85  # as in megavlm/slurm/job.sh; managed servers have it in their recipe
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on a GPU of a pipeline stage, at its fullest.
+    """Peak bytes on a GPU of a pipeline stage.
 
-    step: what exists in the optimizer's step alone, copies or offloaded state. activations: of all
-    microbatches in flight. logits: the chunk of log-probs and its gradients.
-    features: those of the step's images, kept for every pass. encoding: the tower's pass, before
-    the update. servers: what a colocated server keeps in training.
+    step: Copies and offloaded state that are on the GPU only during the optimizer's step.
+    activations: Activations of all microbatches in flight. logits: Logits of one chunk of the
+    log-probs, and their gradients. features: Features of the step's images, kept for every pass.
+    encoding: Peak of the vision tower's pass, before the update. servers: Memory that a colocated
+    server keeps during training.
     """
 
     ranks: range
@@ -62,8 +64,8 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class ServerRankMemory:
-    """Bytes on a GPU of a server. budget: of weights and cache. others: the trainer's, if it shares
-    the GPU.
+    """Bytes on a GPU of a server. budget: Bytes for weights and cache together. others: The
+    trainer's bytes if they share the GPU.
     """
 
     weights: float
@@ -81,7 +83,9 @@ class ServerRankMemory:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Memory of a run's GPUs, of `gpu` bytes each. server: None in a run without servers."""
+    """Memory of a run's GPUs, each with `gpu` bytes. server: Memory of a server's GPU; None in a
+    run without servers.
+    """
 
     stages: list[StageMemory]
     server: ServerRankMemory | None
@@ -98,10 +102,10 @@ class RunMemory:
         ranks: Iterable[EqualRanks] | None = None,
         server: ServerRankMemory | None = None,
     ) -> Self:
-        """Return a recipe's. `hf_config`: transformers' configuration. ranks, server:
-        `trainer_ranks` and `server_memory`, if they are known.
+        """Return the memory of a recipe's run. hf_config: The configuration of transformers. ranks,
+        server: Results of `trainer_ranks` and `server_memory`, if they are already known.
 
-        Raises ValueError for a layout that does not fit the model or the world size.
+        Raises ValueError if the layout does not fit the model or the world size.
         """
         groups = trainer_ranks(config, hf_config, world_size) if ranks is None else ranks
         stages = [_stage(config, hf_config, group, world_size) for group in groups]
@@ -115,7 +119,7 @@ class RunMemory:
         return max(stage.total for stage in self.stages)
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each part that a GPU has no memory for."""
+        """Yield a sentence for each part that does not fit a GPU."""
         gpu, budget = self.gpu, BUDGET * self.gpu
         for stage in self.stages:
             if stage.total > budget:
@@ -141,8 +145,8 @@ class RunMemory:
 
 
 def trainer_ranks(config: Config, hf_config: Any, world_size: int) -> Iterator[EqualRanks]:
-    """Yield the trainer's ranks with their parameters, of which neither context-parallel ranks nor
-    recomputation change anything.
+    """Yield the trainer's ranks with their parameters. They do not depend on context parallelism or
+    recomputation.
     """
     options, layout = ModelOptions.from_config(config), Layout.from_config(config.parallel)
     lora = config.lora if config.lora.rank else None
@@ -177,9 +181,9 @@ def _stage(config: Config, hf_config: Any, group: EqualRanks, world_size: int) -
 
 
 def optimizer_bytes(parameter: ParameterSize, config: Config, world_size: int) -> float:
-    """Return the bytes of a rank's shard of Adam's state: two moments, and an fp32 copy of a
-    parameter in half precision, or the 16 bits that it lacks. The shards are spread over the ranks
-    that hold the parameter.
+    """Return the bytes of a rank's shard of Adam's state: two moments and, for a parameter in half
+    precision, an fp32 copy, or with precision_aware only the missing 16 bits. The state is sharded
+    over the ranks that hold the parameter.
     """
     is_half = parameter.dtype.itemsize < 4
     copy = (2 if config.optimizer.precision_aware else 4) * is_half
@@ -188,8 +192,9 @@ def optimizer_bytes(parameter: ParameterSize, config: Config, world_size: int) -
 
 
 def step_bytes(parameter: ParameterSize, config: Config, world_size: int) -> float:
-    """Return the bytes of a rank's fp32 copies while the optimizer steps: of moments in bfloat16,
-    and of gradients in bfloat16, which the precision-aware optimizer reads as they are.
+    """Return the bytes of a rank's fp32 copies during the optimizer's step. Moments and gradients
+    in bfloat16 are copied, except gradients with precision_aware, because that optimizer reads
+    bfloat16.
     """
     optimizer = config.optimizer
     copies = sum(_rounded_moments(config))
@@ -199,13 +204,13 @@ def step_bytes(parameter: ParameterSize, config: Config, world_size: int) -> flo
 
 
 def _rounded_moments(config: Config) -> tuple[bool, bool]:
-    """Return which of Adam's moments are kept in bfloat16."""
+    """Return for each of Adam's two moments whether it is kept in bfloat16."""
     optimizer = config.optimizer
     return optimizer.exp_avg_dtype == "bfloat16", optimizer.exp_avg_sq_dtype == "bfloat16"
 
 
 def _shard(parameter: ParameterSize, config: Config, world_size: int) -> float:
-    """Return the elements of a parameter whose optimizer state one rank has."""
+    """Return the number of a parameter's elements whose optimizer state is on one rank."""
     parallel = config.parallel
     is_expert = ".experts." in parameter.name
     ranks = parallel.expert_ranks if is_expert else parallel.tensor * parallel.pipeline
@@ -215,8 +220,8 @@ def _shard(parameter: ParameterSize, config: Config, world_size: int) -> float:
 def activation_bytes(
     config: Config, hf_config: Any, held: Iterable[ParameterSize]
 ) -> tuple[float, float]:
-    """Return the bytes that autograd keeps of one microbatch, the longest pack, in the layers of
-    which a rank holds these parameters; and those that exist while a part is computed again.
+    """Return the bytes that autograd keeps of one microbatch (the longest pack) in the layers with
+    these parameters, and the additional bytes while a part is recomputed.
     """
     options, recompute = ModelOptions.from_config(config), config.recompute
     architecture = family(hf_config.model_type).architecture(hf_config)
@@ -226,7 +231,7 @@ def activation_bytes(
     tokens = config.data.pack_tokens / config.parallel.context
     size = tokens * options.dtype.itemsize
     hidden = architecture["hidden_size"] / _sequence_ranks(config)
-    if recompute.language == "full":  # the inputs of blocks are kept
+    if recompute.language == "full":  # only the inputs of blocks are kept
         blocks = -(-len(layers) // recompute.layers)
         return size * hidden * blocks, size * recompute.layers * max(map(sum, per_layer))
     if recompute.language == "selective" and {"mlp", "moe"} & set(recompute.modules):
@@ -237,20 +242,23 @@ def activation_bytes(
 def _layer_values(
     config: Config, architecture: dict[str, Any], has_experts: bool
 ) -> tuple[float, float]:
-    """Return the values per token that a layer keeps: attention and norms, and its MLP."""
+    """Return the values per token that autograd keeps in a layer: for attention with the norms, and
+    for the MLP.
+    """
     hidden, tensor = architecture["hidden_size"], config.parallel.tensor
     head = architecture["kv_channels"]
     query = head * architecture["num_attention_heads"]
-    # Ranks beyond the number of key-value heads share them.
+    # With more tensor ranks than key-value heads, several ranks hold the same head.
     key = head * max(architecture["num_query_groups"], tensor)
     rotated = (1 + bool(architecture.get("qk_layernorm"))) * (query + key)
-    # Input and output of both norms; the projection, of which values are a view; queries and keys
-    # after their norms and the rotation, whose cosines and sines differ by token; the output.
+    # Kept values: input and output of both norms; cosines and sines, because they differ by token;
+    # the fused projection (values are a view of it); queries and keys after their norms and the
+    # rotation; the output.
     attention = 4 * hidden / _sequence_ranks(config) + 4 * head
     attention += (query + 2 * key + rotated + query) / tensor
     if config.parallel.context > 1:  # keys and values of all tokens instead of this rank's keys
         attention += (2 * config.parallel.context - 1) * key / tensor
-    # Gate and up projections and their product; without the fused kernel two results between.
+    # Gate and up projections and their product; without the fused kernel also two intermediates.
     inner = 3 if config.model.fusions else 5
     if not has_experts:
         return attention, inner * architecture["ffn_hidden_size"] / tensor
@@ -268,7 +276,7 @@ def _of_layer(parameter: ParameterSize) -> bool:
 
 
 def _in_flight(config: Config, stage: int) -> float:
-    """Return the microbatches whose activations a stage holds (arXiv 2104.04473)."""
+    """Return the number of microbatches whose activations a stage holds (arXiv 2104.04473)."""
     stages, virtual = config.parallel.pipeline, config.parallel.virtual
     if virtual == 1:
         return stages - stage
@@ -276,8 +284,9 @@ def _in_flight(config: Config, stage: int) -> float:
 
 
 def logits_bytes(config: Config, hf_config: Any, trained: Iterable[ParameterSize]) -> float:
-    """Return the bytes of log-probs: two fp32 chunks of logits and two in the model's precision,
-    hidden states of all targets and their gradient, and the gradient of a trained output layer.
+    """Return the bytes for computing log-probs: two chunks of logits in fp32 and two in the model's
+    precision, the hidden states of all targets with their gradient, and the gradient of a trained
+    output layer.
     """
     itemsize = ModelOptions.from_config(config).dtype.itemsize
     text = hf_config.text_config
@@ -291,7 +300,7 @@ def logits_bytes(config: Config, hf_config: Any, trained: Iterable[ParameterSize
 
 
 def image_tokens(config: Config, hf_config: Any) -> float:
-    """Return the most tokens of an image; without data.max_pixels those of the longest prompt."""
+    """Return the maximum tokens of an image; without data.max_pixels it is the longest prompt."""
     vision, most = hf_config.vision_config, config.data.max_prompt_tokens
     if config.data.max_pixels is None:
         return most
@@ -299,7 +308,7 @@ def image_tokens(config: Config, hf_config: Any) -> float:
 
 
 def _images(config: Config, data_ranks: int) -> int:
-    """Return the images of a step on a data rank, at one image a prompt."""
+    """Return the number of images per step on a data rank, with one image per prompt."""
     algorithm = config.algorithm
     if not isinstance(algorithm, PolicyOptimization):
         return -(-algorithm.batch_size // data_ranks)
@@ -314,8 +323,8 @@ def _feature_bytes(config: Config, hf_config: Any) -> float:
 
 
 def encoding_bytes(config: Config, hf_config: Any, data_ranks: int) -> float:
-    """Return the bytes of a frozen tower's pass over what a rank encodes at once, of its share of
-    the step's images: outputs of one block's matrices for every patch, and the patches in fp32.
+    """Return the peak bytes of a frozen tower's pass over the images that a rank encodes at once:
+    the outputs of one block's matrices for every patch, and the patches in fp32.
     """
     entries = family(hf_config.model_type).mapping(hf_config)
     vision = hf_config.vision_config

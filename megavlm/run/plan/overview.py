@@ -1,5 +1,5 @@
-"""`megavlm plan`: the ranks, batches, memory and modelled step of a recipe, and what would make one
-fit that does not.
+"""`megavlm plan`: shows the ranks, batches, memory and modelled step of a recipe, and changes that
+would make a recipe fit.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ COLUMNS = (
     "weights", "gradients", "optimizer", "step", "activations", "logits", "features", "encoding",
     "servers", "total",
 )  # fmt: skip
-Load = Callable[..., Config]  # loads the recipe with further overrides
+Load = Callable[..., Config]  # function that loads the recipe with further overrides
 
 
 def run_plan(load: Load, world_size: int | None, gpu: float = GPU) -> str:
-    """Return the plan of a recipe on `world_size` trainer GPUs, by default the recipe's, of `gpu`
-    bytes each, as text.
+    """Return the plan of a recipe as text. world_size: Number of trainer GPUs; None takes the
+    recipe's. gpu: Bytes of each GPU.
 
-    Raises ValueError for a layout that does not fit the model or the world size.
+    Raises ValueError if the layout does not fit the model or the world size.
     """
     config = load()
     hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
@@ -45,7 +45,9 @@ def run_plan(load: Load, world_size: int | None, gpu: float = GPU) -> str:
 
 
 def fits(config: Config, world_size: int) -> str:
-    """Return what a run needs of its fullest GPU. Raises ValueError if it does not fit."""
+    """Return a sentence with the modelled memory of the fullest GPU. Raises ValueError if the run
+    does not fit.
+    """
     hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
     memory = RunMemory.of(config, hf_config, world_size)
     if found := [*memory.problems()]:
@@ -63,7 +65,9 @@ def step_model(config: Config, hf_config: Any, world_size: int, memory: RunMemor
 
 
 def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterator[str]:
-    """Yield the changes of one key, with those that it asks for, by which a recipe would fit."""
+    """Yield overrides that would make a recipe fit: each changes one key, and keys that depend on
+    it.
+    """
     config = load()
     parallel, data = config.parallel, config.data
     for changed in (
@@ -84,7 +88,7 @@ def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterato
             other = load(*overrides)
             memory = RunMemory.of(other, hf_config, world_size, gpu)
         except ValueError:
-            continue  # a layout that the model or the recipe cannot have
+            continue  # a layout that the model or the recipe does not support
         if not [*memory.problems()]:
             yield f"{' '.join(overrides)} ({memory.fullest / GB:.0f} GB)"
 
@@ -98,7 +102,7 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
     }  # fmt: skip
     yield f"{world_size} trainer GPUs: " + " x ".join(f"{name} {n}" for name, n in axes.items())
     stride = world_size
-    for name, size in axes.items():  # megatron-core's order, the slowest axis first
+    for name, size in axes.items():  # in megatron-core's order, the slowest axis first
         stride //= size
         if size > 1:
             yield f"  {name:9} ranks {_few([i * stride for i in range(size)])} are one group"

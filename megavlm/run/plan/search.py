@@ -1,7 +1,7 @@
-"""`megavlm plan --search`: layouts of a recipe on a number of GPUs, the fastest first.
+"""`megavlm plan --search`: finds layouts of a recipe on a number of GPUs, the fastest first.
 
-Tried are powers of two for the tensor axis, which stays within a node, the pipeline, the context
-and the expert axis, with each kind of recomputation. What the recipe says besides is kept.
+It tries powers of two for the tensor axis (within a node), the pipeline, context and expert axes,
+with each kind of recomputation. All other keys of the recipe are kept.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,14 +22,16 @@ from megavlm.run.plan.overview import Load, step_model
 from megavlm.weight_sync.plan import numel
 from megavlm.weight_sync.trainable import trained_entries
 
-NODE = 8  # GPUs, over which a tensor axis may reach
-SHOWN = 12  # layouts
+NODE = 8  # GPUs of a node, the largest tensor axis
+SHOWN = 12  # layouts in the table
 Count = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Layout that fits: its configuration, and what is modelled of it."""
+    """A layout that fits: its configuration, modelled seconds of a step, and bytes of the fullest
+    GPU.
+    """
 
     config: Config
     seconds: float
@@ -42,8 +44,8 @@ def search_plan(
     gpu: float = GPU,
     count: Count = lambda done, total: None,
 ) -> str:
-    """Return the fastest layouts that fit as a table. count: called with the layouts that are done,
-    and how many there are.
+    """Return the fastest layouts that fit, as a table. count: Callback for progress, with the
+    number of layouts done and of all layouts.
 
     Raises ValueError if none fits.
     """
@@ -66,7 +68,7 @@ def search_plan(
 
 
 def changes(recipe: Config, other: Config) -> Iterator[str]:
-    """Yield the overrides that make another layout and recomputation of a recipe's."""
+    """Yield the overrides that turn a recipe's layout and recomputation into `other`'s."""
     for section in ("parallel", "recompute"):
         before, after = getattr(recipe, section), getattr(other, section)
         for field in fields(after):
@@ -95,12 +97,12 @@ def search(
             try:
                 config = load(*overrides)
                 if least_bytes(config.parallel, dense, experts) > BUDGET * gpu:
-                    break  # so that no model is built that cannot fit
+                    break  # does not fit in any case, so build no model
                 if axes not in known:
                     known[axes] = [*trainer_ranks(config, hf_config, world_size)]
                 memory = RunMemory.of(config, hf_config, world_size, gpu, known[axes], server)
             except ValueError:
-                break  # a layout that the model or the recipe cannot have
+                break  # a layout that the model or the recipe does not support
             if any(memory.problems()):
                 continue
             model = step_model(config, hf_config, world_size, memory)
@@ -108,15 +110,17 @@ def search(
 
 
 def least_bytes(parallel: Parallel, dense: float, experts: float) -> float:
-    """Return the bytes of weights and gradients on a rank of a mean pipeline stage, of which the
-    fullest stage has no less. dense, experts: `held_bytes`.
+    """Return the bytes of weights and gradients per rank, averaged over the pipeline stages. This
+    is a lower bound for the fullest stage. dense, experts: Results of `held_bytes`.
     """
     cut = dense / parallel.tensor + experts / (parallel.expert * parallel.expert_tensor)
     return cut / parallel.pipeline
 
 
 def held_bytes(config: Config, hf_config: Any) -> tuple[float, float]:
-    """Return the bytes of the whole model's weights and gradients, without experts and of them."""
+    """Return the bytes of the whole model's weights and gradients: without experts, and of the
+    experts.
+    """
     options = ModelOptions.from_config(config)
     entries = family(hf_config.model_type).mapping(hf_config)
     trained = () if config.lora.rank else trained_entries(entries, options, None)
@@ -129,7 +133,9 @@ def held_bytes(config: Config, hf_config: Any) -> tuple[float, float]:
 
 
 def _layouts(hf_config: Any, world_size: int) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield overrides of the axes that decide what a rank holds, and of the context axis."""
+    """Yield overrides of the axes that determine a rank's parameters, and overrides of the context
+    axis.
+    """
     num_layers = hf_config.text_config.num_hidden_layers
     tensors, pipelines = _powers(NODE), _powers(num_layers // 2)
     for tensor, pipeline, context in product(tensors, pipelines, (1, 2)):
@@ -152,8 +158,8 @@ def _num_experts(hf_config: Any) -> int:
 
 
 def _stages(num_layers: int, pipeline: int) -> Iterable[str]:
-    """Return overrides that split layers over stages, with fewer on the first, which has the tower,
-    and on the last if they do not divide.
+    """Return overrides that split layers over stages. If the split is not even, the first stage
+    (with the tower) and the last get fewer layers.
     """
     first = last = "null"
     if num_layers % pipeline:

@@ -1,4 +1,4 @@
-"""`megavlm plan --servers`: how to start a recipe's servers on other nodes."""
+"""`megavlm plan --servers`: prints how to start a recipe's servers on other nodes."""
 
 import shlex
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from megavlm.inference.server_pool.requirements import EXPOSE_ENVIRONMENT
 
 
 def server_plan(config: Config) -> str:
-    """Return bash assignments: the run directory, GPUs per server, its environment, and SGLang's
-    arguments except for the address and the GPUs.
+    """Return bash assignments of the run directory, the GPUs per server, the server's environment,
+    and SGLang's arguments except address and GPUs.
     """
     options = ServerOptions.from_config(config, config.model.folder, "cuda")
     variables = options.variables() | {EXPOSE_ENVIRONMENT: "1"}

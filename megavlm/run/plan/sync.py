@@ -1,5 +1,5 @@
-"""`megavlm plan --sync`: what weight updates will send, and from which ranks. Tensors are on the
-meta device and take no memory.
+"""`megavlm plan --sync`: shows the bytes that weight updates will send, and the ranks that send
+them. Tensors are on the meta device and take no memory.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +22,14 @@ from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import ServerLayout, linear_rows, server_tensors
 from megavlm.weight_sync.trainable import adapted_entries, trained_entries
 
-# Adapters of the table's column if the run has none.
+# LoRA adapters that are assumed for the table's column if the run has none.
 ASSUMED_RANK, ASSUMED_TARGETS = 16, ("language.attention",)
 
 
 def sync_plan(config: Config, world_size: int) -> str:
     """Return the table of a run's weight updates as text.
 
-    Raises ValueError for a layout that does not fit the model or the world size.
+    Raises ValueError if the layout does not fit the model or the world size.
     """
     hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
     text, options, axes = (
@@ -53,7 +53,7 @@ def sync_plan(config: Config, world_size: int) -> str:
 
 
 def server_layout(config: Config, hf_config: Any) -> ServerLayout:
-    """Return how each of a recipe's servers cuts the model."""
+    """Return the layout of a recipe's servers: how each shards the model."""
     rollout = config.rollout
     return ServerLayout(
         rollout.tensor_parallel,
@@ -68,9 +68,10 @@ def server_layout(config: Config, hf_config: Any) -> ServerLayout:
 class SyncRow:
     """Bytes of one class of tensors.
 
-    tensors: number of HF tensors. full: bytes of all. changed: of those that training can change.
-    adapters: of LoRA pairs on them. stored: of `changed`, on the server's rank that stores most.
-    source_ranks: trainer ranks that send what can change.
+    tensors: Number of HF tensors. full: Bytes of all tensors. changed: Bytes of the tensors that
+    training can change. adapters: Bytes of LoRA pairs on these tensors. stored: Bytes of the
+    changed tensors on the server rank that stores most of them. source_ranks: Trainer ranks that
+    send changed tensors.
     """
 
     tensors: int = 0
@@ -84,9 +85,9 @@ class SyncRow:
 def sync_table(
     plan: SyncPlan, servers: ServerLayout, *, itemsize: int, lora: tuple[int, Sequence[str]]
 ) -> dict[str, SyncRow]:
-    """Return the rows by class of tensors, in the model's order.
+    """Return class of tensors -> row, in the model's order.
 
-    itemsize: bytes of a number. lora: rank and targets of the adapters.
+    itemsize: Bytes per number. lora: Rank and targets of the adapters.
     """
     rows: dict[str, SyncRow] = {}
     adapted = adapted_entries(plan.entries, lora[1])
@@ -113,7 +114,9 @@ def sync_table(
 
 
 def stored_bytes(entries: Iterable[Entry], servers: ServerLayout, itemsize: int) -> list[int]:
-    """Return the bytes of these entries that each rank of a server stores, and must be sent."""
+    """Return the bytes of these entries that each rank of a server stores. At least these must be
+    sent.
+    """
     shapes = {name: shape for x in entries for name, shape in zip(x.hf, x.hf_shapes, strict=True)}
     tensors: Mapping[str, Tensor] = {
         name: torch.empty(shape, device="meta") for name, shape in shapes.items()
@@ -125,8 +128,8 @@ def stored_bytes(entries: Iterable[Entry], servers: ServerLayout, itemsize: int)
 
 
 def received_bytes(changed: int, stored: int) -> dict[str, int]:
-    """Return the bytes that one rank of a server receives in a weight sync, by transport. changed,
-    stored: bytes of the tensors that training can change, all and on this rank.
+    """Return the bytes that one rank of a server receives in a weight sync, by transport. changed:
+    Bytes of all tensors that training can change. stored: Bytes of them on this rank.
     """
     return {"tensor": stored, "distributed": stored, "disk": changed}
 
@@ -190,7 +193,9 @@ def _line(name: str, row: SyncRow) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Format ranks as runs, "0-3, 64"; long lists as their first runs and the number of ranks."""
+    """Format ranks as ranges such as "0-3, 64". Long lists show the first ranges and the number of
+    ranks.
+    """
     ordered = sorted(ranks)
     runs: list[list[int]] = []
     for rank in ordered:

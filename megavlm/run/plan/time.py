@@ -1,9 +1,9 @@
-"""Modelled seconds of a recipe's step, by phase.
+"""Modelled seconds of a recipe's step by phase.
 
-FLOPs are those of `models.cost` with the output layer, bytes those of the weight-sync plan and of
-the layout. Nothing overlaps. What is assumed of the hardware is in `Rates`; none of it was measured
-with this code. Not covered: rewards, data, scattering of packs, copies of the reference's weights,
-stragglers among experts, and a separate critic.
+FLOPs come from `models.cost` and the output layer, bytes from the weight-sync plan and the layout.
+Nothing is assumed to overlap. `Rates` has the assumptions about the hardware; none of them was
+measured with this code. Not covered: rewards, data, scattering of packs, copies of the reference's
+weights, stragglers among experts, and a separate critic.
 """
 
 from dataclasses import dataclass, replace
@@ -28,16 +28,17 @@ from megavlm.training.step.step_plan import schedule_of
 from megavlm.weight_sync.plan import numel
 from megavlm.weight_sync.trainable import trained_entries
 
-TEXT_TOKENS = 128  # of a prompt, beside its image
+TEXT_TOKENS = 128  # assumed text tokens of a prompt, in addition to its image
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Assumed rates of an H100 node: the data sheet's peaks times the share that is expected.
+    """Assumed rates of an H100 node: peaks of the data sheet times an expected share.
 
-    flops: dense bf16, H100_FLOPS at 40 %. encoder: of a tower, with its small matrices, at 25 %.
-    memory: 3.35 TB/s at 60 %. nvlink: 450 GB/s a direction at 75 %. network: a 400 Gb/s port for
-    each GPU at 80 %. host: PCIe 5 at 40 %. token: seconds that a server's step takes besides.
+    flops: Dense bf16 FLOPs per second, H100_FLOPS at 40 %. encoder: FLOPs per second of a vision
+    tower with its small matrices, at 25 %. memory: 3.35 TB/s at 60 %. nvlink: 450 GB/s per
+    direction at 75 %. network: One 400 Gb/s port per GPU at 80 %. host: PCIe 5 at 40 %. token:
+    Fixed seconds of a server's decoding step.
     """
 
     flops: float = LANGUAGE_SHARE * H100_FLOPS
@@ -51,8 +52,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of a step. prompts, responses: their numbers; prompt, response: tokens of each, of a
-    response on average; longest: tokens of the longest response; patches: of an image.
+    """Work of a step. prompts: Number of prompts. responses: Number of responses per prompt.
+    prompt: Tokens of a prompt. response: Mean tokens of a response. longest: Tokens of the longest
+    response. patches: Patches of an image.
     """
 
     prompts: int
@@ -64,8 +66,8 @@ class StepWork:
 
     @classmethod
     def of(cls, config: Config, hf_config: Any) -> "StepWork":
-        """Return a recipe's step with an image of the most pixels in each prompt, and responses
-        that are half as long on average as they may be.
+        """Return a recipe's step, assuming one image of the maximum size per prompt and a mean
+        response length of half the maximum.
         """
         algorithm, vision = config.algorithm, hf_config.vision_config
         assert isinstance(algorithm, PolicyOptimization)
@@ -100,7 +102,9 @@ class StepModel:
         rates: Rates | None = None,
         memory: RunMemory | None = None,
     ) -> None:
-        """Store them. memory: the run's, if it is known."""
+        """Store the arguments. rates: None takes the defaults. memory: The run's memory, if it is
+        already known.
+        """
         self.step, self.rates = StepWork.of(config, hf_config), rates or Rates()
         self.memory = memory or RunMemory.of(config, hf_config, world_size)
         self._config, self._hf_config, self._world_size = config, hf_config, world_size
@@ -115,7 +119,7 @@ class StepModel:
         algorithm = self._config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
         forward, minibatches = self._forward(), algorithm.minibatches
-        old = (minibatches - 1) / minibatches  # the first is on its own rollout
+        old = (minibatches - 1) / minibatches  # the first minibatch needs no pass for old log-probs
         phases = {
             "rollout": self._rollout(),
             "vision": self.vision_flops / self._world_size / self.rates.encoder,
@@ -164,7 +168,7 @@ class StepModel:
         requests = -(-step.prompts * step.responses // self._num_servers)
         running = max(1, min(requests, self.max_running))
         waves = requests / running
-        # The last wave goes on until its longest response ends, the others at the mean.
+        # The last wave lasts until its longest response ends, the other waves for the mean length.
         steps = step.longest + max(0.0, waves - 1) * step.response
         prefill = step.prompts / self._num_servers * self.prefill_seconds()
         return prefill + steps * self.decode_seconds(running)
@@ -176,14 +180,14 @@ class StepModel:
 
     @property
     def max_running(self) -> int:
-        """Number of responses whose cache a server can hold, at their mean length."""
+        """Number of responses of mean length whose KV cache fits a server."""
         context = self.step.prompt + self.step.response
         ranks = self._config.rollout.tensor_parallel
         return int(self._server.cache / (self._cache_bytes(ranks) * context))
 
     def decode_seconds(self, running: int) -> float:
-        """Return the seconds of a server's decoding step, which reads the weights and the running
-        responses' cache, or computes, whichever takes longer.
+        """Return the seconds of a server's decoding step: the longer of the time to read the
+        weights and the running responses' cache, and the time to compute.
         """
         rates, ranks = self.rates, self._config.rollout.tensor_parallel
         cache = running * self._cache_bytes(ranks) * (self.step.prompt + self.step.response)
@@ -192,22 +196,23 @@ class StepModel:
         return max(read, computed) + rates.token
 
     def prefill_seconds(self) -> float:
-        """Return the seconds that a server takes for a prompt and its image."""
+        """Return a server's seconds for the prefill of a prompt with its image."""
         rates, ranks = self.rates, self._config.rollout.tensor_parallel
         flops = self._cost.per_token * self.step.prompt
         flops += self._image_flops * rates.flops / rates.encoder
         return flops / ranks / rates.flops
 
     def _cache_bytes(self, ranks: int) -> float:
-        """Return the bytes of a token in a server rank's cache."""
+        """Return the bytes per token in a server rank's KV cache."""
         heads = -(-self._text.num_key_value_heads // ranks)
         width = self._architecture["kv_channels"] * heads
         itemsize = self._options.dtype.itemsize
         return 2.0 * self._architecture["num_layers"] * width * itemsize
 
     def _forward(self, passes: float = 1.0, exchanges: float = 1.0) -> float:
-        """Return the seconds of `passes` of the language model over all tokens, with `exchanges` of
-        the activations over the tensor and expert axes, on the slowest rank.
+        """Return the seconds on the slowest rank of `passes` forward passes of the language model
+        over all tokens, with `exchanges` times the exchanges of a forward pass over the tensor,
+        context and expert axes.
         """
         compute = passes * self.forward_flops / self._world_size / self.rates.flops
         exchanged = self.exchanged()
@@ -215,8 +220,8 @@ class StepModel:
         return (compute + moved / self.rates.nvlink) * self.over_ideal
 
     def exchanged(self) -> dict[str, float]:
-        """Return the bytes that a GPU sends: over the tensor, context and expert axes in a forward
-        pass over the step's tokens, and of gradients and weights in an update.
+        """Return the bytes that a GPU sends over the tensor, context and expert axes in a forward
+        pass over the step's tokens, and for gradients and weights in an update.
         """
         parallel, data = self._config.parallel, self._world_size // self._config.parallel.model_size
         layers = self._architecture["num_layers"] / parallel.pipeline
@@ -226,25 +231,26 @@ class StepModel:
         keys = self._architecture["num_query_groups"] * self._architecture["kv_channels"]
         gradients = max(stage.gradients for stage in self.memory.stages)
         return {
-            "tensor": 4 * moved * (1 - 1 / parallel.tensor),  # gathered and scattered twice a layer
-            # keys and values, to all others
+            "tensor": 4 * moved * (1 - 1 / parallel.tensor),  # two gathers and scatters per layer
+            # keys and values, to all other context ranks
             "context": 2 * moved * keys / hidden / parallel.tensor * (parallel.context - 1),
             "expert": 2 * moved * routed * (1 - 1 / parallel.expert),  # dispatched and combined
-            # fp32 gradients are scattered and weights gathered: 4 + 2 bytes of each parameter
+            # fp32 gradients are scattered and bf16 weights gathered: 4 + 2 bytes per parameter
             "gradients": 1.5 * gradients * (1 - 1 / data),
         }
 
     @property
     def over_ideal(self) -> float:
-        """Time of a minibatch on the slowest data rank over the ideal: repeated prompts, waiting
-        ranks and bubbles, as the step is planned. All responses are taken as of average length.
+        """Time of a minibatch on the slowest data rank, relative to the ideal. It includes repeated
+        prompts, waiting ranks and pipeline bubbles, as the step is planned, with all responses of
+        mean length.
         """
         data = self._world_size // self._config.parallel.model_size
         return self._schedule.time(self.packs) * data / (self._num_trees * self._tree_size.cost)
 
     @property
     def bubble(self) -> float:
-        """Share of a minibatch's time in which a pipeline stage waits."""
+        """Share of a minibatch's time in which a pipeline stage is idle."""
         return 1 - replace(self._schedule, bubble=0.0).time(self.packs) / self._schedule.time(
             self.packs
         )
@@ -259,7 +265,7 @@ class StepModel:
 
     @property
     def _num_trees(self) -> int:
-        """Prompts of a minibatch."""
+        """Number of prompts in a minibatch."""
         algorithm = self._config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
         return self.step.prompts // algorithm.minibatches
@@ -274,11 +280,13 @@ class StepModel:
 
     @property
     def update_mfu(self) -> float:
-        """Model FLOPs of the update, without recomputation, over the GPUs' peak."""
+        """Model FLOPs utilization of the update: FLOPs without recomputation, relative to the GPUs'
+        peak.
+        """
         return 3 * self.forward_flops / self._update() / self._world_size / H100_FLOPS
 
     def _update(self) -> float:
-        """Return the seconds of forward, backward, recomputation and the reduction of gradients."""
+        """Return the seconds of forward, backward, recomputation and gradient reduction."""
         recompute = self._config.recompute
         again = {"none": 0.0, "full": 1.0, "selective": self._mlp_share}[recompute.language]
         if recompute.language == "selective" and not {"mlp", "moe"} & set(recompute.modules):
@@ -294,7 +302,7 @@ class StepModel:
 
     @property
     def _mlp_share(self) -> float:
-        """Share of the layers' matrices that the MLPs and experts have, as a token sees them."""
+        """Share of MLPs and experts in the parameters of the layers that a token uses."""
         parts = {"mlp": 0.0, "experts": 0.0, "attention": 0.0}
         for entry in self._entries:
             name = model_part(entry.megatron)
@@ -304,7 +312,7 @@ class StepModel:
 
     @cached_property
     def sync_bytes(self) -> dict[str, int]:
-        """Bytes that a server's rank receives in a sync, by transport."""
+        """Bytes that a server's rank receives in a weight sync, by transport."""
         lora, itemsize = self._config.lora, self._options.dtype.itemsize
         indices = trained_entries(self._entries, self._options, lora.targets if lora.rank else None)
         changed = [self._entries[index] for index in indices]
@@ -314,26 +322,26 @@ class StepModel:
 
     @property
     def received(self) -> float:
-        """Bytes that a server's rank receives in a sync by the recipe's transport."""
+        """Bytes that a server's rank receives in a weight sync with the recipe's transport."""
         return self.sync_bytes[self._config.rollout.sync]
 
     def _sync(self) -> float:
-        """Return the seconds to gather the changed tensors and to send them."""
+        """Return the seconds to gather the changed tensors and send them."""
         way, rates = self._config.rollout.sync, self.rates
         received = self.sync_bytes
         local = self._config.rollout.mode == "managed"
         link = rates.nvlink if local else rates.network
-        gathered = received["disk"] / self._config.parallel.pipeline  # on a rank of each stage
+        gathered = received["disk"] / self._config.parallel.pipeline  # on one rank of each stage
         sent: float = received[way]
-        if way == "distributed":  # which sends as much to the ranks of a server together
+        if way == "distributed":  # the ranks of a server together receive everything
             sent = max(sent, gathered)
-        if way == "tensor":  # each server's rank reads from rank 0's GPU
+        if way == "tensor":  # every rank of every server reads from rank 0's GPU
             sent *= self._num_servers * self._config.rollout.tensor_parallel
         return gathered / rates.nvlink + sent / link
 
     def _switch(self) -> float:
-        """Return the seconds to move the trainer's memory to the host and back."""
-        # to the host and back; gradients start from zero
+        """Return the seconds to switch shared GPUs to the servers and back."""
+        # The trainer's memory moves to the host and back, except gradients: they start from zero.
         moved = max(2 * (stage.weights + stage.optimizer) for stage in self.memory.stages)
-        # The server's come from their copy on the host.
+        # The server's weights are only loaded, from their copy on the host.
         return (moved + self._server.weights) / self.rates.host
