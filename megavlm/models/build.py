@@ -16,10 +16,11 @@ from megavlm.parallel.mesh import Mesh
 def build_model(
     hf_config: Any, mesh: Mesh, options: ModelOptions | None = None
 ) -> list[VisionLanguageModel]:
-    """Build this rank's chunks of the model, randomly initialised, on its device: one, or
-    `layout.virtual` of them. `hf_config`: transformers' configuration.
+    """Build this rank's `layout.virtual` chunks of the model on its device, randomly initialised.
 
-    Raises ValueError for a layout that the model cannot have.
+    hf_config: transformers' configuration.
+
+    Raises ValueError for a layout that the model does not support.
     """
     options = options or ModelOptions()
     parts = family(hf_config.model_type)
@@ -74,9 +75,12 @@ class _Builder:
 
 
 def _mark_experts(language_model: LanguageModel) -> None:
-    """Mark experts' parameters, so that gradients are summed over the ranks that hold the same
-    ones. megatron-core marks them with an expert axis above 1 only; without one the tensor ranks,
-    which hold the same experts and see other tokens, would each keep their own part.
+    """Mark the parameters of experts, so that their gradients are summed over the ranks that hold
+    the same experts.
+
+    megatron-core marks them only if the expert axis is above 1. Without the mark, tensor ranks
+    would each keep their own part of a gradient: they hold the same experts and see different
+    tokens.
     """
     for name, parameter in language_model.named_parameters():
         if ".mlp.experts." in name:

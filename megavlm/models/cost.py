@@ -1,6 +1,6 @@
-"""Modelled forward FLOPs of trees, language model and tower together, for balancing ranks.
+"""Modelled forward FLOPs of trees in language model and tower, to balance the work of ranks.
 
-Not covered: backward, communication, the embedding, the mergers and the output layer.
+Not covered: the backward pass, communication, the embedding, the mergers and the output layer.
 """
 
 import math
@@ -12,19 +12,20 @@ from megavlm.data.packing import Tree
 from megavlm.data.processor import ProcessedImage
 from megavlm.models.common.mapping import Entry
 
-# Tokens whose matrices an H100 computes while it reads them: 989e12 FLOP/s over 3.35e12 B/s, at 2
-# FLOPs per token and 2 bytes of each weight.
+# Number of tokens for which an H100 computes as long as it reads the weights: 989e12 FLOP/s over
+# 3.35e12 B/s, at 2 FLOPs per token and 2 bytes per weight.
 LEAST_TOKENS = 295
-H100_FLOPS = 989e12  # dense bf16, a second
-# Shares of a GPU's peak that are expected: of the language model, and of a tower with its small
-# matrices.
+H100_FLOPS = 989e12  # dense bf16, per second
+# Expected shares of a GPU's peak, for the language model and for a tower with its small matrices.
 LANGUAGE_SHARE, TOWER_SHARE = 0.4, 0.25
-CHUNK = 64  # tokens of a chunk of linear attention
+CHUNK = 64  # tokens in a chunk of linear attention
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Cost of a token, a patch and a pair that attends, two FLOPs per multiply-add."""
+    """FLOPs per token, per patch, and per attended pair of tokens or patches, with two FLOPs per
+    multiply-add.
+    """
 
     per_token: float
     per_pair: float
@@ -33,14 +34,17 @@ class ModelCost:
 
     @classmethod
     def of(cls, entries: Iterable[Entry], architecture: Mapping[str, Any]) -> "ModelCost":
-        """Return the cost of a model. `entries`: its mapping, whose matrices a token is multiplied
-        with. `architecture`: its family's `architecture(hf_config)`.
+        """Return the cost of a model.
+
+        entries: The model's mapping; it gives the matrices that tokens and patches are multiplied
+            with.
+        architecture: The result of its family's `architecture(hf_config)`.
         """
         per_token = per_patch = per_patch_pair = 0.0
         for entry in entries:
             matrices = sum(math.prod(shape) for shape in entry.hf_shapes if len(shape) > 1)
             if entry.megatron.startswith("language_model.decoder.layers."):
-                if entry.expert is not None:  # a token sees some of its stack's experts
+                if entry.expert is not None:  # a token is routed to some experts of the stack
                     experts = entry.hf_shapes[0][0]
                     matrices *= architecture["moe_router_topk"] / experts / experts
                 per_token += 2 * matrices
@@ -57,11 +61,11 @@ class ModelCost:
 
     @property
     def least_pack(self) -> float:
-        """FLOPs in whose time a GPU reads the weights, as it does for a pack of any size."""
+        """FLOPs that take as long as reading the weights: the minimum cost of any pack."""
         return LEAST_TOKENS * self.per_token
 
     def segments(self, tree: Tree, images: Mapping[str, ProcessedImage]) -> list[float]:
-        """Return the FLOPs of each segment of a tree, with those of its images."""
+        """Return the FLOPs of each segment of a tree, including its images."""
         costs, ends = [], list[int]()  # ends: tokens up to each segment's end, ancestors included
         for segment in tree.segments:
             length = len(segment.token_ids)
@@ -73,7 +77,7 @@ class ModelCost:
         return costs
 
     def tree(self, tree: Tree, images: Mapping[str, ProcessedImage]) -> float:
-        """Return the FLOPs of a tree, each segment once."""
+        """Return the FLOPs of a tree, with each segment counted once."""
         return sum(self.segments(tree, images))
 
     def image(self, grid: tuple[int, int, int]) -> float:
@@ -84,9 +88,11 @@ class ModelCost:
 
 
 def _delta_rule(architecture: Mapping[str, Any]) -> float:
-    """Return the FLOPs of a token in a layer of Gated DeltaNet, beside its matrices: per head three
-    products with the state (what it holds for the key, what is written, the query), and in its
-    chunk the products with half of the chunk's keys, queries and values, and of the system solved.
+    """Return the FLOPs of a token in a layer of Gated DeltaNet, without its weight matrices.
+
+    Per head these are three products with the state (recall by the key, write, read by the query).
+    Within a chunk they are the products with half of the chunk's keys, queries and values, and the
+    solution of the triangular system.
     """
     key, value = architecture["linear_key_head_dim"], architecture["linear_value_head_dim"]
     within = CHUNK * (3 * key + 2 * value)

@@ -1,4 +1,4 @@
-"""Files of a HuggingFace folder that must agree with its config.json, from JSON alone."""
+"""Check that the files of a HuggingFace folder agree with its config.json. Reads only JSON."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 Values = Mapping[str, Any]
 
-# Values of an image or video processor, by their names in vision_config.
+# Names of values in vision_config -> their names in an image or video processor.
 _SIZES = {
     "patch_size": "patch_size",
     "spatial_merge_size": "merge_size",
@@ -76,7 +76,7 @@ def _processors(folder: Path) -> Iterator[tuple[str, Values]]:
 
 
 def _tokens(folder: Path) -> dict[str, int]:
-    """Return the tokens of tokenizer.json, where it can be read."""
+    """Return the tokens of tokenizer.json and their ids, {} if the folder has no such file."""
     tokenizer = _read(folder / "tokenizer.json")
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     tokens = dict(vocabulary) if isinstance(vocabulary, dict) else {}
@@ -84,7 +84,7 @@ def _tokens(folder: Path) -> dict[str, int]:
 
 
 def _read(path: Path) -> Values:
-    """Return the values of a JSON file, none where there is no such file."""
+    """Return the values of a JSON file, {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:

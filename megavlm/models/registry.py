@@ -1,15 +1,15 @@
 """Model families that megavlm trains, by the `model_type` of a model folder's config.json.
 
-A family is a package with four modules, which is all that a new one adds beside its line here:
+A family is a package with four modules. A new family adds these, and a line in FAMILIES:
 
     config.py   `language_sizes`, `architecture`, `rotary`: the language model, as plain values;
-                `served_config`, where servers read what transformers does not write
-    mapping.py  `mapping`: hub tensor names against this model's tensors
+                `served_config`, if servers read values that transformers does not write
+    mapping.py  `mapping`: entries that map hub tensors to this model's tensors
     vision.py   `VisionTower`
-    inputs.py   `video_tokens`, `extra_inputs`: what its prompts hold besides images and text
+    inputs.py   `video_tokens`, `extra_inputs`: videos in prompts and as inputs of transformers
 
 They are imported when they are first used, so that a process that checks a recipe or prepares
-prompts does without megatron-core.
+prompts does not import megatron-core.
 """
 
 import importlib
@@ -26,15 +26,20 @@ class Family:
     package: str
 
     def language_sizes(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of `architecture` that layout rules need, from the language model's
-        values in a config.json. Raises KeyError with the name of a missing one.
+        """Return the part of `architecture` that layout rules need.
+
+        text: The language model's values in a config.json.
+
+        Raises KeyError with the name of a missing value.
         """
         return self._module("config").language_sizes(text)
 
     def architecture(self, hf_config: Any) -> dict[str, Any]:
         """Return the fields of common.config.LanguageConfig that describe the language model.
 
-        `hf_config`: transformers' configuration. Raises ValueError for what is not implemented.
+        hf_config: transformers' configuration.
+
+        Raises ValueError for settings that are not implemented.
         """
         return self._module("config").architecture(hf_config)
 
@@ -53,20 +58,22 @@ class Family:
         return self._module("vision").VisionTower(vision_config)
 
     def video_tokens(self, hf_config: Any, processor: Any, merge_size: int) -> Any:
-        """Return how prompts write a video (data.videos.VideoTokens). `processor`: transformers'.
-        `merge_size`: patches along each side of a language token.
+        """Return the format of videos in prompts (data.videos.VideoTokens).
+
+        processor: transformers' processor.
+        merge_size: Number of patches along each side of a language token.
         """
         return self._module("inputs").video_tokens(hf_config, processor, merge_size)
 
     def extra_inputs(self, videos: Sequence[Any]) -> dict[str, Any]:
-        """Return the tensors that transformers' model takes besides patches and grids, for the
-        videos (data.videos.ProcessedVideo) of one prompt.
+        """Return the tensors that transformers' model takes in addition to patches and grids, for
+        the videos (data.videos.ProcessedVideo) of one prompt.
         """
         return self._module("inputs").extra_inputs(videos)
 
     def served_config(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a config.json with those that SGLang reads and transformers may
-        leave out, of a family whose `config.py` knows some.
+        """Return the values of a config.json, completed by values that SGLang reads and
+        transformers may leave out. Families without `served_config` need none.
         """
         complete = getattr(self._module("config"), "served_config", dict)
         completed: dict[str, Any] = complete(values)
@@ -86,15 +93,13 @@ FAMILIES = {
 }
 
 
-# Prefixes of hub tensors that are no part of a model here, those of its head for predicting several
-# tokens: they are not trained, and an export copies them.
+# Prefixes of hub tensors that the models here do not have: the head that predicts several tokens
+# (multi-token prediction). They are not trained, and an export copies them.
 UNTRAINED = ("mtp.",)
 
 
 def quantization(values: Mapping[str, Any]) -> str | None:
-    """Return the method by which a config.json says that its weights are quantised, None for
-    weights as they were trained.
-    """
+    """Return the quantisation method that a config.json names, or None if there is none."""
     settings = values.get("quantization_config")
     if settings is None:
         return None
@@ -102,8 +107,8 @@ def quantization(values: Mapping[str, Any]) -> str | None:
 
 
 def family(model_type: Any) -> Family:
-    """Return the family of a `model_type`, which a config.json may set to anything. Raises
-    ValueError for one that is not supported.
+    """Return the family of a `model_type`. Raises ValueError for any value that is not supported,
+    since a config.json may hold anything.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(

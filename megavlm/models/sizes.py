@@ -1,6 +1,6 @@
-"""Parameters that each rank of a layout holds, exactly, without a cluster and without memory.
+"""Exact parameters that each rank of a layout holds, computed without a cluster and without memory.
 
-The model is built as in a run, on the meta device, by a rank of a fake process group
+The model is built as in a run, but on the meta device and by a rank of a fake process group
 (`parallel.fake`). Not covered: activations, gradients, optimizer states.
 """
 
@@ -22,17 +22,18 @@ from megavlm.models.registry import family
 from megavlm.parallel.fake import fake_rank, without_memory
 from megavlm.parallel.mesh import Layout, build_mesh, check_world
 
-LAYER_KINDS = ("moe_layer_freq", "linear_attention_freq")  # which layers have what, 0 or 1 of each
+LAYER_KINDS = ("moe_layer_freq", "linear_attention_freq")  # lists with 0 or 1 for each layer
 
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """Parameter as one rank holds it. `name`: its key in checkpoints, with the number that a layer
-    has in the whole model; of an expert with the expert's number, `...mlp.experts.5...`.
+    """Parameter as one rank holds it.
 
-    `pieces`: number of different tensors of this shape that the ranks of its pipeline stage hold in
-    its place, as cut over the tensor axis and, for experts, as spread over the expert axis. So the
-    sum of `numel` x `pieces` over one rank of each stage, each name once, is the whole model.
+    name: Its key in checkpoints, with the layer's number in the whole model. The name of an
+        expert's parameter has the expert's number, `...mlp.experts.5...`.
+    pieces: Number of different tensors of this shape that the ranks of the pipeline stage hold for
+        it, because the tensor axis cuts it and the expert axis distributes experts. Therefore the
+        sum of `numel` x `pieces` over one rank of each stage, each name once, is the whole model.
     """
 
     name: str
@@ -51,14 +52,14 @@ class ParameterSize:
 
     @property
     def component(self) -> ModelPart:
-        """Part of the model (`components.model_part`); the tower's with its mergers."""
+        """Part of the model (`components.model_part`); mergers count as part of the tower."""
         name = model_part(self.name)
         return "tower" if name == "merger" else name
 
 
 @dataclass(frozen=True)
 class Size:
-    """Number of parameters and their bytes; `trained`: parameters that are not frozen."""
+    """Number of parameters, their bytes, and the number of parameters that are not frozen."""
 
     parameters: int
     bytes: int
@@ -81,15 +82,17 @@ def rank_parameters(
     options: ModelOptions | None = None,
     lora: LoRA | None = None,
 ) -> list[ParameterSize]:
-    """Return every parameter that rank `rank` of `world_size` holds. `hf_config`: transformers'
-    configuration. Only for a process without a process group (`fake_rank`).
+    """Return every parameter that rank `rank` of `world_size` holds. Only for a process without a
+    process group (`fake_rank`).
 
-    Raises ValueError for a layout that the world size or the model does not fit.
+    hf_config: transformers' configuration.
+
+    Raises ValueError for a layout that does not fit the world size or the model.
     """
     check_world(layout, world_size)
     with fake_rank(rank, world_size):
         mesh = build_mesh(layout)
-        # Over this group the last stage would receive tied embeddings, which have no data here.
+        # The last stage would receive tied embeddings over this group, but there is no data here.
         mesh.groups.embd = None
         with without_memory():
             chunks = build_model(hf_config, mesh, options)
@@ -106,8 +109,8 @@ def equal_ranks(
     options: ModelOptions | None = None,
     lora: LoRA | None = None,
 ) -> Iterator[EqualRanks]:
-    """Yield all ranks in groups that hold the same shapes: those of a pipeline stage, since every
-    other axis cuts evenly, joined with neighbouring stages of the same shapes.
+    """Yield all ranks in groups that hold tensors of the same shapes. A group is the ranks of a
+    pipeline stage, since every other axis cuts evenly, or of consecutive stages with equal shapes.
 
     Raises ValueError as `rank_parameters` does.
     """
@@ -118,7 +121,7 @@ def equal_ranks(
     parameters: list[ParameterSize] = []
     for first in range(0, world_size, per_stage):  # the pipeline is megatron-core's slowest axis
         is_like_the_last = per_stage < first < world_size - per_stage and not alternates
-        if not is_like_the_last:  # of stages between the ends, equally many layers of one kind
+        if not is_like_the_last:  # stages between the ends have equally many layers of one kind
             parameters = rank_parameters(hf_config, layout, world_size, first, options, lora)
         ranks = range(first, first + per_stage)
         if found is not None and _shapes(found.parameters) == _shapes(parameters):
@@ -132,7 +135,7 @@ def equal_ranks(
 
 
 def by_component(parameters: Iterable[ParameterSize]) -> dict[ModelPart, Size]:
-    """Sum each component, in the order of their first parameters."""
+    """Return the total size of each component, in the order of their first parameters."""
     groups: dict[ModelPart, list[ParameterSize]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.component, []).append(parameter)
@@ -140,7 +143,7 @@ def by_component(parameters: Iterable[ParameterSize]) -> dict[ModelPart, Size]:
 
 
 def total(parameters: Iterable[ParameterSize]) -> Size:
-    """Sum all parameters."""
+    """Return the total size of all parameters."""
     everything = [*parameters]
     return Size(
         parameters=sum(x.numel for x in everything),
@@ -159,7 +162,7 @@ def _size(held: LocalTensor, layout: Layout) -> ParameterSize:
 
 
 def _is_cut(tensor: Tensor) -> bool:
-    """Return True for megatron-core's mark of a parameter that the tensor axis cuts."""
+    """Return True if megatron-core marks a parameter as cut over the tensor axis."""
     return getattr(tensor, "partition_dim", -1) >= 0
 
 

@@ -1,7 +1,7 @@
-"""Parts of the families' `config.py`: a language model's sizes, its LanguageConfig fields and
-its rotary embedding, as plain values; what is not implemented is refused.
+"""Parts of the families' `config.py`: the sizes of a language model, its LanguageConfig fields and
+its rotary embedding, as plain values. Configurations that are not implemented raise ValueError.
 
-Nothing here imports torch, so that a recipe is checked without it.
+Nothing here imports torch, so that a recipe can be checked without it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,12 @@ from typing import Any
 
 
 def dense_sizes(text: Mapping[str, Any], *, head_dim: int | None) -> dict[str, Any]:
-    """Return what layout rules need of a model without experts, under LanguageConfig's names.
+    """Return the sizes that layout rules need, without experts, under LanguageConfig's names.
 
-    `text`: the language model's values in a config.json. `head_dim`: None takes the hidden size
-    over the heads. Raises KeyError with the name of a missing value.
+    text: The language model's values in a config.json.
+    head_dim: None uses the hidden size divided by the number of heads.
+
+    Raises KeyError with the name of a missing value.
     """
     heads = count(text, "num_attention_heads")
     return {
@@ -26,7 +28,7 @@ def dense_sizes(text: Mapping[str, Any], *, head_dim: int | None) -> dict[str, A
 
 
 def count(values: Mapping[str, Any], name: str) -> int:
-    """Return an integer of a config.json. Raises KeyError with its name where there is none."""
+    """Return an integer of a config.json. Raises KeyError with its name if it is missing."""
     value = values.get(name)
     if not isinstance(value, int):
         raise KeyError(name)
@@ -34,9 +36,13 @@ def count(values: Mapping[str, Any], name: str) -> int:
 
 
 def expert_sizes(text: Mapping[str, Any], num_experts: str, layers: list[int]) -> dict[str, Any]:
-    """Return what layout rules need of experts, under LanguageConfig's names. `num_experts`: the
-    name of their number. `layers`: 1 for each layer with experts, 0 for each dense one. Raises
-    KeyError with the name of a missing value.
+    """Return the sizes of experts that layout rules need, under LanguageConfig's names.
+
+    text: The language model's values in a config.json.
+    num_experts: The key of the number of experts in `text`.
+    layers: 1 for each layer with experts, 0 for each dense layer.
+
+    Raises KeyError with the name of a missing value.
     """
     return {
         "num_moe_experts": count(text, num_experts),
@@ -48,10 +54,12 @@ def expert_sizes(text: Mapping[str, Any], num_experts: str, layers: list[int]) -
 def language_fields(
     text: Any, sizes: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool
 ) -> dict[str, Any]:
-    """Return LanguageConfig's fields, those of a router where `sizes` name experts.
+    """Return LanguageConfig's fields, including the router's if the model has experts.
 
-    `text`: transformers' text_config. `sizes`: the family's `language_sizes` of it. Raises
-    ValueError for an activation, a kind of attention or a router that is not implemented.
+    text: transformers' text_config.
+    sizes: The result of the family's `language_sizes` for it.
+
+    Raises ValueError for an activation, a kind of attention or a router that is not implemented.
     """
     if not qkv_bias and text.attention_bias:
         raise ValueError(
@@ -83,8 +91,10 @@ def language_fields(
 
 
 def _router(text: Any) -> dict[str, Any]:
-    """Return LanguageConfig's fields of a router: its softmax over all experts, the largest taken
-    and made to sum to 1, is the softmax over the largest. Raises ValueError for another.
+    """Return LanguageConfig's fields of a router. Raises ValueError for one that is not supported.
+
+    HF takes the softmax over all experts, selects the largest weights and normalises them to sum
+    to 1. This equals a softmax over the selected experts only (`moe_router_pre_softmax` False).
     """
     if not getattr(text, "norm_topk_prob", True):
         raise ValueError(
@@ -99,7 +109,7 @@ def _router(text: Any) -> dict[str, Any]:
         "moe_router_topk": text.num_experts_per_tok,
         "moe_router_pre_softmax": False,
         "moe_router_dtype": "fp32",
-        # Balance was the pretraining's concern; a loss of its own would be no policy gradient.
+        # Load balancing belongs to pretraining; an auxiliary loss would bias the policy gradient.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }
@@ -107,8 +117,9 @@ def _router(text: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rotary:
-    """A multimodal rotary embedding (M-RoPE). `axes`: the position axis (0 time, 1 height, 2 width)
-    that drives each of the head_dim / 2 frequencies.
+    """A multimodal rotary embedding (M-RoPE).
+
+    axes: Position axis (0 time, 1 height, 2 width) of each of the head_dim / 2 frequencies.
     """
 
     head_dim: int
@@ -140,14 +151,14 @@ def rotary_parameters(
 def chunked_axes(section: Sequence[int]) -> tuple[int, ...]:
     """Return the position axis of each rotary frequency in Qwen2-VL and Qwen2.5-VL.
 
-    Source: `mrope_section` of the released configurations, consecutive runs of frequencies.
+    Source: `mrope_section` in the released configurations: runs of consecutive frequencies.
     """
     return tuple(axis for axis, frequencies in enumerate(section) for _ in range(frequencies))
 
 
 def interleaved_axes(section: Sequence[int]) -> tuple[int, ...]:
-    """Return the position axis of each rotary frequency in Qwen3-VL: axes alternate, T H W T H W,
-    until height and width have their counts; the remaining frequencies are time's.
+    """Return the position axis of each rotary frequency in Qwen3-VL. The axes alternate, T H W T H
+    W, until height and width have as many as `section` says; the remaining frequencies are time.
 
     Source: transformers `models/qwen3_vl/modeling_qwen3_vl.py`, `recomposition_frequencies`.
     """

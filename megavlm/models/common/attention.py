@@ -1,8 +1,8 @@
-"""Attention over packs of trees, in megatron-core's layers: a token attends to the past of its own
-segment and to the segments it descends from.
+"""Attention over packs of trees, in megatron-core's layers. A token attends to the earlier tokens
+of its own segment and to the segments that its segment continues.
 
-Under context parallelism a rank computes the queries of its part of the pack, with the keys and
-values of all of it.
+With context parallelism, a rank computes the queries of its part of the pack with the keys and
+values of the whole pack.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def gather_context(
     """Gather keys and values of every context rank, [t, heads, D] each, in pack order
     [T, heads, D]. Collective.
 
-    In backward a rank receives the sum of all ranks' gradients of its own keys and values.
+    In the backward pass, a rank receives the sum of all ranks' gradients of its keys and values.
     """
     together = torch.stack([key, value], dim=1)  # one collective for both
     everything = gather_from_sequence_parallel_region(together, group=group)
@@ -84,7 +84,7 @@ class GatedSelfAttention(SelfAttention):
         query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
         ranks_per_group = self.world_size // self.config.num_query_groups
         if ranks_per_group > 1:
-            # megatron-core 0.16.1 takes this rank's queries of the shared group, not its gates.
+            # megatron-core 0.16.1 selects this rank's queries of the shared group, not its gates.
             gate = gate.chunk(ranks_per_group, dim=2)[
                 self.pg_collection.tp.rank() % ranks_per_group
             ]

@@ -1,9 +1,10 @@
-"""Backends of the core attention: functions of one signature, chosen by name.
+"""Backends of the core attention: functions with one signature, selected by name.
 
-"sdpa" is dense, many causal sequences at a time, and runs anywhere. "flash" (PyTorch's kernel) and
-"transformer_engine" compute causal sequences of variable length, without a mask. In all three the
-keys of a shared prompt are read once for each of its responses. "flex" compiles the tree mask into
-its kernel and skips blocks in which nothing is attended. Attention has no dropout.
+"sdpa" computes batches of causal sequences with a dense kernel and runs anywhere. "flash"
+(PyTorch's kernel) and "transformer_engine" compute causal sequences of variable length, without a
+mask. These three read the keys of a shared prompt once for each of its responses. "flex" compiles
+the tree mask into its kernel and skips blocks in which nothing is attended. Attention has no
+dropout.
 """
 
 import importlib.util
@@ -19,15 +20,15 @@ from torch import Tensor
 from megavlm.models.common.pack_layout import PackLayout, Sequences, attends
 from megavlm.parallel import platform
 
-# Query [t, heads, D] of this rank's tokens, key and value [T, kv heads, D] of the pack, its layout
-# and the factor of the scores; returns [t, heads, D].
+# Arguments: query [t, heads, D] of this rank's tokens, key and value [T, kv heads, D] of the pack,
+# the pack's layout and the scale of the scores. Returns [t, heads, D].
 Backend = Callable[[Tensor, Tensor, Tensor, PackLayout, float], Tensor]
-# The same with keys and values in the order of the sequences.
+# The same, with keys and values in the order of the sequences.
 Kernel = Callable[[Tensor, Tensor, Tensor, Sequences, float], Tensor]
 
 
 def choose_backend(name: str, dtype: torch.dtype) -> Backend:
-    """Return a backend. Raises ValueError for an unknown name and one that cannot run here."""
+    """Return a backend by its name. Raises ValueError if it is unknown or cannot run here."""
     if name not in BACKENDS:
         raise ValueError(f"model.attention: {name!r} is unknown; use one of {', '.join(BACKENDS)}.")
     if name != "sdpa" and not platform.has_gpu():
@@ -45,7 +46,7 @@ def choose_backend(name: str, dtype: torch.dtype) -> Backend:
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
     """Run PyTorch's dot-product attention over batches of causal sequences, with a dense mask. Keys
-    that several sequences share are gathered for each.
+    that several sequences share are copied for each of them.
     """
     batches, order = layout.batches
     outputs = []
@@ -65,7 +66,9 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: f
 
 
 def _rows(tokens: Tensor, index: Tensor | slice) -> Tensor:
-    """Return [B, heads, n, D] of tokens [T, heads, D] by an index [B, n], or a slice of one."""
+    """Select tokens [T, heads, D] by an index [B, n], or by a slice for one sequence. Returns
+    [B, heads, n, D].
+    """
     if isinstance(index, slice):
         return tokens[index].transpose(0, 1)[None]
     return tokens.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
@@ -86,8 +89,8 @@ def transformer_engine(
 def by_sequences(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float, kernel: Kernel
 ) -> Tensor:
-    """Run tree attention through a kernel for causal sequences of variable length. Keys that
-    several sequences share are gathered for each, and their gradients summed.
+    """Run tree attention with a kernel for causal sequences of variable length. Keys that several
+    sequences share are copied for each of them, and their gradients are summed.
     """
     sequences = layout.sequences
     if sequences.key_index is not None:
@@ -107,8 +110,12 @@ def varlen_attention(
     scale: float,
     is_causal: bool,
 ) -> Tensor:
-    """Run PyTorch's flash attention over B sequences of variable length, whose bounds are
-    [B + 1] int32. Query [t, heads, D]; key and value [T, kv heads, D]. GPU only, no float32.
+    """Run PyTorch's flash attention over B sequences of variable length. Only on a GPU, and not in
+    float32.
+
+    query: [t, heads, D]
+    key, value: [T, kv heads, D]
+    query_bounds, key_bounds: [B + 1] int32, the first index of each sequence, then t or T.
     """
     from torch.nn.attention import varlen
 
@@ -127,7 +134,7 @@ def varlen_attention(
         window_size=(-1, 0) if is_causal else (-1, -1),
         **grouped,
     )
-    assert isinstance(output, Tensor)  # log-sum-exps were not requested
+    assert isinstance(output, Tensor)  # it would be a tuple if log-sum-exps were requested
     return output
 
 
@@ -164,7 +171,7 @@ def _transformer_engine_kernel(
 
 @cache
 def _transformer_engine_attention(heads: int, kv_heads: int, head_dim: int, scale: float) -> Any:
-    """Return the module for this rank's heads; all layers share it, since it has no parameters."""
+    """Return the module for this rank's heads. All layers share it, since it has no parameters."""
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
@@ -190,17 +197,20 @@ def flex(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: f
     return output.squeeze(0).transpose(0, 1)[:num_queries]
 
 
-# FlexAttention computes in blocks of 128. A length of one block, of one token or of one segment
-# would compile kernels of its own, for tensors without that dimension: there are always more.
+# Shorter packs are padded to this length. FlexAttention computes in blocks of 128, and
+# torch.compile specialises on sizes of 1: a pack of one block, one token or one segment would
+# compile a separate kernel.
 FLEX_TOKENS = 129
 
 
 @torch.no_grad()  # one kernel for passes with and without gradients
 def _block_mask(layout: PackLayout) -> Any:
-    """Return the mask of a pack, padded by keys of a segment that nothing attends to."""
+    """Return the block mask of a pack. Keys that pad it belong to a segment that nothing attends
+    to.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    token_index = _pad(layout.token_index, FLEX_TOKENS)  # more queries of token 0
+    token_index = _pad(layout.token_index, FLEX_TOKENS)  # queries that pad the pack are token 0's
     segment_ids = _pad(layout.segment_ids, FLEX_TOKENS, len(layout.parents))
     ancestors = F.pad(layout.ancestors, (0, 1, 0, 1))
 
@@ -225,8 +235,8 @@ def _compiled_flex(scale: float, enable_gqa: bool) -> Callable[..., Tensor]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function once for tensors of all sizes, on a GPU, where the plain one would hold
-    every score at once; where that failed it would raise an error.
+    """On a GPU, compile a function once for tensors of all sizes: without compilation all scores
+    would be in memory at once. If compilation fails, the function raises an error.
     """
     if not platform.has_gpu():
         return function
@@ -236,7 +246,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(function, dynamic=True, fullgraph=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Sizes that happen to be equal (of segments and of heads, say) are not the same size.
+        # Two sizes that happen to be equal, for example the numbers of segments and of heads, must
+        # not be compiled as one size.
         with settings.patch(use_duck_shape=False):
             return compiled(*args, **kwargs)
 

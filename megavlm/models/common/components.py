@@ -1,4 +1,4 @@
-"""Components of a model, by the names of its tensors and linears.
+"""Components of a model, by the names of its tensors and linear layers.
 
 A name is a path in the whole model, as in checkpoints and in `lora.targets`. The tower of every
 family has `blocks` with `attn` and `mlp`; modules with "merger" in their name are its mergers,
@@ -8,8 +8,8 @@ which `model.freeze_merger` freezes.
 import re
 from typing import Literal
 
-# Linears of each component of `lora.targets` (config.lora.COMPONENTS), of mergers with their norms.
-# Experts are `experts.experts` in checkpoints, and share a name in `lora.targets`.
+# Linear layers of each component of `lora.targets` (config.lora.COMPONENTS), mergers with their
+# norms. Experts are `experts.experts` in checkpoints, and share one name in `lora.targets`.
 LINEARS = {
     "language.attention": r"language_model\..*\.self_attention\.linear_(qkv|proj)",
     "language.linear_attention": r"language_model\..*\.self_attention\.(in|out)_proj",
@@ -23,15 +23,15 @@ ModelPart = Literal["tower", "merger", "embedding", "attention", "mlp", "experts
 
 
 def lora_component(linear: str) -> str | None:
-    """Return the component of a linear, None for one that no adapter can be put on."""
+    """Return the component of a linear layer, or None if it cannot have an adapter."""
     return next((name for name, rule in LINEARS.items() if re.fullmatch(rule, linear)), None)
 
 
 def model_part(key: str) -> ModelPart:
     """Return the part of the model that a tensor belongs to.
 
-    A layer's norm counts with what follows it, a router with its experts, the final norm and a
-    value head with the output layer.
+    A layer's norm belongs to the module that follows it, a router to its experts, and the final
+    norm and a value head to the output layer.
     """
     names = key.split(".")
     if names[0] == "visual":

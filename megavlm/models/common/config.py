@@ -14,10 +14,13 @@ from megavlm.parallel.mesh import Layout
 
 @dataclass
 class LanguageConfig(TransformerConfig):
-    """megatron-core's configuration and what this model adds. `tree_attention`: backend of the core
-    attention (`attention_backends`). `deepstack_levels`: tower features that are added to the
-    hidden states, one level after each of the first layers. `fused_weight_gradients`: Transformer
-    Engine's linears add weight gradients into `main_grad` within the matrix product.
+    """megatron-core's configuration with the fields that this model adds.
+
+    tree_attention: Backend of the core attention (`attention_backends`).
+    deepstack_levels: Number of levels of tower features that are added to the hidden states, one
+        level after each of the first layers.
+    fused_weight_gradients: Transformer Engine's linear layers add weight gradients to `main_grad`
+        within the matrix product.
     """
 
     tree_attention: str = "sdpa"
@@ -27,15 +30,19 @@ class LanguageConfig(TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of a model beside its architecture and layout.
+    """Options of a model that are not part of its architecture or layout.
 
-    `sequence`: sequence parallelism over the tensor axis. `recompute`: activations of the language
-    model that are computed again in backward, "selective" those of `recompute_modules`
-    (megatron-core's names), "full" all between the inputs of every `recompute_layers` layers.
-    `first_stage_layers`, `last_stage_layers`: language layers of those pipeline stages where the
-    split is not even. `head`: outputs of the last stage; a separate critic has "values", a policy
-    with a shared critic "both". `grouped_experts`: on a GPU the experts of a layer are one kernel,
-    which takes no adapters. `fusions`: on a GPU, fused kernels (`model.fusions`).
+    sequence: Use sequence parallelism over the tensor axis.
+    recompute: Activations of the language model that the backward pass recomputes. "selective"
+        recomputes `recompute_modules` (megatron-core's names), "full" everything between the
+        inputs of every `recompute_layers` layers.
+    first_stage_layers, last_stage_layers: Number of language layers on these pipeline stages; None
+        splits layers evenly.
+    grouped_experts: On a GPU, compute the experts of a layer with one kernel, which does not
+        support adapters.
+    fusions: On a GPU, use fused kernels (`model.fusions`).
+    head: Outputs of the last stage. A separate critic has "values", a policy with a shared critic
+        has "both".
     """
 
     dtype: torch.dtype = torch.float32
@@ -59,7 +66,7 @@ class ModelOptions:
         model, parallel, recompute = config.model, config.parallel, config.recompute
         attention: str = model.attention
         if attention == "auto":
-            # flash kernels take half precision only
+            # flash kernels support half precision only
             flash = platform.has_gpu() and model.dtype == "bfloat16"
             attention = "flash" if flash else "sdpa"
         return cls(
@@ -83,8 +90,8 @@ class ModelOptions:
 def language_config(
     architecture: dict[str, Any], layout: Layout, options: ModelOptions
 ) -> LanguageConfig:
-    """Return the configuration of an architecture (a family's `architecture(hf_config)`) under a
-    layout.
+    """Return megatron-core's configuration for an architecture (the result of a family's
+    `architecture(hf_config)`), a layout and options.
     """
     virtual = layout.virtual if layout.virtual > 1 else None
     has_experts = "num_moe_experts" in architecture
@@ -107,30 +114,31 @@ def language_config(
         bf16=options.dtype == torch.bfloat16,
         tree_attention=options.attention,
         **_recompute(options),
-        # Packs differ in length, so stages send the shape along.
+        # Packs differ in length, so pipeline stages also send the shape.
         variable_seq_lengths=layout.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",  # noqa: S106  # which variable lengths need
+        moe_token_dispatcher_type="alltoall",  # noqa: S106  # variable lengths need it
         # Virtual stages without overlap give wrong gradients in megatron-core 0.16.1.
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
-        # With overlap on gloo it corrupts what is still being sent.
+        # On gloo with overlap, deallocation would corrupt outputs that are still being sent.
         deallocate_pipeline_outputs=platform.has_gpu(),
         moe_grouped_gemm=has_experts and platform.has_gpu() and options.grouped_experts,
         cuda_graph_scope=[],
         attention_softmax_in_fp32=True,
-        # Losses come divided by their global denominator: gradients are summed, never averaged.
+        # Losses are already divided by their global denominator, so gradients are summed and never
+        # averaged.
         calculate_per_token_loss=True,
-        bias_activation_fusion=fused,  # SwiGLU, which keeps its input alone for backward
-        # Angles are per token, and PackLayout is no "thd" to megatron-core: the kernel takes them
-        # as they are, M-RoPE's too.
+        bias_activation_fusion=fused,  # SwiGLU; it keeps only its input for the backward pass
+        # Angles are given per token, and megatron-core does not treat PackLayout as "thd". So the
+        # kernel uses the angles unchanged, M-RoPE's too.
         apply_rope_fusion=fused,
         moe_permute_fusion=fused and has_experts,
         fused_weight_gradients=fused,
-        # Of megatron-core's own linears, which need apex for it. There is none but the output
-        # layer, whose product is computed in chunks (`token_scores`).
+        # This is for megatron-core's own linear layers, and needs apex. Only the output layer is
+        # one, and its product is computed in chunks (`token_scores`).
         gradient_accumulation_fusion=False,
-        # There is no dropout and no bias to add, no softmax beside the tree attention's, and no
-        # norm of apex. megatron-core's fused cross-entropy would need all logits at once.
+        # There is no dropout, no bias to add, no softmax outside of tree attention, and no apex
+        # norm. megatron-core's fused cross-entropy would need all logits at once.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

@@ -1,9 +1,9 @@
 """DeepStack: tower features of level k are added to the hidden states after language layer k.
 
 The levels of a pack are one tensor of rows [levels x m, 1, H], level after level; m is the number
-of image tokens among this rank's hidden states. Layers receive it as megatron-core's
-`context`, which is an explicit input of recomputed regions, so gradients reach every level. Between
-pipeline stages the rows that later layers need travel behind the hidden states in one tensor.
+of image tokens among this rank's hidden states. Layers receive it as megatron-core's `context`:
+this is an explicit input of recomputed regions, so that gradients reach every level. Pipeline
+stages send the rows that later layers need together with the hidden states, in one tensor.
 Source: transformers `models/qwen3_vl/modeling_qwen3_vl.py`.
 """
 
@@ -18,7 +18,9 @@ from megavlm.models.common.pack_layout import PackLayout
 
 
 class DeepStackLayer(TransformerLayer):
-    """Transformer layer that adds its level, if it has one and the pack has images."""
+    """Transformer layer that adds its DeepStack level to the hidden states, if it has one and the
+    pack has images.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         levels, layout = kwargs.pop("context"), kwargs["packed_seq_params"]
@@ -33,8 +35,8 @@ class DeepStackLayer(TransformerLayer):
 class StageLayout(PackLayout):
     """Pack layout of a pipeline stage, with the rows that DeepStack levels are added to.
 
-    `vision_rows` [m]: the image tokens among this rank's hidden states. `first_level`: the level of
-    the first rows of this stage's levels.
+    vision_rows: [m] Rows of the image tokens among this rank's hidden states.
+    first_level: Number of the first level that this stage receives.
     """
 
     vision_rows: Tensor
@@ -49,15 +51,17 @@ class StageLayout(PackLayout):
 def join_levels(
     hidden: Tensor, levels: Tensor | None, layout: StageLayout, next_layer: int
 ) -> Tensor:
-    """Return what a stage sends: hidden states, then the levels of `next_layer` and later ones."""
+    """Return the tensor that a stage sends: hidden states, then the levels of `next_layer` and of
+    later layers.
+    """
     if levels is None:
         return hidden
-    # Where all levels are used, no row follows, but the levels stay in the graph.
+    # If all levels are used, no rows are appended, but the levels stay in the graph.
     used = (next_layer - layout.first_level) * len(layout.vision_rows)
     return torch.cat([hidden, levels[used:]])
 
 
 def split_levels(received: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Split what a stage received into hidden states of `num_rows` rows and levels."""
+    """Split a received tensor into hidden states (the first `num_rows` rows) and levels."""
     hidden, levels = received.split([num_rows, received.size(0) - num_rows])
     return hidden, levels

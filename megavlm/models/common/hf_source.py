@@ -16,10 +16,10 @@ SINGLE = "model.safetensors"
 
 
 class HFFolder(Mapping[str, Tensor]):
-    """Tensors of an HF folder by the names in its files, each read on access.
+    """Tensors of an HF folder by the names in its files. A tensor is read when it is accessed.
 
-    Only safetensors are read: pickled weights can run code. Opening reads the headers, so that a
-    missing or truncated file raises ValueError before anything is loaded.
+    Only safetensors are read, because pickled weights can run code. The constructor reads the
+    headers, so that a missing or truncated file raises ValueError before anything is loaded.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -48,16 +48,16 @@ class HFFolder(Mapping[str, Tensor]):
         return row
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype, from the header alone."""
+        """Return a tensor's dtype, from the header only."""
         empty: Tensor = self._slice(name)[:0]
         return empty.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, from the header alone."""
+        """Return a tensor's shape, from the header only."""
         return tuple(self._slice(name).get_shape())
 
     def where(self, name: str) -> str:
-        """Return the file that holds a tensor, for messages."""
+        """Return the file that holds a tensor, for error messages."""
         return str(self._places[name])
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class HFFolder(Mapping[str, Tensor]):
 
 
 class StateDict(Mapping[str, Tensor]):
-    """Tensors in memory, with HFFolder's interface."""
+    """Tensors in memory, with the interface of HFFolder."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -123,7 +123,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Read tensor name -> file name; empty for a folder with a single weight file."""
+    """Read the map from tensor name to file name. It is empty for a folder with a single weight
+    file.
+    """
     path = folder / INDEX
     if (folder / SINGLE).is_file() or not path.is_file():
         return {}

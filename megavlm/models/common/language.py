@@ -1,7 +1,7 @@
 """Language model: one stage of megatron-core's GPTModel over packs, with positions given per token.
 
-Its layers are Transformer Engine's on a GPU, megatron-core's own on a CPU; tree attention,
-DeepStack and one checkpoint form in both.
+The layers are Transformer Engine's on a GPU and megatron-core's own on a CPU. Both have tree
+attention, DeepStack and the same checkpoint keys.
 """
 
 from dataclasses import dataclass
@@ -38,8 +38,10 @@ from megavlm.parallel import platform
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """Place of a chunk of layers in the pipeline. `is_first`, `is_last`: of the whole model.
-    `index`: of the chunk in its stage, None where the stage has one.
+    """Place of a chunk of layers in the pipeline.
+
+    is_first, is_last: Whether the chunk is the first or the last one of the whole model.
+    index: Index of the chunk in its stage, None if the stage has only one chunk.
     """
 
     is_first: bool
@@ -48,8 +50,8 @@ class ChunkPlace:
 
 
 class LanguageModel(GPTModel):
-    """Layers of a pipeline stage (of one chunk of it), with the embedding on the first and the
-    final norm and output layer on the last.
+    """Layers of a pipeline stage, or of one chunk of it. The first chunk of the model also has the
+    embedding, the last one the final norm and the output layer.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class LanguageModel(GPTModel):
         groups: ProcessGroupCollection,
         has_output: bool,
     ) -> None:
-        """Build the chunk at `place`. `hf_config`: transformers' configuration. `has_output`: False
-        for a critic, whose last stage has no output layer.
+        """Build the chunk at `place`.
+
+        hf_config: transformers' configuration.
+        has_output: False for a separate critic; its last stage has no output layer.
         """
         super().__init__(
             config=config,
@@ -76,7 +80,7 @@ class LanguageModel(GPTModel):
                 bool(hf_config.tie_word_embeddings) and has_output
             ),
             position_embedding_type="none",
-            scatter_embedding_sequence_parallel=False,  # image features go in first
+            scatter_embedding_sequence_parallel=False,  # image features must be inserted first
             pg_collection=groups,
             vp_stage=place.index,
         )
@@ -86,7 +90,7 @@ class LanguageModel(GPTModel):
         self.rotary = MultimodalRotary(rotary)
         if place.is_last and not has_output:
             del self.output_layer
-            self.post_process = False  # of GPTModel: no output layer to save
+            self.post_process = False  # tells GPTModel that there is no output layer to save
 
     @property
     def first_layer(self) -> int:
@@ -95,25 +99,25 @@ class LanguageModel(GPTModel):
 
     @property
     def next_layer(self) -> int:
-        """Index of the layer that follows this chunk's last."""
+        """Index of the layer that follows this chunk's last layer."""
         return self.decoder.layers[-1].layer_number
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return embeddings [t, 1, H] of token ids [t], whole on every rank of the tensor axis."""
+        """Return the embeddings [t, 1, H] of token ids [t], in full on every tensor rank."""
         return self.embedding(input_ids=token_ids[None], position_ids=None)
 
     def forward(
         self, hidden: Tensor, levels: Tensor | None, positions: Tensor, layout: PackLayout
     ) -> Tensor:
-        """Run hidden states [t, 1, H] ([t / tp, 1, H] under sequence parallelism) through this
+        """Run hidden states [t, 1, H] ([t / tp, 1, H] with sequence parallelism) through this
         chunk's layers. Returns the same shape.
 
-        `levels`: DeepStack features for this chunk's layers and later ones (`deepstack`).
-        `positions`: [3, t].
+        levels: DeepStack features for this chunk's layers and later ones (`deepstack`).
+        positions: [3, t]
         """
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            # A recomputed region gives no gradients unless one of its inputs asks for them; with
-            # adapters on a frozen embedding none would.
+            # A recomputed region has gradients only if one of its inputs requires them. With
+            # adapters on a frozen embedding, no input would.
             hidden = hidden.detach().requires_grad_()
         self.decoder.set_input_tensor(hidden)
         return self.decoder(
@@ -132,8 +136,8 @@ class LanguageModel(GPTModel):
 
 
 class MultimodalRotary(nn.Module):
-    """Angles of each token: positions [3, T] to [T, 1, 1, head_dim], the form that megatron-core's
-    attention applies.
+    """Rotary angles of each token: maps positions [3, T] to [T, 1, 1, head_dim], the form that
+    megatron-core's attention uses.
     """
 
     inverse_frequencies: Tensor
@@ -148,14 +152,14 @@ class MultimodalRotary(nn.Module):
         self.register_buffer("axes", torch.tensor(axes), persistent=False)
 
     def forward(self, positions: Tensor) -> Tensor:
-        # fp32 whatever the model's dtype: bf16 holds integers only up to 256
+        # In fp32 for every dtype of the model: bf16 represents integers exactly only up to 256.
         angles = positions[self.axes].t().float() * self.inverse_frequencies.float()
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
 
 class MegatronRMSNorm(nn.RMSNorm):
-    """RMSNorm with megatron-core's constructor, and the mark by which its gradients are summed
-    under sequence parallelism. A zero-centred one multiplies with 1 + weight, in fp32.
+    """RMSNorm with megatron-core's constructor, and with the attribute that makes megatron-core sum
+    its gradients under sequence parallelism. A zero-centred norm multiplies by 1 + weight, in fp32.
     """
 
     def __init__(
@@ -190,7 +194,9 @@ def layer_specs(
 
 
 class LayerKind(NamedTuple):
-    """Kind of a layer: with experts, or with Gated DeltaNet in the place of attention."""
+    """Kind of a layer: whether it has experts, and whether it has Gated DeltaNet instead of
+    attention (`is_linear`).
+    """
 
     has_experts: bool
     is_linear: bool
@@ -238,8 +244,8 @@ def _layer_spec(config: LanguageConfig, kind: LayerKind) -> ModuleSpec:
 
 
 def _norm_keys(kind: LayerKind) -> dict[str, str]:
-    """Return names of norms and their checkpoint keys, in which a norm belongs to the linear after
-    it, as where the two are fused.
+    """Return the map from names of norms to their checkpoint keys. In the keys a norm belongs to
+    the linear layer after it, as in Transformer Engine's layers, where the two are fused.
     """
     linear = "in_proj" if kind.is_linear else "linear_qkv"
     keys = {"input_layernorm.": f"self_attention.{linear}.layer_norm_"}

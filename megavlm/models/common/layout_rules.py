@@ -1,5 +1,5 @@
-"""Rules of the layouts that a model can have, checked before anything is built: megatron-core
-refuses some of them with an assertion deep inside, and others not at all.
+"""Rules for the layouts of a model. They are checked before anything is built, because
+megatron-core rejects some wrong layouts by an assertion deep inside, and others not at all.
 
 A model folder is checked by the same rules before a run (`run/preflight_layout.py`). Nothing here
 imports torch or megatron-core.
@@ -23,10 +23,10 @@ def check_model_layout(
     vocab_size: int,
     recompute_layers: int = 1,
 ) -> None:
-    """Raise ValueError, naming the key, its value and what would work, for a layout that the model
-    cannot have.
+    """Raise ValueError for a layout that the model does not support. The message names the key, its
+    value and values that would work.
 
-    `recompute_layers`: layers between kept inputs under full recomputation.
+    recompute_layers: Number of layers between kept inputs with full recomputation.
     """
     _check_tensor(architecture, layout.tensor, vocab_size)
     _check_linear_attention(architecture, layout)
@@ -58,7 +58,7 @@ def _tensor_problems(architecture: Architecture, size: int, vocab_size: int) -> 
             f"parallel.tensor={size} neither divides the model's num_key_value_heads={groups} nor "
             "gives each of them equally many ranks"
         )
-    # Ranks that share a key-value head cut the rows that they gather anywhere.
+    # Ranks that share a key-value head gather all rows and cut them evenly, regardless of heads.
     queries = 2 * heads if architecture.get("attention_output_gate") else heads
     rows = (queries + 2 * groups) * architecture["kv_channels"]
     if rows % size:
@@ -69,8 +69,8 @@ def _tensor_problems(architecture: Architecture, size: int, vocab_size: int) -> 
 
 
 def _check_linear_attention(architecture: Architecture, layout: "Layout") -> None:
-    """Check that the heads of Gated DeltaNet divide over the tensor axis and, there, the context
-    axis, whose ranks compute all tokens of some heads.
+    """Check that the heads of Gated DeltaNet can be split over the tensor and the context axis. The
+    context ranks split heads, too: each computes all tokens of some heads.
     """
     heads, size = architecture.get("linear_num_key_heads", 0), layout.tensor * layout.context
     if heads % size:
@@ -83,7 +83,9 @@ def _check_linear_attention(architecture: Architecture, layout: "Layout") -> Non
 
 
 def _check_stages(num_layers: int, layout: "Layout", options: "ModelOptions") -> None:
-    """Check that every chunk of every pipeline stage gets equally many layers."""
+    """Check that the stages without a given number of layers get equally many, and that the chunks
+    of a stage do.
+    """
     given = [options.first_stage_layers, options.last_stage_layers]
     if _splits(num_layers, layout, given):
         return
@@ -99,7 +101,9 @@ def _check_stages(num_layers: int, layout: "Layout", options: "ModelOptions") ->
 def _check_recompute(
     num_layers: int, layout: "Layout", options: "ModelOptions", recompute_layers: int
 ) -> None:
-    """Check that regions of so many layers fill each chunk: megatron-core has none for a rest."""
+    """Check that `recompute_layers` divides the layers of each chunk: megatron-core does not
+    support a smaller last region.
+    """
     given = [options.first_stage_layers, options.last_stage_layers]
     for stage in _per_stage(num_layers, layout, given):
         chunk = stage // layout.virtual
@@ -116,7 +120,7 @@ def _splits(num_layers: int, layout: "Layout", given: list[int | None]) -> bool:
 
 
 def _per_stage(num_layers: int, layout: "Layout", given: list[int | None]) -> list[int]:
-    """Return the distinct numbers of layers per stage; 0 where layers do not divide."""
+    """Return the distinct numbers of layers per stage, with a 0 if the layers do not divide."""
     named = [count for count in given if count is not None]
     left, others = num_layers - sum(named), layout.pipeline - len(named)
     if others <= 0:
@@ -125,8 +129,8 @@ def _per_stage(num_layers: int, layout: "Layout", given: list[int | None]) -> li
 
 
 def _split_that_works(num_layers: int, layout: "Layout") -> str:
-    """Describe an even split, or one with fewer layers on the first and the last stage, which also
-    hold the tower, the embedding and the output layer. Empty where neither works.
+    """Describe an even split, or one with fewer layers on the first and the last stage, since these
+    also hold the tower, the embedding and the output layer. Returns "" if neither works.
     """
     if _splits(num_layers, layout, [None, None]):
         return "; an even split works"
@@ -169,7 +173,7 @@ def _check_experts(architecture: Architecture, layout: "Layout", options: "Model
 
 
 def _expert_layers(architecture: Architecture) -> list[int]:
-    """Return 1 for each layer with experts, 0 for each dense one."""
+    """Return 1 for each layer with experts, 0 for each dense layer."""
     dense = [0] * architecture["num_layers"]
     layers: list[int] = architecture.get("moe_layer_freq", dense)
     return layers

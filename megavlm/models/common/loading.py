@@ -1,4 +1,6 @@
-"""Loading of HuggingFace weights: a source checked against a mapping, and each rank's slices."""
+"""Loading of HuggingFace weights: the source is checked against a mapping, and each rank copies its
+slices.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,33 +24,36 @@ MEMORY: Form = "memory"
 EMBEDDING = "model.embed_tokens.weight"  # a short name
 HEAD = "lm_head.weight"
 
-# A critic's own, which starts at zero; HF models have none.
+# The critic's value head is not loaded: HF models have none, and it starts at zero.
 VALUE_HEAD = "value_head."
 
 
 class HubTensors:
     """Source of HF tensors, checked against a mapping's names and shapes.
 
-    Names. Hub files of Qwen2-VL and Qwen2.5-VL have `visual.*` and `model.layers.*`; those of
-    Qwen3-VL, and transformers 5 in memory, `model.visual.*` and `model.language_model.layers.*`.
-    Both are read.
+    Names. Hub files of Qwen2-VL and Qwen2.5-VL have `visual.*` and `model.layers.*`. Hub files of
+    Qwen3-VL, and models of transformers 5 in memory, have `model.visual.*` and
+    `model.language_model.layers.*`. Both are read.
 
-    Experts. They are stacked as in hub files (of Qwen3-VL `gate_up_proj` [E, H, 2I], `down_proj`
-    [E, I, H]), or as transformers 5 holds them in memory ([E, 2I, H], [E, H, I], which Qwen3.5's
-    hub files have too), or are a tensor each (`experts.3.gate_proj.weight` [I, H]). The last is
-    recognised by names; `form` tells the first two apart. A folder of Qwen3-VL saved by
-    transformers 5 is in MEMORY form. One of the two stacks is never square, so that shapes tell
-    the form where `form` is None, and a wrong one is refused.
+    Experts. They have one of three forms:
+
+    - HUB: stacked as in hub files of Qwen3-VL, `gate_up_proj` [E, H, 2I] and `down_proj` [E, I, H].
+    - MEMORY: stacked as in models of transformers 5 in memory, [E, 2I, H] and [E, H, I]. Hub files
+      of Qwen3.5, and folders of Qwen3-VL that transformers 5 saved, have this form, too.
+    - Separate: one tensor per expert, `experts.3.gate_proj.weight` [I, H]. Names show this form.
+
+    `form` tells HUB and MEMORY apart; None infers it from the shapes. At least one of the two
+    stacks is not square, so that a wrong form is always detected, and refused.
     """
 
     def __init__(
         self, entries: Sequence[Entry], source: Mapping[str, Tensor], form: Form | None = HUB
     ) -> None:
-        """Raise ValueError with the name of a tensor that is missing, unknown, or of another
-        shape.
+        """Check the source. Raises ValueError with the name of a tensor that is missing, unknown,
+        or of another shape.
         """
         self._source = source if isinstance(source, HFFolder) else StateDict(source)
-        self._names: dict[str, str] = {}  # short name -> the source's
+        self._names: dict[str, str] = {}  # short name -> name in the source
         for name in source:
             if name.startswith(UNTRAINED):
                 continue
@@ -65,14 +70,16 @@ class HubTensors:
             self._check_shapes(entry)
 
     def read(self, entry: Entry) -> Tensor:
-        """Read the full Megatron tensor of an entry. Of stacked experts only this one is read."""
+        """Read the full Megatron tensor of an entry. If experts are stacked, only this entry's
+        expert is read.
+        """
         if entry.expert is None:
             return entry.to_megatron([self._source[self._names[short_name(x)]] for x in entry.hf])
         return entry.to_megatron([self._expert(entry, x, entry.expert) for x in entry.hf])
 
     def dtype(self, entries: Iterable[Entry]) -> torch.dtype:
-        """Return the dtype of the tensors that make the entries of one key. Raises ValueError where
-        they differ.
+        """Return the dtype of the source tensors of one key's entries. Raises ValueError if their
+        dtypes differ.
         """
         names = {self._names[short]: None for entry in entries for short in self._parts(entry)}
         dtypes = {self._source.dtype(name) for name in names}
@@ -81,7 +88,7 @@ class HubTensors:
         return dtypes.pop()
 
     def _expert(self, entry: Entry, stack: str, expert: int) -> Tensor:
-        """Read an expert's row of a stack, in the hub's form."""
+        """Read one expert's row of a stack, in the HUB form."""
         if self._is_stacked(stack):
             row = self._source.row(self._names[short_name(stack)], expert)
             is_hub = self.form == HUB
@@ -95,7 +102,7 @@ class HubTensors:
         return short in self._names or short.rpartition(".")[0] not in self._unstacked
 
     def _parts(self, entry: Entry) -> list[str]:
-        """Return the short names of the source's tensors that an entry is made of."""
+        """Return the short names of the source tensors that an entry is made of."""
         parts: list[str] = []
         for name in entry.hf:
             if entry.expert is None or self._is_stacked(name):
@@ -147,7 +154,7 @@ class HubTensors:
                 self._check_stack(self._names[short_name(name)], forms)
 
     def _form_of(self, entries: Iterable[Entry]) -> Form:
-        """Return the form that the shapes of all stacks have; HUB where they have none."""
+        """Return MEMORY if the shapes of all stacks have this form, else HUB."""
         stacks = [
             self._source.shape(self._names[short_name(name)]) == stack_shape(entry, shape, MEMORY)
             for entry in entries
@@ -189,8 +196,10 @@ def has_own_head(source: Mapping[str, Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """Tensor of the model on this rank. `key` and `expert` identify its entry: the
-    sharded-state-dict key, and for an expert's tensor the expert's number in the whole model.
+    """Tensor of the model on this rank. `key` and `expert` identify its entry.
+
+    key: Key of the sharded state dict.
+    expert: For a tensor of an expert, the expert's number in the whole model.
     """
 
     key: str
@@ -206,11 +215,15 @@ def load_hf(
     mesh: Mesh,
     form: Form = HUB,
 ) -> None:
-    """Copy this rank's slices of HF tensors into the model's own, in place, in the model's dtype.
+    """Copy this rank's slices of HF tensors into the model's tensors, in place, in the model's
+    dtype.
 
-    `source` is an HFFolder or a state dict, `form` as in HubTensors. The model's tensors are those
-    of `model.sharded_state_dict()`; each must have an entry, but a pipeline stage holds only some.
-    A value head is left as it is. Raises ValueError with the name of a tensor that is missing,
+    entries: The mapping of the whole model. Each tensor of `model.sharded_state_dict()` must have
+        an entry; a pipeline stage holds only some of the entries' tensors.
+    source: An HFFolder or a state dict.
+    form: Form of stacked experts, as in HubTensors.
+
+    A value head is not changed. Raises ValueError with the name of a tensor that is missing,
     unknown, or of another shape.
     """
     tensors = HubTensors(entries, source, form)
@@ -232,7 +245,7 @@ def load_hf(
 def local_tensors(model: MegatronModule) -> list[LocalTensor]:
     """Return the model's tensors on this rank.
 
-    Leaves out `_extra_state` objects (Transformer Engine's fp8 states), which HF does not have.
+    `_extra_state` objects (Transformer Engine's fp8 states) are left out, since HF has none.
     """
     state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     return [
@@ -243,15 +256,15 @@ def local_tensors(model: MegatronModule) -> list[LocalTensor]:
 
 
 def _expert_number(value: ShardedTensor | ShardedTensorFactory) -> int | None:
-    """Return the expert's number: megatron-core stacks experts, and nothing else, along a prepended
-    axis.
+    """Return the expert's number, or None for a tensor that is not an expert's. megatron-core
+    stacks experts, and nothing else, along a prepended axis.
     """
     tensor = value.build()[0] if isinstance(value, ShardedTensorFactory) else value
     return tensor.global_offset[0] if tensor.prepend_axis_num else None
 
 
 def stack_shape(entry: Entry, shape: Shape, form: Form) -> Shape:
-    """Return the shape in a form of one of the entry's stacks, of hub shape `shape`."""
+    """Return the shape that a stack of the entry has in `form`. `shape` is its shape on the hub."""
     if form == HUB or not entry.transposed:
         return shape
     count, rows, columns = shape
@@ -259,7 +272,7 @@ def stack_shape(entry: Entry, shape: Shape, form: Form) -> Shape:
 
 
 def _one_expert(stack: str, expert: int) -> list[str]:
-    """Return the names of one expert's tensors where experts are not stacked."""
+    """Return the names of one expert's tensors if experts are not stacked."""
     layer, _, kind = stack.rpartition(".")
     projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
     return [f"{layer}.{expert}.{projection}.weight" for projection in projections]

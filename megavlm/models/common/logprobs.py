@@ -1,8 +1,8 @@
 """Log-probs and entropies of target tokens under a vocabulary-parallel output layer.
 
 Only hidden states that predict a target are passed in, and only a chunk of their logits exists at a
-time, in forward and in backward: [T, V] is never held. Shapes: N targets, H hidden, V/tp the
-vocabulary of this rank, C a chunk of targets.
+time, in the forward and the backward pass; logits [T, V] are never in memory. Shapes: N targets, H
+hidden size, V/tp vocabulary of this rank, C targets in a chunk.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ SUPPRESSED_LOGIT = -1e30
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of target tokens, fp32 [N] each: natural log-prob, entropy of its distribution in
-    nats, and the critic's value. Empty where the model has no such head.
+    """Scores of target tokens, fp32 [N] each: log-prob (natural logarithm), entropy of the token's
+    distribution in nats, and the critic's value. A score is empty if the model has no head for it.
     """
 
     logprobs: Tensor
@@ -34,11 +34,13 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Distribution that log-probs are of: logits divided by `temperature`, `suppressed_ids` (of the
-    whole vocabulary) with probability 0.
+    """Distribution of the log-probs: logits are divided by `temperature`, and `suppressed_ids` (of
+    the whole vocabulary) have probability 0.
 
-    Both equal the rollout server's, which returns log-probs of the distribution it samples from.
-    entropy: compute entropies, too, which passes without a loss do not need.
+    Both must equal the rollout server's settings: the server returns log-probs of the distribution
+    that it samples from.
+
+    entropy: Also compute entropies. Passes without a loss do not need them.
     """
 
     temperature: float = 1.0
@@ -55,18 +57,19 @@ def token_scores(
     group: dist.ProcessGroup,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs [N] and entropies [N] of targets; without `scoring.entropy` these are empty
-    and there is no gradient. Collective over `group`, the tensor axis.
+    """Compute log-probs [N] and entropies [N] of targets. Without `scoring.entropy`, entropies are
+    empty and there is no gradient. Collective over `group`, the tensor axis.
+
+    chunk_size: Targets whose logits are in memory at a time; None uses default_chunk_size.
 
     The gradient with respect to `hidden_NH` is this rank's part of a sum over the tensor axis.
-    Besides inputs and gradients, two fp32 tensors [chunk_size, V/tp] are held. chunk_size: None:
-    see default_chunk_size.
+    Apart from inputs and gradients, two fp32 tensors [chunk_size, V/tp] are in memory.
 
     Source: d logp/dz = onehot - p; d entropy/dz = -p (log p + entropy), z the scaled logits.
     """
     suppressed = None
     if scoring.suppressed_ids:
-        # Chosen on the host: a mask as an index would wait for the GPU.
+        # Selected on the host: indexing by a mask would wait for the GPU.
         local = (i - group.rank() * weight_VH.size(0) for i in scoring.suppressed_ids)
         held = [i for i in local if 0 <= i < weight_VH.size(0)]
         suppressed = torch.tensor(held, dtype=torch.long, device=weight_VH.device)
@@ -83,10 +86,13 @@ def token_scores(
 
 
 def default_chunk_size(vocab_size: int, device_type: str) -> int:
-    """Return how many targets make a chunk. vocab_size: V/tp.
+    """Return the number of targets in a chunk.
 
-    Backward reads and writes the whole fp32 gradient of the weight for each chunk. On a GPU chunks
-    are large, 2,048 to 4,096 targets with two tensors of about 2.5 GB; on a CPU memory is short.
+    vocab_size: Size of this rank's vocabulary, V/tp.
+
+    The backward pass reads and writes the whole fp32 gradient of the weight for each chunk.
+    Therefore chunks are large on a GPU: 2,048 to 4,096 targets, with two tensors of about 2.5 GB
+    together. On a CPU they are small, since memory is short.
     """
     if device_type == "cpu":
         return 256
@@ -95,7 +101,10 @@ def default_chunk_size(vocab_size: int, device_type: str) -> int:
 
 @dataclass(frozen=True)
 class _Logits:
-    """Scaled logits of hidden states. `suppressed`: ids in this rank's vocabulary."""
+    """Scaled logits of hidden states.
+
+    suppressed: Suppressed ids as indices into this rank's vocabulary.
+    """
 
     weight_VH: Tensor
     temperature: float
@@ -103,8 +112,8 @@ class _Logits:
     entropy: bool
 
     def write(self, hidden_CH: Tensor, out: Tensor) -> Tensor:
-        """Write the logits into the first C rows of `out`, fp32, and return these: new memory for
-        every chunk would double it, and on a CPU take as long as the arithmetic.
+        """Write the logits to the first C rows of `out` (fp32) and return these rows. Allocating
+        memory for every chunk would double the memory, and on a CPU take as long as the arithmetic.
         """
         logits_CV = out[: len(hidden_CH)]
         if self.weight_VH.dtype == torch.float32:
@@ -171,7 +180,7 @@ class _ChunkedScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, local_ids_N, log_sum_N, entropy_N = ctx.saved_tensors
         grad_logprob_N = torch.zeros_like(log_sum_N) if grads[0] is None else grads[0]
-        grad_entropy_N = grads[1]  # None where the loss has no entropy in it
+        grad_entropy_N = grads[1]  # None if the loss does not depend on the entropy
         grad_hidden = torch.empty_like(hidden_NH)
         grad_weight = (
             torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None

@@ -1,6 +1,7 @@
-"""LoRA: a frozen model with small trained adapters, which are disabled for the reference model.
+"""LoRA: a frozen model with small trained adapters. With its adapters disabled, it is the reference
+model.
 
-Add adapters after the model has its weights and before gradient buffers are made around it.
+Add adapters after the model's weights are loaded and before its gradient buffers are allocated.
 """
 
 import contextlib
@@ -16,12 +17,14 @@ from megavlm.models.common.model import VisionLanguageModel
 
 
 def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -> None:
-    """Freeze all of the model but a value head, and put adapters on this rank's linears that
-    `settings.targets` choose. `model`: the part of a model that a pipeline stage, or one chunk of
-    it, holds.
+    """Freeze the model except its value head, and add adapters to this rank's linear layers that
+    match `settings.targets`.
 
-    A is drawn from `seed`, the same under every layout; B is zero, so that outputs are unchanged at
-    first. Raises ValueError for a target that the whole model has no match for.
+    model: The part of a model that a pipeline stage, or one chunk of it, holds.
+    seed: Seed of the initial A, which is the same with every layout.
+
+    B is zero, so that outputs do not change at first. Raises ValueError for a target that matches
+    nothing in the whole model.
     """
     assert not any(adapters(model)), "this model has adapters already"
     tower = model.visual
@@ -37,7 +40,7 @@ def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -
         )
     model.requires_grad_(False)
     if model.value_head is not None:
-        model.value_head.requires_grad_(True)  # frozen it would stay zero
+        model.value_head.requires_grad_(True)  # it starts at zero and must be trained
     for site in found:
         setattr(site.owner, site.attribute, _adapted(site, settings, seed))
     if any(site.placement.is_expert for site in found):
@@ -45,9 +48,11 @@ def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
-    """Yield adapted linears of this rank by their names in the whole model. `NAME.weight` is the
-    key of a dense one's weight in checkpoints and in the mapping table; an expert's name has the
-    expert's number in the whole model, `...mlp.experts.5.linear_fc1`.
+    """Yield (name, layer) of this rank's adapted linear layers, with names in the whole model.
+
+    For a dense layer, `NAME.weight` is the key of its weight in checkpoints and in the mapping
+    table. The name of an expert's layer has the expert's number in the whole model:
+    `...mlp.experts.5.linear_fc1`.
     """
     for module in model.modules():
         if isinstance(module, LoRALinear):
@@ -56,7 +61,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
 
 @contextlib.contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Disable adapters within the context: the model equals its base bit for bit."""
+    """Disable adapters within the context. The model then equals its base model bit for bit."""
     switched = [module for _, module in adapters(model) if module.enabled]
     for module in switched:
         module.enabled = False
@@ -82,8 +87,8 @@ def _adapted(site: Site, settings: LoRA, seed: int) -> LoRALinear:
 
 
 def _add_expert_stream(seed: int, expert_rank: int) -> None:
-    """Add a random stream for experts' dropout: megatron-core's differs over the expert tensor
-    axis, whose ranks must drop the same entries of the tokens that they share.
+    """Add a random stream for the dropout of experts. megatron-core's stream differs over the
+    expert tensor axis, but its ranks must drop the same entries of the tokens that they share.
     """
     tracker = get_cuda_rng_tracker()
     if EXPERT_STREAM in tracker.get_states():

@@ -1,18 +1,19 @@
 """Linear layer with low-rank adapters: y = base(x) + sum over its parts of scale B A dropout(x).
 
-A part is one projection of the HF model with its own pair (A, B), as in PEFT. A fused layer holds
-several: their A's are stacked in one matrix, their B's make one matrix whose rows have the fused
-layer's own order, so two small products serve all parts. Shapes: R is the sum of
-the parts' ranks; rows and columns are those of the layer's weight on this rank.
+A part is one projection of the HF model with its own pair (A, B), as in PEFT. A fused layer has
+several parts. Their A's are stacked in one matrix, and their B's form one matrix with its rows in
+the order of the fused layer, so that two small products serve all parts. Shapes: R is the sum of
+the parts' ranks; rows and columns are the dims of the layer's weight on this rank.
 
 Parallelism. A matrix that is not cut is whole on every rank of the group, and so is its gradient:
 
     rows cut (linear_qkv, linear_fc1)        A is whole, B is cut like the weight
     columns cut (linear_proj, linear_fc2)    A is cut like the weight, B is whole
 
-Only A x, [T, R], is communicated. Under sequence parallelism the whole matrix sees a slice of the
-tokens, and megatron-core sums its gradient over the tensor axis (`sequence_parallel`). Experts
-communicate tokens outside, in the dispatcher: the whole matrix sums its gradient in backward.
+Only A x, [T, R], is communicated. With sequence parallelism the whole matrix sees a slice of the
+tokens, and megatron-core sums its gradient over the tensor axis (`sequence_parallel`). Tokens of
+experts are communicated outside of the layer, in the dispatcher, so that the gradient of the whole
+matrix is summed in the backward pass.
 """
 
 import contextlib
@@ -46,13 +47,16 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-EXPERT_STREAM = "adapter-expert-rng"  # differs between experts, agrees over the expert tensor axis
+EXPERT_STREAM = "adapter-expert-rng"  # differs between expert ranks, not between their tensor ranks
 
 
 @dataclass(frozen=True)
 class LoRAPart:
-    """One HF projection, by its name there (`q_proj`). `rows`: of its B on this rank. `rank`: 0 for
-    a projection without adapter.
+    """One projection of the HF model, with its HF name (`q_proj`).
+
+    rows: Number of rows of its B on this rank.
+    rank: Rank of its adapter, 0 for a projection without adapter.
+    scale: Factor of B A x.
     """
 
     name: str
@@ -65,10 +69,11 @@ class LoRAPart:
 class Placement:
     """Placement of a layer on the ranks of `group`.
 
-    `cut`: the dim of each part that they cut. "fused": they cut the fused rows without regard to
-    parts (more ranks than key-value heads, or rows of a part in another order than in HF), and
-    every B is whole. None: the layer is replicated.
-    `sequence`: sequence parallelism. `is_expert`: `group` is the expert tensor axis.
+    cut: The dim of each part that the ranks cut. With "fused" they cut the fused rows without
+        regard to parts, and every B is whole; this is for more ranks than key-value heads, and for
+        parts whose rows have another order than in HF. None means that the layer is replicated.
+    sequence: Whether sequence parallelism is used.
+    is_expert: Whether `group` is the expert tensor axis.
     """
 
     cut: Literal["rows", "columns", "fused"] | None
@@ -78,12 +83,12 @@ class Placement:
 
 
 class LoRALinear(nn.Module):
-    """Adapted linear in the place of `base`, with its return type: megatron-core's (output, bias),
-    or a tensor where `base` is an nn.Linear. Its state dicts have the base's keys, unchanged, and
-    `lora_A` [R, columns] and `lora_B_<part>` [rows, rank].
+    """Adapted linear layer that replaces `base`. It returns what `base` returns: (output, bias) for
+    megatron-core's layers, a tensor for an nn.Linear. Its state dicts have the unchanged keys of
+    the base, with `lora_A` [R, columns] and `lora_B_<part>` [rows, rank] added.
     """
 
-    base: Any  # a linear of megatron-core, of Transformer Engine, or nn.Linear
+    base: Any  # a linear layer of megatron-core or of Transformer Engine, or an nn.Linear
     order: Tensor | None
 
     def __init__(
@@ -98,10 +103,14 @@ class LoRALinear(nn.Module):
         dropout: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """Draw A from `seed` and `name`, the layer's in the whole model, so that it is the same
-        under every layout; B is zero. `num_blocks`: blocks that each part is cut into in the fused
-        order, where the parts' blocks alternate. `order`: instead, the place of each fused row
-        among the rows of all parts, of a layer whose placement is "fused".
+        """Initialise the adapters. A is drawn from `seed` and `name`, so that it is the same with
+        every layout; B is zero.
+
+        name: The layer's name in the whole model.
+        num_blocks: Number of blocks that each part is cut into in the fused order, in which blocks
+            of the parts alternate.
+        order: For a layer whose placement is "fused", used instead of num_blocks: the place of each
+            fused row among the rows of all parts.
         """
         super().__init__()
         self.base = base
@@ -146,14 +155,16 @@ class LoRALinear(nn.Module):
         return self.base.bias
 
     def pairs(self) -> Iterator[tuple[LoRAPart, Tensor, Tensor]]:
-        """Yield adapted parts, their A [rank, columns] (rows of `lora_A`) and B [rows, rank]."""
+        """Yield each adapted part with its A [rank, columns] (rows of `lora_A`) and its B
+        [rows, rank].
+        """
         for part, a in zip(self.parts, self.lora_A.split(self._ranks), strict=True):
             if part.rank:
                 yield part, a, self.lora_B[part.name]
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """Return this rank's shard of base + scale B A [rows, columns], computed in fp32 and
+        """Return this rank's shard of base + scale B A [rows, columns]. It is computed in fp32 and
         rounded once to the base's dtype, without communication.
         """
         up = self._up(torch.float32)
@@ -163,9 +174,9 @@ class LoRALinear(nn.Module):
         return merged.to(self.base.weight.dtype)
 
     def forward(self, x: Tensor) -> Any:
-        """Map [..., columns] to [..., rows], cut as the base cuts them."""
+        """Map [..., columns] to [..., rows], which are cut as in the base layer."""
         has_norm = hasattr(self.base, "return_layernorm_output")
-        if has_norm:  # Transformer Engine's fused norm: adapters take its output
+        if has_norm:  # Transformer Engine fuses the norm into the layer: adapters need its output
             self.base.return_layernorm_output = self.enabled
         result = self.base(x)
         if not self.enabled:
@@ -199,7 +210,7 @@ class LoRALinear(nn.Module):
         return added.view_as(output)
 
     def _communicate(self, down: Tensor) -> Tensor:
-        """Communicate A x [T, 1, R] from the ranks that compute it to those that apply B."""
+        """Communicate A x [T, 1, R] from the ranks that compute it to the ranks that apply B."""
         group = self.placement.group
         if self._is("columns"):
             if self.placement.sequence:
@@ -210,7 +221,9 @@ class LoRALinear(nn.Module):
         return copy_to_tensor_model_parallel_region(down, group=group)
 
     def _up(self, dtype: torch.dtype) -> Tensor:
-        """Return scale B of all parts [rows, R] in the fused order, zero outside a part's own A."""
+        """Return scale B of all parts [rows, R] in the fused order. The entries of a part are zero
+        in the columns of the other parts.
+        """
         padded, start, total = [], 0, sum(self._ranks)
         for part in self.parts:
             if part.rank:
@@ -228,8 +241,8 @@ class LoRALinear(nn.Module):
         return up.chunk(self.placement.group.size())[self.placement.group.rank()]
 
     def _drop(self, x: Tensor) -> Tensor:
-        """Apply dropout, the same on ranks that hold the same x. Recomputation repeats it: it
-        restores the streams of megatron-core's tracker.
+        """Apply dropout, with the same mask on ranks that hold the same x. Recomputation repeats
+        the mask, because it restores the streams of megatron-core's tracker.
         """
         if not self.training or self.dropout == 0.0:
             return x
@@ -257,11 +270,14 @@ class LoRALinear(nn.Module):
         return self.placement.cut == cut
 
     def _mark(self, parameter: nn.Parameter, cut_dim: int | None) -> None:
-        """Set the attributes by which megatron-core sums a gradient and norms count it once."""
+        """Set the attributes with which megatron-core sums the gradient over the right ranks and
+        counts it once in the gradient norm.
+        """
         is_cut, group = cut_dim is not None, self.placement.group
         if self.placement.is_expert:
-            # Reduced over the ranks that hold the same expert. The norm always counts "parallel"
-            # parameters, others by the dense tensor rank, which is unrelated to experts.
+            # `allreduce` False: the gradient is reduced over the ranks that hold the same expert.
+            # The norm counts "parallel" parameters on every rank, and other parameters only on
+            # dense tensor rank 0, which is unrelated to experts.
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.shared = not is_cut and group.rank() > 0  # type: ignore[attr-defined]
         is_parallel = is_cut or self.placement.is_expert
@@ -309,12 +325,14 @@ def is_adapter(key: str) -> bool:
 
 
 def stable_seed(label: str) -> int:
-    """Return a seed that depends on the label alone, on every rank and in every process."""
+    """Return a seed that depends only on the label: it is the same on every rank and in every
+    process.
+    """
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little")
 
 
 def _to_base(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a state dict's keys of the base to those of the module tree."""
+    """Add `base.` to the base layer's keys of a state dict, as in the module tree."""
     for key in [key for key in state if key.startswith(prefix)]:
         if not is_adapter(key.removeprefix(prefix)):
             state[f"{prefix}base.{key.removeprefix(prefix)}"] = state.pop(key)

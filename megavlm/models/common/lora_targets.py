@@ -1,7 +1,7 @@
-"""Linears that adapters can be put on, by their names in the whole model.
+"""Linear layers that can have adapters, by their names in the whole model.
 
-A name is a module's path, with the number that a layer has in the whole model. The experts of a
-layer are adapted together and share a name, `...layers.3.mlp.experts.linear_fc1`.
+A name is the path of a module, with the layer's number in the whole model. The experts of a layer
+are adapted together and share one name, `...layers.3.mlp.experts.linear_fc1`.
 """
 
 import re
@@ -29,8 +29,11 @@ from megavlm.models.linear_attention.gated_delta_net import GatedDeltaNet
 
 @dataclass(frozen=True)
 class Site:
-    """Linear of this rank: `attribute` of `owner`. `parts`: HF projections in it and the rows of
-    each, in the order of the mapping table's entry; `num_blocks` and `order` as in LoRALinear.
+    """Linear layer of this rank: `attribute` of the module `owner`.
+
+    parts: (HF projection, its number of rows) for each projection in the layer, in the order of
+        the mapping table's entry.
+    num_blocks, order: As in LoRALinear.
     """
 
     name: str
@@ -43,11 +46,13 @@ class Site:
 
 
 def choose(targets: Sequence[str], names: Mapping[str, str], *, has_tower: bool) -> set[str]:
-    """Return the names that `targets` match. `names`: every linear of the whole model and its
-    component; the tower's only where `has_tower`, and ranks with the tower check targets in it.
+    """Return the names that `targets` match.
 
-    Raises ValueError for a target that is neither a component nor a full path, for one without a
-    match, and for no target.
+    names: Maps the name of every linear layer of the whole model to its component. The tower's
+        layers are in it only if `has_tower`; only ranks with the tower check targets in it.
+
+    Raises ValueError if there are no targets, for a target that is neither a component nor a full
+    path, and for a target without a match.
     """
     if not targets:
         raise ValueError(f"lora.targets is empty: name components ({', '.join(COMPONENTS)}).")
@@ -75,8 +80,8 @@ def choose(targets: Sequence[str], names: Mapping[str, str], *, has_tower: bool)
 
 
 def linear_names(config: TransformerConfig, tower: Tower | None) -> dict[str, str]:
-    """Return the name and component of every linear that adapters can be put on, in the whole
-    model; the tower's where this rank has it.
+    """Return the name and component of every linear layer of the whole model that can have
+    adapters. The tower's layers are included if this rank has the tower.
     """
     names = []
     for index, kind in enumerate(layer_kinds(config)):
@@ -93,7 +98,9 @@ def linear_names(config: TransformerConfig, tower: Tower | None) -> dict[str, st
 
 
 def sites(model: VisionLanguageModel, chosen: set[str]) -> Iterator[Site]:
-    """Yield this rank's chosen linears. Raises ValueError where experts are one grouped matrix."""
+    """Yield this rank's chosen linear layers. Raises ValueError if chosen experts are one grouped
+    matrix.
+    """
     for layer in model.language_model.decoder.layers:
         name = f"{LANGUAGE}decoder.layers.{layer.layer_number - 1}"
         is_linear = isinstance(layer.self_attention, GatedDeltaNet)
@@ -121,10 +128,10 @@ def _attention_sites(attention: Any, name: str) -> Iterator[Site]:
     heads, groups = config.num_attention_heads, config.num_query_groups
     order = None
     if config.attention_output_gate:
-        if heads > groups:  # else a group is a query, its gate, a key and a value, as in HF
+        if heads > groups:  # otherwise a group has one query, gate, key and value, as in HF
             rows = (2 * heads * head, groups * head, groups * head)
             order = join_gated(groups, head, torch.arange(sum(rows)).split(rows))
-        heads *= 2  # each with its gate
+        heads *= 2  # q_proj has a gate for each query head
     fused = groups < group.size() or order is not None
     if not fused:
         heads, groups = heads // group.size(), groups // group.size()
@@ -197,8 +204,8 @@ def _expert_sites(experts: Any, name: str, linears: set[str]) -> Iterator[Site]:
 
 
 def _tower_linears(tower: Tower) -> list[str]:
-    """Return names within the tower; the patch embedding's, a convolution in HF, is among them and
-    has no component.
+    """Return the names of all linear layers in the tower. The patch embedding, a convolution in HF,
+    is among them; it has no component, so that it cannot be a target.
     """
     return [name for name, module in tower.named_modules() if isinstance(module, nn.Linear)]
 

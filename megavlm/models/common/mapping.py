@@ -1,8 +1,8 @@
 """Mapping table between HuggingFace tensors and Megatron tensors: one entry per Megatron tensor.
 
-Import, export, loading and weight sync read the same table. A transform moves numbers and changes
-none, works on full tensors, and depends on no model. A shard rule describes how tensor parallelism
-cuts the full Megatron tensor.
+Import, export, loading and weight sync read the same table. A transform only moves numbers, works
+on full tensors, and does not depend on a model. A shard rule describes how tensor parallelism cuts
+the full Megatron tensor.
 
 Shapes: E experts, H hidden size, I an expert's intermediate size.
 """
@@ -20,11 +20,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShardRule:
-    """Cut of a tensor along `dim` (None: every rank holds all of it).
+    """Rule that describes how ranks cut a tensor.
 
-    `parts` equal blocks follow each other along `dim`; each is cut by itself, and a rank holds its
-    piece of every block. A gated MLP's first linear has two: gate and up. `axis`: the mesh axis
-    whose ranks cut it.
+    dim: The dim that is cut, None if every rank holds the whole tensor.
+    parts: Number of equal blocks along `dim`. Each block is cut separately, and a rank holds its
+        piece of every block. The first linear layer of a gated MLP has two: gate and up.
+    axis: The mesh axis whose ranks cut the tensor.
     """
 
     dim: int | None
@@ -42,14 +43,19 @@ EXPERT_GATED = ShardRule(0, parts=2, axis="expert_tensor")
 
 @dataclass(frozen=True)
 class Entry:
-    """Megatron tensor, by its sharded-state-dict key, and the HF tensors that it is made of.
+    """Megatron tensor and the HF tensors that it is made of.
 
-    `hf` are the names that hub files use, `hf_shapes` the shapes there. With `expert`, the HF
-    tensors are stacks over experts and this tensor is made of that row of each: `to_megatron` takes
-    rows and `to_hf` returns them. All experts of a layer share the key; their tensors differ by the
-    expert's place in the sharded tensor. `transposed`: those rows are [in, out] on the hub, where a
-    linear's weight is [out, in]. `dtype`: kept by the model, its checkpoints and servers whatever
-    the others' is, None for the others'.
+    megatron: Key in the sharded state dict. All experts of a layer share one key.
+    hf, hf_shapes: Names and shapes of the HF tensors in hub files.
+    to_megatron, to_hf: Transforms of full tensors between the two sides.
+    shard: Rule that describes how tensor parallelism cuts the Megatron tensor.
+    expert: None for a dense tensor. Otherwise the HF tensors are stacks over experts, and this
+        tensor is made of row `expert` of each: `to_megatron` takes these rows, `to_hf` returns
+        them. The number is also the expert's place in the sharded tensor.
+    transposed: True if the rows of the stacks are [in, out] on the hub, where the weight of a
+        linear layer is usually [out, in].
+    dtype: Data type of this tensor in the model, its checkpoints and the servers, whatever the
+        model's dtype is. None uses the model's dtype.
     """
 
     megatron: str
@@ -64,20 +70,20 @@ class Entry:
 
     @property
     def megatron_shape(self) -> Shape:
-        """Shape of the full tensor, of one expert's where experts are stacked."""
+        """Shape of the full tensor. If experts are stacked, this is one expert's tensor."""
         shapes = self.hf_shapes if self.expert is None else [shape[1:] for shape in self.hf_shapes]
         return tuple(self.to_megatron([torch.empty(x, device="meta") for x in shapes]).shape)
 
     @property
     def checkpoint_shape(self) -> Shape:
-        """Shape of the tensor under the key in a checkpoint, where experts are stacked."""
+        """Shape of the tensor under this key in a checkpoint, which stacks experts."""
         stack = () if self.expert is None else self.hf_shapes[0][:1]
         return (*stack, *self.megatron_shape)
 
 
 def keeps_order(entry: Entry) -> bool:
-    """Return True if the rows of each HF tensor of a dense linear are in order in the Megatron
-    tensor; those of others may stand between them.
+    """Return True if the Megatron tensor of a dense linear layer has the rows of each HF tensor in
+    their order. Rows of other HF tensors may be between them.
     """
     rows = [shape[0] for shape in entry.hf_shapes]
     numbers = torch.arange(sum(rows))[:, None]
@@ -88,7 +94,7 @@ def keeps_order(entry: Entry) -> bool:
 
 def short_name(hf: str) -> str:
     """Return an HF tensor's name as in Qwen2.5-VL's hub files and in SGLang. Qwen3-VL's hub files,
-    and transformers 5 in memory, write longer prefixes.
+    and models of transformers 5 in memory, have longer prefixes.
     """
     for long, short in (("model.visual.", "visual."), ("model.language_model.", "model.")):
         if hf.startswith(long):
@@ -97,7 +103,7 @@ def short_name(hf: str) -> str:
 
 
 def by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Group entries by key: one each, or one for each expert in order."""
+    """Group entries by key. A key has one entry, or one entry for each expert, in order."""
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.megatron, []).append(entry)
@@ -110,7 +116,8 @@ def by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 def shard_tensor(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
     """Return the piece of the full Megatron tensor that rank `rank` of `size` on the axis holds.
 
-    It is a view of `full` wherever it is one block. Raises ValueError for unequal pieces.
+    The piece is a view of `full` if it is one block. Raises ValueError if the tensor cannot be cut
+    into equal pieces.
     """
     dim, parts = entry.shard.dim, entry.shard.parts
     if dim is None or size == 1:
@@ -125,7 +132,7 @@ def shard_tensor(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
 
 
 def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
-    """Join every rank's piece, in rank order, into the full Megatron tensor."""
+    """Join the pieces of all ranks, in rank order, to the full Megatron tensor."""
     dim, parts = entry.shard.dim, entry.shard.parts
     if dim is None or len(shards) == 1:
         return shards[0]
@@ -140,32 +147,37 @@ def same(
     shard: ShardRule = REPLICATED,
     dtype: torch.dtype | None = None,
 ) -> Entry:
-    """Map a tensor with the same numbers and shape on both sides."""
+    """Map a tensor that is the same on both sides."""
     return Entry(megatron, (hf,), (shape,), _only, _as_tuple, shard, dtype=dtype)
 
 
 def flattened(megatron: str, hf: str, shape: Shape) -> Entry:
-    """Map a convolution whose stride is its kernel, [out, ...], to a linear [out, prod(...)]."""
+    """Map a convolution [out, ...] whose stride equals its kernel size to a linear layer
+    [out, prod(...)].
+    """
     return Entry(megatron, (hf,), (shape,), _flatten, partial(_unflatten, shape), REPLICATED)
 
 
 def gated(megatron: str, gate: str, up: str, shape: Shape) -> Entry:
-    """Map a gated MLP's first linear: gate on top of up, each [ffn, hidden]."""
+    """Map the first linear layer of a gated MLP: gate's rows, then up's, each [ffn, hidden]."""
     return Entry(megatron, (gate, up), (shape, shape), _concat, _halves, GATED)
 
 
 def expert_gated(
     megatron: str, stack: str, shape: Shape, expert: int, *, transposed: bool
 ) -> Entry:
-    """Map an expert's row of the hub's gate_up_proj to its first linear [2I, H]: gate on top of up.
-    `shape`: of the stack, [E, 2I, H], or [E, H, 2I] if it is `transposed`.
+    """Map an expert's row of the hub's gate_up_proj to the expert's first linear layer [2I, H]: the
+    rows of gate, then of up.
+
+    shape: Shape of the stack, [E, 2I, H], or [E, H, 2I] if it is `transposed`.
     """
     return _expert(megatron, stack, shape, EXPERT_GATED, expert, transposed)
 
 
 def expert_down(megatron: str, stack: str, shape: Shape, expert: int, *, transposed: bool) -> Entry:
-    """Map an expert's row of the hub's down_proj to its second linear [H, I]. `shape`: of the
-    stack, [E, H, I], or [E, I, H] if it is `transposed`.
+    """Map an expert's row of the hub's down_proj to the expert's second linear layer [H, I].
+
+    shape: Shape of the stack, [E, H, I], or [E, I, H] if it is `transposed`.
     """
     return _expert(megatron, stack, shape, EXPERT_COLUMNS, expert, transposed)
 
@@ -180,8 +192,8 @@ def _expert(
 def fused_qkv(
     megatron: str, names: Sequence[str], shapes: Sequence[Shape], num_groups: int
 ) -> Entry:
-    """Map attention's input linear: for each key-value group its query heads, key head and value
-    head.
+    """Map the input linear layer of attention. Its rows are, for each key-value group, the query
+    heads, the key head and the value head.
     """
     heads_per_group = shapes[0][0] // shapes[1][0]
     return Entry(
@@ -228,7 +240,7 @@ def _halves(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _interleave(num_groups: int, tensors: Sequence[Tensor]) -> Tensor:
-    """Fuse q [heads * d, ...], k and v [groups * d, ...] by group, in one
+    """Fuse q [heads * d, ...], k and v [groups * d, ...] by group. Returns one tensor
     [groups * (heads / groups + 2) * d, ...].
     """
     return torch.cat([x.reshape(num_groups, -1, *x.shape[1:]) for x in tensors], dim=1).flatten(

@@ -1,7 +1,8 @@
 """Parts of a mapping that families share.
 
-Megatron's names are Transformer Engine's: a norm belongs to the linear that follows it, but has a
-name of its own before a router. The tower keeps HF's names; only its patch embedding is a linear.
+Megatron names are the names of Transformer Engine's layers: a norm belongs to the linear layer that
+follows it, except before a router, where it has its own name. The tower has the names of HF; only
+its patch embedding differs: it is a linear layer here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,9 +25,12 @@ Layer = Callable[[int, str, str], Iterable[Entry]]
 
 
 def language_model(config: Any, hf: str, layer: Layer) -> Iterator[Entry]:
-    """Yield the language model's entries. `hf`: prefix of the hub's names. `layer`: returns a
-    layer's entries from its number and its prefixes in Megatron and on the hub. Where embeddings
-    are tied there is no `lm_head` and no `output_layer`.
+    """Yield the language model's entries. With tied embeddings there is neither an `lm_head` nor an
+    `output_layer`.
+
+    hf: Prefix of the names on the hub.
+    layer: Returns the entries of a layer, given its number and its prefixes in Megatron and on the
+        hub.
     """
     text = config.text_config
     embedding = (text.vocab_size, text.hidden_size)
@@ -47,7 +51,7 @@ def language_model(config: Any, hf: str, layer: Layer) -> Iterator[Entry]:
 def attention(
     text: Any, megatron: str, hf: str, *, head_dim: int, qkv_bias: bool, qk_norm: bool
 ) -> Iterator[Entry]:
-    """Yield a layer's attention, with the norm before it."""
+    """Yield the entries of a layer's attention, and of the norm before it."""
     hidden, num_groups = text.hidden_size, text.num_key_value_heads
     q, kv = text.num_attention_heads * head_dim, num_groups * head_dim
     target, source = f"{megatron}.self_attention", f"{hf}.self_attn"
@@ -66,7 +70,7 @@ def attention(
 
 
 def mlp(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
-    """Yield a layer's dense MLP, with the norm before it."""
+    """Yield the entries of a layer's dense MLP, and of the norm before it."""
     hidden, ffn = text.hidden_size, text.intermediate_size
     yield same(
         f"{megatron}.mlp.linear_fc1.layer_norm_weight",
@@ -85,15 +89,16 @@ def mlp(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
 
 
 def experts(text: Any, megatron: str, hf: str, *, transposed: bool) -> Iterator[Entry]:
-    """Yield a layer's router and experts, with the norm before them. `transposed`: the hub's stacks
-    hold experts as [in, out].
+    """Yield the entries of a layer's router and experts, and of the norm before them.
+
+    transposed: Whether the hub's stacks hold the weights of experts as [in, out].
     """
     hidden, ffn, count = text.hidden_size, text.moe_intermediate_size, text.num_experts
     yield same(
         f"{megatron}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (hidden,)
     )
     yield same(f"{megatron}.mlp.router.weight", f"{hf}.mlp.gate.weight", (count, hidden))
-    # megatron-core's key, of sequential and of grouped experts alike
+    # megatron-core has the same key for sequential and for grouped experts.
     target, stacks = f"{megatron}.mlp.experts.experts", f"{hf}.mlp.experts"
     gate_up, down = (count, 2 * ffn, hidden), (count, hidden, ffn)
     if transposed:
@@ -117,8 +122,12 @@ def experts(text: Any, megatron: str, hf: str, *, transposed: bool) -> Iterator[
 
 
 def tower(hf: str, vision: Any, size: int, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """Yield the tower's entries. `hf`: prefix of the hub's names. `size`: the tower's hidden size.
-    `shapes`: of all tensors but the patch embedding's weight, by their names within the tower.
+    """Yield the tower's entries.
+
+    hf: Prefix of the names on the hub.
+    size: Hidden size of the tower.
+    shapes: Maps the name of each tensor within the tower, except the patch embedding's weight, to
+        its shape.
     """
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     weight = "patch_embed.proj.weight"
@@ -128,7 +137,7 @@ def tower(hf: str, vision: Any, size: int, shapes: Mapping[str, Shape]) -> Itera
 
 
 def linear_shapes(name: str, rows: int, columns: int) -> dict[str, Shape]:
-    """Return the shapes of a linear with bias, for `tower`."""
+    """Return the shapes of a linear layer with bias, for `tower`."""
     return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
 

@@ -1,5 +1,5 @@
-"""Vision-language model over packs of trees: the part of a vision tower, a megatron-core language
-model and its heads that one pipeline stage (or one chunk of it) holds.
+"""Vision-language model over packs of trees: a vision tower, a megatron-core language model and its
+heads. An object is the part of the model that one pipeline stage (or one chunk of it) holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,10 @@ Features = Mapping[str, Tensor]  # image key -> [tokens, (1 + levels) x H]
 
 
 class ValueHead(nn.Module):
-    """Critic's head: hidden states [N, H] to values [N] in fp32. It starts at zero, so that an
-    untrained critic returns 0. `learns_alone`: no gradient reaches the hidden states.
+    """Head of a critic: maps hidden states [N, H] to values [N] in fp32. Its weights start at zero,
+    so that an untrained critic returns 0.
+
+    learns_alone: If True, no gradient reaches the hidden states.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
@@ -51,7 +53,7 @@ class ValueHead(nn.Module):
 
 
 class VisionLanguageModel(MegatronModule):
-    """Vision-language model. The tower is on the first stage only, the heads on the last."""
+    """Vision-language model. Only the first stage has the tower, and only the last the heads."""
 
     model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
     config: LanguageConfig
@@ -70,7 +72,7 @@ class VisionLanguageModel(MegatronModule):
         self.visual = visual
         self.value_head = value_head
         self.is_last = is_last
-        # Attributes that megatron-core reads of a model chunk.
+        # Attributes of a model chunk that megatron-core reads.
         self.pre_process = visual is not None
         self.vp_stage = language_model.vp_stage
         self.share_embeddings_and_output_weights = (
@@ -79,7 +81,7 @@ class VisionLanguageModel(MegatronModule):
         self.shared_embedding_or_output_weight = language_model.shared_embedding_or_output_weight
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Keep what the previous stage sent; megatron-core's schedules call it."""
+        """Store the tensor that the previous stage sent. megatron-core's schedules call this."""
         (self._received,) = input_tensor
 
     @property
@@ -92,9 +94,12 @@ class VisionLanguageModel(MegatronModule):
         shares: Sequence[Sequence[int]],
         mine: Sequence[ProcessedImage],
     ) -> list[Tensor]:
-        """Return the features [tokens, (1 + levels) x H] of distinct images, encoded by the ranks
-        of the first stage that share a microbatch: shares of each, `mine` on this rank. Collective
-        over these.
+        """Return the features [tokens, (1 + levels) x H] of each distinct image. Collective over
+        the ranks of the first stage that share a microbatch; each encodes its share of the images.
+
+        grids: Grids of all images.
+        shares: Indices of the images that each rank encodes.
+        mine: The images of this rank's share.
         """
         if not grids:
             return []
@@ -108,8 +113,8 @@ class VisionLanguageModel(MegatronModule):
     def forward(
         self, pack: Pack, features: Features, scoring: Scoring | None
     ) -> Tensor | TokenScores:
-        """Return the hidden states for the next stage; on the last stage the scores of the pack's
-        targets [N], or without `scoring` their logits [N, V/tp].
+        """Return the hidden states for the next stage. The last stage returns the scores of the
+        pack's targets [N], or without `scoring` their logits [N, V/tp].
         """
         rows, kept = self._slice(pack)
         first = self.language_model.first_layer
@@ -145,26 +150,26 @@ class VisionLanguageModel(MegatronModule):
     def _levels(self, levels: Tensor, kept: slice | None) -> Tensor:
         """Return levels [levels, m, H] as rows [levels x kept, 1, H] of this rank's slice."""
         if kept is not None:
-            # Each rank uses its slice: the gradient of the whole is the sum over the tensor axis.
+            # Each rank uses its slice, so the gradient of the whole is a sum over the tensor axis.
             levels = copy_to_tensor_model_parallel_region(levels, group=self._tensor_group)
             levels = levels[:, kept]
         return levels.flatten(0, 1).unsqueeze(1)
 
     def _slice(self, pack: Pack) -> tuple[Tensor, slice | None]:
-        """Return the rows of image tokens among this rank's hidden states, and under sequence
+        """Return the rows of image tokens among this rank's hidden states, and with sequence
         parallelism their places among the pack's image tokens.
         """
         if self._num_slices == 1 or not self.num_levels:
             return pack.vision_index, None
         size = len(pack.token_ids) // self._num_slices
         start = size * self._tensor_group.rank()
-        # Not from the tensor, which would wait for the GPU.
+        # Counted on the host: reading the tensor would wait for the GPU.
         kept = slice(pack.vision_before(start), pack.vision_before(start + size))
         return pack.vision_index[kept] - start, kept
 
     def _at_targets(self, hidden: Tensor, pack: Pack) -> Tensor:
         """Return the final hidden states [N, H] that predict the pack's targets, on every tensor
-        rank. Their gradient must be whole on each.
+        rank. In the backward pass each rank must provide their whole gradient.
         """
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
@@ -178,7 +183,8 @@ class VisionLanguageModel(MegatronModule):
         if self.value_head is not None:
             values = self.value_head(hidden)
         if self.language_model.post_process:
-            # Vocabulary-parallel: each rank's gradient is a part of the sum over the tensor axis.
+            # The output layer is vocabulary-parallel: each rank's gradient is a part of a sum over
+            # the tensor axis, which this copy computes in the backward pass.
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self._tensor_group)
             weight = self.language_model.output_weight()
             if scoring is None:

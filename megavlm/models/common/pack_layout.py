@@ -1,9 +1,10 @@
-"""Layout of a pack for attention, and what the backends of the core attention prepare from it,
-once for all layers.
+"""Layout of a pack for attention, and the data that the backends of the core attention prepare from
+it, once for all layers.
 
-A token attends to the segments that its own segment continues, and to its own past. For a stretch
-of this rank's tokens that is a causal sequence: its keys are the ancestors' tokens, root first,
-then the segment up to the stretch's end, and the queries are the last of them.
+A token attends to the segments that its own segment continues, and to the earlier tokens of its own
+segment. For a stretch of this rank's tokens this is a causal sequence: its keys are the tokens of
+the ancestors, root first, then the segment up to the end of the stretch. Its queries are the last
+of these tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +20,14 @@ from torch import Tensor
 from megavlm.data.context_parallel import SegmentRun
 from megavlm.data.packing import Pack
 
-PADDING = 1.25  # most (query, key) pairs of a padded batch, over those of its sequences
+PADDING = 1.25  # limit of (query, key) pairs in a padded batch, relative to its sequences' pairs
 
 
 class CausalSequence(NamedTuple):
-    """Causal sequence. `keys`: stretches (first, end) of the pack; the queries are the last
-    `num_queries` of them, each of which attends to itself and what precedes it.
+    """Causal sequence. The queries are the last `num_queries` keys; each attends to itself and to
+    the keys before it.
+
+    keys: Stretches (first, end) of the pack's tokens.
     """
 
     num_queries: int
@@ -41,11 +44,14 @@ class CausalSequence(NamedTuple):
 
 
 class SequenceBatch(NamedTuple):
-    """Causal sequences of similar length as the batch of one call, padded at their ends.
+    """Causal sequences of similar length, padded at their ends, as the batch of one kernel call.
 
-    queries: [B, q] of this rank's tokens, keys: [B, k] of the pack; slices of them for one sequence
-    whose keys follow one another, so that nothing is copied and kept for the backward pass. mask:
-    [B, 1, q, k] true where attended; None: plain causal.
+    queries: [B, q] Indices into this rank's tokens.
+    keys: [B, k] Indices into the pack's tokens.
+    mask: [B, 1, q, k] True where a query attends to a key. None is a plain causal mask.
+
+    For one sequence with contiguous keys, queries and keys are slices, so that nothing is copied
+    and kept for the backward pass.
     """
 
     queries: Tensor | slice
@@ -55,11 +61,11 @@ class SequenceBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequences:
-    """B causal sequences of this rank's tokens, in the form of variable-length kernels, which align
-    the last query with the last key.
+    """B causal sequences of this rank's tokens, in the form that variable-length kernels take. The
+    kernels align the last query of a sequence with its last key.
     """
 
-    key_index: Tensor | None  # pack index of each key; None: the keys are the pack as it is
+    key_index: Tensor | None  # pack index of each key; None if the keys are the unchanged pack
     query_bounds: Tensor  # [B + 1] int32
     key_bounds: Tensor  # [B + 1] int32
     max_queries: int
@@ -68,11 +74,11 @@ class Sequences:
 
 @dataclass(kw_only=True)
 class PackLayout(PackedSeqParams):
-    """Layout of a pack, without its tokens; the fields are those of Pack.
+    """Layout of a pack, without its tokens. The fields have the meaning that they have in Pack.
 
-    megatron-core passes it to layers as its packed-sequence parameters. `qkv_format` is "sbhd",
-    since positions are given per token and megatron's "thd" rotary code would recount them in each
-    sequence.
+    megatron-core passes it to layers as its packed-sequence parameters. `qkv_format` is "sbhd"
+    because positions are given per token, and megatron-core's rotary code for "thd" would count
+    positions anew in each sequence.
     """
 
     qkv_format: str = "sbhd"
@@ -84,12 +90,12 @@ class PackLayout(PackedSeqParams):
     parents: tuple[int, ...]
     segment_bounds: tuple[int, ...]
     tree_bounds: tuple[int, ...]
-    block_mask: Any = None  # flex's, made on first use
-    tree_scan: Any = None  # of linear attention, made on first use
+    block_mask: Any = None  # for flex, created on first use
+    tree_scan: Any = None  # for linear attention, created on first use
 
     @classmethod
     def of(cls, pack: Pack, **more: Any) -> Self:
-        """Return the layout of a pack, or of a rank's part of it; `more`: fields of a subclass."""
+        """Return the layout of a pack, or of a rank's part of it. `more`: fields of a subclass."""
         return cls(
             token_index=pack.token_index,
             gather_index=pack.gather_index,
@@ -109,8 +115,8 @@ class PackLayout(PackedSeqParams):
 
     @cached_property
     def batches(self) -> tuple[list[SequenceBatch], Tensor | None]:
-        """Batches of causal sequences for a dense kernel, and for each of this rank's tokens its
-        place among their queries, one batch after the other; None: they are in order.
+        """Batches of causal sequences for a dense kernel, and the place of each of this rank's
+        tokens among the queries of all batches, or None if they are in order.
         """
         sequences = causal_sequences(self.runs, self.parents, self.segment_bounds)
         starts = [*accumulate((sequence.num_queries for sequence in sequences), initial=0)]
@@ -156,15 +162,15 @@ class PackLayout(PackedSeqParams):
 
 
 def attends(query: Tensor, key: Tensor, segment_ids: Tensor, ancestors: Tensor) -> Tensor:
-    """Return True where the pack's token `query` attends to its token `key`; shapes broadcast."""
+    """Return True where token `query` of the pack attends to token `key`. Shapes are broadcast."""
     return ancestors[segment_ids[query], segment_ids[key]] & (key <= query)
 
 
 def causal_sequences(
     runs: Iterable[SegmentRun], parents: Sequence[int], segment_bounds: Sequence[int]
 ) -> list[CausalSequence]:
-    """Return the causal sequences of runs, in their order. A run that starts where its parent's
-    ends is joined with it.
+    """Return the causal sequences of runs, in their order. A run that starts where the run of its
+    parent segment ends is joined with it.
     """
     sequences: list[CausalSequence] = []
     previous: SegmentRun | None = None
@@ -184,8 +190,9 @@ def causal_sequences(
 
 
 def similar(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-    """Yield the indices of (queries, keys) whose batch, padded, has at most PADDING times their own
-    pairs.
+    """Group sequences of sizes (queries, keys) into batches. Yields the indices of each batch.
+
+    A padded batch has at most PADDING times the (query, key) pairs of its sequences.
     """
     rows, pairs, longest = list[int](), 0, 0
     for row in sorted(range(len(sizes)), key=lambda row: sizes[row]):
@@ -202,9 +209,10 @@ def similar(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
 def _padded_batch(
     sequences: Sequence[CausalSequence],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return of sequences that are padded to the longest: the queries' places in their sequence
-    [B, q], the keys' in the pack [B, k], which queries are not padding [B, q], and the mask of a
-    SequenceBatch. Places beyond a sequence's end repeat its last token.
+    """Pad sequences to the longest one. Places beyond the end of a sequence repeat its last token.
+
+    Returns the places of queries in their sequence [B, q], the places of keys in the pack [B, k],
+    whether a query is not padding [B, q], and the mask of a SequenceBatch.
     """
     q = torch.tensor([sequence.num_queries for sequence in sequences])[:, None]
     k = torch.tensor([sequence.num_keys for sequence in sequences])[:, None]
@@ -218,7 +226,7 @@ def _padded_batch(
 
 
 def _padded(stretches: Iterable[tuple[int, int]], length: int) -> Tensor:
-    """Return the tokens of stretches, and the last one again up to `length`."""
+    """Return the tokens of stretches. The last one is repeated up to `length`."""
     tokens = torch.cat([torch.arange(first, end) for first, end in stretches])
     return tokens[torch.arange(length).clamp(max=len(tokens) - 1)]
 
@@ -226,7 +234,7 @@ def _padded(stretches: Iterable[tuple[int, int]], length: int) -> Tensor:
 def _path(
     segment: int, parents: Sequence[int], segment_bounds: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the stretches of a segment's ancestors, root first, without its own."""
+    """Return the stretches of a segment's ancestors, root first, without the segment itself."""
     path: list[tuple[int, int]] = []
     while (segment := parents[segment]) >= 0:
         path.insert(0, (segment_bounds[segment], segment_bounds[segment + 1]))
@@ -234,5 +242,5 @@ def _path(
 
 
 def cumulative_bounds(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the first index of each of B runs, then their sum: [B + 1] int32."""
+    """Return the first index of each of B runs, followed by their total length: [B + 1] int32."""
     return torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32, device=device)

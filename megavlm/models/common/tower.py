@@ -12,12 +12,14 @@ from megavlm.models.common.vision_layers import Segments
 
 class Tower(nn.Module):
     """Vision tower. `forward` takes patches [P, patch] of all images and videos and their grids,
-    and returns [P / merge_size^2, (1 + num_levels) * feature_size], image after image: the merged
-    features and beside them DeepStack level 0, 1, ..., in one tensor because autograd does not
-    track nested lists.
+    and returns [P / merge_size^2, (1 + num_levels) * feature_size], image after image. A row has
+    the merged features, followed by DeepStack level 0, 1, ..., in one tensor because autograd does
+    not track nested lists.
 
-    `merger` makes the merged features; `recompute`: backward computes each block a second time
-    instead of keeping its activations. A frozen part has no graph and keeps nothing either way.
+    merger: The module that computes the merged features.
+    recompute: Recompute each block in the backward pass instead of keeping its activations. A
+        frozen part has no graph and keeps nothing in either case.
+
     Modules are named as `components` describes.
     """
 
@@ -32,7 +34,7 @@ class Tower(nn.Module):
         raise AssertionError("a family defines its tower")
 
     def mergers(self) -> list[nn.Module]:
-        """Return what is frozen and trained as the merger: with DeepStack, its mergers too."""
+        """Return the modules that model.freeze_merger controls, including DeepStack mergers."""
         found: list[nn.Module] = []
         for name, child in self.named_children():
             if model_part(f"visual.{name}.") == "merger":
@@ -47,15 +49,17 @@ class Tower(nn.Module):
         segments: Sequence[Segments],
         taps: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run x [P, D] through all blocks, block i attending within segments[i]. Returns the last
-        hidden states, and those after each block of `taps`, in the order of blocks.
+        """Run x [P, D] through all blocks; block i attends within segments[i].
+
+        Returns the last hidden states, and the hidden states after each block in `taps`, in the
+        order of blocks.
         """
         tapped = []
         for index, (block, attended) in enumerate(zip(self.blocks, segments, strict=True)):
-            # A checkpoint keeps its inputs even where nothing is trained.
+            # Blocks without gradients are not checkpointed: a checkpoint would keep their inputs.
             is_trained = x.requires_grad or any(p.requires_grad for p in block.parameters())
             if self.recompute and is_trained:
-                # No block draws random numbers, so no generator's state has to be put back.
+                # Blocks use no random numbers, so no random state has to be restored.
                 x = checkpoint(
                     block, x, cos, sin, attended, use_reentrant=False, preserve_rng_state=False
                 )

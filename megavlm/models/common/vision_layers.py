@@ -1,8 +1,8 @@
 """Layers of the families' vision towers: attention within segments, rotary embedding, mergers.
 
-Modules have transformers' parameter names. Geometry is computed on the CPU and cached for a frame
-(h, w); a batch repeats it, frame after frame, and moves it to the device once. Shapes: P patches of
-all images, D vision hidden size, d head size.
+Modules have transformers' parameter names. Geometry is computed on the CPU and cached per frame
+size (h, w); a batch joins the frames' geometry and moves it to the device once. Shapes: P patches
+of all images, D vision hidden size, d head size.
 """
 
 import functools
@@ -28,7 +28,9 @@ cache_frames = functools.lru_cache(maxsize=256)
 
 
 def merge_order(x: Tensor, merge: int) -> Tensor:
-    """Reorder [h, w, ...] to [h * w, ...], the merge^2 patches of a language token in a row."""
+    """Reorder [h, w, ...] to [h * w, ...] so that the merge^2 patches of a language token are
+    consecutive.
+    """
     height, width = x.shape[:2]
     cells = x.reshape(height // merge, merge, width // merge, merge, *x.shape[2:])
     return cells.transpose(1, 2).flatten(0, 3)
@@ -42,7 +44,7 @@ def patch_positions(height: int, width: int, merge: int) -> Tensor:
 
 
 def pack_values(grids: Sequence[Grid], of_frame: Callable[[int, int], Tensor]) -> Tensor:
-    """Join a tensor [n, ...] of each frame into one [sum of n, ...]."""
+    """Join the tensors [n, ...] of all frames to one [sum of n, ...]."""
     parts = []
     for frames, height, width in grids:
         values = of_frame(height, width)
@@ -51,7 +53,7 @@ def pack_values(grids: Sequence[Grid], of_frame: Callable[[int, int], Tensor]) -
 
 
 def pack_orders(grids: Sequence[Grid], of_frame: Callable[[int, int], Tensor]) -> Tensor:
-    """Join a permutation [n] of each frame's rows into one of all rows [sum of n]."""
+    """Join permutations [n] of the rows of each frame to one permutation of all rows [sum of n]."""
     parts, start = [], 0
     for frames, height, width in grids:
         order = of_frame(height, width)
@@ -62,7 +64,7 @@ def pack_orders(grids: Sequence[Grid], of_frame: Callable[[int, int], Tensor]) -
 
 
 def inverse_order(order: Tensor) -> Tensor:
-    """Return the permutation that undoes `order`: x[order][inverse] is x."""
+    """Return the inverse permutation of `order`: x[order][inverse] is x."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     return inverse
@@ -73,7 +75,7 @@ def inverse_order(order: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Attention segments of one batch: runs of patches that follow one another, of `lengths`."""
+    """Attention segments of one batch: consecutive runs of patches with the given lengths."""
 
     lengths: tuple[int, ...]  # [B]
     device: torch.device
@@ -85,7 +87,7 @@ class Segments:
         of_frame: Callable[[int, int], Sequence[int]],
         device: torch.device,
     ) -> "Segments":
-        """Join the segments of all frames. `of_frame(h, w)`: the lengths of one frame's."""
+        """Join the segments of all frames. `of_frame(h, w)` returns a frame's segment lengths."""
         parts = (tuple(of_frame(height, width)) * frames for frames, height, width in grids)
         return cls(tuple(itertools.chain.from_iterable(parts)), device)
 
@@ -101,7 +103,7 @@ class Segments:
 
     @functools.cached_property
     def groups(self) -> tuple[Tensor, ...]:
-        """Patch indices of the segments of each length [count, length]."""
+        """Patch indices [count, length] of the segments of each distinct length."""
         return tuple(group.to(self.device) for group in self._groups())
 
     @functools.cached_property
@@ -120,10 +122,10 @@ class Segments:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """Compute full attention within each segment. [P, heads, d] in and out.
+    """Compute full attention within each segment. Inputs and output are [P, heads, d].
 
-    On a GPU that is one variable-length kernel; it takes no float32. Elsewhere the segments of each
-    length are a batch.
+    A GPU uses one variable-length kernel, except in float32, which the kernel does not support.
+    Otherwise the segments of each length are computed as one batch.
     """
     if platform.has_gpu() and query.dtype != torch.float32:
         bounds, longest, scale = segments.bounds, max(segments.lengths), query.size(2) ** -0.5
@@ -138,13 +140,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Ten
 
 
 def rotary_theta(config: Any) -> float:
-    """Return the theta of a `vision_config`: 10,000 where it has none, as in older transformers."""
+    """Return the theta of a `vision_config`. It is 10,000 if there is none, as in older
+    transformers.
+    """
     return (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
 
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [P, 1, d] in fp32 for positions [P, 2]: d / 4 angles by row, d / 4 by
-    column, and all of them again, once for each half that `rotate` rotates.
+    """Return cos and sin [P, 1, d] in fp32 for positions [P, 2]: d / 4 angles by row and d / 4 by
+    column, repeated for the second half of the head, since `rotate` rotates pairs of halves.
     """
     half = head_dim // 2
     exponents = torch.arange(0, half, 2, dtype=torch.float32, device=positions.device) / half
@@ -164,7 +168,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Patch embedding: a Conv3d whose kernel is its stride, as a linear [D, C * T * P * P]."""
+    """Patch embedding: a Conv3d whose stride equals its kernel size, computed as a linear layer
+    [D, C * T * P * P].
+    """
 
     def __init__(self, config: Any, size: int, *, bias: bool) -> None:
         super().__init__()
@@ -176,7 +182,7 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention within segments, x [P, D] in and out."""
+    """Attention within segments. Input and output are [P, D]."""
 
     def __init__(self, size: int, num_heads: int) -> None:
         super().__init__()
@@ -190,7 +196,11 @@ class Attention(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Transformer block. `norm`: makes a norm of a size. `mlp`: the family's."""
+    """Transformer block.
+
+    norm: Creates a norm of the given size.
+    mlp: The family's MLP.
+    """
 
     def __init__(
         self, size: int, num_heads: int, norm: Callable[[int], nn.Module], mlp: nn.Module
@@ -206,8 +216,8 @@ class VisionBlock(nn.Module):
 
 
 class Merger(nn.Module):
-    """Merger of the patches [P, D] of a merge cell into one language token [P / merge^2, H], with
-    exact (erf) GELU.
+    """Merger of the merge^2 patches of a cell to one language token: [P, D] to [P / merge^2, H],
+    with exact (erf) GELU.
     """
 
     def __init__(self, norm: nn.Module, merged_size: int, out_size: int) -> None:
@@ -223,7 +233,7 @@ class Merger(nn.Module):
 
 
 def layer_norm(size: int) -> nn.LayerNorm:
-    """Return a LayerNorm with the eps of all families, which is in no configuration."""
+    """Return a LayerNorm with the eps of all families; their configurations do not have it."""
     return nn.LayerNorm(size, eps=1e-6)
 
 
@@ -240,7 +250,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Return an activation by transformers' name. Raises ValueError for one that no family uses."""
+    """Return an activation by its name in transformers. Raises ValueError if no family uses it."""
     if name not in ACTIVATIONS:
         raise ValueError(
             f"vision_config.hidden_act: {name!r} is not supported; "

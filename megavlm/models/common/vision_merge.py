@@ -1,5 +1,5 @@
-"""Image features: each distinct image is encoded once, with images spread over the ranks of the
-tensor and context axes, then put in place of its tokens.
+"""Image features. Each distinct image is encoded once; the images are distributed over the ranks of
+the tensor and context axes. The features then replace the embeddings of the image's tokens.
 """
 
 from collections.abc import Collection, Sequence
@@ -33,18 +33,23 @@ def gather_shares(
     group: dist.ProcessGroup,
     context_group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Return the features of each image on every rank of `group`, the tensor and context axes
-    together. local: those of this rank's share (`encode_share`). shares: the images of each rank.
-    Collective over `group`.
+    """Return the features of each image on every rank of `group`. Collective over `group`.
 
-    Differentiable. The gradient of the features is whole on the ranks of the tensor axis, but each
-    rank of the context axis has that of its own tokens: backward sums over it, then takes the share
-    that this rank encoded. So the tower's parameter gradients are parts of a sum over the group
-    (data parallelism sums over context ranks, `sum_tower_gradients` over tensor ranks).
+    local: Features of the images of this rank's share (`encode_share`).
+    grids: Grids of all images.
+    shares: Indices of the images that each rank encoded.
+    group: The ranks of the tensor and context axes together.
+    context_group: The ranks of the context axis.
+
+    Differentiable. Each tensor rank has the whole gradient of the features, but each context rank
+    has only the gradient of its own tokens. The backward pass sums over the context axis, then
+    selects the share that this rank encoded. The tower's parameter gradients are therefore parts
+    of a sum over the group: data parallelism sums over context ranks, `sum_tower_gradients` over
+    tensor ranks.
     """
     num_tokens = [count_tokens(grid, tower) for grid in grids]
     if not shares[group.rank()]:
-        # Backward is collective, so this rank takes part in it, too.
+        # The backward pass is collective, so this rank must take part in it, too.
         local.requires_grad_(torch.is_grad_enabled())
     sizes = [sum(num_tokens[i] for i in share) for share in shares]
     gathered = _GatherShares.apply(local, sizes, group, context_group)
@@ -60,12 +65,16 @@ def exchange_shares(
     receivers: Sequence[Collection[int]],
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, list[int]]:
-    """Send the features of each image to the ranks that need them, and return those that this rank
-    receives, with the order of their images. Without padding and without a graph. Collective over
-    `group`.
+    """Send the features of each image to the ranks that need them, without padding and without
+    gradients. Collective over `group`.
 
-    local: features of the images that this rank sends, in their order. senders, receivers: rank and
-    ranks of each image that this rank sends or receives.
+    local: Features of the images that this rank sends, in their order.
+    num_tokens: Number of tokens of each image.
+    senders: Rank that sends each image.
+    receivers: Ranks that receive each image.
+
+    Returns the features that this rank receives, and the indices of their images in order. Only
+    images that this rank sends or receives have to be correct in senders and receivers.
     """
     me, ranks = group.rank(), range(group.size())
     mine = [i for i, sender in enumerate(senders) if sender == me]
@@ -77,7 +86,7 @@ def exchange_shares(
         [i for i, sender in enumerate(senders) if sender == rank and me in receivers[i]]
         for rank in ranks
     ]
-    # As bytes, which every backend sends.
+    # Sent as bytes, since not every backend supports every dtype.
     outgoing = torch.cat([local[:0], *[pieces[i] for items in sent for i in items]])
     order = [i for items in wanted for i in items]
     received = outgoing.new_empty(sum(num_tokens[i] for i in order), local.size(1))
@@ -97,8 +106,8 @@ def count_tokens(grid: Grid, tower: Tower) -> int:
 
 
 class _GatherShares(torch.autograd.Function):
-    """All-gather of unequal numbers of rows; in backward a rank receives the whole gradient of its
-    own rows.
+    """All-gather of unequal numbers of rows. In the backward pass, a rank receives the whole
+    gradient of its own rows.
     """
 
     @staticmethod
@@ -130,7 +139,7 @@ class _GatherShares(torch.autograd.Function):
 
 
 def put_features(embeddings: Tensor, vision_index: Tensor, features: Tensor) -> Tensor:
-    """Replace rows `vision_index` [m] of embeddings [t, 1, H] by features [m, H]. Gradients reach
+    """Replace rows `vision_index` [m] of embeddings [t, 1, H] by features [m, H]. Differentiable in
     both.
     """
     return embeddings.index_copy(0, vision_index, features.unsqueeze(1).to(embeddings.dtype))

@@ -1,14 +1,14 @@
-"""Gated delta rule in PyTorch's operations, with the arguments of flash-linear-attention's kernel
-that tree attention uses. In fp32 whatever the inputs.
+"""Gated delta rule in PyTorch operations, with the arguments of flash-linear-attention's kernel
+that tree attention uses. It computes in fp32 for inputs of any dtype.
 
 For each head, with a key k and a query q of unit length, a value v, a log decay g <= 0 and a write
 strength b in [0, 1]:
 
     S_t = e^g_t S_(t-1) + k_t (b_t (v_t - k_t e^g_t S_(t-1)))^T        o_t = q_t S_t / sqrt(K)
 
-Sequences are cut into chunks. What does not depend on the state is computed for all chunks at once;
-the states then pass from chunk to chunk. Shapes: N sequences, n chunks of c tokens, h key heads, H
-heads, K and V the sizes of keys and values.
+Sequences are cut into chunks. Everything that does not depend on the state is computed for all
+chunks at once; then the states are computed chunk after chunk. Shapes: N sequences, n chunks of c
+tokens, h key heads, H heads, K and V the sizes of keys and values.
 
 Source: Yang et al., Gated Delta Networks, arXiv 2412.06464, section 3.3.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 64  # at most
+CHUNK = 64  # maximum number of tokens in a chunk
 
 
 def chunk_gated_delta_rule(
@@ -36,9 +36,16 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run N sequences, one after the other in a batch of 1. q and k [1, T, h, K], v [1, T, H, V],
-    g and beta [1, T, H], initial_state [N, H, K, V] or None for zeros, cu_seqlens [N + 1] their
-    bounds. Returns the outputs [1, T, H, V] and the final states, None unless asked for.
+    """Run the rule over N sequences, concatenated in a batch of 1.
+
+    q, k: [1, T, h, K]
+    v: [1, T, H, V]
+    g, beta: [1, T, H]
+    initial_state: [N, H, K, V], None for zeros.
+    cu_seqlens: [N + 1] Bounds of the sequences.
+
+    Returns the outputs [1, T, H, V] and the final states [N, H, K, V], which are None unless
+    `output_final_state`.
     """
     bounds = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
     chunks = _chunks([end - first for first, end in pairwise(bounds)], v.device)
@@ -47,8 +54,8 @@ def chunk_gated_delta_rule(
         query, key = _unit(query), _unit(key)
     query = query * (query.size(-1) ** -0.5 if scale is None else scale)
 
-    # [n, H, c, c]: log decay from the column's token to the row's. Each stretch is summed by
-    # itself: differences of one running sum would lose digits where decay is strong.
+    # [n, H, c, c]: log decay from the column's token to the row's token. Each stretch is summed
+    # separately: differences of one running sum would lose precision where decay is strong.
     size = chunks.tokens.size(1)
     stretch = decay[..., None].expand(*decay.shape, size).tril(-1).cumsum(-2)
     future = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
@@ -60,7 +67,7 @@ def chunk_gated_delta_rule(
     scores = (query @ key.mT).repeat_interleave(copies, 1) * between
     query, key = (x.repeat_interleave(copies, 1) for x in (query, key))
     wanted = torch.cat([value, key * since_start[..., None]], dim=-1) * write[..., None]
-    # Each token's write takes back what the earlier ones of the chunk wrote to its key.
+    # Each token's write removes what earlier tokens of the chunk wrote to its key.
     solved = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
     new, recalled = solved.split([value.size(-1), key.size(-1)], dim=-1)
     query, key = query * since_start[..., None], key * to_end[..., None]
@@ -71,7 +78,7 @@ def chunk_gated_delta_rule(
         state = initial_state.to(state.dtype)
     state = state.index_select(0, chunks.sequences)
     outputs, final = [], []
-    for step in chunks.steps:  # the longest sequences come first: shorter ones have ended
+    for step in chunks.steps:  # the longest sequences come first, so the ended ones are at the end
         count = step.stop - step.start
         final.append(state[count:])
         state = state[:count]
@@ -85,14 +92,14 @@ def chunk_gated_delta_rule(
 
 
 class _Chunks(NamedTuple):
-    tokens: Tensor  # [n, c] token of each place; T: none
+    tokens: Tensor  # [n, c] token of each place; T if the place is empty
     places: Tensor  # [T] place of each token among the n x c
-    steps: tuple[slice, ...]  # the first chunks of all sequences, the second of those that have one
+    steps: tuple[slice, ...]  # first chunks of all sequences, second chunks where they exist, ...
     sequences: Tensor  # [N] the sequences, longest first
 
 
 def _chunks(sizes: list[int], device: torch.device) -> _Chunks:
-    """Cut sequences of these sizes, one after the other, into chunks. Plans on the host."""
+    """Cut concatenated sequences of the given sizes into chunks. The plan is made on the host."""
     total, chunk = sum(sizes), min(CHUNK, max(sizes))
     lengths = torch.tensor(sizes)
     sequences = lengths.argsort(descending=True, stable=True)
@@ -106,14 +113,14 @@ def _chunks(sizes: list[int], device: torch.device) -> _Chunks:
         steps.append(slice(first, first + going))
         first += going
     index = torch.cat(rows)
-    # Empty places, all of token T, are sorted behind the others.
+    # Empty places have token T and are sorted behind the others.
     places = index.flatten().argsort()[:total]
     return _Chunks(index.to(device), places.to(device), tuple(steps), sequences.to(device))
 
 
 def _cut(x: Tensor, index: Tensor) -> Tensor:
-    """Take the chunks of x [T, heads, ...] as [n, heads, c, ...], with zeros in empty places: a
-    token that neither forgets nor writes.
+    """Return the chunks of x [T, heads, ...] as [n, heads, c, ...]. Empty places are zeros: tokens
+    that neither decay the state nor write to it.
     """
     x = x.float()
     padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])

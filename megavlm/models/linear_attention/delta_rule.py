@@ -1,7 +1,7 @@
 """Convolution and gated delta rule of Gated DeltaNet over packs of trees.
 
-Each segment is computed once, however many continue it: all segments of one depth are one call of
-a variable-length kernel, whose initial states are final states of the depth before.
+Each segment is computed once, however many segments continue it. All segments of one depth are one
+call of a variable-length kernel; its initial states are final states of the previous depth.
 """
 
 import importlib.util
@@ -14,13 +14,14 @@ from megavlm.models.linear_attention.chunked_rule import chunk_gated_delta_rule
 from megavlm.models.linear_attention.tree_scan import TreeScan
 from megavlm.parallel import platform
 
-# flash-linear-attention's chunk_gated_delta_rule, or one with its arguments (`chunked_rule`).
+# flash-linear-attention's chunk_gated_delta_rule, or a function with its arguments
+# (`chunked_rule`).
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def choose_rule() -> Rule:
-    """Return the delta rule for this machine: flash-linear-attention's on a GPU, PyTorch's
-    operations on a CPU. Raises ValueError where the former is not installed.
+    """Return the delta rule for this machine: flash-linear-attention's kernel on a GPU, PyTorch
+    operations on a CPU. Raises ValueError if there is a GPU and the kernel is not installed.
     """
     if not platform.has_gpu():
         return chunk_gated_delta_rule
@@ -36,8 +37,12 @@ def choose_rule() -> Rule:
 
 
 def tree_convolution(x: Tensor, weight: Tensor, scan: TreeScan) -> Tensor:
-    """Convolve each channel along each token's path, causally and without bias. x [T, C], weight
-    [C, W], whose last column meets the token itself; returns [T, C].
+    """Convolve each channel along each token's path, causally and without bias.
+
+    x: [T, C]
+    weight: [C, W]. The last column is multiplied with the token itself.
+
+    Returns [T, C].
     """
     padded = torch.cat([x, x.new_zeros(1, x.size(1))])  # the last row stands for no token
     output = x * weight[:, -1]
@@ -55,8 +60,14 @@ def tree_delta_rule(
     scan: TreeScan,
     rule: Rule,
 ) -> Tensor:
-    """Run the gated delta rule along each token's path. Query and key [T, key heads, K], normalised
-    here; value [T, heads, V], log decay and beta [T, heads]; returns [T, heads, V].
+    """Run the gated delta rule along each token's path.
+
+    query, key: [T, key heads, K]. The rule normalises them.
+    value: [T, heads, V]
+    decay: [T, heads] Log decay.
+    beta: [T, heads]
+
+    Returns [T, heads, V].
     """
     inputs: tuple[Tensor, ...] = (query, key, value, decay, beta)
     outputs: list[Tensor] = []

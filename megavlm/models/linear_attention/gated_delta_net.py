@@ -1,10 +1,9 @@
-"""Gated DeltaNet in the place of self-attention in megatron-core's layers, over packs of trees.
+"""Gated DeltaNet, which replaces self-attention in megatron-core's layers, over packs of trees.
 
-Rows of `in_proj` and channels of the convolution stand in groups, one for each key head with its
-value heads: [q, k, v x r, z x r, b x r, a x r] and [q, k, v x r], r value heads to a key head. So
-tensor ranks cut plain blocks of rows, and context ranks cut theirs again: a context rank computes
-all tokens of a part of its tensor rank's heads, and two all-to-alls change tokens for heads and
-back.
+Rows of `in_proj` and channels of the convolution are grouped by key head with its r value heads:
+[q, k, v x r, z x r, b x r, a x r] and [q, k, v x r]. Tensor ranks therefore cut plain blocks of
+rows, and context ranks cut these blocks again: a context rank computes all tokens for a part of its
+tensor rank's heads. Two all-to-alls exchange tokens for heads and back.
 
 Source: transformers `models/qwen3_5/modeling_qwen3_5.py`, `Qwen3_5GatedDeltaNet`.
 """
@@ -45,8 +44,10 @@ from megavlm.models.linear_attention.tree_scan import tree_scan
 
 @dataclass
 class GatedDeltaNetSubmodules:
-    """Linears of the layer: `in_proj` column parallel, with the layer's norm where the two are
-    fused; `out_proj` row parallel.
+    """Linear layers of Gated DeltaNet.
+
+    in_proj: Column-parallel. It includes the layer's norm if the two are fused.
+    out_proj: Row-parallel.
     """
 
     in_proj: Any
@@ -54,8 +55,8 @@ class GatedDeltaNetSubmodules:
 
 
 class GatedDeltaNet(MegatronModule):
-    """Layer with the contract of megatron-core's self-attention: hidden states [t, 1, H] in
-    ([t / tp, 1, H] under sequence parallelism), the same shape and no bias out.
+    """Layer with the interface of megatron-core's self-attention. It maps hidden states [t, 1, H]
+    ([t / tp, 1, H] with sequence parallelism) to the same shape, and returns no bias.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class GatedDeltaNet(MegatronModule):
         empty = partial(torch.empty, dtype=config.params_dtype)
         self.conv_weight = nn.Parameter(empty(channels, config.linear_conv_kernel_dim))
         self.dt_bias = nn.Parameter(empty(heads))
-        # An exponent of an exponent: in fp32 whatever the model's dtype.
+        # In fp32 for every dtype of the model, because it is exponentiated twice.
         self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.norm_weight = nn.Parameter(empty(self.value_dim))
         for parameter in (self.conv_weight, self.dt_bias, self.A_log):
@@ -121,7 +122,7 @@ class GatedDeltaNet(MegatronModule):
 
     @property
     def group_rows(self) -> tuple[int, ...]:
-        """Rows of `in_proj` for q, k, v, z, b and a in the group of a key head."""
+        """Number of rows of `in_proj` for q, k, v, z, b and a in the group of a key head."""
         values = self.num_copies * self.value_dim
         return (self.key_dim, self.key_dim, values, values, self.num_copies, self.num_copies)
 
@@ -145,7 +146,7 @@ class GatedDeltaNet(MegatronModule):
         return result
 
     def _mix(self, projected: Tensor, layout: PackLayout) -> Tensor:
-        """Compute all tokens of the pack for some heads: [T, rows] to [T, heads x V]."""
+        """Compute all tokens of the pack for this rank's heads: [T, rows] to [T, heads x V]."""
         rows = self.group_rows
         groups = projected.unflatten(1, (-1, sum(rows)))
         mixed, z, b, a = groups.split([sum(rows[:3]), *rows[3:]], dim=-1)
@@ -160,13 +161,14 @@ class GatedDeltaNet(MegatronModule):
         return self._gated_norm(output, z).flatten(1)
 
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
-        # Each tensor rank uses the weight on its heads: the gradient is a sum over the tensor axis.
+        # Each tensor rank applies the weight to its heads, so that the gradient is a sum over the
+        # tensor axis.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.pg_collection.tp)
         normed = F.rms_norm(x.float(), (self.value_dim,), eps=self.config.layernorm_epsilon)
         return (weight * normed.to(x.dtype) * F.silu(gate.float())).to(x.dtype)
 
     def _mine(self, parameter: Tensor) -> Tensor:
-        """Return the rows of this context rank among those of its tensor rank."""
+        """Return this context rank's part of a tensor rank's rows."""
         group = self.pg_collection.cp
         return parameter.chunk(group.size())[group.rank()]
 
@@ -191,8 +193,8 @@ class GatedDeltaNet(MegatronModule):
 
 
 def tokens_to_heads(x: Tensor, gather_index: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange this rank's tokens with all columns [t, C] for all tokens in pack order with its
-    part of the columns [T, C / ranks]. Collective.
+    """Exchange this rank's tokens with all columns [t, C] for all tokens in pack order with this
+    rank's part of the columns [T, C / ranks]. Collective.
     """
     parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1)
     return all_to_all(group, parts.contiguous()).flatten(0, 1).index_select(0, gather_index)
@@ -200,7 +202,7 @@ def tokens_to_heads(x: Tensor, gather_index: Tensor, group: dist.ProcessGroup) -
 
 def heads_to_tokens(x: Tensor, gather_index: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange all tokens in pack order with this rank's part of the columns [T, C / ranks] for
-    its tokens with all columns [t, C]. Collective.
+    this rank's tokens with all columns [t, C]. Collective.
     """
     by_rank = x.index_select(0, gather_index.argsort()).unflatten(0, (group.size(), -1))
     return all_to_all(group, by_rank.contiguous()).transpose(0, 1).flatten(1)

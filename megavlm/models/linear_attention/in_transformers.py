@@ -1,4 +1,4 @@
-"""Linear attention of transformers' own models."""
+"""Linear attention in the models of transformers."""
 
 import inspect
 import sys
@@ -13,11 +13,11 @@ _FUNCTIONS = (
 
 
 def use_plain_torch(model: Any) -> None:
-    """Have transformers compute linear attention of a model's family by its own torch operations,
-    for the rest of the process. A model of another family is left as it is.
+    """Make transformers compute the linear attention of a model's family with its own torch
+    operations, for the rest of the process. Does nothing for a model without linear attention.
 
-    Where flash-linear-attention or causal-conv1d can be imported, transformers calls their kernels
-    on tensors of any device, and they fail on a CPU's.
+    If flash-linear-attention or causal-conv1d is installed, transformers calls their kernels for
+    tensors on any device, but they fail on a CPU.
     """
     module = sys.modules[type(model).__module__]
     for name in _FUNCTIONS:

@@ -1,7 +1,7 @@
-"""Order in which a recurrence runs through a pack of trees: a segment starts from the state that
-its parent ended with, and a convolution looks back along each token's path.
+"""Order in which a recurrence runs through a pack of trees. A segment starts from the final state
+of its parent, and a convolution looks back along each token's path.
 
-Plain integers of a pack's layout, made once for all layers.
+The order is computed from a pack's layout on the host, once for all layers.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from megavlm.models.common.pack_layout import PackLayout
 
 @dataclass(frozen=True)
 class Level:
-    """The n segments of one depth, one after the other: l tokens."""
+    """The n segments of one depth, concatenated, with l tokens in all."""
 
-    token_index: Tensor | None  # [l] pack index of each token; None: the pack as it is
+    token_index: Tensor | None  # [l] pack index of each token; None for the unchanged pack
     bounds: Tensor  # [n + 1] int64, first token of each segment, then l
     host_bounds: Tensor  # the same on the host
-    parents: Tensor | None  # [n] place of each one's parent in the level before; None: roots
+    parents: Tensor | None  # [n] place of each segment's parent in the previous level; None: roots
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,15 @@ class TreeScan:
     levels of 3 and 3 tokens, and for W = 3 the taps [[6, 0, 1, 2, 2, 4], [6, 6, 0, 1, 1, 2]].
     """
 
-    taps: Tensor  # [W - 1, T] pack index of the 1st, 2nd, .. token before each; T where none is
+    taps: Tensor  # [W - 1, T] pack index of the 1st, 2nd, .. token before each, T if there is none
     levels: tuple[Level, ...]
-    order: Tensor | None  # [T] place of each token in the levels' tokens; None: the pack's own
+    order: Tensor | None  # [T] place of each token among the levels' tokens; None: pack order
 
 
 def tree_scan(layout: PackLayout, width: int) -> TreeScan:
-    """Return the scan of a pack, made on first use. `width`: W, the same for all layers."""
+    """Return the scan of a pack, which is created on first use. `width` is W; all layers have the
+    same.
+    """
     if layout.tree_scan is None:
         device = layout.token_index.device
         layout.tree_scan = make_tree_scan(layout.parents, layout.segment_bounds, width, device)
@@ -65,12 +67,12 @@ def make_tree_scan(
 def _taps(parents: Sequence[int], bounds: Sequence[int], count: int) -> Tensor:
     total = bounds[-1]
     taps = torch.arange(total) - torch.arange(1, count + 1)[:, None]
-    tails: list[list[int]] = []  # of each segment's path the last tokens, newest first
+    tails: list[list[int]] = []  # the last tokens of each segment's path, newest first
     for segment, parent in enumerate(parents):
         first, end = bounds[segment], bounds[segment + 1]
         before = tails[parent] if parent >= 0 else []
         before = [*before, *[total] * (count - len(before))]
-        for place in range(min(count, end - first)):  # these look back beyond the segment
+        for place in range(min(count, end - first)):  # tokens that look back beyond the segment
             taps[place:, first + place] = torch.tensor(before[: count - place])
         tails.append([*range(end - 1, max(first, end - count) - 1, -1), *before][:count])
     return taps
@@ -83,7 +85,7 @@ def _levels(
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
     levels: list[Level] = []
-    place: dict[int, int] = {}  # of the segments of the level before
+    place: dict[int, int] = {}  # segment of the previous level -> its place there
     for depth in range(max(depths) + 1):
         members = [segment for segment, its_depth in enumerate(depths) if its_depth == depth]
         index = torch.cat([torch.arange(*bounds[segment : segment + 2]) for segment in members])

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's language model as plain values, which are Qwen2-VL's too."""
+"""Language model of Qwen2.5-VL and Qwen2-VL, as plain values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,18 +11,18 @@ from megavlm.models.common.architecture import (
     rotary_parameters,
 )
 
-# Of the released models; transformers' default for a configuration without it.
+# As in the released models; for a configuration without it, transformers has the same default.
 MROPE_SECTION = (16, 24, 24)
 
 
 def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what layout rules need. Raises KeyError with the name of a missing value."""
+    """Return the sizes that layout rules need. Raises KeyError with the name of a missing value."""
     return dense_sizes(text, head_dim=None)
 
 
 def architecture(hf_config: Any) -> dict[str, Any]:
-    """Return LanguageConfig's fields. `hf_config`: transformers' Qwen2_5_VLConfig or
-    Qwen2VLConfig. Raises ValueError for what is not implemented.
+    """Return LanguageConfig's fields for transformers' Qwen2_5_VLConfig or Qwen2VLConfig. Raises
+    ValueError for settings that are not implemented.
     """
     text = hf_config.text_config
     return language_fields(text, language_sizes(text.to_dict()), qkv_bias=True, qk_norm=False)

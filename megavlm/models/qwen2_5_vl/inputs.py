@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's videos in prompts: one run of tokens, whose M-RoPE positions follow the time."""
+"""Videos in prompts of Qwen2.5-VL: one run of tokens, with M-RoPE positions that follow time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +11,13 @@ from megavlm.data.videos import Grid, ProcessedVideo
 
 
 class TokensOnly:
-    """One run of video tokens, which Qwen2-VL has too; only positions know the time."""
+    """Format of Qwen2.5-VL and Qwen2-VL: one run of video tokens. Only positions encode time."""
 
     def __init__(self, video_id: int, merge_size: int, tokens_per_second: float | None) -> None:
-        """Set the format. `tokens_per_second`: positions in a second, None for one a grid frame."""
+        """Set the format.
+
+        tokens_per_second: M-RoPE positions per second, None for one position per grid frame.
+        """
         self._video_id = video_id
         self._merged = merge_size**2
         self._tokens_per_second = tokens_per_second
@@ -32,13 +35,15 @@ class TokensOnly:
 
 
 def video_tokens(hf_config: Any, processor: Any, merge_size: int) -> TokensOnly:
-    """Return how prompts write a video."""
+    """Return the format of videos in prompts."""
     per_second = hf_config.vision_config.tokens_per_second
     return TokensOnly(hf_config.video_token_id, merge_size, per_second)
 
 
 def extra_inputs(videos: Sequence[ProcessedVideo]) -> dict[str, Tensor]:
-    """Return the seconds of each grid frame [videos], from which transformers makes positions."""
+    """Return the seconds per grid frame of each video [videos]. transformers computes positions
+    from them.
+    """
     if not videos:
         return {}
     return {"second_per_grid_ts": torch.tensor([video.seconds_per_grid for video in videos])}

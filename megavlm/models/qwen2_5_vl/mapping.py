@@ -1,4 +1,4 @@
-"""Mapping of Qwen2.5-VL: hub tensor names against this model's tensors."""
+"""Mapping of Qwen2.5-VL between hub tensors and this model's tensors."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from megavlm.models.common.mapping_parts import attention, language_model, linea
 
 
 def mapping(config: Any) -> list[Entry]:
-    """Return an entry for every tensor. `config`: transformers' Qwen2_5_VLConfig."""
+    """Return an entry for every tensor. `config` is transformers' Qwen2_5_VLConfig."""
     vision = config.vision_config
     return [
         *tower("visual", vision, vision.hidden_size, _vision_shapes(vision)),
@@ -17,7 +17,7 @@ def mapping(config: Any) -> list[Entry]:
 
 
 def text_entries(config: Any) -> Iterator[Entry]:
-    """Yield the language model's entries, which are Qwen2-VL's too."""
+    """Yield the entries of the language model of Qwen2.5-VL or Qwen2-VL."""
     text = config.text_config
     head_dim = text.hidden_size // text.num_attention_heads
 

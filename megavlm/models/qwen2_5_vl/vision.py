@@ -1,7 +1,7 @@
 """Qwen2.5-VL's vision tower: RMSNorm, a gated MLP, and attention within windows in most blocks.
 
-Source: transformers `models/qwen2_5_vl/modeling_qwen2_5_vl.py`. Patches are put in window order
-once, before the blocks; features come back in the images' order.
+Source: transformers `models/qwen2_5_vl/modeling_qwen2_5_vl.py`. Patches are sorted into window
+order once, before the blocks; features are returned in the images' order.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from megavlm.models.common.vision_layers import (
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm that normalises in fp32 and scales in the input's precision, as released."""
+    """RMSNorm that normalises in fp32 and scales in the input's dtype, as in the released model."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class MLP(nn.Module):
 
 
 def frame_windows(height: int, width: int, window: int) -> list[Tensor]:
-    """Cut a frame of [height, width] merged cells into windows. Returns the cells of each; windows
-    at the right and lower edge are smaller.
+    """Cut a frame of [height, width] merged cells into windows, and return the cells of each
+    window. Windows at the right and lower edge are smaller.
     """
     cells = torch.arange(height * width).view(height, width)
     return [
@@ -68,13 +68,17 @@ def frame_windows(height: int, width: int, window: int) -> list[Tensor]:
 
 @cache_frames
 def cell_order(height: int, width: int, merge: int, window: int) -> Tensor:
-    """Order merged cells of a [height, width] frame of patches by window [h * w / merge^2]."""
+    """Return the order [h * w / merge^2] that sorts the merged cells of a frame of [height, width]
+    patches by window.
+    """
     return torch.cat(frame_windows(height // merge, width // merge, window))
 
 
 @cache_frames
 def patch_order(height: int, width: int, merge: int, window: int) -> Tensor:
-    """Order a frame's patches by window, the merge^2 of a cell together [h * w]."""
+    """Return the order [h * w] that sorts the patches of a frame by window, with the merge^2
+    patches of a cell together.
+    """
     cells = cell_order(height, width, merge, window)
     return (cells[:, None] * merge**2 + torch.arange(merge**2)).flatten()
 
@@ -87,16 +91,16 @@ def window_lengths(height: int, width: int, merge: int, window: int) -> tuple[in
 
 
 class VisionTower(Tower):
-    """Tower from patches [P, C*T*P*P] in merge order and their grids to features
+    """Tower that maps patches [P, C*T*P*P] in merge order and their grids to features
     [P / merge^2, H].
     """
 
     def __init__(self, config: Any) -> None:
-        """Build the tower. `config`: the `vision_config` of a Qwen2.5-VL configuration."""
+        """Build the tower from the `vision_config` of a Qwen2.5-VL configuration."""
         super().__init__()
         self.merge_size = config.spatial_merge_size
         self.feature_size = config.out_hidden_size
-        # In merged cells a side.
+        # Side of a window in merged cells.
         self.window = config.window_size // self.merge_size // config.patch_size
         self.full_attention = frozenset(config.fullatt_block_indexes)
         size = config.hidden_size

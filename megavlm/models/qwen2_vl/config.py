@@ -1,4 +1,4 @@
-"""Qwen2-VL's language model as plain values: they are Qwen2.5-VL's."""
+"""Language model of Qwen2-VL, as plain values; it is the same as Qwen2.5-VL's."""
 
 from megavlm.models.qwen2_5_vl.config import architecture, language_sizes, rotary
 

@@ -1,4 +1,4 @@
-"""Mapping of Qwen2-VL: hub tensor names against this model's tensors."""
+"""Mapping of Qwen2-VL between hub tensors and this model's tensors."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from megavlm.models.qwen2_5_vl.mapping import text_entries
 
 
 def mapping(config: Any) -> list[Entry]:
-    """Return an entry for every tensor. `config`: transformers' Qwen2VLConfig."""
+    """Return an entry for every tensor. `config` is transformers' Qwen2VLConfig."""
     vision = config.vision_config
     return [
         *tower("visual", vision, vision.embed_dim, _vision_shapes(vision)),

@@ -37,12 +37,12 @@ class MLP(nn.Module):
 
 
 class VisionTower(Tower):
-    """Tower from patches [P, C*T*P*P] in merge order and their grids to features
+    """Tower that maps patches [P, C*T*P*P] in merge order and their grids to features
     [P / merge^2, H].
     """
 
     def __init__(self, config: Any) -> None:
-        """Build the tower. `config`: the `vision_config` of a Qwen2-VL configuration."""
+        """Build the tower from the `vision_config` of a Qwen2-VL configuration."""
         super().__init__()
         self.merge_size = config.spatial_merge_size
         self.feature_size = config.hidden_size

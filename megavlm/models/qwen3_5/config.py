@@ -1,4 +1,4 @@
-"""Language model of Qwen3.5, dense and MoE, as plain values; Qwen3.6 and Qwen3.8 have the same."""
+"""Language model of Qwen3.5, Qwen3.6 and Qwen3.8, dense and MoE, as plain values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +13,14 @@ from megavlm.models.common.architecture import (
     rotary_parameters,
 )
 
-# Of the released models; transformers' defaults for a configuration without them.
+# As in the released models; for a configuration without them, transformers has the same defaults.
 MROPE_SECTION = (11, 11, 10)
 PARTIAL_ROTARY_FACTOR = 0.25
 FULL_ATTENTION_INTERVAL = 4
 
 
 def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what layout rules need. Raises KeyError with the name of a missing value."""
+    """Return the sizes that layout rules need. Raises KeyError with the name of a missing value."""
     sizes = {
         "attention_output_gate": True,
         "linear_attention_freq": linear_layers(text),
@@ -40,8 +40,8 @@ def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def architecture(hf_config: Any) -> dict[str, Any]:
-    """Return LanguageConfig's fields. `hf_config`: transformers' Qwen3_5Config or
-    Qwen3_5MoeConfig. Raises ValueError for what is not implemented.
+    """Return LanguageConfig's fields for transformers' Qwen3_5Config or Qwen3_5MoeConfig. Raises
+    ValueError for settings that are not implemented.
     """
     text = hf_config.text_config
     sizes = language_sizes(text.to_dict())
@@ -53,8 +53,8 @@ def architecture(hf_config: Any) -> dict[str, Any]:
 
 
 def rotary(hf_config: Any) -> Rotary:
-    """Return the rotary embedding, of the first entries of a head. Raises ValueError for one that
-    is not implemented.
+    """Return the rotary embedding, which rotates only the first entries of a head. Raises
+    ValueError for one that is not implemented.
     """
     text = hf_config.text_config
     factor = text.rope_parameters.get("partial_rotary_factor", PARTIAL_ROTARY_FACTOR)
@@ -64,8 +64,9 @@ def rotary(hf_config: Any) -> Rotary:
 
 
 def served_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config.json with those that SGLang 0.5.23 reads where transformers
-    reads others. An interval of attention is added where one describes the layers.
+    """Return the values of a config.json, completed by the values that SGLang 0.5.23 reads and
+    transformers does not need. `full_attention_interval` is added if an interval describes which
+    layers have attention.
     """
     text, vision = dict(values["text_config"]), dict(values["vision_config"])
     linear = linear_layers(text)
@@ -81,12 +82,12 @@ def served_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_experts(text: Mapping[str, Any]) -> bool:
-    """Return True for a mixture of experts, in every layer."""
+    """Return True if the model is a mixture of experts. All its layers then have experts."""
     return bool(text.get("num_experts"))
 
 
 def linear_layers(text: Mapping[str, Any]) -> list[int]:
-    """Return 1 for each layer with Gated DeltaNet, 0 for each with attention."""
+    """Return 1 for each layer with Gated DeltaNet, 0 for each layer with attention."""
     layers = count(text, "num_hidden_layers")
     if kinds := text.get("layer_types"):
         return [int(kind == "linear_attention") for kind in kinds]

@@ -1,4 +1,4 @@
-"""Mapping of Qwen3.5, dense and MoE: hub tensor names against this model's tensors."""
+"""Mapping of Qwen3.5, dense and MoE, between hub tensors and this model's tensors."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,8 +20,8 @@ from megavlm.models.qwen3_vl.mapping import tower_entries
 
 
 def mapping(config: Any) -> list[Entry]:
-    """Return an entry for every tensor that is trained. `config`: transformers' Qwen3_5Config or
-    Qwen3_5MoeConfig.
+    """Return an entry for every tensor of the model that is trained here. `config` is transformers'
+    Qwen3_5Config or Qwen3_5MoeConfig.
     """
     return [*tower_entries(config.vision_config, num_levels=0), *_text_entries(config)]
 
@@ -43,7 +43,7 @@ def _text_entries(config: Any) -> Iterator[Entry]:
 
 
 def linear_attention(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
-    """Yield a layer's Gated DeltaNet, with the norm before it."""
+    """Yield the entries of a layer's Gated DeltaNet, and of the norm before it."""
     hidden, groups = text.hidden_size, text.linear_num_key_heads
     keys, heads = groups * text.linear_key_head_dim, text.linear_num_value_heads
     values, width = heads * text.linear_value_head_dim, text.linear_conv_kernel_dim
@@ -73,8 +73,9 @@ def linear_attention(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
 
 
 def gated_attention(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
-    """Yield a layer's gated attention, with the norm before it. The hub's q_proj has each head's
-    query above its gate; a group of `linear_qkv` all its queries, then all its gates.
+    """Yield the entries of a layer's gated attention, and of the norm before it. The hub's q_proj
+    has the query of each head followed by its gate; a group of `linear_qkv` has all its queries,
+    then all its gates.
     """
     hidden, groups, size = text.hidden_size, text.num_key_value_heads, text.head_dim
     q, kv = text.num_attention_heads * size, groups * size
@@ -94,7 +95,7 @@ def gated_attention(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
 
 
 def shared_expert(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
-    """Yield the expert that every token has, and its gate."""
+    """Yield the entries of the shared expert, which every token passes, and of its gate."""
     hidden, ffn = text.hidden_size, text.shared_expert_intermediate_size
     target, source = f"{megatron}.mlp.shared_experts", f"{hf}.mlp.shared_expert"
     yield gated(

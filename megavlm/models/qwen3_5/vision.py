@@ -1,4 +1,4 @@
-"""Qwen3.5's vision tower, of the dense and the MoE model: Qwen3-VL's without DeepStack."""
+"""Vision tower of Qwen3.5, dense and MoE. It is Qwen3-VL's tower without DeepStack."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from megavlm.models.qwen3_vl import vision as qwen3_vl
 
 
 class VisionTower(qwen3_vl.VisionTower):
-    """Tower from patches [P, C*T*P*P] in merge order and their grids to [P / merge^2, H]."""
+    """Tower that maps patches [P, C*T*P*P] in merge order and their grids to [P / merge^2, H]."""
 
     def __init__(self, config: Any) -> None:
-        """Build the tower. `config`: the `vision_config` of Qwen3.5, dense or MoE, in which the
-        released files may name an empty list of DeepStack levels, or none.
+        """Build the tower from the `vision_config` of Qwen3.5, dense or MoE. In released files its
+        list of DeepStack levels is empty or missing.
         """
         super().__init__(config, tapped_blocks=())

@@ -1,4 +1,4 @@
-"""Qwen3-VL's language model, dense and MoE, as plain values."""
+"""Language model of Qwen3-VL, dense and MoE, as plain values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,12 @@ from megavlm.models.common.architecture import (
     rotary_parameters,
 )
 
-# Of the released models; transformers' default for a configuration without it.
+# As in the released models; for a configuration without it, transformers has the same default.
 MROPE_SECTION = (24, 20, 20)
 
 
 def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what layout rules need. Raises KeyError with the name of a missing value."""
+    """Return the sizes that layout rules need. Raises KeyError with the name of a missing value."""
     sizes = dense_sizes(text, head_dim=text.get("head_dim"))
     layers = expert_layers(text)
     if any(layers):
@@ -27,8 +27,8 @@ def language_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def architecture(hf_config: Any) -> dict[str, Any]:
-    """Return LanguageConfig's fields. `hf_config`: transformers' Qwen3VLConfig or
-    Qwen3VLMoeConfig. Raises ValueError for what is not implemented.
+    """Return LanguageConfig's fields for transformers' Qwen3VLConfig or Qwen3VLMoeConfig. Raises
+    ValueError for settings that are not implemented.
     """
     text = hf_config.text_config
     fields = language_fields(text, language_sizes(text.to_dict()), qkv_bias=False, qk_norm=True)
@@ -43,7 +43,7 @@ def rotary(hf_config: Any) -> Rotary:
 
 
 def expert_layers(text: Mapping[str, Any]) -> list[int]:
-    """Return 1 for each layer with experts, 0 for each dense one."""
+    """Return 1 for each layer with experts, 0 for each dense layer."""
     layers = count(text, "num_hidden_layers")
     if not text.get(_num_experts(text)):
         return [0] * layers
@@ -53,5 +53,7 @@ def expert_layers(text: Mapping[str, Any]) -> list[int]:
 
 
 def _num_experts(text: Mapping[str, Any]) -> str:
-    """Return the name of the number of experts: transformers 5 writes another than hub files."""
+    """Return the key of the number of experts. transformers 5 writes another key than hub files
+    have.
+    """
     return "num_local_experts" if "num_local_experts" in text else "num_experts"

@@ -1,4 +1,4 @@
-"""Qwen3-VL's videos in prompts: frame by frame, each after its time as text."""
+"""Videos in prompts of Qwen3-VL: frame by frame, each frame after its time as text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,12 @@ from megavlm.data.videos import Grid, ProcessedVideo
 
 
 class TimestampedFrames:
-    """Frames of a grid one by one: the time as text, then tokens between vision marks."""
+    """Format of Qwen3-VL: for each frame of the grid, its time as text, then its video tokens
+    between the tokens for vision start and vision end.
+    """
 
     def __init__(self, video_id: int, merge_size: int, processor: Any) -> None:
-        """Set the format. `processor`: transformers' Qwen3VLProcessor."""
+        """Set the format. `processor` is transformers' Qwen3VLProcessor."""
         self._video_id = video_id
         self._merged = merge_size**2
         self._tokenizer = processor.tokenizer
@@ -33,10 +35,10 @@ class TimestampedFrames:
 
 
 def video_tokens(hf_config: Any, processor: Any, merge_size: int) -> TimestampedFrames:
-    """Return how prompts write a video."""
+    """Return the format of videos in prompts."""
     return TimestampedFrames(hf_config.video_token_id, merge_size, processor)
 
 
 def extra_inputs(videos: Sequence[ProcessedVideo]) -> dict[str, Tensor]:
-    """Return no tensors: patches and grids are all that transformers' model takes."""
+    """Return no tensors: transformers' model takes only patches and grids."""
     return {}

@@ -1,4 +1,4 @@
-"""Mapping of Qwen3-VL, dense and MoE: hub tensor names against this model's tensors."""
+"""Mapping of Qwen3-VL, dense and MoE, between hub tensors and this model's tensors."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from megavlm.models.qwen3_vl.config import expert_layers
 
 
 def mapping(config: Any) -> list[Entry]:
-    """Return an entry for every tensor. `config`: transformers' Qwen3VLConfig or
+    """Return an entry for every tensor. `config` is transformers' Qwen3VLConfig or
     Qwen3VLMoeConfig.
     """
     num_levels = len(config.vision_config.deepstack_visual_indexes)
@@ -25,7 +25,7 @@ def mapping(config: Any) -> list[Entry]:
 
 
 def tower_entries(vision: Any, *, num_levels: int) -> Iterator[Entry]:
-    """Return the tower's entries. `num_levels`: of DeepStack."""
+    """Return the tower's entries. `num_levels` is the number of DeepStack levels."""
     return tower("model.visual", vision, vision.hidden_size, _vision_shapes(vision, num_levels))
 
 

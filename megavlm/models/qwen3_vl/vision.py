@@ -1,5 +1,5 @@
-"""Qwen3-VL's vision tower, of the dense and the MoE model: LayerNorm, a learned position table
-interpolated to each image's grid, attention over whole frames, DeepStack.
+"""Vision tower of Qwen3-VL, dense and MoE: LayerNorm, a learned position table that is interpolated
+to each image's grid, attention over whole frames, and DeepStack.
 
 Source: transformers `models/qwen3_vl/modeling_qwen3_vl.py` and `vision_utils.py`.
 """
@@ -40,8 +40,9 @@ class MLP(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Merger of the patches [P, D] of a merge cell into one language token [P / merge^2, H], with
-    exact (erf) GELU. A DeepStack merger normalises the whole cell, the last one each patch.
+    """Merger of the merge^2 patches of a cell to one language token: [P, D] to [P / merge^2, H],
+    with exact (erf) GELU. A DeepStack merger normalises the whole cell, the final merger each
+    patch.
     """
 
     def __init__(self, config: Any, *, norm_whole_cell: bool) -> None:
@@ -62,18 +63,22 @@ class PatchMerger(nn.Module):
 
 
 def axis_taps(size: int, side: int) -> tuple[Tensor, Tensor]:
-    """Interpolate linearly along one side of the table, corners aligned. Returns the two entries of
-    `side` around each of `size` places, and their weights, both [size, 2].
+    """Interpolate linearly along one side of the position table, with aligned corners.
+
+    Returns the two table entries (of `side`) around each of `size` places, and their weights, both
+    [size, 2].
     """
     source = torch.arange(size, dtype=torch.float32) * (side - 1) / max(size - 1, 1)
     taps = source.floor()[:, None] + torch.arange(2)
     weights = 1.0 - (source[:, None] - taps).abs()
-    return taps.long().clamp(max=side - 1), weights  # beyond the last entry the weight is 0
+    return taps.long().clamp(max=side - 1), weights  # a clamped entry has weight 0
 
 
 @cache_frames
 def table_taps(height: int, width: int, merge: int, side: int) -> Tensor:
-    """Return rows of the flat [side * side] table for each patch in merge order [h * w, 4]."""
+    """Return the four rows of the flat [side * side] table for each patch, in merge order
+    [h * w, 4].
+    """
     rows, columns = axis_taps(height, side)[0], axis_taps(width, side)[0]
     taps = rows[:, None, :, None] * side + columns[None, :, None, :]  # [h, w, 2, 2]
     return merge_order(taps.flatten(2), merge)
@@ -88,13 +93,15 @@ def table_weights(height: int, width: int, merge: int, side: int) -> Tensor:
 
 
 class VisionTower(Tower):
-    """Tower from patches [P, C*T*P*P] in merge order and their grids to features and DeepStack
+    """Tower that maps patches [P, C*T*P*P] in merge order and their grids to features and DeepStack
     levels [P / merge^2, (1 + num_levels) * H].
     """
 
     def __init__(self, config: Any, tapped_blocks: Sequence[int] | None = None) -> None:
-        """Build the tower. `config`: the `vision_config` of Qwen3-VL, dense or MoE.
-        `tapped_blocks`: blocks whose output becomes a DeepStack level, None for those in `config`.
+        """Build the tower from the `vision_config` of Qwen3-VL, dense or MoE.
+
+        tapped_blocks: Blocks whose output becomes a DeepStack level; None uses the blocks that
+            `config` lists.
         """
         super().__init__()
         self.merge_size = config.spatial_merge_size
@@ -143,7 +150,7 @@ class VisionTower(Tower):
         return torch.cat([self.merger(x), *levels], dim=-1)
 
     def _learned_positions(self, grids: Sequence[Grid], device: torch.device) -> Tensor:
-        """Return [P, D], the sum of four entries in fp32 whatever the table's dtype."""
+        """Return position embeddings [P, D]: weighted sums of four table entries, in fp32."""
         side, merge = math.isqrt(self.pos_embed.num_embeddings), self.merge_size
         taps = pack_values(grids, lambda h, w: table_taps(h, w, merge, side)).to(device)
         weights = pack_values(grids, lambda h, w: table_weights(h, w, merge, side)).to(device)
