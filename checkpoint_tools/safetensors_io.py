@@ -132,8 +132,8 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 class UnmappedHFFolder(HFFolder):
-    """An HFFolder that reads each tensor into its own memory. Mapped files would not do, because
-    their pages stay in memory until, in the end, the whole model is there.
+    """An HFFolder that reads each tensor into its own memory. Pages of a mapped file would stay in
+    memory and count as used, until the whole model is there.
     """
 
     def __init__(self, folder: Path) -> None:

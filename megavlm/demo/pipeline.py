@@ -29,7 +29,7 @@ MARK = ".megavlm-demo"
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "debug"
 # Keys that all parts of the demo must share, and the demo's option that sets each of them.
 OPTIONS = {"run.dir": "--run-dir", "run.seed": "--seed"}
-# Override for a user's data set.
+# Length of responses on a user's data set, whose answers may be long.
 RESPONSE_TOKENS = 16  # at most
 
 

@@ -16,8 +16,8 @@ from megavlm.observability.text import duration
 
 EPOCHS = 8
 # Limit on the patches and text tokens of all rows together. With images of 64 x 64 pixels it
-# allows 400 steps of 64 rows, enough to teach the tower their colours. Larger images need fewer
-# steps, because each step teaches more.
+# allows 400 steps of 64 rows, enough to teach the tower their colours. Larger images get fewer
+# steps, but each step teaches more.
 MOST_TOKENS = 1_000_000
 SAMPLE = 16  # number of rows that are measured
 OVERHEAD = 1.5  # factor for the rest of a step: optimizer, packing, gradient reduction

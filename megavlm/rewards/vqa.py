@@ -144,9 +144,9 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
 
 def final_answers(response: str) -> list[str]:
     r"""Return candidates for the final answer: the content of the last \boxed{...} or <answer>, or
-    the text after the last "Answer:", or all text before "Explanation:". The sentence after the
-    last "answer is" in it is the candidate before it. The first candidate of the right kind counts;
-    thoughts are ignored.
+    the text after the last "Answer:", or the whole response, each up to "Explanation:". If this
+    text has "answer is", the sentence after the last one is a candidate before it. The caller takes
+    the first candidate of the right kind. Thoughts are ignored.
     """
     response = boxed.after_thinking(response)
     found = boxed.last_boxed(response)

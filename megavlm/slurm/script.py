@@ -121,7 +121,7 @@ def num_servers(tensor_parallel: int, nodes: int, gpus: int) -> int:
     """Return the number of servers on `nodes` rollout nodes with `gpus` GPUs each: several on a
     node, or each over several whole nodes.
 
-    Raises ValueError if nodes and GPUs do not divide evenly. job.sh computes the same.
+    Raises ValueError if nodes and GPUs do not divide evenly. job.sh checks the same.
     """
     if tensor_parallel <= gpus:
         return nodes * (gpus // tensor_parallel)
