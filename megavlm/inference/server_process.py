@@ -66,6 +66,8 @@ class ServerProcess:
         remove_leftovers()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         folder = self._temporary.enter_context(temporary_folder("megavlm-rollout-"))
+        # -P keeps this folder off sys.path, where its requests.py would shadow the package
+        # requests.
         command = [sys.executable, "-P", str(SERVER_MAIN), str(os.getpid())]
         with ExitStack() as stack:
             stack.callback(self._temporary.close)

@@ -33,6 +33,7 @@ def send_groups(connection: Connection, groups: Sequence[Group], pid: int) -> No
     sizes = [part.nbytes for part in parts]
     descriptor = os.memfd_create("megavlm_groups")
     try:
+        # At least one byte, because an empty file cannot be mapped.
         os.ftruncate(descriptor, max(sum(sizes), 1))
         with mmap.mmap(descriptor, 0) as memory:
             for part in parts:

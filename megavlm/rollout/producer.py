@@ -263,6 +263,7 @@ class Producer:
                 self._dropped += is_old
                 if group.timed_out:
                     self._timed_out.add(group)
+                # Another prompt takes its place, so that the trainer still gets all its groups.
                 self._allow(1)
         first = list(self._started)[: self._wanted]
         if len(first) < self._wanted or not all(item.group.is_played for item in first):

@@ -91,6 +91,7 @@ class RolloutProducer:
         """
         allowed = count
         if version != self._version:
+            # The first call allows all prompts that may run ahead, each new version one step more.
             steps = self._staleness + 1 if self._version is None else 1
             allowed, self._version = steps * self._step_size, version
             self._outgoing.put(None)

@@ -57,6 +57,7 @@ def verify_export(train_state: TrainState, driver: Driver | None, folder: Path) 
     device = platform.device()
     theirs = _transformers_logits(folder, probes, train_state.config.model.dtype, device)
     difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    # Not `>`, so that NaN fails, too.
     if train_state.config.model.dtype == "float32" and not difference <= TOLERANCE:
         raise RuntimeError(
             f"{folder}: transformers' logits differ from the trainer's by {difference:.1e} of the "

@@ -123,6 +123,7 @@ class BaseTrainer:
                     is_stopping = stop.agreed()
                 is_last = state.step == last
                 is_due = is_stopping or is_last or state.is_due(config.checkpoint.every)
+                # The step that the run resumed from already has a checkpoint; step 0 needs none.
                 if is_due and state.step != resumed and (state.step or is_last):
                     self.save()
                 if is_stopping or is_last:

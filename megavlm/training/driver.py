@@ -122,6 +122,7 @@ class Driver:
         self.metrics = MetricsWriter(run_dir, step)
         self.samples = SampleWriter(run_dir, step, num_steps=num_steps)
         self.trackers = Trackers(config.run.trackers, run_dir, config.to_dict(), step)
+        # A resumed run makes the steps after its checkpoint again, so their records are dropped.
         keep_records(Path(run_dir) / SKIPPED_FILE, lambda record: record["step"] <= step)
         self.recorded = RecordedRollouts(Path(run_dir) / ROLLOUTS_FOLDER)
         if config.run.record_rollouts:

@@ -71,6 +71,7 @@ class WeightPusher:
         self.switch_memory("generate")
         if mesh.is_driver:
             result = work()
+            # False ends the loop of the other ranks; `refit` broadcasts True for each push.
             broadcast_object(False, mesh)
         else:
             while broadcast_object(None, mesh):

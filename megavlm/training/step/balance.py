@@ -161,9 +161,11 @@ def _improve(
     if worst.cost <= (1 + slack) * sum(part.cost for part in parts) / len(parts):
         return False
     others = sorted((part for part in parts if part is not worst), key=lambda part: part.cost)
+    # The cheapest parts, and an even sample of the others.
     partners = others[:PARTNERS] + others[PARTNERS :: max(1, len(others) // PARTNERS)]
     found = (exchange for partner in partners for exchange in exchanges(worst, partner))
     best = min(found, key=lambda exchange: exchange.cost, default=None)
+    # A minimum gain, so that repeated improvements come to an end.
     if best is None or best.cost >= worst.cost * (1 - 1e-4):
         return False
     worst.exchange(best.given, best.kept)
