@@ -1,1 +1,1 @@
-"""Layout-independent checkpoints that are complete or absent."""
+"""Checkpoints that do not depend on the parallel layout, and that are either complete or absent."""

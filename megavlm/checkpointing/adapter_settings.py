@@ -1,4 +1,4 @@
-"""Adapters of a step: their settings in lora.json, and the keys of their tensors."""
+"""Adapters in a step: their settings in lora.json, and the keys of their tensors."""
 
 import json
 from collections.abc import Iterable
@@ -13,8 +13,9 @@ from megavlm.models.common.lora_linear import is_adapter
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Settings that the tensors do not show. base: name or folder of the model that the adapters
-    belong to, None if unknown.
+    """Settings of adapters that cannot be read from their tensors.
+
+    base: Name or folder of the model that the adapters belong to, None if unknown.
     """
 
     rank: int
@@ -26,7 +27,9 @@ class AdapterSettings:
 
     @staticmethod
     def read(step: Path) -> "AdapterSettings | None":
-        """Read the settings of a step, None if it has none. Raises ValueError if damaged."""
+        """Read the settings of a step, None if it has none. Raises ValueError if the file is
+        damaged.
+        """
         path = step / LORA_SETTINGS
         if not path.is_file():
             return None

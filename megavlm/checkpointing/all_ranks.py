@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; older ones are intact."""
+    """A checkpoint could not be written. Older checkpoints are intact."""
 
 
 def run_on_all_ranks(
@@ -23,10 +23,12 @@ def run_on_all_ranks(
 ) -> list[T]:
     """Run `action` on every rank and return the results by rank. Collective.
 
-    group: holds all ranks; a thread other than the main one needs a group of its own. If the action
-    fails on one rank, every rank raises: a ValueError stays a ValueError, any other failure becomes
-    a CheckpointError that names `what` and the rank and ends with the text that `hint` returns on
-    that rank. The original exception is kept as its cause on the rank that failed.
+    group: A group of all ranks. A thread other than the main thread needs its own group.
+    hint: Returns a text for the end of the error message; it is called on the rank that fails.
+
+    If the action fails on one rank, every rank raises. A ValueError stays a ValueError; any other
+    failure becomes a CheckpointError that names `what` and the rank. On the rank that failed, the
+    original exception is its cause.
     """
     result: T | None = None
     problem: ValueError | CheckpointError | None = None
@@ -36,7 +38,7 @@ def run_on_all_ranks(
     except ValueError as error:
         problem, cause = ValueError(str(error)), error
     except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
-        # torch puts the tracebacks of all ranks into its message; the reason is at its end.
+        # torch's message holds the tracebacks of all ranks; its last line has the reason.
         reason = str(error).strip().rpartition("\n")[-1] or type(error).__name__
         problem = CheckpointError(f"{what} failed on rank {dist.get_rank()}: {reason}{hint()}")
         cause = error

@@ -1,4 +1,4 @@
-"""Folders and files that are complete or absent, even after a kill or a power failure."""
+"""Folders and files that are either complete or absent, even after a kill or a power failure."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ def partial_path(target: Path) -> Path:
 
 
 def replace_folder(target: Path) -> None:
-    """Rename the partial folder to `target`. An older `target` is moved away, then deleted."""
+    """Rename the partial folder to `target`. An existing `target` is moved away, then deleted."""
     sync_tree(partial_path(target))
     older = target.with_name(f".{target.name}.older")
     if older.exists():
@@ -38,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_folder(target: Path) -> None:
-    """Delete a folder. After a kill no part of it is left under its name."""
+    """Delete a folder. If the process is killed meanwhile, no partial folder has its name."""
     doomed = target.with_name(f".{target.name}.deleted")
     target.rename(doomed)
     sync(target.parent)
@@ -46,7 +46,7 @@ def remove_folder(target: Path) -> None:
 
 
 def close_written(file: IO[bytes], *, is_whole: bool) -> None:
-    """Close a new file, flushed to the disk if all of it was written."""
+    """Close a new file, and flush it to the disk if it was written completely."""
     with file:
         if is_whole:
             file.flush()

@@ -23,8 +23,8 @@ def file_checksums(folder: Path, names: Iterable[str]) -> dict[str, Sums]:
 def first_difference(
     folder: Path, files: Mapping[str, Mapping[str, int]], names: Iterable[str]
 ) -> str | None:
-    """Describe the first of `names` whose size or checksum differs from `files`, None if all
-    agree.
+    """Describe the first of `names` whose size or checksum differs from `files`. Returns None if
+    all agree.
     """
     for name in names:
         if problem := size_difference(folder, files, [name]):
@@ -37,8 +37,8 @@ def first_difference(
 def size_difference(
     folder: Path, files: Mapping[str, Mapping[str, int]], names: Iterable[str]
 ) -> str | None:
-    """Describe the first of `names` that is missing or differs from `files` in size. Reads no
-    file.
+    """Describe the first of `names` that is missing or whose size differs from `files`. Returns
+    None if all agree. The files are not read.
     """
     for name in names:
         path, expected = folder / name, files[name]["bytes"]
@@ -51,8 +51,8 @@ def size_difference(
 
 
 class SummedFile:
-    """A new file whose checksum is computed while it is written, so that it need not be read again.
-    It is flushed to the disk when it is closed.
+    """A new file whose checksum is computed while it is written, so that it does not have to be
+    read again. It is flushed to the disk when it is closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +72,7 @@ class SummedFile:
         return count
 
     def flush(self) -> None:
-        """Ignore flushes, which torch.save makes after each tensor: closing the file flushes it."""
+        """Do nothing: torch.save flushes after each tensor, but closing the file flushes it."""
 
     def __enter__(self) -> Self:
         return self

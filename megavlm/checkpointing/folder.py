@@ -4,8 +4,8 @@
       latest               name of the newest step
       best                 name of the best step, if a metric is configured
       hf/                  config, tokenizer and processor files of the model, their checksums,
-                           how the folder that they are from stacks experts, and its tensors that
-                           are not trained
+                           how the model folder stacks experts, and its tensors that are not
+                           trained
       step_00000040/
         manifest.json      step, contents, scores, and size and checksum of every other file
         .metadata, metadata.json, common.pt, *.distcp    megatron-core dist_checkpointing
@@ -14,10 +14,11 @@
         random_00000.pt    random states of rank 0
 
 A step is written under another name and renamed once all of it is on the disk, so a folder called
-`step_*` is complete. `latest` is replaced after the rename. Before it, `latest` gets a second line
-that announces the step with the checksum of its manifest: a run that is killed between the two
-resumes from the new step. A complete step that is not announced is not newer, whatever its number:
-a run that went back (`checkpoint.step`) has left it behind.
+`step_*` is complete. `latest` is replaced after the rename. Before the rename, `latest` gets a
+second line that announces the step with the checksum of its manifest, so that a run that is killed
+between rename and replacement resumes from the new step. A complete step that is neither named nor
+announced is not newer, whatever its number: it is left over from before a run went back
+(`checkpoint.step`).
 
 This module imports neither torch nor megatron-core.
 """
@@ -46,9 +47,9 @@ MANIFEST = "manifest.json"
 EXTRA_STATE = "extra.json"
 LORA_SETTINGS = "lora.json"
 PEFT_CONFIG = "adapter_config.json"
-_HF_SUMS = "checksums"  # no suffix: never the name of a model's file, and never copied from hf/
+_HF_SUMS = "checksums"  # without a suffix it is never a model's file, and never copied from hf/
 _EXPERTS = "experts"  # holds "memory" if experts are stacked as transformers 5 saves them
-# Files of a HuggingFace folder that hold neither weights nor code, by name alone.
+# Names of files in a HuggingFace folder that hold neither weights nor code.
 _HF_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*")
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,9 @@ logger = logging.getLogger(__name__)
 class Manifest:
     """Contents of a step.
 
-    layout: ranks per axis of the run that saved it. files: name -> {bytes, crc32}. scores: metric
-    -> value, by which the steps of a run are compared.
+    layout: Ranks per axis of the run that saved it.
+    files: Maps a file's name to {bytes, crc32}.
+    scores: Maps a metric to its value; the best step of a run is selected by it.
     """
 
     step: int
@@ -123,15 +125,15 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True for the folder of a step, and for a folder with at least one complete step."""
+    """Return True for the folder of a step, and for a folder that has a complete step."""
     return (path / MANIFEST).is_file() or bool(complete_steps(path))
 
 
 def latest_step(folder: str | Path) -> int | None:
     """Return the step to resume from, None if no step is complete.
 
-    The file `latest` decides. If it is missing, damaged or names a step that is not there, the
-    newest complete step is used, with a warning.
+    The file `latest` names it. If this file is missing or damaged, or names a step that does not
+    exist, the newest complete step is used, with a warning.
     """
     folder = Path(folder)
     steps = complete_steps(folder)
@@ -165,9 +167,12 @@ def _announcement(name: str, step: Path) -> str:
 
 
 def locate_step(folder: Path, step: int | None) -> Path:
-    """Return the folder of a step, by default of the latest. `folder` may itself be a step's.
+    """Return the folder of a step.
 
-    Raises ValueError if there is no such step.
+    folder: A checkpoint folder, or the folder of a step if `step` is None.
+    step: None selects the latest step.
+
+    Raises ValueError if the step does not exist.
     """
     if step is None and (folder / MANIFEST).is_file():
         return folder
@@ -199,8 +204,10 @@ def publish(folder: Path, step: int) -> None:
 def write_hf_files(
     source: Path, target: Path, *, change: Callable[[dict[str, Any]], None] | None = None
 ) -> None:
-    """Create `hf/`, with the form of the experts in `source`, its tensors that are not trained and
-    the checksums of its files. change: changes the values of config.json in place.
+    """Create `hf/` from the model folder `source`, with the form of its experts, its tensors that
+    are not trained, and the checksums of the files.
+
+    change: Changes the values of config.json in place.
     """
     copy_hf_files(source, target)
     if change is not None:
@@ -216,11 +223,11 @@ def write_hf_files(
 
 
 def experts_form(folder: Path) -> Literal["hub", "memory"]:
-    """Return how a HuggingFace folder, or the `hf/` of a checkpoint, stacks experts: as on the hub,
-    or as transformers 5 saves them. "hub" where there are no stacks.
+    """Return how a HuggingFace folder, or the `hf/` of a checkpoint, stacks experts: "hub" as on
+    the hub, "memory" as transformers 5 saves them. Returns "hub" if there are no stacks.
 
-    Their shapes tell: gate_up_proj [E, H, 2I] with down_proj [E, I, H], or both with the last two
-    dims exchanged.
+    The form is inferred from shapes: on the hub, gate_up_proj is [E, H, 2I] and down_proj
+    [E, I, H]; in the other form the last two dims are exchanged.
     """
     if (folder / _EXPERTS).is_file():
         return "memory"
@@ -240,7 +247,7 @@ def experts_form(folder: Path) -> Literal["hub", "memory"]:
 def check_hf_files(folder: Path) -> None:
     """Raise ValueError if a file in `hf/` was changed since it was copied.
 
-    Earlier versions wrote no checksums: such a folder is accepted as it is.
+    A folder without checksums, which earlier versions wrote, is accepted unchecked.
     """
     path = folder / HF_FILES / _HF_SUMS
     if not path.is_file():
@@ -276,8 +283,8 @@ def check_family(step: Path, model_type: str) -> None:
 def copy_hf_files(source: Path, target: Path) -> None:
     """Copy the files of a HuggingFace folder that are not weights.
 
-    Code (*.py) is not copied, and neither is the configuration of an adapter beside the model,
-    which transformers would load. Raises ValueError for a dangling link.
+    Code (*.py) is not copied. The configuration of an adapter in the same folder is not copied
+    either, because transformers would load the adapter. Raises ValueError for a dangling link.
     """
     target.mkdir(parents=True, exist_ok=True)
     for pattern in _HF_PATTERNS:

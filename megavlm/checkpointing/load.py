@@ -1,4 +1,4 @@
-"""Loads a step into a model of any layout: the whole state, or the weights alone."""
+"""Loads a step into a model of any layout: the whole training state, or only the weights."""
 
 import json
 import logging
@@ -47,17 +47,20 @@ def load_checkpoint(
     scheduler: OptimizerParamScheduler | None = None,
     model_type: str | None = None,
 ) -> dict[str, Any]:
-    """Load a step (default: the latest) in place and return its `extra`. Collective. model_type:
-    the family that the step must be of, None for any.
+    """Load a step in place and return its `extra`, the saved state of the trainer. Collective.
 
-    Without an optimizer only the weights are loaded, in the model's dtype, and an imported
-    checkpoint is accepted, too. With an optimizer this rank's random states are restored as well if
-    the run has the layout that saved them. An optimizer that was built before its model's weights
-    were loaded alone needs `optimizer.reload_model_params()`.
+    step: None loads the latest step.
+    optimizer: If it is None, only the weights are loaded, in the model's dtype, and an imported
+        checkpoint is accepted, too. Otherwise this rank's random states are restored as well, if
+        the layout is the one that saved them.
+    model_type: Model family that the step must have, None for any.
 
-    Raises ValueError, the same on every rank, if there is no such step, it is of another family, a
-    file of the step or of the model is missing or damaged, a tensor is missing or of another shape,
-    or the model has no place for the step's adapters.
+    If only the weights are loaded into a model that already has an optimizer, call
+    `optimizer.reload_model_params()` afterwards.
+
+    Raises ValueError, the same on every rank, if the step does not exist, if it has another family,
+    if a file of the step or of the model is missing or damaged, if a tensor is missing or has
+    another shape, or if the model has no place for the step's adapters.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
@@ -84,11 +87,11 @@ def load_checkpoint(
         if rank == 0:
             check_hf_files(path.parent)
 
-    random_states: list[Any] = []  # this rank's, if the layout is the same
+    random_states: list[Any] = []  # those that this rank saved, if the layout is the same
 
     def compare() -> tuple[set[str], set[str]]:
-        """Return the keys that this rank's part of the model reads, and those of the step's
-        adapters.
+        """Compare this rank's part of the model with the step. Returns the keys that the part
+        reads, and the keys of the step's adapters.
         """
         model = sharded_state(chunks, None, None, is_loading=True)["model"]
         tensors = [value for part in model.values() for value in part.values()]
@@ -104,12 +107,13 @@ def load_checkpoint(
                 "to the embedding: set tie_word_embeddings to false there, in text_config too"
             )
         wanted = {part.key for value in tensors for part in _parts(value)}
-        read_values(path / COMMON_STATE_FNAME)  # which megatron-core reads below
+        # megatron-core reads this file below; reading it here turns damage into a ValueError.
+        read_values(path / COMMON_STATE_FNAME)
         if optimizer is not None and manifest.layout == current_layout():
             random_states.append(read_values(random_states_file(path, rank)))
         return wanted, adapter_keys(reader.tensors)
 
-    # All files are checked before a rank reads one that another rank finds damaged.
+    # All files are verified first, so that no rank reads a file that another rank finds damaged.
     run_on_all_ranks("load", verify)
     wanted, held = zip(*run_on_all_ranks("load", compare), strict=True)
     if left := held[0] - set().union(*wanted):
@@ -139,13 +143,13 @@ def load_checkpoint(
                 manifest.layout,
             )
     if scheduler is not None:
-        scheduler.load_state_dict(state["scheduler"])  # it sets rates in the optimizer
+        scheduler.load_state_dict(state["scheduler"])  # this sets learning rates in the optimizer
     extra = path / EXTRA_STATE
     return json.loads(extra.read_text()) if extra.is_file() else {}
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's state, but none of its settings, which may have changed."""
+    """Load an optimizer's state, but not its settings: the recipe may have changed them."""
     kept = [
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.param_groups
@@ -157,7 +161,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
 
 def _check_tensors(tensors: Sequence[Any], reader: StepReader, path: Path, *, trains: bool) -> None:
     """Check that the step holds the model's tensors in their global shapes, and with `trains` the
-    optimizer state of the trained ones.
+    optimizer state of the trained tensors. Raises ValueError if not.
     """
     for value in tensors:
         for part in _parts(value):
@@ -183,5 +187,5 @@ def _parts(value: Any) -> list[ShardedTensor]:
 
 
 def _moment(key: str) -> str:
-    """Return megatron-core's name of a tensor of the optimizer state."""
+    """Return the key of a tensor's first moment in megatron-core's optimizer state."""
     return f"optimizer.state.exp_avg.{key}"

@@ -1,4 +1,4 @@
-"""Random states of a rank: Python, numpy, torch, the device, and megatron-core's named ones."""
+"""Random states of a rank: Python, numpy, torch, the device, and megatron-core's named states."""
 
 import random
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def write_random_states(file: Path) -> None:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Restore what `write_random_states` wrote."""
+    """Restore the states that `write_random_states` wrote."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     megatron_random._set_cuda_rng_state(states["device"])

@@ -1,7 +1,7 @@
-"""Reads tensors of a step, whole and one at a time, in one process and without a model.
+"""Reads full tensors of a step one at a time, in one process and without a model.
 
 torch stores the table of contents of a checkpoint (`.metadata`) as a pickle. It is read with an
-unpickler that allows only the classes of such a table: a malicious file cannot run code.
+unpickler that allows only the classes of such a table, so that a malicious file cannot run code.
 """
 
 import io
@@ -43,8 +43,8 @@ _SAFE = {
 }  # fmt: skip
 
 
-# Exceptions of a damaged pickle: those of the pickle module, and those of wrong lengths and
-# arguments.
+# Exceptions that a damaged pickle causes: the pickle module's own, and errors from wrong lengths
+# and arguments.
 _BROKEN = (
     pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError,
     OverflowError, RuntimeError, TypeError, ValueError,
@@ -59,9 +59,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_values(path: Path) -> Any:
-    """Return what torch.save wrote of tensors and plain values.
+    """Read tensors and plain values from a file that torch.save wrote.
 
-    Raises ValueError for a damaged file, and for one of anything else, which could run code.
+    Raises ValueError for a damaged file, and for a file with other objects, since loading these
+    could run code.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -71,7 +72,7 @@ def read_values(path: Path) -> Any:
 
 
 def read_metadata(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[Any, Any]]:
-    """Return the tensors of a step's table of contents by key, and the places of their pieces.
+    """Return the tensors in a step's table of contents by key, and the places of their pieces.
 
     Raises ValueError if the table is missing or damaged.
     """
@@ -84,14 +85,14 @@ def read_metadata(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[
         found = metadata.state_dict_metadata.items()
         tensors = {key: x for key, x in found if isinstance(x, TensorStorageMetadata)}
         return tensors, dict(metadata.storage_data)
-    except (OSError, MemoryError, *_BROKEN) as error:  # MemoryError: from a wrong length
+    except (OSError, MemoryError, *_BROKEN) as error:  # a wrong length causes MemoryError
         raise ValueError(
             f"{path} cannot be read as the contents of a checkpoint: {error!r}."
         ) from error
 
 
 class StepReader:
-    """Tensors of one step by key. Each is checked against its checksum when it is read."""
+    """Tensors of one step by key. A tensor is checked against its checksum when it is read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,7 +108,7 @@ class StepReader:
         return self.tensors[key].size.numel() * self.dtype(key).itemsize
 
     def read(self, key: str, row: int | None = None) -> Tensor:
-        """Return the full tensor, or one row of it, whatever layout saved it.
+        """Return the full tensor, or one row of it, from a step saved with any layout.
 
         Raises ValueError if a part is missing or damaged.
         """
@@ -141,7 +142,7 @@ class StepReader:
         return box
 
     def _record(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """Load a piece: a zip archive of torch.save with a checksum of each of its files."""
+        """Load a piece: a zip archive by torch.save, with a checksum for each of its files."""
         place = self._places[MetadataIndex(key, chunk.offsets)]
         path = self.folder / place.relative_path
         try:
@@ -151,7 +152,7 @@ class StepReader:
                 numbers = [x for x in archive.infolist() if x.filename.endswith("/data/0")]
                 for info in archive.infolist():
                     if info not in numbers:
-                        archive.read(info)  # small; checks its checksum
+                        archive.read(info)  # a small file; reading it verifies its checksum
                 record.seek(0)
                 tensor: Tensor = torch.load(
                     cast(IO[bytes], record), map_location="cpu", weights_only=True

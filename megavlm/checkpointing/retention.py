@@ -1,4 +1,4 @@
-"""Selection of the steps of a run that are kept on the disk, and of the best one."""
+"""Selection of the steps of a run that are kept on disk, and of the best step."""
 
 import logging
 import math
@@ -17,8 +17,11 @@ class Retention:
     """Rule that keeps a step if it is one of the `last`, a multiple of `every`, or the best by
     `metric`.
 
-    last: None keeps all steps. every: None keeps no step for being a multiple. Of steps with equal
-    values the earliest is the best; a step whose metric is missing or not finite is never the best.
+    last: Number of latest steps that are kept; None keeps all steps.
+    every: None keeps no further steps.
+
+    Among steps with equal values the earliest is the best. A step whose metric is missing or not
+    finite is never the best.
     """
 
     last: int | None = None
@@ -32,7 +35,7 @@ class Retention:
     def best(self, scores: Mapping[int, Mapping[str, float]]) -> int | None:
         """Return the best step, None if no step has a finite metric.
 
-        scores: step -> metric -> value.
+        scores: Maps a step to its values by metric.
         """
         found: dict[int, float] = {}
         for step, values in sorted(scores.items()):
@@ -42,7 +45,7 @@ class Retention:
         return max(found, key=found.__getitem__, default=None)
 
     def kept(self, steps: Sequence[int], best: int | None) -> set[int]:
-        """Return the steps to keep. steps: all complete steps, the newest being the latest."""
+        """Return the steps to keep. `steps` are all complete steps up to the latest one."""
         newest_first = sorted(steps, reverse=True)
         return {
             step
@@ -57,8 +60,10 @@ class Retention:
 def prune(folder: Path, latest: int, retention: Retention) -> None:
     """Write the name of the best step and delete the steps that `retention` does not keep.
 
-    latest: a complete step. Later steps, which a run that went back has not reached again, are left
-    alone. Logs a warning if a step cannot be deleted.
+    latest: A complete step. Later steps are not touched: a run that went back to an earlier step
+        has not reached them again.
+
+    Logs a warning if a step cannot be deleted.
     """
     steps = [step for step in complete_steps(folder) if step <= latest]
     best = None
@@ -77,6 +82,6 @@ def prune(folder: Path, latest: int, retention: Retention) -> None:
 def _scores(folder: Path, step: int) -> Mapping[str, float]:
     try:
         return Manifest.read(step_folder(folder, step)).scores
-    except ValueError as error:  # damaged since it was written: never the best
+    except ValueError as error:  # a manifest that was damaged later: the step is never the best
         logger.warning("%s", error)
         return {}

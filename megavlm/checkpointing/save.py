@@ -1,4 +1,4 @@
-"""Saves a training step: all ranks write it, rank 0 publishes it."""
+"""Saves a training step: all ranks write it, and rank 0 publishes it."""
 
 import json
 import shutil
@@ -33,10 +33,11 @@ from megavlm.checkpointing.state import TrainedState, current_layout
 
 @dataclass(frozen=True)
 class SaveTarget:
-    """Checkpoint folder of a run, and what is the same for all of its steps.
+    """Checkpoint folder of a run, and the settings that all of its steps share.
 
-    hf_folder: the model folder whose configuration, tokenizer and processor files an export needs.
-    adapters: settings of the model's adapters, if it has any.
+    hf_folder: The model folder whose configuration, tokenizer and processor files an export needs.
+    adapters: Settings of the model's adapters, None if it has none.
+    retention: Rule that selects the steps to keep.
     """
 
     folder: Path
@@ -47,13 +48,13 @@ class SaveTarget:
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A step that is being saved: its contents are those of the time when `begin_save` returned."""
+    """A step that is being saved. It has the state of the moment when `begin_save` returned."""
 
     target: SaveTarget
     step: int
     scores: dict[str, float]
     snapshot: Snapshot
-    small: dict[str, Sums]  # of the files that this rank has written
+    small: dict[str, Sums]  # checksums of the files that this rank has already written
 
     @property
     def what(self) -> str:
@@ -62,7 +63,8 @@ class PendingSave:
     def complete(self, group: dist.ProcessGroup | None = None) -> None:
         """Write the shards, publish the step once every rank has written, and prune older steps.
 
-        Collective over `group`, which holds all ranks. CheckpointError as in `save_checkpoint`.
+        Collective over `group`, a group of all ranks. Raises CheckpointError as `save_checkpoint`
+        does.
         """
         folder = self.target.folder
         path = _partial_step(folder, self.step)
@@ -94,7 +96,7 @@ class PendingSave:
             )
 
     def abandon(self) -> None:
-        """Remove what was written of the step."""
+        """Remove the files of the step that were already written."""
         _remove(_partial_step(self.target.folder, self.step))
 
 
@@ -107,10 +109,12 @@ def begin_save(
     scores: Mapping[str, float] | None = None,
     copy: bool = True,
 ) -> PendingSave:
-    """Take a snapshot of the state that training changes and write the small files. Collective.
+    """Take a snapshot of the state that training changes, and write the small files. Collective.
 
-    copy: also copy tensors that are in host memory already, so that training may go on before the
-    rest is written; device memory is always copied. Other arguments as in `save_checkpoint`.
+    copy: Also copy tensors that are already in host memory, so that training may continue before
+        the rest is written. Tensors in device memory are always copied.
+
+    The other arguments are the same as in `save_checkpoint`.
     """
     folder = target.folder
     path = _partial_step(folder, step)
@@ -160,10 +164,12 @@ def save_checkpoint(
 ) -> None:
     """Write everything that training needs to resume from `step`. Collective.
 
-    state: this rank's part. extra: state of the trainer, JSON-able, and scores: metric -> value
-    for `target.retention`, both taken from rank 0.
-    Raises CheckpointError on every rank if a rank cannot write; nothing partial is left then, and
-    older steps are kept.
+    state: This rank's part of model, optimizer and scheduler.
+    extra: State of the trainer as values for JSON; rank 0's is written.
+    scores: Maps metrics to values, for `target.retention`; rank 0's are written.
+
+    Raises CheckpointError on every rank if a rank cannot write. In this case no partial step is
+    left, and older steps are kept.
     """
     begin_save(target, step, state, extra=extra, scores=scores, copy=False).complete()
 
@@ -198,7 +204,7 @@ def _hint(folder: Path) -> str:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what a killed run left half-written, half-replaced or half-deleted."""
+    """Remove folders that a killed run left half-written, half-replaced or half-deleted."""
     for pattern in (".step_*.partial", ".step_*.older", ".step_*.deleted", f".{HF_FILES}.partial"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=pattern.endswith((".older", ".deleted")))

@@ -22,22 +22,23 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves one step at a time; with `background` a thread of each rank writes while training goes
-    on.
+    """Saves one step at a time. With `background`, a thread on each rank writes while training
+    continues.
 
-    A thread rather than a forked process, because CUDA and NCCL do not survive a fork. The threads
-    of the ranks communicate over their own gloo group, so none of their collectives can meet one of
-    training's; a step that all ranks have written is published even if training fails meanwhile.
-    Each rank holds its own shards once more in host memory until they are written.
+    It is a thread rather than a forked process because CUDA and NCCL do not survive a fork. The
+    threads of the ranks communicate over their own gloo group, so that their collectives cannot be
+    mixed up with those of training. A step that all ranks have written is published even if
+    training fails meanwhile. Each rank holds a second copy of its shards in host memory until they
+    are written.
 
-    A failed save raises CheckpointError on all ranks at the next call of any method. As a context
+    If a save fails, the next call of any method raises CheckpointError on all ranks. As a context
     manager it finishes a save that was begun, even if the body raised.
     """
 
     def __init__(
         self, target: SaveTarget, *, background: bool, timeout: timedelta = TIMEOUT
     ) -> None:
-        """Create the ranks' group. Collective. timeout: how long a rank waits for another."""
+        """Create the ranks' group. Collective. `timeout`: time that a rank waits for others."""
         self._target = target
         self._background = background
         self._running: Future[None] | None = None
@@ -59,8 +60,10 @@ class Saver:
         """Save a step, or begin to save it in the background, after any earlier save has finished.
         Collective.
 
-        companion: begins another save that must be complete before the step is published; its
-        argument is True if training goes on meanwhile. Other arguments as in `save_checkpoint`.
+        companion: Begins another save that must be complete before the step is published. Its
+            argument is True if training continues meanwhile.
+
+        The other arguments are the same as in `save_checkpoint`.
         """
         self.finish()
         before = [] if companion is None else [companion(self._background)]
@@ -74,7 +77,7 @@ class Saver:
         self._running = self._threads.submit(_complete, [*before, pending], self._group)
 
     def poll(self) -> None:
-        """Check without blocking whether a save has ended, and raise if it failed. Collective."""
+        """Check without waiting whether a save has ended, and raise if it failed. Collective."""
         if self._running is not None:
             running, failed = self._status()
             if failed or not running:
@@ -87,7 +90,7 @@ class Saver:
             self._end(self._status()[1])
 
     def _status(self) -> tuple[bool, bool]:
-        """Return whether the save is running on any rank, and whether it failed on any.
+        """Return whether the save still runs on any rank, and whether it failed on any rank.
         Collective.
         """
         assert self._running is not None
@@ -114,13 +117,13 @@ class Saver:
         if error is None:
             self.finish()
         elif self._running is not None:
-            # No collective: other ranks may be anywhere. Their threads go on while they live.
+            # No collective, since other ranks may not take part: wait only for this rank's thread.
             if problem := self._running.exception():
                 logger.warning("%s", problem)
 
 
 def _complete(saves: Sequence[PendingSave], group: dist.ProcessGroup | None) -> None:
-    """Complete saves in order. If one fails, those after it are removed."""
+    """Complete saves in order. If one fails, the saves after it are abandoned."""
     for place, pending in enumerate(saves):
         try:
             pending.complete(group)

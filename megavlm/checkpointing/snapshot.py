@@ -1,10 +1,10 @@
-"""Snapshot of one rank's training state: planned with the other ranks, written without them.
+"""Snapshot of one rank's training state: planned together with the other ranks, written alone.
 
-megatron-core plans a save; its writers are not used. They are forked processes: a fork while CUDA
-is initialised and NCCL's threads are running is undefined, and its persistent writer is a second
-process that imports everything and outlives a kill. Threads write here: the tensors that training
-may change are copied before training goes on, and torch and zlib release the interpreter lock while
-they work.
+megatron-core plans a save, but its writers are not used. They are forked processes, and a fork is
+undefined while CUDA is initialised and NCCL's threads run; the persistent writer is a second
+process that imports everything and survives a kill of its rank. Here threads write: the tensors
+that training may change are copied before training continues, and torch and zlib release the
+interpreter lock while they work.
 """
 
 import queue
@@ -34,20 +34,20 @@ from megavlm.checkpointing.reader import CONTENTS
 from megavlm.checkpointing.state import FORM, TrainedState, replica_group, sharded_state
 from megavlm.checkpointing.writer import save_tensor
 
-# Path and name of a file, and its contents: (item of the plan, bytes), (item, tensor).
+# Path and name of a file, and its contents: pairs (item of the plan, bytes) and (item, tensor).
 WriteBucket = tuple[str, str, tuple[list[tuple[Any, BytesIO]], list[tuple[Any, torch.Tensor]]]]
 
 
 @dataclass(frozen=True)
 class Written:
-    """Pieces that one rank wrote, with their places, and the checksums of its files."""
+    """Pieces that one rank wrote, with their places, and the checksums of the rank's files."""
 
     pieces: list[WriteResult]
     files: dict[str, Sums]
 
 
 class Snapshot:
-    """One copy of this rank's own shards in host memory, held until it is written."""
+    """One copy of this rank's own shards in host memory. It is freed when it is written."""
 
     def __init__(
         self,
@@ -58,11 +58,13 @@ class Snapshot:
     ) -> None:
         """Plan the save and copy the shards to the host. Collective.
 
-        copy: also copy tensors that are on the host already; otherwise training must wait until the
-        snapshot is written. Writes nothing, so that no rank can fail alone.
+        copy: Also copy tensors that are already in host memory. Otherwise training must wait until
+            the snapshot is written.
+
+        Nothing is written here, so that no rank can fail alone.
         """
         plan = _Plan("torch_dist", 1)
-        # Never used. megatron-core's queue starts a process that imports everything again.
+        # This queue is never used. megatron-core would create one whose process imports everything.
         filesystem_async._results_queue = queue.Queue()
         sharded = sharded_state(state.chunks, state.optimizer, state.scheduler, is_loading=False)
         tensors, common = save_preprocess({**sharded, "content_metadata": dict(FORM)})
@@ -73,7 +75,7 @@ class Snapshot:
         torch.save(common, self._common)
         self._buckets: list[WriteBucket] = plan.writer.write_buckets
         for _, _, (_, shards) in self._buckets:
-            for index, (item, shard) in enumerate(shards):  # one by one, to free each source
+            for index, (item, shard) in enumerate(shards):  # one by one, so each source is freed
                 shards[index] = (item, shard.to("cpu", copy=copy))
 
     def write_common(self) -> str:
@@ -82,7 +84,7 @@ class Snapshot:
         return str(COMMON_STATE_FNAME)
 
     def write(self) -> Written:
-        """Write this rank's files. Reads nothing but the copy, so any thread may call it."""
+        """Write this rank's files. Reads only the copy, so that any thread may call it."""
         buckets, self._buckets = self._buckets, []
         with ThreadPoolExecutor(max(1, len(buckets)), "checkpoint-file") as pool:
             parts = list(pool.map(_write_bucket, buckets))
@@ -90,14 +92,16 @@ class Snapshot:
         return Written([piece for part in parts for piece in part.pieces], files)
 
     def write_contents(self, pieces: Iterable[list[WriteResult]]) -> list[str]:
-        """Write the table of contents of all ranks' pieces, on rank 0. Returns its files' names."""
+        """Write the table of contents of all ranks' pieces, on rank 0. Returns the names of its
+        files.
+        """
         self._plan.writer.finish(self._plan.contents, list(pieces))
         save_config(CheckpointingConfig("torch_dist", 1), str(self._path))
         return [CONTENTS, "metadata.json"]
 
 
 class _Plan(TorchDistSaveShardedStrategy):
-    """megatron-core's save strategy, which plans here and does not write."""
+    """megatron-core's save strategy, reduced to planning: it does not write."""
 
     writer: filesystem_async.FileSystemWriterAsync
     contents: Metadata | None  # on rank 0

@@ -1,4 +1,4 @@
-"""State of a run in megatron-core's sharded form, with the same keys under every layout."""
+"""Training state in megatron-core's sharded form, with the same keys for every layout."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
-# Optimizer state in the model's own shapes, so that any layout can load it; one key per layer.
+# Optimizer state has the shapes of the model's tensors, so that any layout can load it, and each
+# layer has its own keys.
 FORM = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -39,9 +40,9 @@ def sharded_state(
     *,
     is_loading: bool,
 ) -> dict[str, Any]:
-    """Return the sharded state dict of model, optimizer and scheduler, as far as given."""
+    """Return the sharded state dict of the model, and of optimizer and scheduler if given."""
     metadata = {**FORM, "dp_cp_group": replica_group()}
-    # Chunks of a pipeline stage share local names, not keys.
+    # Chunks of a pipeline stage have the same local names, but different keys.
     state: dict[str, Any] = {
         "model": {
             str(index): _tensors(unwrap_model(chunk).sharded_state_dict(metadata=metadata))
@@ -62,8 +63,8 @@ def sharded_state(
 def _offsets_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Correct the places of parameters in the optimizer's joined buckets.
 
-    megatron-core 0.16.1 joins buckets without the padding between them, and takes each parameter
-    from its place with padding: what follows the first padded bucket would be saved shifted.
+    megatron-core 0.16.1 joins buckets without the padding between them, but reads each parameter at
+    its place with padding: parameters after the first padded bucket would be saved shifted.
     """
     parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
     buffers = [buffer for part in parts for buffer in part.buffers]
@@ -91,7 +92,7 @@ def replica_group() -> Any:
 
 
 def current_layout() -> dict[str, int]:
-    """Return the ranks per axis of this run."""
+    """Return the number of ranks on each axis in this run."""
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
@@ -105,5 +106,5 @@ def current_layout() -> dict[str, int]:
 
 
 def _tensors(state: ShardedStateDict) -> ShardedStateDict:
-    """Drop Transformer Engine's fp8 states: HF has none, and a CPU model could not load them."""
+    """Drop Transformer Engine's fp8 states: HF has none, and CPU models could not load them."""
     return {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}

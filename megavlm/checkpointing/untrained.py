@@ -1,7 +1,7 @@
-"""Tensors of a HuggingFace folder that are not part of the model (`models.registry.UNTRAINED`): a
+"""Tensors of a HuggingFace folder that are not part of the model (`models.registry.UNTRAINED`). A
 checkpoint keeps them in its `hf/`, so that an export can copy them.
 
-They are copied as bytes. This module imports neither torch nor megatron-core.
+They are copied as bytes, since this module imports neither torch nor megatron-core.
 """
 
 import json
@@ -15,8 +15,10 @@ FILE = "untrained.safetensors"
 
 @dataclass(frozen=True)
 class UntrainedTensor:
-    """Place of a tensor in a safetensors file. dtype: as its header names it. start, end: its
-    bytes.
+    """Place of a tensor in a safetensors file.
+
+    dtype: Name of its dtype in the file's header.
+    start, end: Range of its bytes in the file.
     """
 
     path: Path
@@ -33,7 +35,7 @@ class UntrainedTensor:
 
 
 def untrained_tensors(folder: Path) -> dict[str, UntrainedTensor]:
-    """Return the tensors of a HuggingFace folder, or of the `hf/` of a checkpoint, by name."""
+    """Return the untrained tensors of a HuggingFace folder, or of a checkpoint's `hf/`, by name."""
     found: dict[str, UntrainedTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -48,7 +50,7 @@ def untrained_tensors(folder: Path) -> dict[str, UntrainedTensor]:
 
 
 def copy_untrained(source: Path, target: Path) -> None:
-    """Copy the tensors of `source`, if it has any, to a file of their own in `target`."""
+    """Copy the untrained tensors of `source`, if it has any, to the file FILE in `target`."""
     tensors = untrained_tensors(source)
     if not tensors:
         return

@@ -1,5 +1,5 @@
 """Writes tensors as a step without a model, one piece at a time, in the format that megatron-core's
-`dist_checkpointing.load` reads. Its own writer needs all tensors of a process in memory first.
+`dist_checkpointing.load` reads. megatron-core's own writer needs all tensors in memory first.
 """
 
 import pickle
@@ -29,7 +29,7 @@ from megavlm.models.common.mapping import Shape
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A piece of the tensor `key`, at `offsets` with `sizes`, and its place in a file [bytes]."""
+    """A piece of the tensor `key`, at `offsets` with `sizes`, and its place in a file in bytes."""
 
     key: str
     offsets: Shape
@@ -40,7 +40,11 @@ class TensorPiece:
 
 
 class RecordFile(SummedFile):
-    """A file of tensor pieces. `pieces`: their places. `sums`: the file's entry in the manifest."""
+    """A file of tensor pieces.
+
+    pieces: The pieces with their places.
+    sums: The file's entry in the manifest.
+    """
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.name = f"__{rank}_0.distcp"
@@ -48,7 +52,9 @@ class RecordFile(SummedFile):
         super().__init__(folder / self.name)
 
     def add(self, key: str, piece: Tensor, offsets: Shape | None = None) -> None:
-        """Append a piece. offsets: its start in the tensor; by default it is the whole tensor."""
+        """Append a piece. `offsets` is its start in the tensor; None means that the piece is the
+        whole tensor.
+        """
         start = self.sums["bytes"]
         save_tensor(piece, self)
         sizes = tuple(piece.shape)
@@ -65,7 +71,7 @@ def save_tensor(tensor: Tensor, file: SummedFile) -> None:
     try:
         torch.save(tensor, cast(IO[bytes], file))
     except RuntimeError as error:
-        if file.problem is not None:  # torch hides the failed write
+        if file.problem is not None:  # torch raises its own error in place of the failed write's
             raise file.problem from error
         raise
 
@@ -73,8 +79,10 @@ def save_tensor(tensor: Tensor, file: SummedFile) -> None:
 def write_contents(
     folder: Path, tensors: Mapping[str, Tensor], pieces: Iterable[TensorPiece]
 ) -> None:
-    """Write the files of a step that are not record files. tensors: key -> the whole tensor, on the
-    meta device.
+    """Write the files of a step that are not record files.
+
+    tensors: Maps a key to the whole tensor on the meta device.
+    pieces: All pieces of the record files.
     """
     contents: dict[str, Any] = {
         key: TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks=[])

@@ -6,8 +6,8 @@ FailureKind = Literal["timeout", "memory", "output", "exception", "value", "cras
 
 
 class CallFailure(Exception):
-    """Failure of a call of a user's function or of a service: a limit, an exception, or an answer
-    of another form.
+    """Failure of a call to a user's function or to a service: a limit was exceeded, an exception
+    was raised, or the answer has the wrong form.
     """
 
     def __init__(self, kind: FailureKind, message: str) -> None:

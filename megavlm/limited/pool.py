@@ -1,4 +1,4 @@
-"""Pools of processes with limits, which are kept, and replaced when one was killed at a limit."""
+"""Pools of processes with limits. Processes are reused, and replaced when killed at a limit."""
 
 import threading
 from collections.abc import Callable
@@ -14,9 +14,11 @@ T = TypeVar("T")
 
 class ProcessPool(Generic[P]):
     def __init__(self, start: Callable[[], P], *, workers: int) -> None:
-        """Start one process, and up to `workers` when there is work. Raises what `start` raises."""
+        """Start one process now, and up to `workers` processes when there is work. Raises the error
+        of `start` if the first process does not start.
+        """
         self._start = start
-        # A process ends with the thread that started it, so each thread keeps one of its own.
+        # A process ends with the thread that started it, so each thread keeps its own process.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="limited")
         self._mine = threading.local()
         self._lock = threading.Lock()
@@ -30,7 +32,7 @@ class ProcessPool(Generic[P]):
         self._has_started = True
 
     def submit(self, work: Callable[[P], T]) -> "Future[T]":
-        """Run `work` with a live process; the future raises CallFailure if none starts."""
+        """Run `work` with a live process. The future raises CallFailure if no process starts."""
         return self._threads.submit(lambda: work(self._process()))
 
     def _process(self) -> P:

@@ -1,5 +1,5 @@
-"""Trainer's side of a process with limits: send requests, bound them, kill it with all its
-descendants.
+"""Trainer's side of a process with limits: it sends requests, enforces their limits, and kills the
+process with all its descendants.
 """
 
 import json
@@ -22,12 +22,14 @@ from megavlm.limited.wire import HEAD, frame
 START_SECONDS = 120.0
 MAX_OUTPUT = 2**20  # bytes that may be printed in one call
 MAX_REPLY = 2**16
-# No keys of the trainer's.
+# Variables that the process inherits. The trainer's credentials are not among them.
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
 
 
 class LimitedProcess:
-    """Process with limits. It ends with the thread that started it, which must live as long."""
+    """Process with limits. It is killed when the thread that started it ends, so this thread must
+    live as long as the process is needed.
+    """
 
     def __init__(
         self,
@@ -38,9 +40,15 @@ class LimitedProcess:
         memory_mb: int,
         max_reply: int = MAX_REPLY,
     ) -> None:
-        """Start the process. module: what it runs, a module like rewards/worker.py. setup: its
-        first message. what: its name in errors. Raises ValueError if it reports that something
-        cannot be loaded.
+        """Start the process.
+
+        module: Module that the process runs, for example rewards/worker.py.
+        setup: First message to the process.
+        what: Name of the process in errors.
+        memory_mb: Limit of its memory in MiB.
+        max_reply: Limit of a reply in bytes.
+
+        Raises ValueError if the process does not start, or reports that something cannot be loaded.
         """
         ours, theirs = socket.socketpair()
         self._control, self._max_reply = ours, max_reply
@@ -69,14 +77,14 @@ class LimitedProcess:
             raise ValueError(f"the {what} cannot be loaded: {self.reply['error']}")
 
     def call(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return what the function returned. Raises CallFailure; check `alive` before the next
-        call.
+        """Send a request and return the reply, within `seconds`. Raises CallFailure; check `alive`
+        before the next call.
         """
         reply = self._exchange({**request, "cpu_seconds": seconds}, seconds)
         if reply.get("left_children"):
             self.kill()
         if "failure" in reply:
-            if reply["failure"] == "memory":  # its state is unknown
+            if reply["failure"] == "memory":  # the state of the process is unknown
                 self.kill()
             raise CallFailure(reply["failure"], str(reply.get("message")))
         return reply
@@ -137,7 +145,7 @@ class LimitedProcess:
         return CallFailure("crash", f"its process ended with {code}")
 
     def kill(self) -> None:
-        """Kill the process and its descendants, those in other process groups included."""
+        """Kill the process and all its descendants, also those in other process groups."""
         if not self.alive:
             return
         with suppress(psutil.NoSuchProcess):
@@ -151,7 +159,7 @@ class LimitedProcess:
 
 
 def _kill_tree(root: psutil.Process) -> None:
-    """Kill a process tree. All are stopped first, so that none forks during the search."""
+    """Kill a process tree. All processes are stopped first, so that none forks meanwhile."""
     stopped: dict[int, psutil.Process] = {}
     while True:
         found = [p for p in (root, *root.children(recursive=True)) if p.pid not in stopped]
@@ -167,7 +175,7 @@ def _kill_tree(root: psutil.Process) -> None:
 
 
 def _parse(reply: bytearray, max_reply: int) -> dict[str, Any] | None:
-    """Return the whole reply, or None while some of it is missing."""
+    """Return the reply, or None if it is not complete yet."""
     if len(reply) < HEAD.size:
         return None
     size = HEAD.unpack_from(reply)[0]

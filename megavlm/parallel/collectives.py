@@ -1,4 +1,4 @@
-"""Collectives on arrays, Python objects and measures, over the groups of a mesh."""
+"""Collectives for arrays, Python objects and measures over the groups of a mesh."""
 
 import json
 import math
@@ -14,15 +14,16 @@ from megavlm.parallel.mesh import Mesh
 T = TypeVar("T")
 Arrays = Mapping[str, torch.Tensor]  # in host memory
 
-ALIGNMENT = 16  # bytes at whose multiples an array starts, enough for every dtype
+ALIGNMENT = 16  # arrays start at multiples of this many bytes, which suits every dtype
 
 
 def scatter(parts: Sequence[Arrays] | None, mesh: Mesh) -> Arrays:
-    """Send each data rank its part, to all of its ranks. The driver passes one part per data rank,
-    the others None. Collective.
+    """Send each data-parallel rank's part to all ranks that share this data rank. Collective.
 
-    A part leaves the driver once or twice, however many ranks want it: each rank that has it
-    passes it on to two others.
+    parts: One part per data rank on the driver, None on other ranks.
+
+    The driver sends a part at most twice, however many ranks receive it, because each rank that has
+    received it forwards it to two others.
     """
     members = [rank for rank, data in enumerate(mesh.data_ranks) if data == mesh.data_rank]
     place = members.index(mesh.rank)
@@ -41,28 +42,30 @@ def scatter(parts: Sequence[Arrays] | None, mesh: Mesh) -> Arrays:
 
 
 def send_each(parts: Mapping[int, Arrays], mesh: Mesh) -> None:
-    """Send each of some ranks its part, which it gets by `receive_from_driver`. Driver only."""
+    """Send parts to some ranks. Called on the driver only; each of these ranks calls
+    `receive_from_driver`.
+    """
     for one in [_Sent(_pack(part), rank, mesh) for rank, part in parts.items()]:
         one.wait()
 
 
 def receive_from_driver(mesh: Mesh) -> Arrays:
-    """Return what the driver sends to this rank by `send_each`."""
+    """Receive the part that the driver sends to this rank by `send_each`."""
     return _unpack(_receive(0, mesh))
 
 
 def json_array(value: Any) -> torch.Tensor:
-    """Return plain values as JSON in an array of bytes."""
+    """Encode plain values as JSON in an array of bytes."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def read_json(array: torch.Tensor) -> Any:
-    """Return the values of `json_array`."""
+    """Decode an array that `json_array` returned."""
     return json.loads(array.numpy().tobytes())
 
 
 def _pack(arrays: Arrays) -> torch.Tensor:
-    """Return arrays as bytes: their names, types and shapes as JSON, then their contents."""
+    """Serialize arrays: first their names, types and shapes as JSON, then their contents."""
     head, place = [], 0
     for name, array in arrays.items():
         head.append((name, str(array.dtype).removeprefix("torch."), list(array.shape), place))
@@ -79,7 +82,7 @@ def _pack(arrays: Arrays) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor) -> Arrays:
-    """Return the arrays of `_pack`, which share its memory."""
+    """Deserialize arrays. They share the memory of `packed`."""
     length = int(packed[:8].view(torch.int64))
     start = ALIGNMENT + length + -length % ALIGNMENT
     head = read_json(packed[ALIGNMENT : ALIGNMENT + length])
@@ -92,7 +95,7 @@ def _unpack(packed: torch.Tensor) -> Arrays:
 
 
 class _Sent:
-    """Bytes on their way to a rank, after their number."""
+    """An asynchronous send of bytes to a rank: first their number, then the bytes."""
 
     def __init__(self, packed: torch.Tensor, rank: int, mesh: Mesh) -> None:
         self._tensors = torch.tensor([len(packed)]), packed  # kept until they are sent
@@ -143,9 +146,10 @@ def summing(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def reduce_measures(reports: Sequence[dict[str, torch.Tensor]], mesh: Mesh) -> dict[str, float]:
-    """Sum measures over packs, data and context ranks; those whose names start with `largest` are
-    maxima instead. Reports come from the last pipeline stage; every rank gets the result.
-    Collective.
+    """Sum measures over packs, data ranks and context ranks. Collective.
+
+    Measures whose names start with `largest` are maxima instead. The reports of the last pipeline
+    stage are used, and every rank gets the result.
     """
     result = _reduce(reports, mesh.groups.dp_cp) if mesh.is_last_stage else None
     if mesh.layout.pipeline == 1:

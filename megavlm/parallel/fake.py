@@ -1,5 +1,5 @@
-"""A fake rank and tensors without memory: enough to build a model of any layout on a laptop and see
-what each rank would hold.
+"""A fake rank and tensors without memory, with which a laptop can build a model of any layout to
+see the parameters of each rank.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 @contextlib.contextmanager
 def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     """Make this process rank `rank` of `world_size` in torch's fake process group. Its collectives
-    return at once and do not change their tensors. Nothing may be computed within it.
+    return at once and do not change their tensors, so nothing may be computed within the context.
 
-    For processes without a process group only: megatron-core's groups are global, and those of a
-    training run would be lost.
+    Only for processes without a process group: megatron-core's groups are global, and the groups of
+    a training run would be lost.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
@@ -34,17 +34,17 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Put every new tensor on the meta device, whatever device the code asks for."""
+    """Create every new tensor on the meta device, whatever device the code asks for."""
     with torch.device("meta"), _MetaOnly():
         yield
 
 
-# Skipped: meta tensors have no values, and torch would take a millisecond for each.
+# Initialisation that is skipped: meta tensors have no values, and torch needs a millisecond each.
 _DRAWS = (torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_)
 
 
 class _MetaOnly(TorchFunctionMode):
-    """Replaces explicit devices, which megatron-core names, by the meta device."""
+    """Replaces the explicit devices in megatron-core's calls by the meta device."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""Mesh of ranks: the number of ranks per axis, and megatron-core's process groups."""
+"""Mesh of ranks: the number of ranks on each axis, and megatron-core's process groups."""
 
 import os
 from dataclasses import dataclass
@@ -20,10 +20,11 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Ranks per axis; the data axis takes what the world size leaves.
+    """Number of ranks on each axis. The size of the data axis follows from the world size.
 
-    `virtual`: chunks of layers per pipeline stage. `expert` and `expert_tensor` divide the ranks of
-    a pipeline stage anew, for the experts of a mixture-of-experts model alone.
+    virtual: Number of chunks of layers per pipeline stage.
+    expert, expert_tensor: Another division of a pipeline stage's ranks, used only for the experts
+        of a mixture-of-experts model.
     """
 
     tensor: int = 1
@@ -35,12 +36,12 @@ class Layout:
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold one copy of the model and share one microbatch."""
+        """Number of ranks that hold one copy of the model and share one microbatch."""
         return self.tensor * self.context * self.pipeline
 
     @classmethod
     def from_config(cls, parallel: Parallel) -> "Layout":
-        """Return a recipe's layout. Raises ValueError for one that gloo's collectives cannot do."""
+        """Return a recipe's layout. Raises ValueError if gloo's collectives do not support it."""
         cut, together = parallel.expert_tensor, parallel.tensor * parallel.context
         if cut > 1 and together % cut and not platform.has_gpu():
             raise ValueError(
@@ -73,7 +74,7 @@ class Mesh:
     data_ranks: tuple[int, ...]  # data rank of every rank in the world
     pipeline_ranks: tuple[int, ...]  # pipeline rank of every rank in the world
     groups: ProcessGroupCollection
-    objects: dist.ProcessGroup  # gloo, all ranks: for Python objects
+    objects: dist.ProcessGroup  # gloo group of all ranks, for Python objects
 
     @property
     def rank(self) -> int:
@@ -105,7 +106,7 @@ class Mesh:
 def init_distributed(timeout: timedelta = TIMEOUT) -> None:
     """Join the ranks that torchrun started. A program started without it is a single rank.
 
-    timeout: how long a rank waits for another in any collective.
+    timeout: Time that a rank waits for others in any collective.
     """
     platform.start(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
@@ -120,7 +121,7 @@ def init_distributed(timeout: timedelta = TIMEOUT) -> None:
 
 
 def own_store() -> dist.Store:
-    """Return another connection to the store of the ranks, which no other thread uses."""
+    """Return a new connection to the ranks' store, for the use of one thread."""
     store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     return store
 
@@ -152,12 +153,12 @@ def build_mesh(
 ) -> Mesh:
     """Build megatron-core's groups for a layout. A second call replaces them. Collective.
 
-    timeout: how long a rank waits for another in a group.
+    timeout: Time that a rank waits for others in a collective of these groups.
     """
     layout = layout or Layout()
     world_size, rank = dist.get_world_size(), dist.get_rank()
     check_world(layout, world_size)
-    real = dist.get_backend() != "fake"  # torch's stand-in for ranks that do not exist
+    real = dist.get_backend() != "fake"  # see parallel/fake.py
     if dist.get_backend() == "gloo" and layout.expert > 1 and layout.expert_tensor > 1:
         raise ValueError(
             f"parallel.expert={layout.expert} with parallel.expert_tensor={layout.expert_tensor} "
@@ -173,7 +174,7 @@ def build_mesh(
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=timeout / timedelta(minutes=1),
-        # the optimizer's checkpoint form gathers over gloo groups, on GPU machines too
+        # the optimizer's checkpoint form gathers over gloo groups, also on machines with GPUs
         create_gloo_process_groups=real,
     )
     model_parallel_cuda_manual_seed(seed)
@@ -199,7 +200,7 @@ def build_mesh(
 
 
 def shutdown() -> None:
-    """Destroy the process groups after a barrier: without it gloo ranks may abort at exit.
+    """Destroy the process groups after a barrier. Without it gloo ranks may abort at exit.
     Collective.
     """
     if dist.is_initialized():

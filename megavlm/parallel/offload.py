@@ -1,7 +1,7 @@
-"""Memory of a device that moves to the host and comes back bit for bit.
+"""Moves device memory to the host and back, bit for bit.
 
-A tensor's storage is emptied and filled in place, so that every view of it (parameters in a
-gradient buffer, shards of an optimizer) stays valid. The same on a GPU and on a CPU.
+A tensor's storage is emptied and refilled in place, so that every view of it (parameters in a
+gradient buffer, shards of an optimizer) stays valid. This works in the same way on GPU and CPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from megavlm.parallel import platform
 
-# Bytes of a block of host memory. torch's allocator of pinned memory rounds each request up to a
-# power of two, which would waste up to half of a large one.
+# Bytes in a block of host memory. torch's allocator of pinned memory rounds each request up to a
+# power of two, and would waste up to half of a large one.
 BLOCK_BYTES = 2**28
-ALIGNMENT = 16  # bytes at whose multiples a tensor starts, enough for every dtype
+ALIGNMENT = 16  # tensors start at multiples of this many bytes, which suits every dtype
 
 
 class HostCopy:
-    """Room in host memory for the values of contiguous tensors, allocated once; pinned on a machine
-    with a GPU, where copies run at the speed of the link and without waiting for one another.
+    """Host memory for a copy of contiguous tensors, allocated once. It is pinned on a machine with
+    a GPU, so that copies run asynchronously and at the speed of the link.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -37,12 +37,12 @@ class HostCopy:
             host.copy_(part, non_blocking=True)
 
     def load(self) -> None:
-        """Copy what was saved into the tensors."""
+        """Copy the saved values back to the tensors."""
         for part, host in self._parts():
             part.copy_(host, non_blocking=True)
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parts of each tensor that lie within one block, and their place there."""
+        """Yield the parts of each tensor that lie within one block, with their place in it."""
         place = 0
         for tensor in self._tensors:
             rest = tensor.detach().view(-1)
@@ -58,8 +58,8 @@ class HostCopy:
 class Offloadable:
     """A set of tensors whose memory moves to the host and back.
 
-    `tensors` is called each time that they leave. keep: their contents come back; else they are
-    undefined afterwards.
+    tensors: Returns the tensors. It is called each time they move to the host.
+    keep: True if their contents are restored; otherwise the contents are undefined afterwards.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, keep: bool = True) -> None:
@@ -75,7 +75,7 @@ class Offloadable:
             self._host = HostCopy([_bytes(storage) for storage in storages])
             self._host.save()
         for storage in storages:
-            # torch pins the size of what numpy has seen, which is host memory already.
+            # A storage that was shared with numpy cannot be resized; it is in host memory anyway.
             if storage.resizable():
                 storage.resize_(0)
 
@@ -89,7 +89,7 @@ class Offloadable:
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of tensors, each once, without empty ones."""
+    """Return the distinct storages of tensors that are not empty."""
     storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

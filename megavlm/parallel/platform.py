@@ -2,8 +2,8 @@
 
 megatron-core 0.16.1 assumes CUDA. `install` makes its training path run on a CPU; it is called
 once, before the first `import megatron`, and does nothing on a machine with a GPU. It replaces only
-calls about synchronization, allocation and random states, and two classes of Transformer Engine: no
-model code, arithmetic or communication.
+calls for synchronization, allocation and random states, and two names of Transformer Engine. It
+does not replace model code, arithmetic or communication.
 """
 
 import contextlib
@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
-# Of every rank and of the servers that it starts, where the user's environment does not say more.
+# Defaults for the environment of every rank and of the servers that it starts.
 ENVIRONMENT = {
     # Sequence parallelism relies on one hardware queue for the order of communication and compute.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # As SGLang sets them: a group of trainer and servers hangs or fails if its ranks differ.
+    # As SGLang sets them: a group of trainer and servers hangs or fails if they differ between its
+    # ranks.
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
 
 
-# By a part of the GPU's name, the longer names first.
+# Part of a GPU's name -> its dense bf16 FLOPs per second. Longer names come first.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -54,8 +55,8 @@ def num_gpus() -> int:
 
 
 def peak_flops() -> float | None:
-    """Return the dense bf16 FLOPs a second of this rank's GPU by its data sheet, None without a GPU
-    or for one that PEAK_FLOPS does not have.
+    """Return the dense bf16 FLOPs per second of this rank's GPU according to its data sheet. None
+    without a GPU, or for a GPU that is not in PEAK_FLOPS.
     """
     if not has_gpu():
         return None
@@ -73,7 +74,7 @@ def backend() -> str:
 
 
 def start(local_rank: int) -> None:
-    """Select this rank's device. CPU ranks share the cores of a machine: one thread each."""
+    """Select this rank's device. A CPU rank uses one thread, since ranks share the cores."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if has_gpu():
@@ -89,7 +90,7 @@ def join(device: torch.device) -> None:
 
 
 def device_uuid(index: int) -> str:
-    """Return the UUID of a GPU, the same in processes that number their GPUs differently."""
+    """Return the UUID of a GPU. It identifies the GPU in processes that number GPUs differently."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -100,8 +101,8 @@ def synchronize() -> None:
 
 
 def free_cached_memory() -> None:
-    """Return cached memory to the device, for other processes; also what they have read by CUDA IPC
-    handles and released.
+    """Return cached memory to the device for other processes, including memory that other processes
+    read by CUDA IPC handles and have released.
     """
     if has_gpu():
         torch.cuda.ipc_collect()
@@ -109,14 +110,14 @@ def free_cached_memory() -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Return this process's peak memory: allocated on the GPU, or resident on a CPU."""
+    """Return this process's peak memory in bytes: allocated on the GPU, or resident on a CPU."""
     if has_gpu():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class _Done:
-    """Stand-in for a CUDA stream or event: on a CPU all work is already done."""
+    """Stand-in for a CUDA stream or event. On a CPU all queued work is already done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -199,8 +200,8 @@ def install() -> None:
 
 
 def emulate_cuda() -> None:
-    """Replace what megatron-core asks of CUDA on the way: all of `install` but the classes of
-    Transformer Engine.
+    """Replace the CUDA calls in megatron-core's training path. This is `install` without the part
+    for Transformer Engine.
     """
     _replace_waiting()
     _replace_allocation()
@@ -222,8 +223,8 @@ def _replace_waiting() -> None:
 
 def _replace_allocation() -> None:
     with torch.device("cpu"):
-        # At its first use `with torch.device(...)` lists the factories it applies to, which must be
-        # the original ones.
+        # `with torch.device(...)` lists the factories that it applies to at its first use. They
+        # must be the original ones, so it is used here before they are replaced.
         torch.empty(0)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     for name in (
@@ -257,8 +258,8 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def _replace_compiler() -> None:
-    """Leave megatron-core's fused functions uncompiled: to compile them with C++ takes 15 s at the
-    first step, and to load the compiler 2 s at the start of each rank.
+    """Leave megatron-core's fused functions uncompiled. Compiling them with C++ takes 15 s in the
+    first step, and loading the compiler takes 2 s at the start of each rank.
     """
     compiler = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
@@ -268,7 +269,7 @@ def _replace_compiler() -> None:
 
 
 def _replace_random_states() -> None:
-    """Replace the CUDA generator by the CPU's."""
+    """Replace CUDA's random generator by the CPU's."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
@@ -281,7 +282,7 @@ def _replace_random_states() -> None:
 
 
 def _replace_sizes() -> None:
-    """Convert sizes to numpy, which megatron does for tensors on a GPU only."""
+    """Make the token dispatcher convert sizes to numpy; megatron-core does so on a GPU only."""
     from megatron.core.transformer.moe import token_dispatcher
 
     token_dispatcher.maybe_move_tensor_to_cpu = _sizes
@@ -292,7 +293,7 @@ def _sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> 
 
 
 def _replace_transformer_engine() -> None:
-    """Put `Adam` in the place of its optimizer, and define a name that megatron asks for."""
+    """Replace Transformer Engine's optimizer by `Adam`, and define a name that megatron reads."""
     import megatron.core.optimizer as optimizer
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.transformer.moe import moe_utils

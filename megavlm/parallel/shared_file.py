@@ -8,10 +8,10 @@ from typing import Any
 
 @contextmanager
 def shared_file(*parts: Any) -> Iterator[str]:
-    """Write bytes or buffers to a file in memory, and yield its path, which is good for processes
-    of the same user as long as the context.
+    """Write bytes or buffers to a file in memory, and yield its path. Processes of the same user
+    can open it within the context.
 
-    The file has no name of its own, so that nothing is left behind where this process is killed.
+    The file is not in any file system, so that nothing is left behind if this process is killed.
     """
     with open(os.memfd_create("megavlm"), "wb") as file:
         for part in parts:

@@ -1,13 +1,13 @@
-"""Watchdog of a run: a thread of each rank that ends the run when no rank makes progress any more.
+"""Watchdog of a run: a thread on each rank that ends the run when no rank makes progress any more.
 
 A rank makes progress when a phase of a step begins or ends, when a microbatch or a response is
 done, and when a rollout server works (observability/phases.py counts all of these). The ranks add
-their signs of progress to one counter in the store that torchrun keeps for them. When that counter
-has stood still for `run.watchdog` seconds, each rank writes the stacks of its threads and reports
-to the others what it does, so that the one that the others wait for can be named.
+their signs of progress to one counter in torchrun's store. When the counter has not changed for
+`run.watchdog` seconds, each rank writes the stacks of its threads and reports its state to the
+others, so that the error can name the rank that the others wait for.
 
-The thread works while the main thread waits in a call of C. Where such a call holds the
-interpreter's lock, a timer of C (faulthandler) writes the stacks of that rank.
+The thread also runs while the main thread waits in a C function. If such a function holds the
+interpreter's lock, faulthandler's timer, which is written in C, writes the stacks of that rank.
 """
 
 import dis
@@ -31,29 +31,33 @@ from megavlm.observability.phases import Phases
 from megavlm.observability.text import duration
 from megavlm.process import STACKS_WANTED
 
-TICK = 5.0  # longest pause between looks, in seconds
-GRACE = 10.0  # seconds in which each rank reports what it does
+TICK = 5.0  # longest pause between two checks, in seconds
+GRACE = 10.0  # seconds that each rank has to report its state
 STDERR = 2
-CHECKPOINT_THREAD = "checkpoint"  # begin of its name
+CHECKPOINT_THREAD = "checkpoint"  # prefix of the name of a thread that writes checkpoints
 
 T = TypeVar("T")
 
 
 class WatchedServers(Protocol):
-    """The rollout servers, as the watchdog of the driver sees them."""
+    """The rollout servers, as seen by the driver's watchdog."""
 
     @property
     def work_seen(self) -> int:
-        """Number of times that a server was seen at work."""
+        """Number of times that a server was seen working."""
 
     def write_stacks(self) -> None:
-        """Have the servers write the stacks of their threads to their logs."""
+        """Make the servers write the stacks of their threads to their logs."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """State of a rank as the run hangs. phase: of its step. seconds: since its last sign of
-    progress. waits: its main thread waits for others in a collective. place: where it is.
+    """State of a rank in a run that hangs.
+
+    phase: Current phase of its step.
+    seconds: Seconds since its last sign of progress.
+    waits: Whether its main thread waits for other ranks in a collective.
+    place: Function, file and line that its main thread is in.
     """
 
     phase: str
@@ -63,10 +67,12 @@ class RankReport:
 
 
 class Watchdog:
-    """Context. Calls `end` with a sentence if no rank makes progress for `seconds`; 0 turns it off.
+    """Context manager that calls `end` with a message if no rank makes progress for `seconds`. With
+    0 seconds it does nothing.
 
-    store: that all ranks share; the watchdog needs a connection of its own. servers: on the driver.
-    folder: gets a file of each rank's stacks.
+    folder: Each rank writes a file with its stacks there.
+    store: The ranks' shared store, by a connection that only the watchdog uses.
+    servers: The rollout servers, an attribute that the driver sets.
     """
 
     def __init__(
@@ -86,9 +92,9 @@ class Watchdog:
         self._main = threading.get_ident()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        # The store's machine may be gone: then its answers never come.
+        # Requests to the store run in a thread: if its machine is lost, they never return.
         self._asking = ThreadPoolExecutor(1, "watchdog-store")
-        self._own = -1, time.monotonic()  # signs of this rank, and when the last one came
+        self._own = -1, time.monotonic()  # signs of progress of this rank, time of the last one
         self._sent = 0
 
     def __enter__(self) -> Self:
@@ -107,7 +113,7 @@ class Watchdog:
         still, total, last = 0.0, 0, time.monotonic()
         while not self._closing.wait(tick):
             now = time.monotonic()
-            # Not the clock alone: a job that is suspended as a whole does not hang.
+            # Count at most two ticks at a time, so that suspending the whole job does not count.
             still, last = still + min(now - last, 2 * tick), now
             before, total = total, self._ask(self._exchange, tick) or total
             own = self._signs()
@@ -126,8 +132,8 @@ class Watchdog:
         return self._phases.beats + (0 if self.servers is None else self.servers.work_seen)
 
     def _exchange(self) -> int:
-        """Tell the other ranks of this one's signs of progress. Returns the number of all, or -1 if
-        another rank's watchdog has found that no rank makes progress.
+        """Add this rank's new signs of progress to the shared counter. Returns the counter, or -1
+        if another rank's watchdog has found that no rank makes progress.
         """
         if self._store.check([_key("end")]):
             return -1
@@ -155,7 +161,7 @@ class Watchdog:
         )
 
     def _tell(self, report: RankReport) -> dict[int, RankReport]:
-        """Return the reports of all ranks that give one within GRACE seconds."""
+        """Send this rank's report, and return the reports that ranks send within GRACE seconds."""
         self._store.set(_key("end"), "")
         self._store.set(_key(self._rank), json.dumps(asdict(report)))
         keys = {rank: _key(rank) for rank in range(self._world_size)}
@@ -173,27 +179,27 @@ class Watchdog:
         (self._folder / f"rank_{self._rank}.txt").write_text(stacks)
 
     def _want_stacks(self) -> None:
-        """Ask for the stacks of servers on other nodes, if there is someone to ask."""
+        """Request the stacks of servers on other nodes, if processes there await the request."""
         wanted = self._folder / STACKS_WANTED
         if wanted.exists():
             wanted.write_text("yes")
 
     def _ask(self, question: Callable[[], T], seconds: float) -> T | None:
-        """Return the store's answer; None if it gives none in time."""
+        """Return the answer of the store, or None if there is none in time."""
         try:
             return self._asking.submit(question).result(seconds)
-        except (NoAnswer, RuntimeError):  # of torch's stores: a lost connection
+        except (NoAnswer, RuntimeError):  # torch's stores raise RuntimeError for a lost connection
             return None
 
     def _in_time(self, work: Callable[[], None], seconds: float) -> None:
-        """Do what a file system that hangs would hold up for ever."""
+        """Do `work` in a thread, and wait for it at most `seconds`: a file system may hang."""
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(seconds)
 
 
 def behind(reports: Mapping[int, RankReport], world_size: int) -> str:
-    """Return which rank the others wait for, as part of a sentence."""
+    """Describe the rank that the others wait for, as part of a sentence."""
     silent = [rank for rank in range(world_size) if rank not in reports]
     if silent:
         more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
@@ -208,8 +214,8 @@ def behind(reports: Mapping[int, RankReport], world_size: int) -> str:
 
 
 def waits_for_others(main: int) -> bool:
-    """Return True if the thread `main` is in a collective of torch, or waits for another thread
-    while that of a checkpoint is in one.
+    """Return True if the thread `main` is in a torch collective, or if it waits for another thread
+    while a checkpoint's thread is in one.
     """
     frames = sys._current_frames()
     threads = [main]
@@ -225,7 +231,7 @@ def _key(name: object) -> str:
 
 def _stacks() -> str:
     """Return the stacks of all threads."""
-    descriptor = os.memfd_create("stacks")  # no file system may be needed
+    descriptor = os.memfd_create("stacks")  # in memory, since a file system may be what hangs
     with open(descriptor, "rb+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -233,7 +239,7 @@ def _stacks() -> str:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return a frame and its callers, the innermost first."""
+    """Return a frame and its callers, innermost first."""
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -245,7 +251,7 @@ def _is_in_collective(frame: FrameType) -> bool:
     names: list[Any] = [caller.f_globals.get("__name__", "") for caller in _frames(frame)]
     if any(name.startswith("torch.distributed.") for name in names):
         return True
-    # What was started earlier is waited for by a method of C, which has no frame of its own.
+    # The wait() of an asynchronous collective is a C method and has no frame of its own.
     loads = [
         one.argval
         for one in dis.get_instructions(frame.f_code)
@@ -255,7 +261,7 @@ def _is_in_collective(frame: FrameType) -> bool:
 
 
 def _place(frame: FrameType) -> str:
-    """Return the innermost place in our own code, or anywhere if there is none."""
+    """Return the innermost place in megavlm's code, or the innermost place if there is none."""
     frames = _frames(frame)
     own = [caller for caller in frames if "megavlm" in caller.f_globals.get("__name__", "")]
     found = (own or frames)[0]
