@@ -54,7 +54,7 @@ class GenerationBatch:
     wanted: Number of complete groups after which all other requests are aborted.
 
     follow: Runs for each of the first `wanted` complete groups while others are generated. The
-    prompts that it asks are appended to prompts and groups.
+    prompts that it passes to `ask` are appended to prompts and groups.
 
     skip_timed_out: If true, a group whose request times out in all attempts is left empty and
     `follow` is called with []; for later turns, `ask` raises RequestTimedOut. If a server refuses a
