@@ -106,11 +106,11 @@ class RemoteScorer:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Score] = loop.create_future()
         self.waiting.append((text, row, future))
-        loop.call_soon(self._ask)
+        loop.call_soon(self._ask)  # later, so that concurrent calls share one message
         return await future
 
     def _ask(self) -> None:
-        if self.waiting and not self.asked:
+        if self.waiting and not self.asked:  # the socket carries one message at a time
             questions = [[text, wire.pack_row(row)] for text, row, _ in self.waiting]
             self.asked = [future for _, _, future in self.waiting]
             self.waiting.clear()

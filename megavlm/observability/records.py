@@ -47,7 +47,7 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
             while written < len(line):
                 written += file.write(line[written:]) or 0
         except OSError:
-            with suppress(OSError):
+            with suppress(OSError):  # or the next record would continue the partial line
                 file.truncate(size)
             raise
 

@@ -47,6 +47,7 @@ class Tail:
         """Return the records added since the last call, or all records if the file was replaced."""
         try:
             with self._path.open("rb") as file:
+                # A process that resumes the run replaces the file, which changes the inode.
                 inode, size = self._path.stat().st_ino, file.seek(0, 2)
                 self.is_new = inode != self._inode or size < self._offset
                 self._inode, self._offset = inode, 0 if self.is_new else self._offset
@@ -84,9 +85,7 @@ class WatchedRun:
     def read(self) -> None:
         """Read the records that were written since the last call."""
         metrics, evaluations, samples = (tail.read() for tail in self._tails)
-        if self._tails[
-            0
-        ].is_new:  # another process resumed the run or started it from the beginning
+        if self._tails[0].is_new:  # another process resumed the run, or started it anew
             self.curve.clear()
             self.recent.clear()
         if self._tails[1].is_new:

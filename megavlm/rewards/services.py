@@ -188,6 +188,7 @@ class RemoteReward:
             for attempt in range(self._options.attempts):
                 if attempt:
                     longest = self._options.delay * 2 ** (attempt - 1)
+                    # It is random, so that requests that failed together do not return together.
                     pause = longest * secrets.SystemRandom().random()
                     await asyncio.sleep(min(max(pause, problem.pause), MAX_PAUSE))
                 try:

@@ -75,8 +75,8 @@ class Job:
             "job-name": self.name,
             "array": self.array,
             "output": log,
-            "open-mode": "append",
-            "signal": f"B:USR1@{self.warning}",
+            "open-mode": "append",  # a requeued job continues its log
+            "signal": f"B:USR1@{self.warning}",  # B: to the batch script, which forwards it
         }
         options = [*_options(of_batch), "--requeue"]
         if not self.is_heterogeneous:
