@@ -13,6 +13,8 @@ def partial_path(target: Path) -> Path:
 
 def replace_folder(target: Path) -> None:
     """Rename the partial folder to `target`. An existing `target` is moved away, then deleted."""
+    # The contents must be on the disk before the rename: after a power failure, a folder with its
+    # final name could otherwise lack data.
     sync_tree(partial_path(target))
     older = target.with_name(f".{target.name}.older")
     if older.exists():

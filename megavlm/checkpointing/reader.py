@@ -161,6 +161,7 @@ class StepReader:
             raise ValueError(f"{path} is missing.") from error
         except (zipfile.BadZipFile, zlib.error, *_BROKEN) as error:
             raise ValueError(f"{path} is damaged at {key}: {error}.") from error
+        # The values are checked after they are loaded, so that they are read only once.
         if [_crc32(tensor)] != [info.CRC for info in numbers]:
             raise ValueError(f"{path} is damaged: the checksum of {key} differs.")
         if (tensor.dtype, tensor.shape) != (self.dtype(key), chunk.sizes):

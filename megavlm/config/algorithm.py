@@ -260,7 +260,7 @@ class PPO(PolicyOptimization):
 
     critic_lr: float = bounded(1e-5, above=0)
     """Learning rate of a separate critic, or of a shared critic's value head; the policy keeps
-    `optimizer.lr`. It is higher than the policy's because the value head starts untrained."""
+    `optimizer.lr`. A critic starts with an untrained head and needs a higher rate."""
 
     critic_warmup_steps: int = follows(0, least=0)
     """Number of steps at the start of the run that train only the critic. Null uses a twelfth of

@@ -35,8 +35,8 @@ class Checkpoint(Section):
     """Steps between checkpoints. 0 saves only when the run ends or stops."""
 
     async_save: bool = True
-    """Write files in the background while training goes on. Each rank then holds a second copy of
-    its shards in host memory until they are written."""
+    """Write files in the background while training continues. Each rank then holds a second copy
+    of its shards in host memory until they are written."""
 
     step: int | None = bounded(None, least=0)
     """Step to resume from. Null resumes from the latest."""
@@ -45,7 +45,8 @@ class Checkpoint(Section):
     """Number of latest steps to keep; older ones are deleted. Null keeps all."""
 
     keep_every: int | None = bounded(None, least=1)
-    """Also keep the steps that are multiples of this number, besides `checkpoint.keep_last`."""
+    """Also keep the steps that are multiples of this number, in addition to the latest
+    `checkpoint.keep_last` steps."""
 
     best_metric: str | None = None
     """Also keep the best step by this metric: a name in metrics.jsonl, whose mean since the last

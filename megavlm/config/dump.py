@@ -42,7 +42,7 @@ def changes(config: Config, folder: str | Path) -> list[str]:
         return []
     try:
         recorded = parse_yaml(path.read_text(encoding="utf-8"))
-        if not recorded:  # as a power loss may leave it
+        if not recorded:  # a power loss may leave an empty file
             raise ValueError("it is empty")
         before, now = (
             dict(_values("", OmegaConf.to_container(tree)))

@@ -65,7 +65,7 @@ def parse_yaml(text: str) -> DictConfig:
         content = OmegaConf.create(text or "{}")
     except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
         raise ValueError(f"is not YAML: {one_line(error)}") from error
-    except AssertionError:  # a number alone
+    except AssertionError:  # the text is only a number
         content = None
     if not isinstance(content, DictConfig):
         raise ValueError("must be sections of keys, not a list, text or number")

@@ -1,5 +1,5 @@
-"""Corpus of captions, which the caption reward uses to weigh words. The trainer writes it to a file
-because reward processes do not have its credentials and read no data files.
+"""Corpus of captions with which the caption reward weighs words. The trainer writes it to a file,
+because reward processes do not have the trainer's credentials and read no data files.
 """
 
 import json

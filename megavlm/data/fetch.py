@@ -184,5 +184,5 @@ def _break(sock: socket.socket) -> None:
 
 
 def _shown(url: str) -> str:
-    """Return a URL for error messages, shortened and without its query: that may hold a token."""
+    """Return a URL for error messages, shortened and without a query, since it may hold a token."""
     return ascii(url.partition("?")[0][:200])[1:-1]

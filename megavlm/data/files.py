@@ -62,7 +62,7 @@ def read_safely(what: str, read: Callable[[], T]) -> T:
 class DataFile:
     """A file of a data set."""
 
-    url: str  # as in the recipe, globs expanded
+    url: str  # path or URL as in the recipe, with globs expanded
     entry: int  # number of its data set among the recipe's entries
     dataset: str  # name of its data set
 

@@ -35,7 +35,7 @@ _TURNS: dict[object, Image.Transpose] = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}  # by EXIF's orientation
+}  # EXIF orientation -> transpose that turns the image upright
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:

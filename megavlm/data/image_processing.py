@@ -21,7 +21,7 @@ from torch import Tensor
 from megavlm.data.image_decoding import decode, image_size
 
 CPU = torch.device("cpu")
-_URL = b'"data:image/x-portable-pixmap;base64,'  # as JSON text
+_URL = b'"data:image/x-portable-pixmap;base64,'  # with the opening quote of a JSON string
 
 
 @dataclass(frozen=True)

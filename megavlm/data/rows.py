@@ -43,7 +43,7 @@ class Video:
     """A video as frames that are already sampled: megavlm does not decode video files."""
 
     frames: tuple[bytes, ...]  # images as they are stored, in order
-    fps: float  # of these frames: frame i is shown at i / fps seconds
+    fps: float  # frame rate of these frames: frame i is shown at i / fps seconds
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Rows(Sequence[Row]):
       images, and `fps`, the frames per second.
     - Extra columns are kept unchanged; in CSV they are text.
 
-    In JSONL a key that a line lacks is null. NaN, which pandas writes for missing values, is null,
-    too. An object can be pickled, and used after a fork.
+    In JSONL a key that a line lacks is null. NaN is null, too, because pandas writes it for missing
+    values. A Rows object can be pickled, and used after a fork.
     """
 
     def __init__(self, files: Sequence[str], data: Data) -> None:

@@ -74,8 +74,8 @@ class VideoProcessor:
     def _resize(self, frames: Tensor) -> Tensor:
         """Resize frames [F, 3, H, W] as transformers does.
 
-        Raises ValueError with a transformers older than 5.19, which supports training on images
-        only.
+        Raises ValueError for a transformers older than 5.19; with these versions only training on
+        images is supported.
         """
         processor = self._processor
         if "temporal_factor" not in inspect.signature(processor.resize).parameters:

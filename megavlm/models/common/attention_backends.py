@@ -180,6 +180,7 @@ def _transformer_engine_attention(heads: int, kv_heads: int, head_dim: int, scal
         num_gqa_groups=kv_heads,
         attention_dropout=0.0,
         qkv_format="thd",
+        # Bottom right: the last query of a sequence is aligned with its last key.
         attn_mask_type="padding_causal_bottom_right",
         softmax_scale=scale,
     )

@@ -36,7 +36,7 @@ class StageLayout(PackLayout):
     """Pack layout of a pipeline stage, with the rows that DeepStack levels are added to.
 
     vision_rows: [m] Rows of the image tokens among this rank's hidden states.
-    first_level: Number of the first level that this stage receives.
+    first_level: Index of the level in the first rows of this stage's levels.
     """
 
     vision_rows: Tensor

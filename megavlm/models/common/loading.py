@@ -247,6 +247,7 @@ def local_tensors(model: MegatronModule) -> list[LocalTensor]:
 
     `_extra_state` objects (Transformer Engine's fp8 states) are left out, since HF has none.
     """
+    # With non_homogeneous_layers each layer has its own keys; otherwise layers would be stacked.
     state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     return [
         LocalTensor(value.key, _expert_number(value), value.data)

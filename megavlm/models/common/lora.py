@@ -21,7 +21,7 @@ def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -
     match `settings.targets`.
 
     model: The part of a model that a pipeline stage, or one chunk of it, holds.
-    seed: Seed of the initial A, which is the same with every layout.
+    seed: Seed of the initial A. A does not depend on the layout.
 
     B is zero, so that outputs do not change at first. Raises ValueError for a target that matches
     nothing in the whole model.

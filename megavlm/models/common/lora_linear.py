@@ -174,7 +174,7 @@ class LoRALinear(nn.Module):
         return merged.to(self.base.weight.dtype)
 
     def forward(self, x: Tensor) -> Any:
-        """Map [..., columns] to [..., rows], which are cut as in the base layer."""
+        """Map [..., columns] to [..., rows]. Both are cut as in the base layer."""
         has_norm = hasattr(self.base, "return_layernorm_output")
         if has_norm:  # Transformer Engine fuses the norm into the layer: adapters need its output
             self.base.return_layernorm_output = self.enabled

@@ -76,7 +76,7 @@ class Entry:
 
     @property
     def checkpoint_shape(self) -> Shape:
-        """Shape of the tensor under this key in a checkpoint, which stacks experts."""
+        """Shape of the tensor under this key in a checkpoint. A checkpoint stacks experts."""
         stack = () if self.expert is None else self.hf_shapes[0][:1]
         return (*stack, *self.megatron_shape)
 

@@ -44,8 +44,8 @@ def chunk_gated_delta_rule(
     initial_state: [N, H, K, V], None for zeros.
     cu_seqlens: [N + 1] Bounds of the sequences.
 
-    Returns the outputs [1, T, H, V] and the final states [N, H, K, V], which are None unless
-    `output_final_state`.
+    Returns the outputs [1, T, H, V] and the final states [N, H, K, V], or None in their place
+    unless `output_final_state`.
     """
     bounds = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
     chunks = _chunks([end - first for first, end in pairwise(bounds)], v.device)

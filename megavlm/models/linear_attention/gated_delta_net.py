@@ -1,4 +1,4 @@
-"""Gated DeltaNet, which replaces self-attention in megatron-core's layers, over packs of trees.
+"""Gated DeltaNet over packs of trees. It replaces self-attention in megatron-core's layers.
 
 Rows of `in_proj` and channels of the convolution are grouped by key head with its r value heads:
 [q, k, v x r, z x r, b x r, a x r] and [q, k, v x r]. Tensor ranks therefore cut plain blocks of

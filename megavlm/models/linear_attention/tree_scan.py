@@ -38,9 +38,7 @@ class TreeScan:
 
 
 def tree_scan(layout: PackLayout, width: int) -> TreeScan:
-    """Return the scan of a pack, which is created on first use. `width` is W; all layers have the
-    same.
-    """
+    """Return the scan of a pack, created on first use. `width`: W, the same for all layers."""
     if layout.tree_scan is None:
         device = layout.token_index.device
         layout.tree_scan = make_tree_scan(layout.parents, layout.segment_bounds, width, device)

@@ -53,8 +53,8 @@ def architecture(hf_config: Any) -> dict[str, Any]:
 
 
 def rotary(hf_config: Any) -> Rotary:
-    """Return the rotary embedding, which rotates only the first entries of a head. Raises
-    ValueError for one that is not implemented.
+    """Return the rotary embedding. It rotates only the first entries of a head. Raises ValueError
+    for one that is not implemented.
     """
     text = hf_config.text_config
     factor = text.rope_parameters.get("partial_rotary_factor", PARTIAL_ROTARY_FACTOR)

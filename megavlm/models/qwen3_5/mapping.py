@@ -95,7 +95,7 @@ def gated_attention(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
 
 
 def shared_expert(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
-    """Yield the entries of the shared expert, which every token passes, and of its gate."""
+    """Yield the entries of a layer's shared expert, used by every token, and of its gate."""
     hidden, ffn = text.hidden_size, text.shared_expert_intermediate_size
     target, source = f"{megatron}.mlp.shared_experts", f"{hf}.mlp.shared_expert"
     yield gated(
