@@ -138,7 +138,7 @@ class Pack:
         runs = split_segments(self.segment_bounds, self.context_size)
         gather_index = torch.cat([run_tokens(rank_runs) for rank_runs in runs]).argsort()
         token_index = run_tokens(runs[context_rank])
-        place = gather_index - context_rank * len(token_index)  # places of held tokens
+        place = gather_index - context_rank * len(token_index)  # valid for held tokens only
         held = torch.zeros(self.num_tokens, dtype=torch.bool)
         held[token_index] = True
         target_index = held[self.source_index].nonzero().flatten()
