@@ -29,6 +29,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_leftovers(prefix: str) -> None:
+    """Remove this user's temporary folders with a prefix that no process holds a lock on."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):  # it is in use, or somebody else has removed it
             stat = folder.lstat()
