@@ -26,10 +26,10 @@ from megavlm.observability.samples import SampleWriter
 from megavlm.observability.trackers import Trackers
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import Mesh
+from megavlm.rollout.ahead.handle import RolloutProducer
+from megavlm.rollout.ahead.producer import ProducerSetup
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.partial_rollouts import PartialRolloutBuffer, TimedOutGroups
-from megavlm.rollout.producer import ProducerSetup
-from megavlm.rollout.producer_handle import RolloutProducer
 from megavlm.rollout.recorded import ROLLOUTS_FOLDER, RecordedRollouts
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group

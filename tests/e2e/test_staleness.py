@@ -63,7 +63,7 @@ def test_a_run_that_is_killed_and_resumed(world: World) -> None:
     )
     with running(recipe, world.root / "ahead") as run:
         run.wait_for_steps(3)
-        run.child("megavlm.rollout.producer").kill()
+        run.child("megavlm.rollout.ahead.producer").kill()
     assert run.wait() == ExitCode.TRANSIENT
     assert "producer of rollouts ended with SIGKILL;" in run.output
 

@@ -21,10 +21,10 @@ from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool import status, supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
-from megavlm.inference.server_pool.mirror import ServerStates
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.routing import Outlook
 from megavlm.inference.server_pool.state import State
+from megavlm.rollout.ahead.mirror import ServerStates
 from tests.fakes.server import FakeServer
 from tests.timeouts import scaled
 from tests.unit.inference.prompts import make_prompt

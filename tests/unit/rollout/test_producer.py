@@ -27,9 +27,9 @@ from megavlm.inference.errors import RolloutRequestError, RolloutServerError
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.state import State
-from megavlm.rollout import producer_handle
-from megavlm.rollout.producer import ProducerSetup, serve
-from megavlm.rollout.producer_handle import RolloutProducer
+from megavlm.rollout.ahead import handle
+from megavlm.rollout.ahead.handle import RolloutProducer
+from megavlm.rollout.ahead.producer import ProducerSetup, serve
 from megavlm.rollout.trajectory import Group
 from tests.conftest import row, write_rows
 from tests.fakes.server import PROMPT_IDS, FakeServer
@@ -82,7 +82,7 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
         return thread
 
-    monkeypatch.setattr(producer_handle, "start_process", start)
+    monkeypatch.setattr(handle, "start_process", start)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Rollout producer: a process that draws prompts and plays episodes while the trainer trains
-(rollout.max_staleness above 0). The trainer starts it as `python -m megavlm.rollout.producer
+(rollout.max_staleness above 0). The trainer starts it as `python -m megavlm.rollout.ahead.producer
 DESCRIPTOR`.
 
 It is a process because a thread would hold the GIL and stall the trainer's kernel launches. It uses
@@ -32,12 +32,12 @@ from megavlm.inference.generation import Ask
 from megavlm.inference.protocol import Response, Sampling
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_main import die_with
-from megavlm.inference.server_pool.mirror import Report, ServerMirror
 from megavlm.parallel import platform
 from megavlm.process import allow_open_files, leave, leave_to_parent
 from megavlm.rewards.base import RewardStop
+from megavlm.rollout.ahead.group_arrays import send_groups
+from megavlm.rollout.ahead.mirror import Report, ServerMirror
 from megavlm.rollout.episodes import EpisodeRunner
-from megavlm.rollout.group_arrays import send_groups
 from megavlm.rollout.partial_rollouts import TimedOutGroups, oldest_version, response_of
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group

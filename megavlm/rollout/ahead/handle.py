@@ -18,10 +18,10 @@ from typing import Any
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.server_pool.mirror import ServerStates, apply_report
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.rollout.group_arrays import receive_groups, unpack_groups
-from megavlm.rollout.producer import ProducerSetup
+from megavlm.rollout.ahead.group_arrays import receive_groups, unpack_groups
+from megavlm.rollout.ahead.mirror import ServerStates, apply_report
+from megavlm.rollout.ahead.producer import ProducerSetup
 from megavlm.rollout.trajectory import Group
 
 END_SECONDS = 20.0  # that the producer has to end its processes
@@ -30,7 +30,7 @@ END_SECONDS = 20.0  # that the producer has to end its processes
 def start_process(descriptor: int) -> "subprocess.Popen[bytes]":
     """Start a producer that serves the socket `descriptor`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "megavlm.rollout.producer", str(descriptor)],
+        [sys.executable, "-m", "megavlm.rollout.ahead.producer", str(descriptor)],
         stdin=subprocess.DEVNULL,
         pass_fds=[descriptor],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
