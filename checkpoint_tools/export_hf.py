@@ -21,11 +21,11 @@ from checkpoint_tools.streaming import ShowProgress, no_progress, prefetch
 from checkpoint_tools.weights import KeyEntries, Weights, step_weights
 from megavlm.checkpointing.folder import copy_hf_files
 from megavlm.checkpointing.untrained import UntrainedTensor, untrained_tensors
+from megavlm.families import family
 from megavlm.models.common.hf_source import INDEX, SINGLE
 from megavlm.models.common.loading import MEMORY, Form, stack_shape
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry
-from megavlm.models.registry import family
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from megavlm.models.registry import family, quantization
+from megavlm.families import family, quantization
 
 # The values of these keys must be at least 1 wherever they appear.
 _COUNTS = {

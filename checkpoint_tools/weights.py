@@ -22,11 +22,11 @@ from megavlm.checkpointing.folder import (
     locate_step,
 )
 from megavlm.checkpointing.reader import StepReader
+from megavlm.families import family
 from megavlm.models.common.loading import HUB, Form, HubTensors, has_own_head
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry, Shape, by_key
 from megavlm.models.folder_files import check_files
-from megavlm.models.registry import family
 
 KeyEntries = list[Entry]  # entries of one Megatron key
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megavlm.demo import FAMILY
-from megavlm.models.registry import FAMILIES
+from megavlm.families import FAMILIES
 from megavlm.process import leave, loading_packages
 from megavlm.slurm.command import launch
 from megavlm.version_option import add_version

@@ -37,7 +37,7 @@ from safetensors import safe_open
 from megavlm.checkpointing import atomic
 from megavlm.checkpointing.checksums import file_checksums, first_difference
 from megavlm.checkpointing.untrained import copy_untrained
-from megavlm.models.registry import UNTRAINED
+from megavlm.families import UNTRAINED
 
 FORMAT = 1
 LATEST = "latest"

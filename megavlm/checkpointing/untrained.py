@@ -1,4 +1,4 @@
-"""Tensors of a HuggingFace folder that are not part of the model (`models.registry.UNTRAINED`). A
+"""Tensors of a HuggingFace folder that are not part of the model (`families.UNTRAINED`). A
 checkpoint keeps them in its `hf/`, so that an export can copy them.
 
 They are copied as bytes, since this module imports neither torch nor megatron-core.
@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megavlm.models.registry import UNTRAINED
+from megavlm.families import UNTRAINED
 
 FILE = "untrained.safetensors"
 

@@ -17,7 +17,7 @@ from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedI
 from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.rows import Row
 from megavlm.data.videos import VideoProcessor, VideoTokens
-from megavlm.models.registry import family
+from megavlm.families import family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 

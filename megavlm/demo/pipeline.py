@@ -21,7 +21,7 @@ from megavlm.config.schema import Config
 from megavlm.demo import FAMILY
 from megavlm.demo.data import TASKS_OF, DemoData, draw_data, take_data
 from megavlm.demo.warm_start import plan_warm_start
-from megavlm.models.registry import FAMILIES
+from megavlm.families import FAMILIES
 from megavlm.observability.text import minutes
 from megavlm.parallel import platform
 

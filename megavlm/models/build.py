@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+from megavlm.families import Family, family
 from megavlm.models.common.config import LanguageConfig, ModelOptions, language_config
 from megavlm.models.common.language import ChunkPlace, LanguageModel
 from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.common.model import ValueHead, VisionLanguageModel
 from megavlm.models.common.tower import Tower
-from megavlm.models.registry import Family, family
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import Mesh
 

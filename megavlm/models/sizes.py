@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from megavlm.config.lora import LoRA
+from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.components import ModelPart, model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import LocalTensor, local_tensors
 from megavlm.models.common.lora import add_adapters
-from megavlm.models.registry import family
 from megavlm.parallel.fake import fake_rank, without_memory
 from megavlm.parallel.mesh import Layout, build_mesh, check_world
 

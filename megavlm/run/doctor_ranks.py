@@ -15,6 +15,7 @@ from megavlm.config.schema import Config
 from megavlm.data.packing import Pack, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
+from megavlm.families import family
 from megavlm.inference.connect import Connection, connect
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
 from megavlm.models.build import build_model
@@ -24,7 +25,6 @@ from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.models.registry import family
 from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object

@@ -52,10 +52,10 @@ def check_tensors(config: Config) -> str:
     # Imported late: they import megatron-core, which the platform must precede.
     from checkpoint_tools.hf_config import read_config
     from megavlm.checkpointing.reader import StepReader
+    from megavlm.families import family
     from megavlm.models.common.hf_source import HFFolder
     from megavlm.models.common.loading import HUB, HubTensors
     from megavlm.models.common.mapping import by_key
-    from megavlm.models.registry import family
 
     folder, checkpoint = Path(config.model.folder), config.model.checkpoint
     hf_config = read_config(folder)

@@ -15,8 +15,8 @@ from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Pack, join_targets, make_pack, prompt_tree
 from megavlm.data.positions import text_positions
 from megavlm.data.processor import Prompt
+from megavlm.families import family
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
-from megavlm.models.registry import family
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.training.driver import Driver

@@ -7,8 +7,8 @@ from typing import Any
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
+from megavlm.families import family
 from megavlm.models.common.layout_rules import check_model_layout
-from megavlm.models.registry import family
 
 Values = dict[str, Any]  # values of a config.json
 

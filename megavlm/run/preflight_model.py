@@ -22,8 +22,8 @@ from megavlm.checkpointing.folder import (
 )
 from megavlm.config.algorithm import SFT
 from megavlm.config.schema import Config
+from megavlm.families import FAMILIES, family, quantization
 from megavlm.models.folder_files import check_files
-from megavlm.models.registry import FAMILIES, family, quantization
 from megavlm.run.preflight_layout import Values, check_sizes
 
 # Suffixes of the config.json values that determine shapes of tensors.

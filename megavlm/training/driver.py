@@ -14,10 +14,10 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.environments.curriculum import Curriculum
 from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS
+from megavlm.families import family
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import Connection
 from megavlm.models.cost import ModelCost
-from megavlm.models.registry import family
 from megavlm.observability.console import legend, step_line
 from megavlm.observability.metrics import MetricsWriter, evaluation_scalars
 from megavlm.observability.progress import Progress

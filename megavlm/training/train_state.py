@@ -16,9 +16,9 @@ from megavlm.checkpointing.save import PendingSave, SaveTarget
 from megavlm.checkpointing.saver import Saver
 from megavlm.config.algorithm import PPO
 from megavlm.config.schema import Config
+from megavlm.families import family
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.models.registry import family
 from megavlm.observability.phases import Phases, seconds_outside_phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.collectives import broadcast_object

@@ -22,7 +22,7 @@ import torch
 
 from checkpoint_tools.safetensors_io import SafetensorsWriter, Spec
 from checkpoint_tools.streaming import format_bytes
-from megavlm.models.registry import family
+from megavlm.families import family
 from tests.unit.models.releases import released_config
 
 RELEASE, LAYERS = "Qwen2.5-VL-3B", 36

@@ -22,12 +22,12 @@ from transformers import AutoConfig
 
 from megavlm.config.lora import LoRA
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import add_adapters
-from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
 from megavlm.run.plan.sync import stored_bytes
 from megavlm.weight_sync.attempt import SyncSettings

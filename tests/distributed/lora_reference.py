@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megavlm.families import family
 from megavlm.models.common.lora_linear import stable_seed
-from megavlm.models.registry import family
 from tests.parity.inputs import inputs_of
 from tests.parity.reference import Reference
 

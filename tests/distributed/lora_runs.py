@@ -14,6 +14,7 @@ from megavlm.config.lora import LoRA
 from megavlm.data.packing import Pack
 from megavlm.data.processor import ProcessedImage
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
@@ -22,7 +23,6 @@ from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.models.common.lora import adapters, add_adapters
 from megavlm.models.common.lora_linear import LoRALinear
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import forward_backward, logits
 from megavlm.training.gradient_buffers import wrap

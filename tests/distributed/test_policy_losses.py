@@ -15,12 +15,12 @@ from megavlm.algorithms.aggregation import token_weights
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack, Tree, make_pack, prompt_tree
+from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.common.logprobs import Scoring
-from megavlm.models.registry import family
 from megavlm.parallel.collectives import reduce_measures, summing
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.advantages import (

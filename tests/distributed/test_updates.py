@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megavlm.config.lora import LoRA
 from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack
+from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.lora import adapters, add_adapters
-from megavlm.models.registry import family
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import compute_logprobs, forward_backward

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack, Tree, make_pack
+from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring, default_chunk_size, token_scores
 from megavlm.models.cost import ModelCost
-from megavlm.models.registry import family
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import build_mesh
 from megavlm.run.plan.time import Rates

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megavlm.data.packing import Pack, Tree, make_pack
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.demo.tiny_model import _slow_decay
+from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common import language
 from megavlm.models.common.config import ModelOptions
@@ -23,7 +24,6 @@ from megavlm.models.common.loading import MEMORY, HubTensors, load_hf, local_ten
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.linear_attention import chunked_rule, gated_delta_net
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
-from megavlm.models.registry import family
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import Mesh, init_distributed
 from megavlm.parallel.torchvision_ops import define_torchvision_operators

@@ -21,6 +21,7 @@ from megavlm.config.data import Data
 from megavlm.data.packing import make_pack, prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
+from megavlm.families import family
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import Response, Sampling
 from megavlm.inference.server import ManagedServer
@@ -29,7 +30,6 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.common.logprobs import Scoring
-from megavlm.models.registry import family
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.forward_backward import compute_logprobs

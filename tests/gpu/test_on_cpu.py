@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megavlm.config.load import load
-from megavlm.models.registry import family as family_of
+from megavlm.families import family as family_of
 from megavlm.run.preflight import check_server_args
 from tests.benchmarks.results import replace_part
 from tests.gpu import figures, grpo, linear_attention, page, parity, shapes, stage

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megavlm.data.packing import Pack
 from megavlm.data.processor import ProcessedImage
+from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
@@ -19,7 +20,6 @@ from megavlm.models.common.loading import Form, HubTensors, load_hf, local_tenso
 from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import forward_backward, logits
 from megavlm.training.gradient_buffers import wrap

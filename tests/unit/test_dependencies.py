@@ -9,18 +9,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Lower never imports higher; packages of one level do not import each other. A module's package is
-# the part of its name after `megavlm.`; a module that is named here has a level of its own.
+# the part of its name after `megavlm.`.
 LEVELS = [
     {"__version__"},
     {
-        "models.registry",
+        "families",  # imports a family's modules when they are used
         "version_option",
         "process",
         "git_lfs",
         "numbers",
         "temporary",
         "writing",
-    },  # the first imports a family's modules when they are used
+    },
     {"config", "observability"},
     {"algorithms", "limited", "parallel"},
     {"rewards"},
@@ -44,7 +44,7 @@ FORBIDDEN = {
     "algorithms": {"torch.distributed", "megatron", "sglang"},
     "config": {"torch", "megatron", "sglang", "transformers"},
     "observability": {"torch.distributed", "megatron", "sglang"},
-    "models.registry": {"torch", "megatron", "sglang", "transformers"},
+    "families": {"torch", "megatron", "sglang", "transformers"},
     "cli": {"torch", "megatron", "sglang", "transformers"},
 }
 PLATFORM = ROOT / "megavlm" / "parallel" / "platform.py"
@@ -53,8 +53,6 @@ PLATFORM = ROOT / "megavlm" / "parallel" / "platform.py"
 def package_of(name: str) -> str:
     """`megavlm.data.rows` is of data, `checkpoint_tools.cli` of checkpoint_tools."""
     parts = name.split(".")
-    if parts[1:3] == ["models", "registry"]:
-        return "models.registry"
     return parts[0] if parts[0] == "checkpoint_tools" else ".".join(parts[1:2])
 
 
@@ -158,7 +156,7 @@ def test_the_packages_themselves_import_nothing() -> None:
     ("name", "source"),
     [
         ("megavlm.data.rows", "from megavlm.models import build"),
-        ("megavlm.models.registry", "from megavlm.models.qwen2_vl import config"),
+        ("megavlm.families", "from megavlm.models.qwen2_vl import config"),
         ("megavlm.data.rows", "def f():\n    import megavlm.training.step"),
         ("megavlm.rewards.boxed", "import torch.nn"),
         ("megavlm.environments.base", "from torch import nn"),
@@ -166,9 +164,9 @@ def test_the_packages_themselves_import_nothing() -> None:
         ("megavlm.algorithms.losses", "from torch import distributed"),
         ("megavlm.observability.plots", "from megavlm.config.schema import Config"),
         ("megavlm.inference.client", "from megavlm.checkpointing import folder"),
-        ("megavlm.models.registry", "import torch\ntorch.cuda.synchronize()"),
-        ("megavlm.models.registry", "from torch.cuda import Stream"),
-        ("megavlm.models.registry", "from torch import accelerator"),
+        ("megavlm.families", "import torch\ntorch.cuda.synchronize()"),
+        ("megavlm.families", "from torch.cuda import Stream"),
+        ("megavlm.families", "from torch import accelerator"),
         ("megavlm.run.train", "import megavlm.cli"),
         ("checkpoint_tools.cli", "from megavlm.run.train import train"),
         ("checkpoint_tools.cli", "from megavlm.training.train_state import TrainState"),

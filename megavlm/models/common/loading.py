@@ -12,9 +12,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megavlm.families import UNTRAINED
 from megavlm.models.common.hf_source import HFFolder, StateDict
 from megavlm.models.common.mapping import Entry, Shape, shard_tensor, short_name
-from megavlm.models.registry import UNTRAINED
 from megavlm.parallel.mesh import Mesh
 
 Form = Literal["hub", "memory"]

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
+from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import default_chunk_size
-from megavlm.models.registry import family
 from megavlm.models.sizes import EqualRanks, ParameterSize, equal_ranks
 from megavlm.parallel.mesh import Layout
 from megavlm.run.plan.sync import server_layout, stored_bytes

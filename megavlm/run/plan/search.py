@@ -14,8 +14,8 @@ from transformers import AutoConfig
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.parallel import Parallel
 from megavlm.config.schema import Config
+from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.registry import family
 from megavlm.models.sizes import EqualRanks
 from megavlm.run.plan.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks
 from megavlm.run.plan.overview import Load, step_model

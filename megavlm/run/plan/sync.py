@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from megavlm.config.schema import Config
+from megavlm.families import family
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.common.mapping import Entry
-from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout, check_world
 from megavlm.weight_sync.lora import adapter_bytes
 from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel

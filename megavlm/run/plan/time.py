@@ -15,10 +15,10 @@ import torch
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
 from megavlm.data.packing import Segment, Tree
+from megavlm.families import family
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.cost import H100_FLOPS, LANGUAGE_SHARE, TOWER_SHARE, ModelCost
-from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
 from megavlm.run.plan.memory import RunMemory, ServerRankMemory, image_tokens
 from megavlm.run.plan.sync import received_bytes, server_layout, stored_bytes

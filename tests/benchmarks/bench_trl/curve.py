@@ -22,8 +22,8 @@ platform.install()  # before the first import of megatron-core
 
 from megavlm.data.packing import prompt_tree  # noqa: E402
 from megavlm.demo.tiny_configs import TinySizes, tiny_config  # noqa: E402
+from megavlm.families import family  # noqa: E402
 from megavlm.models.cost import ModelCost  # noqa: E402
-from megavlm.models.registry import family  # noqa: E402
 from tests.benchmarks.bench_model import (  # noqa: E402
     SIZES,
     TOKEN_IDS,

@@ -22,13 +22,13 @@ from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.optimizer import Optimizer
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import LocalTensor, load_hf, local_tensors
 from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
-from megavlm.models.registry import family
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training import gradient_buffers
 from megavlm.training.optimizer import Updater, build_updater

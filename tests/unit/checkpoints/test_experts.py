@@ -11,9 +11,9 @@ from transformers import AutoConfig
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader
+from megavlm.families import family
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.mapping import by_key
-from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
 from tests.distributed.fork import launch
 from tests.levels import slow

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.checkpointing.adapter_settings import AdapterSettings
 from megavlm.config.load import load
-from megavlm.models.registry import family
+from megavlm.families import family
 from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh

@@ -14,7 +14,7 @@ from PIL import Image
 from megavlm.data.chat import Message
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
-from megavlm.models.registry import FAMILIES
+from megavlm.families import FAMILIES
 from tests.conftest import DATA
 from tests.unit.data.samples import auto_processor, image, our_processor
 

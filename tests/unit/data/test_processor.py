@@ -19,7 +19,7 @@ from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedI
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import SPECIAL_TOKENS
-from megavlm.models.registry import FAMILIES
+from megavlm.families import FAMILIES
 from tests.conftest import DATA, read_rows
 from tests.unit.data.samples import auto_processor, image, our_processor
 

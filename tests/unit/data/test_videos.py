@@ -15,7 +15,7 @@ from megavlm.data.image_decoding import decode
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
 from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
-from megavlm.models.registry import FAMILIES
+from megavlm.families import FAMILIES
 from tests.unit.data.rope_index import sglang_rope_index
 from tests.unit.data.samples import auto_processor, encode, image, our_processor
 from tests.unit.data.test_image_decoding import bomb

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megavlm.demo.tiny_configs import interleaved_mrope_section, mrope_section
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.models.registry import FAMILIES
+from megavlm.families import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 TEXTS = ["What color is the shape?", "red", "1 purple 3 yellow"] * 20

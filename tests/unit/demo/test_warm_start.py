@@ -12,7 +12,7 @@ from megavlm.demo.pipeline import RECIPES
 from megavlm.demo.shapes import ROW_SCHEMA
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.demo.warm_start import EPOCHS, MOST_TOKENS, WarmStart, num_steps, plan_warm_start
-from megavlm.models.registry import FAMILIES
+from megavlm.families import FAMILIES
 from tests.conftest import png
 from tests.unit.inference.prompts import make_image, make_prompt
 

@@ -4,17 +4,17 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+from megavlm import families
 from megavlm.demo.tiny_configs import TinySizes, tiny_config
-from megavlm.models import registry
 from megavlm.models.common.mapping import Entry
 
-FAMILIES = tuple(registry.FAMILIES)
+FAMILIES = tuple(families.FAMILIES)
 _TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 
 
 def part(model_type: str, name: str) -> ModuleType:
     """The module `config`, `mapping`, `vision` or `inputs` of a family."""
-    return importlib.import_module(f"{registry.FAMILIES[model_type].package}.{name}")
+    return importlib.import_module(f"{families.FAMILIES[model_type].package}.{name}")
 
 
 def entries_of(config: Any) -> list[Entry]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.models import registry
+from megavlm import families
 from megavlm.models.common.architecture import interleaved_axes
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.language import MultimodalRotary
@@ -66,7 +66,7 @@ def test_what_servers_read_is_added_where_it_lacks(family: str) -> None:
     def complete(**changes: Any) -> dict[str, Any]:
         """What is added to the language model's values."""
         given = {**values, "text_config": text | changes, "vision_config": vision}
-        completed = registry.family(family).served_config(given)
+        completed = families.family(family).served_config(given)
         if not family.startswith("qwen3_5"):
             assert completed == given
             return {}

@@ -12,7 +12,7 @@ from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.config.load import load
-from megavlm.models.registry import family
+from megavlm.families import family
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.initial_model import start_model, starting_step
 from tests.conftest import row, write_rows

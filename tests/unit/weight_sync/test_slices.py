@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.families import family
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server_pool.targets import Target
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry, fused_qkv, gated, same
-from megavlm.models.registry import family
 from megavlm.parallel.mesh import Layout
 from megavlm.run.plan.sync import stored_bytes
 from megavlm.weight_sync.attempt import SyncSettings

@@ -8,8 +8,8 @@ import pytest
 
 from megavlm.config.load import load
 from megavlm.config.lora import LoRA
+from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.registry import family
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout
 from megavlm.run.plan.sync import received_bytes, stored_bytes, sync_plan, sync_table
