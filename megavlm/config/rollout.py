@@ -5,6 +5,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megavlm.config.section import Section, bounded, follows
+from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
 
 # Options of the server that megavlm sets itself, with the key to set instead.
 OWNED_SERVER_ARGS = {
@@ -238,10 +239,10 @@ class Rollout(Section):
                 "which end at 65535: lower one of them"
             )
         self._check_gpus()
-        if self.colocate and self.sync == "distributed":
+        if self.colocate and not TRANSPORT_TRAITS[self.sync].colocates:
             raise ValueError(
-                "rollout.sync=distributed is a group of processes that each have a GPU of their "
-                "own, and rollout.colocate=true shares them: set rollout.sync to tensor or disk"
+                f"rollout.sync={self.sync} needs a GPU for each process, but rollout.colocate=true "
+                f"shares them: set rollout.sync to {transports_with(colocates=True)}"
             )
 
     def _check_gpus(self) -> None:

@@ -119,7 +119,7 @@ def server_handles(
     keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
     required = Requirements(
         fresh_images=needs_refit and config.trains_tower,
-        one_machine=needs_refit and rollout.sync == "tensor",
+        sync=rollout.sync if needs_refit else None,
     )
     return [ServerHandle(url.rstrip("/"), *keys, required=required) for url in rollout.urls]
 

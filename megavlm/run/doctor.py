@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.config.load import load
+from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
+from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import ClaimedPort, require_free
 from megavlm.run import doctor_checks as checks
@@ -201,7 +203,9 @@ def rank_recipe(config: Config | None, folder: Path, gpus: int) -> dict[str, Any
     server share GPUs if there are at most two, or if `config` shares them.
     """
     colocate = 0 < gpus < 3 or (config is not None and config.rollout.colocate)
-    sync = "tensor" if config is None or colocate else config.rollout.sync
+    sync = Rollout().sync if config is None else config.rollout.sync
+    if colocate and not TRANSPORT_TRAITS[sync].colocates:
+        sync = Rollout().sync
     return {
         "run": {"dir": str(folder / "run")},
         "model": {"folder": str(folder / "model"), "dtype": "bfloat16" if gpus else "float32"},

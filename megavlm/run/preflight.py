@@ -21,6 +21,7 @@ from megavlm.config.algorithm import SFT, PolicyOptimization
 from megavlm.config.optimizer import Optimizer
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
+from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
 from megavlm.data.rows import Row, Rows, check_images
 from megavlm.environments.processes import make_environments
 from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS, check_environment_name
@@ -255,11 +256,11 @@ def check_ports(rollout: Rollout) -> None:
 
 
 def check_handles(rollout: Rollout) -> None:
-    """Raise ValueError if rollout.sync=tensor would pass GPU memory to a server on another machine.
+    """Raise ValueError if weights would be passed as GPU memory to a server on another machine.
 
     Call it on rank 0's machine.
     """
-    if rollout.mode != "external" or rollout.sync != "tensor":
+    if rollout.mode != "external" or not TRANSPORT_TRAITS[rollout.sync].one_machine:
         return
     remote = [url for url in rollout.urls if not is_here(str(urlsplit(url).hostname))]
     if not remote:
@@ -268,9 +269,10 @@ def check_handles(rollout: Rollout) -> None:
 
     if platform.has_gpu():
         raise ValueError(
-            f"rollout.urls holds {remote[0]}, which is not on this machine, and "
-            "rollout.sync=tensor hands servers handles of GPU memory, which can be opened only on "
-            "the machine of the trainer's rank 0: set rollout.sync=distributed or disk"
+            f"rollout.urls holds {remote[0]}, which is not on this machine, but "
+            f"rollout.sync={rollout.sync} hands servers handles of GPU memory, which can be opened "
+            "only on the machine of the trainer's rank 0: set rollout.sync to "
+            f"{transports_with(one_machine=False)}"
         )
 
 

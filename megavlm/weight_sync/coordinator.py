@@ -84,7 +84,9 @@ class SyncCoordinator:
                 if full or target.needs_all or self._adapter_config is None
             ]
             self._sessions = [
-                url for url in self._loading if self._transport.in_session and has_sessions[url]
+                url
+                for url in self._loading
+                if self._transport.traits.in_session and has_sessions[url]
             ]
             self._post("/pause_generation", {"mode": self._settings.pause})
             # A trainer that died during an update, or a lost connection, may have left a session
@@ -95,7 +97,7 @@ class SyncCoordinator:
             live = servers.live
             layouts = {x.url: self._layout(x, expert_parallel[x.url]) for x in live}
             sliced: dict[str, frozenset[str]] = {}
-            if self._transport.slices:
+            if self._transport.traits.slices:
                 sliced = self._parameters.read(servers, infos, layouts, self._loading)
             live = servers.live
             attempt = SyncAttempt(

@@ -65,7 +65,7 @@ class WeightSync:
         self._adapters, self._group = adapters, group
         self._http = control_client()
         # The sending rank of each pipeline stage; a single rank sends the tensors of all stages.
-        stages = plan.trainer.layout.pipeline if transport.by_stage else 1
+        stages = plan.trainer.layout.pipeline if transport.traits.by_stage else 1
         self._senders = tuple(plan.trainer.first_of(stage) for stage in range(stages))
         self._coordinator = None
         if targets is not None:

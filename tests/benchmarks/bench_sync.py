@@ -175,7 +175,7 @@ def of_stages(folder: Path, target: Target) -> list[list[float]]:
     syncs = []
     for slices in (True, False):
         way = DistributedTransport("127.0.0.1")
-        way.slices = slices
+        way.traits = replace(way.traits, slices=slices)
         targets = FixedTargets([target]) if mesh.is_driver else None
         settings = SyncSettings(torch.float32, num_kv_heads=heads, bucket_bytes=2**26)
         syncs.append(WeightSync(plan, chunks, way, settings, targets=targets, group=mesh.objects))

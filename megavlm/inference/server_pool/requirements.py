@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
+
 Version = tuple[int, ...]
 # Oldest and newest SGLang release whose interface (requests, weight updates, checksums) is tested.
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
@@ -21,12 +23,12 @@ class Requirements:
     """Requirements on a server that was started elsewhere.
 
     fresh_images: True if training changes the vision tower. The server must then cache no image
-    features, because SGLang does not drop them when weights change. one_machine: True if weights
-    are passed in GPU memory of the trainer's machine, so that the server cannot span several nodes.
+    features, because SGLang does not drop them when weights change. sync: Transport of the weights
+    that are pushed to it; None if none are.
     """
 
     fresh_images: bool = False
-    one_machine: bool = False
+    sync: str | None = None
 
     def read(self, info: Mapping[str, Any]) -> tuple[int, str]:
         """Return the server's number of ranks and its device.
@@ -42,11 +44,12 @@ class Requirements:
         if not isinstance(info.get("tp_size"), int) or not isinstance(info.get("device"), str):
             raise ValueError("does not report its tp_size and device, as SGLang does")
         nodes = info.get("nnodes", 1)
-        if self.one_machine and info["device"] == "cuda" and nodes > 1:
+        one_machine = self.sync is not None and TRANSPORT_TRAITS[self.sync].one_machine
+        if one_machine and info["device"] == "cuda" and nodes > 1:
             raise ValueError(
-                f"runs on {nodes} nodes, and rollout.sync=tensor hands its ranks handles of GPU "
-                "memory, which can be opened only on the machine of the trainer's rank 0: set "
-                "rollout.sync=distributed or disk"
+                f"runs on {nodes} nodes, but rollout.sync={self.sync} hands its ranks handles of "
+                "GPU memory, which can be opened only on the machine of the trainer's rank 0: set "
+                f"rollout.sync to {transports_with(one_machine=False)}"
             )
         return info["tp_size"], info["device"]
 

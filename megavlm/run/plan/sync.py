@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from megavlm.config.schema import Config
+from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.families import family
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
@@ -127,11 +128,12 @@ def stored_bytes(entries: Iterable[Entry], servers: ServerLayout, itemsize: int)
     ]
 
 
-def received_bytes(changed: int, stored: int) -> dict[str, int]:
-    """Return the bytes that one rank of a server receives in a weight sync, by transport. changed:
-    Bytes of all tensors that training can change. stored: Bytes of them on this rank.
+def received_bytes(transport: str, changed: int, stored: int) -> int:
+    """Return the bytes that one rank of a server receives in a weight sync.
+
+    changed: Bytes of all tensors that training can change. stored: Bytes of them on this rank.
     """
-    return {"tensor": stored, "distributed": stored, "disk": changed}
+    return stored if TRANSPORT_TRAITS[transport].slices else changed
 
 
 def _render(
@@ -167,10 +169,11 @@ def _render(
         f"stored: bytes of the changed tensors on one rank of a server, the least that it must be "
         f"sent: {_size(bound)} an update."
     )
-    for way, num_bytes in received_bytes(total.changed, total.stored).items():
-        sent_by = "rank 0" if way == "tensor" else _ranks(senders)
+    for transport, traits in TRANSPORT_TRAITS.items():
+        num_bytes = received_bytes(transport, total.changed, total.stored)
+        sent_by = _ranks(senders) if traits.by_stage else "rank 0"
         ratio = f", {num_bytes / bound:.2f} x the least" if bound else ""
-        lines.append(f"  {way:12} each receives {_size(num_bytes)}{ratio}; sent by {sent_by}")
+        lines.append(f"  {transport:12} each receives {_size(num_bytes)}{ratio}; sent by {sent_by}")
     lines.append("At the start, and to a restarted server, every tensor is sent: the column `all`.")
     lines.append(
         f"adapters: LoRA pairs of rank {lora[0]} on {', '.join(lora[1])}, which "

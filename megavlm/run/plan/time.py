@@ -14,10 +14,12 @@ import torch
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
+from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.data.packing import Segment, Tree
 from megavlm.families import family
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.mapping import Entry
 from megavlm.models.cost import H100_FLOPS, LANGUAGE_SHARE, TOWER_SHARE, ModelCost
 from megavlm.parallel.mesh import Layout
 from megavlm.run.plan.memory import RunMemory, ServerRankMemory, image_tokens
@@ -311,32 +313,32 @@ class StepModel:
         return 1 - parts["attention"] / max(sum(parts.values()), 1.0)
 
     @cached_property
-    def sync_bytes(self) -> dict[str, int]:
-        """Bytes that a server's rank receives in a weight sync, by transport."""
-        lora, itemsize = self._config.lora, self._options.dtype.itemsize
+    def _changed(self) -> list[Entry]:
+        """Entries that training can change."""
+        lora = self._config.lora
         indices = trained_entries(self._entries, self._options, lora.targets if lora.rank else None)
-        changed = [self._entries[index] for index in indices]
-        servers = server_layout(self._config, self._hf_config)
-        stored = max(stored_bytes(changed, servers, itemsize))
-        return received_bytes(itemsize * sum(map(numel, changed)), stored)
+        return [self._entries[index] for index in indices]
 
     @property
-    def received(self) -> float:
+    def _changed_bytes(self) -> int:
+        return self._options.dtype.itemsize * sum(map(numel, self._changed))
+
+    @cached_property
+    def received(self) -> int:
         """Bytes that a server's rank receives in a weight sync with the recipe's transport."""
-        return self.sync_bytes[self._config.rollout.sync]
+        servers = server_layout(self._config, self._hf_config)
+        stored = max(stored_bytes(self._changed, servers, self._options.dtype.itemsize))
+        return received_bytes(self._config.rollout.sync, self._changed_bytes, stored)
 
     def _sync(self) -> float:
         """Return the seconds to gather the changed tensors and send them."""
-        way, rates = self._config.rollout.sync, self.rates
-        received = self.sync_bytes
-        local = self._config.rollout.mode == "managed"
-        link = rates.nvlink if local else rates.network
-        gathered = received["disk"] / self._config.parallel.pipeline  # on one rank of each stage
-        sent: float = received[way]
-        if way == "distributed":  # the ranks of a server together receive everything
-            sent = max(sent, gathered)
-        if way == "tensor":  # every rank of every server reads from rank 0's GPU
-            sent *= self._num_servers * self._config.rollout.tensor_parallel
+        rollout, rates = self._config.rollout, self.rates
+        link = rates.nvlink if rollout.mode == "managed" else rates.network
+        gathered = self._changed_bytes / self._config.parallel.pipeline  # on one rank of each stage
+        if TRANSPORT_TRAITS[rollout.sync].by_stage:
+            sent = max(float(self.received), gathered)  # a stage sends all that it has
+        else:  # rank 0 sends to every rank of every server
+            sent = float(self.received) * self._num_servers * rollout.tensor_parallel
         return gathered / rates.nvlink + sent / link
 
     def _switch(self) -> float:

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+from megavlm.config.transports import TransportTraits
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
 
@@ -14,16 +15,9 @@ class Transport(Protocol):
     `servers.lost`, and the update continues on the others. WeightSyncError is raised if none is
     left, TrainerFault if no server caused the failure. A transport never flushes the servers'
     caches, because the coordinator does so once.
-
-    by_stage: If true, the first rank of each pipeline stage sends the stage's tensors, all stages
-    at the same time; otherwise rank 0 sends everything. in_session: True if servers take the
-    tensors only between begin_weight_update and end_weight_update. slices: True if each rank of a
-    server with the megavlm loaders gets only the slices that it stores.
     """
 
-    by_stage: bool
-    in_session: bool
-    slices: bool
+    traits: TransportTraits
 
     def open(self, servers: Servers, attempt: SyncAttempt) -> Any:
         """Prepare to send to the servers of an attempt. The attempt before may be incomplete.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.errors import TrainerFault
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
@@ -27,9 +28,7 @@ class DiskTransport:
     has loaded, while other ranks may still be reading.
     """
 
-    by_stage = True
-    in_session = False
-    slices = False
+    traits = TRANSPORT_TRAITS["disk"]
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

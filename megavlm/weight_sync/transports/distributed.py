@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.errors import WeightSyncError
 from megavlm.parallel import platform
 from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
@@ -63,9 +64,7 @@ class DistributedTransport:
     joining a group and each round may take.
     """
 
-    by_stage = True
-    in_session = True
-    slices = True
+    traits = TRANSPORT_TRAITS["distributed"]
 
     def __init__(self, address: str, *, timeout: float = 300.0) -> None:
         self._address, self._timeout = address, timeout

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.server_main import LOADERS
 from megavlm.parallel import platform
 from megavlm.parallel.shared_file import shared_file
@@ -32,9 +33,7 @@ UPDATE = "/update_weights_from_tensor"
 
 
 class TensorTransport:
-    by_stage = False
-    in_session = True
-    slices = True
+    traits = TRANSPORT_TRAITS["tensor"]
 
     def open(self, servers: Servers, attempt: SyncAttempt) -> None:
         self._servers, self._attempt = servers, attempt

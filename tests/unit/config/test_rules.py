@@ -245,7 +245,10 @@ BROKEN = {
     ("rollout.gpus=[4]", "rollout.servers=2"): "rollout.gpus=[4] must name 2 different GPUs",
     ("rollout.gpus=[4, 4]", "rollout.servers=2"): "rollout.gpus=[4, 4] must name 2 different GPUs",
     ("rollout.gpus=[4, 6]", "rollout.tensor_parallel=2"): "gives one server [4, 6], and a server",
-    ("rollout.colocate=true", "rollout.sync=distributed"): "rollout.sync=distributed is a group of",
+    (
+        "rollout.colocate=true",
+        "rollout.sync=distributed",
+    ): "rollout.sync=distributed needs a GPU for",
     ("rollout.server_args.nnodes=2",): "set by megavlm: use rollout.tensor_parallel",
     ("rollout.server_args.nccl-init-addr=a:1",): "set by megavlm: use rollout.tensor_parallel",
     ("rollout.server_args.base_gpu_id=4",): "set by megavlm: use rollout.gpus",

@@ -33,7 +33,7 @@ def test_external_servers_must_answer_in_time() -> None:
 
 
 FRESH = Requirements(fresh_images=True)
-ONE_MACHINE = Requirements(one_machine=True)
+ONE_MACHINE = Requirements(sync="tensor")
 ENVIRONMENT = "internal_states"
 
 
@@ -47,7 +47,7 @@ ENVIRONMENT = "internal_states"
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "100"}}]}, FRESH, "start it"),
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "0"}}]}, FRESH, None),
         ({"version": "0.6.0rc1"}, Requirements(), None),
-        ({"nnodes": 2, "device": "cuda"}, ONE_MACHINE, r"on 2 nodes, and rollout\.sync=tensor"),
+        ({"nnodes": 2, "device": "cuda"}, ONE_MACHINE, r"on 2 nodes, but rollout\.sync=tensor"),
         ({"nnodes": 2, "device": "cuda"}, Requirements(), None),
         ({"nnodes": 2, "device": "cpu"}, ONE_MACHINE, None),
     ],

@@ -77,7 +77,7 @@ def tables(folder: Path) -> list[str]:
                 f"{model.vision_flops / 1e15:.1f} PFLOP",
                 f"{model.memory.fullest / GB:.0f} GB",
                 f"{server.weights / GB:.1f}, {server.cache / GB:.1f} GB",
-                f"{model.sync_bytes[config.rollout.sync] / GB:.1f} GB",
+                f"{model.received / GB:.1f} GB",
             ]
         )
     return [*_table(times), "", *_table(sizes)]

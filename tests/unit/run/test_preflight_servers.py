@@ -33,7 +33,7 @@ def test_port_in_use(write_recipe: WriteRecipe) -> None:
 def test_handles_of_gpu_memory_stay_on_their_machine(write_recipe: WriteRecipe, gpu: None) -> None:
     text = refused(write_recipe(), *external(HERE, REMOTE))
     assert f"rollout.urls holds {REMOTE}, which is not on this machine" in text
-    assert "rollout.sync=tensor" in text and "set rollout.sync=distributed" in text
+    assert "rollout.sync=tensor" in text and "set rollout.sync to distributed or disk" in text
     for fine in (
         external(HERE, "http://localhost:30001"),
         (*external(REMOTE), "rollout.sync=distributed"),

@@ -77,7 +77,7 @@ def test_512_ranks(
     # No rank stores another's slices but norms, padding and key-value heads that ranks share.
     assert changed <= sum(stored) < 1.05 * changed
     most = sum(row.stored for row in rows.values())
-    assert received_bytes(changed, most)["distributed"] <= 1.1 * max(stored)
+    assert received_bytes("distributed", changed, most) <= 1.1 * max(stored)
 
 
 @pytest.mark.parametrize(
