@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from megavlm.data.chat import IMAGE_PLACEHOLDER
-from megavlm.demo.places import PLACES
+from megavlm.tasks.geospot.demo import PLACES
 
 SIZE = 56
 GRID = 2

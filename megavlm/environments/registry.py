@@ -26,9 +26,9 @@ _SINGLE = "megavlm.environments.single_turn:SingleTurn"
 BUILT_IN_ENVIRONMENTS = {
     "single_turn": BuiltIn(_SINGLE, "exact_match"),
     "geo3k": BuiltIn(_SINGLE, "geo3k"),
-    "geo3k_calculator": BuiltIn("megavlm.environments.calculator:Calculator", "geo3k"),
+    "geo3k_calculator": BuiltIn("megavlm.tasks.geo3k.calculator:Calculator", "geo3k"),
     "vqa": BuiltIn(_SINGLE, "vqa"),
-    "vqa_retry": BuiltIn("megavlm.environments.retry:Retry", "vqa"),
+    "vqa_retry": BuiltIn("megavlm.tasks.vqa.retry:Retry", "vqa"),
     "caption": BuiltIn(_SINGLE, "caption"),
     "geospot": BuiltIn(_SINGLE, "geospot"),
 }

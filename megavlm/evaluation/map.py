@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from megavlm.evaluation.attempts import Candidate
 from megavlm.observability import page
-from megavlm.rewards.coordinates import Point, named_point
-from megavlm.rewards.geospot import read
+from megavlm.tasks.geospot.coordinates import Point, named_point
+from megavlm.tasks.geospot.reward import read
 
 WIDTH, HEIGHT = 720, 360  # size of land.svg
 STYLES = ("c1", "c2")  # classes of the models in the style sheet

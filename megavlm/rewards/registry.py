@@ -12,11 +12,11 @@ RewardFunction = Callable[..., Any]  # signature: see base.py
 # Modules are loaded in the reward processes on demand: the one for math takes half a second.
 BUILT_IN_REWARDS = {
     "boxed": "megavlm.rewards.boxed:of_row",
-    "caption": "megavlm.rewards.caption:score",
+    "caption": "megavlm.tasks.caption.reward:score",
     "exact_match": "megavlm.rewards.exact_match:of_row",
-    "geo3k": "megavlm.rewards.geo3k:score",
-    "geospot": "megavlm.rewards.geospot:score",
-    "vqa": "megavlm.rewards.vqa:score",
+    "geo3k": "megavlm.tasks.geo3k.reward:score",
+    "geospot": "megavlm.tasks.geospot.reward:score",
+    "vqa": "megavlm.tasks.vqa.reward:score",
 }
 _CHECK_ROWS = ("caption", "geospot")  # have their own check_row; the others need an answer
 REWARD_MODEL = "reward_model"

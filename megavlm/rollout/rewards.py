@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from megavlm.config.schema import Config
-from megavlm.data.caption_corpus import with_corpus
 from megavlm.environments.registry import default_reward
 from megavlm.rewards.manager import Part, RewardManager
+from megavlm.tasks.caption.corpus import with_corpus
 from megavlm.temporary import temporary_folder
 
 

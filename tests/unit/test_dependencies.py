@@ -27,6 +27,7 @@ LEVELS = [
     {"environments", "data"},
     {"models"},
     {"checkpointing", "inference"},
+    {"tasks"},
     {"weight_sync", "evaluation"},
     {"rollout"},
     {"training", "checkpoint_tools"},  # neither imports the other; run imports both
@@ -41,6 +42,7 @@ FORBIDDEN = {
     "limited": {"torch", "megatron", "sglang", "transformers"},
     "rewards": {"torch", "megatron", "sglang", "transformers"},
     "environments": {"torch", "megatron", "sglang", "transformers"},
+    "tasks": {"torch", "megatron", "sglang", "transformers"},
     "algorithms": {"torch.distributed", "megatron", "sglang"},
     "config": {"torch", "megatron", "sglang", "transformers"},
     "observability": {"torch.distributed", "megatron", "sglang"},

@@ -10,10 +10,10 @@ from megavlm.config.algorithm import GRPO, SFT
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.environments.curriculum import Curriculum
-from megavlm.rewards.geospot import WEIGHTS
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.run import preflight
 from megavlm.run.preflight_model import check_model
+from megavlm.tasks.geospot.reward import WEIGHTS
 from tests.conftest import write_model_folder
 from tests.unit.models.releases import RELEASES
 

@@ -26,8 +26,8 @@ from megavlm.data import rows as rows_module
 from megavlm.data import tables
 from megavlm.data.files import DataFile, expand
 from megavlm.data.rows import Rows
-from megavlm.rewards import geospot
 from megavlm.rewards.base import Example
+from megavlm.tasks.geospot import reward as geospot
 from tests.conftest import LFS_POINTER, png, read_rows
 
 ROOT = Path(__file__).parents[3]

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from megavlm.data.rows import Row
-from megavlm.demo.places import PLACES
 from megavlm.demo.shapes import COLOURS, LEARNT, SHAPE_KINDS, SIZE, write_dataset
-from megavlm.rewards import geospot
+from megavlm.tasks.geospot import reward as geospot
+from megavlm.tasks.geospot.demo import PLACES
 from tests.conftest import read_rows
 
 WORDS = {"colour": set(COLOURS), "count": {"1", "2", "3", "4"}, "compare": set(COLOURS)}

@@ -180,3 +180,11 @@ def test_a_reward_that_cannot_be_loaded_is_one_sentence(name: str, problem: str)
     with pytest.raises(ValueError, match=problem):
         make(name=name)
     assert len(mine()) == before
+
+
+def test_a_catastrophic_regular_expression_ends_at_the_limit() -> None:
+    parts = [Part("regex", "user_rewards:catastrophic")]
+    manager = RewardManager(parts, Reward(on_failure="zero", workers=1, timeout=1, memory_mb=1024))
+    found = asyncio.run(manager.score("a" * 60, Example("?", "!")))
+    assert found == Score(0.0, False, failure="timeout")
+    asyncio.run(manager.close())

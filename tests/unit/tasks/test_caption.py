@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.rewards import caption
-from megavlm.rewards.caption_metrics import (
+from megavlm.rewards.words import tokens
+from megavlm.tasks.caption import reward as caption
+from megavlm.tasks.caption.metrics import (
     Corpus,
     cider_d,
     common_subsequence,
@@ -19,7 +20,6 @@ from megavlm.rewards.caption_metrics import (
     keywords_of,
     rouge_l,
 )
-from megavlm.rewards.words import tokens
 
 WORDS = st.lists(st.sampled_from("a b c d".split()), min_size=1, max_size=7)
 

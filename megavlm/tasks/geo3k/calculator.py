@@ -2,10 +2,10 @@ r"""Mathematics with a calculator. The policy may write <calculator>2 * sqrt(3)<
 gets the value in the next turn, until it answers in \boxed{...} or after "Answer:".
 """
 
-from megavlm.environments.arithmetic import calculate, shown
 from megavlm.environments.base import Context, Observation, Step, scored
 from megavlm.rewards.base import Example
 from megavlm.rewards.boxed import after_answer, last_tagged
+from megavlm.tasks.geo3k.arithmetic import calculate, shown
 
 INSTRUCTION = (
     "You have a calculator. To use it, write <calculator>EXPRESSION</calculator> and end your "

@@ -11,9 +11,9 @@ import pytest
 
 from megavlm import temporary
 from megavlm.config.load import load
-from megavlm.data.caption_corpus import with_corpus
 from megavlm.rewards.base import Example
 from megavlm.rollout.rewards import make_reward_manager
+from megavlm.tasks.caption.corpus import with_corpus
 
 CAPTIONS = [["a red bus drives by", "a bus"], ["two dogs play outside here"]]
 

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.config.reward import Reward
-from megavlm.data.caption_corpus import with_corpus
 from megavlm.environments.registry import default_reward
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
+from megavlm.tasks.caption.corpus import with_corpus
 from tests.timeouts import scaled
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

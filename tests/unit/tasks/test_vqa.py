@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.rewards import vqa
+from megavlm.tasks.vqa import reward as vqa
 
 
 @pytest.mark.parametrize(

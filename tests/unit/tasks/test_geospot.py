@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megavlm.rewards import geospot
-from megavlm.rewards.places import city_name, country_code, great_circle_km, region_name
+from megavlm.tasks.geospot import reward as geospot
+from megavlm.tasks.geospot.places import city_name, country_code, great_circle_km, region_name
 from tests.unit.rewards.hostile import assert_cheap
 
 PARIS = {"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": 48.8566, "lon": 2.3522}
@@ -324,5 +324,5 @@ HOSTILE = {
 
 
 def test_hostile_text_is_cheap() -> None:
-    imports = "from megavlm.rewards import geospot"
+    imports = "from megavlm.tasks.geospot import reward as geospot"
     assert_cheap(HOSTILE, 10, imports, f"geospot.score(response, {PARIS!r}).reward < 0.01")

@@ -18,16 +18,16 @@ from typing import Any
 
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
-from megavlm.rewards.coordinates import Point, named_point, read_point
 from megavlm.rewards.options import check_number, check_weights
-from megavlm.rewards.places import (
+from megavlm.rewards.words import ASCII_SIGNS
+from megavlm.tasks.geospot.coordinates import Point, named_point, read_point
+from megavlm.tasks.geospot.places import (
     city_name,
     country_code,
     country_said,
     great_circle_km,
     region_name,
 )
-from megavlm.rewards.words import ASCII_SIGNS
 
 WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
 MAX_CHARACTERS = 20_000

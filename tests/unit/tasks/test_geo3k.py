@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from megavlm.config.reward import Reward
-from megavlm.rewards import geo3k
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
+from megavlm.tasks.geo3k import reward as geo3k
 from tests.timeouts import scaled
 
 
@@ -244,11 +244,3 @@ def test_hostile_answers_get_nothing_within_the_limit(manager: RewardManager, na
     assert (found.reward, found.correct) == (0.0, False)
     right = asyncio.run(manager.score(r"\boxed{\pi/7}", Example("?", r"\frac{\pi}{7}")))
     assert right.correct, "the next response is served"
-
-
-def test_a_catastrophic_regular_expression_ends_at_the_limit() -> None:
-    parts = [Part("regex", "user_rewards:catastrophic")]
-    manager = RewardManager(parts, Reward(on_failure="zero", workers=1, timeout=1, memory_mb=1024))
-    found = asyncio.run(manager.score("a" * 60, Example("?", "!")))
-    assert found == Score(0.0, False, failure="timeout")
-    asyncio.run(manager.close())

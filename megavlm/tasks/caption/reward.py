@@ -7,7 +7,9 @@ from typing import Any
 
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
-from megavlm.rewards.caption_metrics import (
+from megavlm.rewards.options import check_number, check_weights
+from megavlm.rewards.words import tokens
+from megavlm.tasks.caption.metrics import (
     Corpus,
     Words,
     cider_d,
@@ -15,8 +17,6 @@ from megavlm.rewards.caption_metrics import (
     keywords_of,
     rouge_l,
 )
-from megavlm.rewards.options import check_number, check_weights
-from megavlm.rewards.words import tokens
 
 MAX_WORDS = 400  # the rest of a longer response is not read, but counts towards its length
 METRICS = ("cider", "rouge", "keywords")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megavlm.environments.arithmetic import calculate, shown
+from megavlm.tasks.geo3k.arithmetic import calculate, shown
 
 
 @pytest.mark.parametrize(

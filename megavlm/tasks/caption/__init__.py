@@ -1,0 +1,1 @@
+"""Descriptions of images, compared with reference captions."""

@@ -1,0 +1,1 @@
+"""GeoSpot: the place where a photo was taken."""

@@ -1,0 +1,1 @@
+"""Short answers to questions about images."""
