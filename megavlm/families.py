@@ -13,8 +13,10 @@ prompts does not import megatron-core.
 """
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -115,3 +117,16 @@ def family(model_type: Any) -> Family:
             f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(FAMILIES))}."
         )
     return FAMILIES[model_type]
+
+
+def family_of(folder: str | Path) -> Family:
+    """Return the family of the model in `folder`. Raises ValueError for a folder without a
+    config.json, or with a model of another family.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model.folder: {folder} has no config.json; give a model folder")
+    try:
+        return family(json.loads(file.read_text()).get("model_type"))
+    except ValueError as error:
+        raise ValueError(f"model.folder: {file}: {error}") from error

@@ -17,7 +17,7 @@ from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedI
 from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.rows import Row
 from megavlm.data.videos import VideoProcessor, VideoTokens
-from megavlm.families import family
+from megavlm.families import Family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 
@@ -73,18 +73,19 @@ class Prompt:
 class Processor:
     """Tokenizer, chat template, image and video processor of a model folder."""
 
-    def __init__(self, folder: str | Path, data: Data, *, cache_bytes: int = 2**29) -> None:
+    def __init__(
+        self, folder: str | Path, data: Data, family: Family, *, cache_bytes: int = 2**29
+    ) -> None:
         """Load the processor of the model in `folder`.
 
         data: Gives the pixel bounds of images; the folder's own bounds apply to videos.
+        family: The model's family (see `families.family_of`).
         cache_bytes: Limit of the pixels of recent images and videos that are kept in memory.
 
-        Raises ValueError for a folder that is not a Qwen-VL model, and for pixel bounds that are
-        wider than the rollout server's.
+        Raises ValueError for a folder without the processor of such a model, and for pixel bounds
+        that are wider than the rollout server's.
         """
         folder = Path(folder)
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"model.folder: {folder} has no config.json; give a model folder")
         define_torchvision_operators()
         from transformers import AutoProcessor
 
@@ -94,7 +95,7 @@ class Processor:
             image_processor = processor.image_processor
             self.image_token_id: int = config.image_token_id
             self.video_token_id: int = config.video_token_id
-            self._video_tokens: VideoTokens = family(config.model_type).video_tokens(
+            self._video_tokens: VideoTokens = family.video_tokens(
                 config, processor, image_processor.merge_size
             )
             video_processor = processor.video_processor

@@ -21,7 +21,7 @@ from megavlm.config.schema import Config
 from megavlm.demo import FAMILY
 from megavlm.demo.data import TASKS_OF, DemoData, draw_data, take_data
 from megavlm.demo.warm_start import plan_warm_start
-from megavlm.families import FAMILIES
+from megavlm.families import FAMILIES, family_of
 from megavlm.observability.text import minutes
 from megavlm.parallel import platform
 
@@ -214,7 +214,7 @@ def _longest_answer(model: Path, sets: DemoData) -> int:
     """Return the token count of the longest answer and its end of turn, up to RESPONSE_TOKENS."""
     from megavlm.data.processor import Processor
 
-    processor = Processor(model, Data())
+    processor = Processor(model, Data(), family_of(model))
     answers = {row.answer for row in sets.rows()}
     return min(max(len(processor.encode_answer(answer)) for answer in answers), RESPONSE_TOKENS)
 

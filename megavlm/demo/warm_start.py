@@ -11,6 +11,7 @@ from megavlm.config.algorithm import SFT
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
+from megavlm.families import family_of
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.observability.text import duration
 
@@ -45,7 +46,7 @@ def plan_warm_start(config: Config, steps: int | None) -> WarmStart:
     """
     assert isinstance(config.algorithm, SFT)
     rows = Rows(config.data.train_files, config.data)
-    processor = Processor(config.model.folder, config.data)
+    processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
     places = range(0, len(rows), max(len(rows) // SAMPLE, 1))
     prompts = [processor.prompt(rows[place]) for place in places]
     if steps is None:

@@ -9,6 +9,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.report import DATA_REPORT_FILE, write_data_report
 from megavlm.data.rows import Rows
 from megavlm.data.summary import summarize
+from megavlm.families import family_of
 from megavlm.observability.progress import Progress
 from megavlm.run.preflight import check_run_dir
 
@@ -24,7 +25,7 @@ def data_report(config: Config, progress: Progress) -> Path:
     if not any(splits.values()):
         raise ValueError("data.train_files=[] names no data: add data.train_files=[FILE.parquet]")
     check_run_dir(Path(config.run.dir))
-    processor = Processor(config.model.folder, config.data)
+    processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
     summaries = {}
     for name, files in splits.items():
         if files:

@@ -15,6 +15,7 @@ from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows
 from megavlm.data.summary import evenly
+from megavlm.families import family_of
 from megavlm.parallel import platform
 from megavlm.run import preflight
 
@@ -35,7 +36,7 @@ def dry_run(config: Config, *, world_size: int, phase: preflight.Phase) -> str:
     preflight.check(config, world_size=world_size, phase=phase)
     platform.install()
     checked = [check_tensors(config)]
-    processor = Processor(config.model.folder, config.data)
+    processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
     files = {"train_files": config.data.train_files} if phase != "evaluate" else {}
     if preflight.evaluates(config, phase):
         files["test_files"] = config.data.test_files

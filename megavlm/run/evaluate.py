@@ -21,6 +21,7 @@ from megavlm.evaluation.result import EvaluationResult
 from megavlm.evaluation.runner import PROMPTS_AT_ONCE, Answer
 from megavlm.evaluation.runner import evaluate as run_evaluation
 from megavlm.evaluation.tables import MeasureTable, ModelComparison, compare_models, tabulate
+from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import connect
 from megavlm.inference.protocol import Sampling
@@ -73,7 +74,9 @@ class ModelPlayer:
         self._started = time.perf_counter()
         settings = config.evaluation
         limit = question_limit(settings)
-        self._processor = Processor(config.model.folder, config.data)
+        self._processor = Processor(
+            config.model.folder, config.data, family_of(config.model.folder)
+        )
         self._episode_runner = EpisodeRunner(
             config, self._processor, make_reward_manager(config), client.runner
         )

@@ -14,7 +14,7 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.environments.curriculum import Curriculum
 from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS
-from megavlm.families import family
+from megavlm.families import family, family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import Connection
 from megavlm.models.cost import ModelCost
@@ -75,7 +75,7 @@ class Driver:
         text = hf_config.get_text_config()
         self._output_cost = 2.0 * text.vocab_size * text.hidden_size  # per target token
         data, algorithm = config.data, config.algorithm
-        self.processor = Processor(config.model.folder, data)
+        self.processor = Processor(config.model.folder, data, family_of(config.model.folder))
         self.rows, self.test_rows = Rows(data.train_files, data), Rows(data.test_files, data)
         # Prompts are read in batches of one step, so that an image is processed once per step.
         is_sft = isinstance(algorithm, SFT)

@@ -23,6 +23,7 @@ from megavlm.data.packing import prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family_of
 from megavlm.inference.protocol import Sampling, data_url, generate_body
 from megavlm.inference.requests import _chunks, _path_of
 from megavlm.parallel.collectives import _pack
@@ -46,7 +47,7 @@ PROMPTS_PER_STEP, NUM_PROMPTS = 512, 16  # of which the costs are scaled up
 
 def bench_images(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, ["What is it?"], seed=0)
-    processor = Processor(tmp_path, DATA, cache_bytes=0)
+    processor = Processor(tmp_path, DATA, family_of(tmp_path), cache_bytes=0)
     row = Row(0, "<image>?", "", (photo(),), "", "")
     image = processor.prompt(row).images[0]
     prepared = milliseconds(lambda: processor.prompt(row))
@@ -99,7 +100,7 @@ class Cost:
 
 def bench_step(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, ["What is it?"], seed=0)
-    processor = Processor(tmp_path, DATA, cache_bytes=0)
+    processor = Processor(tmp_path, DATA, family_of(tmp_path), cache_bytes=0)
     rows = [Row(i, "<image>?", "", (photo(),), "", "") for i in range(NUM_PROMPTS)]
     prompts = [processor.prompt(row) for row in rows]
     trees = [prompt_tree(p, [[7] * 256] * 8, [columns(256)] * 8) for p in prompts]

@@ -16,6 +16,7 @@ from megavlm.config.load import load
 from megavlm.data.packing import prompt_tree
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
+from megavlm.families import family_of
 from megavlm.models.common.config import ModelOptions
 from megavlm.training.step.image_plan import plan_images
 from megavlm.training.step.rank_batch import share_batch
@@ -94,7 +95,7 @@ def step(recipe: Path, ranks: Ranks, tower_trained: bool) -> dict[str, Any]:
     plan = None
     if mesh.is_driver:
         rows = Rows(config.data.train_files, config.data)
-        plan = plan_of(Processor(folder, config.data), rows, mesh, tower_trained)
+        plan = plan_of(Processor(folder, config.data, family_of(folder)), rows, mesh, tower_trained)
     batch = share_batch(plan, mesh, ImageReader(config), torch.device("cpu"))
     sources = dict(batch.images._sources)
     encoded: list[list[tuple[int, int, int]]] = []  # grids of each forward

@@ -21,7 +21,7 @@ from megavlm.config.data import Data
 from megavlm.data.packing import make_pack, prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
-from megavlm.families import family
+from megavlm.families import family, family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import Response, Sampling
 from megavlm.inference.server import ManagedServer
@@ -83,7 +83,9 @@ def main() -> None:
                 report("server", seconds=time.monotonic() - start)
                 routing = FixedServers(server.url, api_key=server.api_key, is_local=True)
                 with RolloutClient(routing) as client:
-                    processor = Processor(root / "model", Data(max_prompt_tokens=2**20))
+                    processor = Processor(
+                        root / "model", Data(max_prompt_tokens=2**20), family_of(root / "model")
+                    )
                     with checking("log-probs"):
                         compare_logprobs(root / "model", processor, client)
                     with checking("decoding"):

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
+from megavlm.families import family_of
 from tests.conftest import DATA
 from tests.parity.reference import Sequences
 from tests.random_images import image
@@ -27,7 +28,7 @@ class Inputs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.processor = Processor(folder, DATA)
+        self.processor = Processor(folder, DATA, family_of(folder))
         self.config = AutoConfig.from_pretrained(folder)
         self._made: dict[str, list[Sequences]] = {}
 

@@ -18,6 +18,7 @@ from megavlm.data.loader import PromptStream
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family_of
 from tests.conftest import DATA
 from tests.unit.data.test_image_decoding import bomb, encode
 
@@ -64,7 +65,7 @@ LEFT_OUT: dict[str, Callable[[], bytes]] = {
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model(folder, ["What?"] * 50, seed=0, family="qwen2_5_vl", max_pixels=256 * 28**2)
-    return Processor(folder, DATA)
+    return Processor(folder, DATA, family_of(folder))
 
 
 def stream(tmp_path: Path, images: list[Any], processor: Processor, **options: Any) -> Any:

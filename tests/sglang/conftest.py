@@ -12,6 +12,7 @@ import pytest
 
 from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
@@ -94,7 +95,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
                 ServerOptions(folder, dtype="float32", device="cpu"), log_path=log
             )
             (plain if family == PLAIN else others).enter_context(server)
-            processor = Processor(folder, DATA)
+            processor = Processor(folder, DATA, family_of(folder))
             running[family] = Served(folder, processor, server)
             return running[family]
 

@@ -11,6 +11,7 @@ import pytest
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.requests import RequestLimits
@@ -33,7 +34,9 @@ def test_a_busy_server_lives_and_a_stopped_one_restarts(
     monkeypatch.setattr(supervisor, "PROBE_EVERY", 1.0)
     folder, lines = tmp_path / "model", list[str]()
     make_tiny_model(folder, ["What is it?"] * 10, seed=0, max_pixels=SIDE**2)
-    prompt = Processor(folder, DATA).prompt(Row(0, "What is it?", "", (png(SIDE, SIDE),), "", "x"))
+    prompt = Processor(folder, DATA, family_of(folder)).prompt(
+        Row(0, "What is it?", "", (png(SIDE, SIDE),), "", "x")
+    )
     server = ManagedServer(
         ServerOptions(folder, dtype="float32", device="cpu"), log_path=tmp_path / "server.log"
     )

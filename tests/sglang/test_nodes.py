@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megavlm.data.processor import Processor
+from megavlm.families import family_of
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_args import ServerOptions, command_line
@@ -41,7 +42,9 @@ class Nodes:
         port, store = (claim.number for claim in self.claims)
         options = ServerOptions(folder, "float32", "cpu", tensor_parallel=2, cache_images=False)
         address = ServerProcess(HOSTS[0], port, [], {}, keys, run / "unused", 0)  # is not launched
-        self.served = Served(folder, Processor(folder, DATA), address, tensor_parallel=2)
+        self.served = Served(
+            folder, Processor(folder, DATA, family_of(folder)), address, tensor_parallel=2
+        )
         self.supervisors = []
         for rank, host in enumerate(HOSTS):
             place = [str(run), host, str(port), "1", "1", *command_line(options.arguments())]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from megavlm.data.processor import Processor
+from megavlm.families import family_of
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.server import ManagedServer
@@ -132,7 +133,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
                     start_timeout=START,
                 )
                 stack.enter_context(server)
-                processor = Processor(folder, DATA)
+                processor = Processor(folder, DATA, family_of(folder))
                 running[family, ranks] = Served(folder, processor, server, ranks)
             return running[family, ranks]
 

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from megavlm.config.rollout import Rollout
 from megavlm.data.processor import Processor
+from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import ABORT, Response, Sampling, VersionSpan
 from megavlm.inference.requests import RequestLimits
@@ -103,7 +104,7 @@ def test_the_server_stops_where_the_trainer_knows_that_it_does(tmp_path: Path) -
     ):
         known = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(known | values))
-    processor = Processor(folder, DATA)
+    processor = Processor(folder, DATA, family_of(folder))
     options = ServerOptions(folder, dtype="float32", device="cpu")
     with ManagedServer(options, log_path=tmp_path / "log") as server:
         routing = FixedServers(server.url, api_key=server.api_key, admin_key=server.admin_key)

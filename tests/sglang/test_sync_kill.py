@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megavlm.data.processor import Processor
+from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import Sampling
@@ -67,7 +68,7 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
                 time.sleep(0.05)
         assert not pool.routable(None)
         report = sync.update_weights(2)
-        questions = [*prompts(Processor(folder, DATA)).values()]
+        questions = [*prompts(Processor(folder, DATA, family_of(folder))).values()]
         client = RolloutClient(pool)
         groups = client.generate(questions, n=1, sampling=how, weight_version=2)
         client.close()

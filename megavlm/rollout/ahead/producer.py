@@ -26,6 +26,7 @@ from megavlm.config.schema import Config
 from megavlm.data.loader import PromptStream, held_for
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
+from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
 from megavlm.inference.generation import Ask
@@ -89,7 +90,9 @@ class Producer:
         self._client = RolloutClient(
             self._servers, setup.limits, beat=lambda: connection.send(("beat",))
         )
-        self._processor = Processor(config.model.folder, config.data)
+        self._processor = Processor(
+            config.model.folder, config.data, family_of(config.model.folder)
+        )
         self._rows = Rows(config.data.train_files, config.data)
         self._stream = PromptStream(
             self._rows,

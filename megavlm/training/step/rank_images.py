@@ -17,6 +17,7 @@ from megavlm.data.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.data.videos import Grid
+from megavlm.families import family_of
 from megavlm.parallel.collectives import json_array, read_json
 from megavlm.training.step.image_plan import ImagePlan, plan_images
 
@@ -86,7 +87,9 @@ class ImageReader:
     @cached_property
     def _opened(self) -> tuple[Processor, Rows]:
         data = self._config.data
-        processor = self._processor or Processor(self._config.model.folder, data, cache_bytes=0)
+        processor = self._processor or Processor(
+            self._config.model.folder, data, family_of(self._config.model.folder), cache_bytes=0
+        )
         return processor, self._rows or Rows(data.train_files, data)
 
 

@@ -26,6 +26,7 @@ from megavlm.checkpointing.folder import copy_hf_files
 from megavlm.config.data import Data
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
+from megavlm.families import family_of
 from megavlm.inference.server_args import CPU_SUPPORT
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
@@ -377,7 +378,7 @@ def test_an_exported_folder_shows_images_and_videos_as_they_were_trained(
     export_hf(checkpoint, tmp_path / "out")
 
     image = Image.new("RGB", IMAGE_SIZE)
-    ours = Processor(hf, Data(max_prompt_tokens=2**20, max_pixels=limit))
+    ours = Processor(hf, Data(max_prompt_tokens=2**20, max_pixels=limit), family_of(hf))
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     (shown,) = ours.prompt(Row(0, "<image>", "", (buffer.getvalue(),), "", "rows:0")).images

@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from megavlm.data.processor import Processor
+from megavlm.families import family_of
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.conftest import DATA
 
@@ -35,4 +36,4 @@ def auto_processor(folder: Path) -> Any:
 
 @cache
 def our_processor(folder: Path) -> Processor:
-    return Processor(folder, DATA)
+    return Processor(folder, DATA, family_of(folder))

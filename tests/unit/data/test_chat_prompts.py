@@ -14,7 +14,7 @@ from PIL import Image
 from megavlm.data.chat import Message
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
-from megavlm.families import FAMILIES
+from megavlm.families import FAMILIES, family_of
 from tests.conftest import DATA
 from tests.unit.data.samples import auto_processor, image, our_processor
 
@@ -67,8 +67,8 @@ def test_a_rows_own_system_message_replaces_the_configured_one(
     folder_of: Callable[[str], Path],
 ) -> None:
     folder = folder_of("qwen2_5_vl")
-    plain = Processor(folder, DATA)
-    strict = Processor(folder, replace(DATA, system_prompt="Be brief."))
+    plain = Processor(folder, DATA, family_of(folder))
+    strict = Processor(folder, replace(DATA, system_prompt="Be brief."), family_of(folder))
     own, without = CHATS[0], replace(CHATS[0], messages=CHATS[0].messages[1:])
     assert torch.equal(strict.prompt(without).token_ids, plain.prompt(own).token_ids)
     other = replace(own, messages=(Message("system", "What?"), *own.messages[1:]))

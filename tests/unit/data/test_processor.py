@@ -19,7 +19,7 @@ from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedI
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import SPECIAL_TOKENS
-from megavlm.families import FAMILIES
+from megavlm.families import FAMILIES, family_of
 from tests.conftest import DATA, read_rows
 from tests.unit.data.samples import auto_processor, image, our_processor
 
@@ -96,7 +96,7 @@ def test_prompt_equals_autoprocessor(
     folder_of: Callable[[str], Path], family: str, problem: str, num_images: int, system: str | None
 ) -> None:
     folder, hf = folder_of(family), auto_processor(folder_of(family))
-    processor = Processor(folder, replace(DATA, system_prompt=system))
+    processor = Processor(folder, replace(DATA, system_prompt=system), family_of(folder))
     data = [image(SIZES[index + 3], seed=index) for index in range(num_images)]
     prompt = processor.prompt(row(problem, *data))
     messages = conversation(problem, [decode(source) for source in data], system)
@@ -123,7 +123,9 @@ def test_without_placeholders_images_come_first(processor: Processor) -> None:
 
 
 def test_bounds_shrink_images_and_stay_within_the_folders(folder: Path, hf: Any) -> None:
-    processor = Processor(folder, replace(DATA, min_pixels=28 * 28 * 8, max_pixels=28 * 28 * 20))
+    processor = Processor(
+        folder, replace(DATA, min_pixels=28 * 28 * 8, max_pixels=28 * 28 * 20), family_of(folder)
+    )
     for size in SIZES[:-1]:
         (ours,) = processor.prompt(row("<image>?", image(size))).images
         assert 8 <= ours.num_patches // 4 <= 20
@@ -134,7 +136,7 @@ def test_bounds_shrink_images_and_stay_within_the_folders(folder: Path, hf: Any)
         {"min_pixels": None, "max_pixels": 10**9},
     ):
         with pytest.raises(ValueError, match=r"data\.min_pixels.*data\.max_pixels.*3136 to 200704"):
-            Processor(folder, replace(DATA, **wrong))
+            Processor(folder, replace(DATA, **wrong), family_of(folder))
 
 
 def test_a_image_that_the_server_would_resize_again_is_refused(hf: Any) -> None:
@@ -158,7 +160,7 @@ def test_same_content_has_one_key_and_same_bytes_are_processed_once(processor: P
 
 def test_cache_forgets_the_least_recently_used(folder: Path) -> None:
     size = 56 * 56 * 3  # bytes of the pixels of one image
-    processor = Processor(folder, DATA, cache_bytes=2 * size)
+    processor = Processor(folder, DATA, family_of(folder), cache_bytes=2 * size)
     data = [image((56, 56), seed=seed) for seed in range(3)]
 
     def one(index: int) -> int:
@@ -180,17 +182,17 @@ def test_errors_name_the_row(folder: Path, processor: Processor) -> None:
         processor.prompt(row("<image>? <|image_pad|>", image((56, 56))))
     with pytest.raises(ValueError, match=r"train\.parquet:3: .*aspect ratio"):
         processor.prompt(row("<image>?", image((6000, 20))))
-    short = Processor(folder, Data(max_prompt_tokens=10))
+    short = Processor(folder, Data(max_prompt_tokens=10), family_of(folder))
     with pytest.raises(ValueError, match=r"train\.parquet:3: .*data\.max_prompt_tokens=10"):
         short.prompt(row("<image>What color is it?", image((56, 56))))
 
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.folder: .* has no config\.json"):
-        Processor(tmp_path, DATA)
+        Processor(tmp_path, DATA, family_of(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ValueError, match=r"model\.folder: .* does not load as a Qwen-VL model"):
-        Processor(tmp_path, DATA)
+    with pytest.raises(ValueError, match=r"model\.folder: .*model_type 'gpt2' is not supported"):
+        Processor(tmp_path, DATA, family_of(tmp_path))
 
 
 def test_answers_and_suppressed_ids(folder: Path, processor: Processor) -> None:

@@ -18,6 +18,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.report import write_data_report
 from megavlm.data.rows import Rows
 from megavlm.data.summary import MAX_REASONS, Summary, evenly, summarize
+from megavlm.families import family_of
 from megavlm.observability.progress import Progress
 from megavlm.run.data_report import data_report
 from tests.conftest import DATA
@@ -72,7 +73,7 @@ def rows(tmp_path: Path) -> Rows:
 
 @pytest.fixture(scope="module")
 def processor(folder_of: Callable[[str], Path]) -> Processor:
-    return Processor(folder_of("qwen2_5_vl"), DATA)
+    return Processor(folder_of("qwen2_5_vl"), DATA, family_of(folder_of("qwen2_5_vl")))
 
 
 def test_numbers(rows: Rows, processor: Processor) -> None:

@@ -15,6 +15,7 @@ from megavlm.data.chat import read_chat, read_tools
 from megavlm.data.packing import Tree, make_pack, supervised_tree
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
+from megavlm.families import family_of
 from tests.conftest import DATA
 from tests.unit.data.samples import image
 
@@ -78,7 +79,7 @@ def make(folder_of: Callable[[str], Path], tmp_path: Path) -> Make:
         shutil.copytree(folder_of(family), folder)
         (folder / "chat_template.jinja").write_text(template_of(name))
         _add_tokens(folder / "tokenizer.json", special)
-        return Processor(folder, replace(DATA, answer_key=None, **data))
+        return Processor(folder, replace(DATA, answer_key=None, **data), family_of(folder))
 
     return processor
 
@@ -286,8 +287,9 @@ def test_control_tokens_are_refused_when_a_row_is_read(make: Make, token: str) -
             with pytest.raises(ValueError) as caught:
                 use(row)
             assert str(caught.value).startswith(f"{where} holds {token!r}, a control token of the")
+    folder = processor_folder(make)
     with pytest.raises(ValueError, match=r"^data\.system_prompt holds '<\|im_end\|>'"):
-        Processor(processor_folder(make), replace(DATA, system_prompt="a<|im_end|>"))
+        Processor(folder, replace(DATA, system_prompt="a<|im_end|>"), family_of(folder))
 
 
 def processor_folder(make: Make) -> Path:
@@ -296,7 +298,8 @@ def processor_folder(make: Make) -> Path:
 
 
 def test_the_name_of_an_answers_column_is_said(make: Make) -> None:
-    processor = Processor(processor_folder(make), DATA)
+    folder = processor_folder(make)
+    processor = Processor(folder, DATA, family_of(folder))
     with pytest.raises(ValueError, match=r"^x:0: 'answer' holds '<\|im_end\|>', a control token"):
         processor.prompt(Row(0, "?", "a<|im_end|>", (), "", "x:0"))
 

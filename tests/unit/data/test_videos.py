@@ -15,7 +15,7 @@ from megavlm.data.image_decoding import decode
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
 from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
-from megavlm.families import FAMILIES
+from megavlm.families import FAMILIES, family_of
 from tests.unit.data.rope_index import sglang_rope_index
 from tests.unit.data.samples import auto_processor, encode, image, our_processor
 from tests.unit.data.test_image_decoding import bomb
@@ -222,7 +222,7 @@ def test_vision_tokens_in_the_text_and_too_long_prompts_are_refused(folder_of: F
     folder = folder_of("qwen2_vl")
     with pytest.raises(ValueError, match=r"train\.parquet:3: 'problem' holds '<\|video_pad\|>'"):
         our_processor(folder).prompt(row("<video> <|video_pad|>", video(2)))
-    short = Processor(folder, Data(max_prompt_tokens=10))
+    short = Processor(folder, Data(max_prompt_tokens=10), family_of(folder))
     with pytest.raises(ValueError, match=r"max_prompt_tokens=10; .* fewer frames"):
         short.prompt(row("?", video(4)))
 

@@ -19,7 +19,7 @@ from checkpoint_tools.import_hf import import_hf
 from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.data.processor import Processor
-from megavlm.families import FAMILIES, Family, family
+from megavlm.families import FAMILIES, Family, family, family_of
 from megavlm.models.build import build_model
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
@@ -109,7 +109,7 @@ def test_a_new_family(new_family: Path, tmp_path: Path, write_recipe: Callable[.
     config = load(write_recipe(model={"folder": str(new_family)}))
     preflight.check(config, world_size=1)
 
-    processor = Processor(new_family, Data())
+    processor = Processor(new_family, Data(), family_of(new_family))
     prompt = processor.prompt(row("<video>What color is it?", video(4)))
     assert (prompt.token_ids == processor.video_token_id).any()
     assert family(NEW).extra_inputs(prompt.images) == {}

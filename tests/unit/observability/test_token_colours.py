@@ -8,6 +8,7 @@ import pytest
 from megavlm.config.data import Data
 from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family_of
 from megavlm.observability.records import read_records
 from megavlm.observability.report import spans, write_report
 from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER
@@ -47,7 +48,7 @@ def test_the_page_shows_colours_and_parts(tmp_path: Path) -> None:
 def test_pieces_are_whole_characters(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model(folder, ["How many? 1 2 3"] * 20, seed=0)
-    processor = Processor(folder, Data(max_prompt_tokens=64))
+    processor = Processor(folder, Data(max_prompt_tokens=64), family_of(folder))
     ids = processor.encode_answer("How \u00e9 \u56f3 3")
     pieces = processor.pieces(ids)
     assert "".join(text for text, _ in pieces) == "How \u00e9 \u56f3 3<|im_end|>"

@@ -10,6 +10,7 @@ from megavlm.config.data import Data
 from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family_of
 from megavlm.rewards.manager import Part, RewardManager
 from tests.timeouts import scaled
 
@@ -26,7 +27,7 @@ def user_modules() -> Iterator[None]:
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model(folder, ["How many? 1 2 3 4 5", "No. Look again."] * 20, seed=0)
-    return Processor(folder, Data(max_prompt_tokens=64))
+    return Processor(folder, Data(max_prompt_tokens=64), family_of(folder))
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from megavlm.data.loader import PromptStream
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family_of
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.requests import RequestLimits
@@ -89,7 +90,7 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake(files: Path, config: Config) -> Iterator[Any]:
     with FakeServer() as fake:
         server: Any = fake
-        prompt = Processor(files / "model", config.data).prompt(
+        prompt = Processor(files / "model", config.data, family_of(files / "model")).prompt(
             Rows(config.data.train_files, config.data)[0]
         )
         server.first_id = prompt.short_ids[0]  # of all prompts
@@ -99,7 +100,7 @@ def fake(files: Path, config: Config) -> Iterator[Any]:
 
 def order(config: Config, count: int) -> list[int]:
     """Return the rows of the first prompts of the stream."""
-    processor = Processor(config.model.folder, config.data)
+    processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
     rows = Rows(config.data.train_files, config.data)
     stream = PromptStream(rows, processor.prompt, config.data, seed=0, batch_size=SIZE)
     return [prompt.row.index for prompt in stream.take(count)]
@@ -151,9 +152,8 @@ def test_groups_arrive_as_they_were(config: Config, fake: Any) -> None:
         producer = started(config, pool)
         (group, _) = producer.take(SIZE, 0, None, no_refit)
         producer.close()
-    prompt = Processor(config.model.folder, config.data).prompt(
-        Rows(config.data.train_files, config.data)[group.prompt.row.index]
-    )
+    processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
+    prompt = processor.prompt(Rows(config.data.train_files, config.data)[group.prompt.row.index])
     assert group.is_played and len(group.episodes) == N and not group.start.row.images
     assert group.start.token_ids.equal(prompt.token_ids)
     assert group.start.positions.equal(prompt.positions)
@@ -261,7 +261,8 @@ def test_a_group_whose_requests_time_out_is_dropped_or_asked_again(
     rows = order(config, 4 * SIZE)
     lost, hung, answer = rows[1], [], fake.answer
     problems = Rows(config.data.train_files, config.data)
-    ids = Processor(config.model.folder, config.data).prompt(problems[lost]).short_ids
+    processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
+    ids = processor.prompt(problems[lost]).short_ids
 
     def answer_others(path: str, body: Any) -> Any:
         if path == "/generate" and tuple(body["input_ids"][0]) == ids and len(hung) < 4:

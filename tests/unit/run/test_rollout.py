@@ -15,6 +15,7 @@ from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.families import family_of
 from megavlm.observability.progress import Progress
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.run.rollout import record_rollouts
@@ -50,7 +51,9 @@ reward: {{workers: 1}}
 def extra_tokens(config: Config) -> int:
     """Return how many tokens a prompt has beyond those that it is sent as."""
     rows = Rows(config.data.train_files, config.data)
-    prompt = Processor(config.model.folder, config.data).prompt(rows[0])
+    prompt = Processor(config.model.folder, config.data, family_of(config.model.folder)).prompt(
+        rows[0]
+    )
     return len(prompt.token_ids) - len(prompt.short_ids)
 
 
@@ -58,7 +61,7 @@ def test_rollouts_without_a_trainer_are_those_that_a_replay_reads(
     recipe: Path, tmp_path: Path
 ) -> None:
     config = load(recipe)
-    processor = Processor(config.model.folder, config.data)
+    processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
     rows = Rows(config.data.train_files, config.data)
     extra = extra_tokens(config)
     with FakeServer(prompt_tokens=PROMPT_IDS + extra, weight_version="default") as fake:
