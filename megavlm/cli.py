@@ -17,8 +17,8 @@ from megavlm.version_option import add_version
 
 if TYPE_CHECKING:
     from megavlm.config.schema import Config
+    from megavlm.run.checks.preflight import Phase
     from megavlm.run.launcher import Nodes
-    from megavlm.run.preflight import Phase
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -166,17 +166,17 @@ def plan(
     platform.install()
     config = load(recipe, overrides or [])
     if servers:
-        from megavlm.run.plan.servers import server_plan
+        from megavlm.run.capacity.servers import server_plan
 
         typer.echo(server_plan(config))
         return
     if sync:
-        from megavlm.run.plan.sync import sync_plan
+        from megavlm.run.capacity.weight_updates import sync_plan
 
         typer.echo(sync_plan(config, gpus or config.parallel.num_ranks))
         return
-    from megavlm.run.plan.overview import run_plan
-    from megavlm.run.plan.search import search_plan
+    from megavlm.run.capacity.overview import run_plan
+    from megavlm.run.capacity.search import search_plan
 
     def changed(*keys: str) -> "Config":
         return load(recipe, [*(overrides or []), *keys])
@@ -214,7 +214,7 @@ def doctor(
         from megavlm.parallel import platform
 
         platform.install()
-        from megavlm.run import doctor_ranks
+        from megavlm.run.doctor import ranks as doctor_ranks
 
         assert recipe is not None
         raise typer.Exit(0 if doctor_ranks.run(load(recipe)) else 1)
@@ -222,7 +222,7 @@ def doctor(
     from megavlm.parallel import platform
 
     platform.install()
-    from megavlm.run.doctor import DoctorOptions, diagnose
+    from megavlm.run.doctor.diagnosis import DoctorOptions, diagnose
 
     def make_model(folder: Path) -> None:  # heads of 64, which every kernel takes
         make_tiny_model(folder, ["red"] * 9, seed=0, hidden_size=256, vision_hidden_size=256)
@@ -376,11 +376,11 @@ def _run(
         progress.show("checking the recipe")
         if dry_run:
             with loading_packages():  # its checks import most of what a run does
-                from megavlm.run.dry_run import dry_run as check_all
+                from megavlm.run.checks.dry_run import dry_run as check_all
 
                 resolved = check_all(config, world_size=world_size, phase=phase)
         else:
-            from megavlm.run import preflight
+            from megavlm.run.checks import preflight
 
             preflight.check(config, world_size=world_size, phase=phase)
     if dry_run:

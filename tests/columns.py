@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megavlm.data.targets import TargetColumns
+from megavlm.data.target_tokens import TargetColumns
 
 
 def columns(length: int, **given: Tensor) -> TargetColumns:

@@ -1,6 +1,6 @@
 """Rules between sections, the check of a whole configuration, and defaults derived from it.
 
-Rules that need files, ports or a world size are in megavlm/run/preflight.py.
+Rules that need files, ports or a world size are in megavlm/run/checks/preflight.py.
 """
 
 from collections.abc import Callable, Collection

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megavlm.data.context_parallel import SegmentRun, run_tokens, split_segments
 from megavlm.data.positions import text_positions
-from megavlm.data.targets import TargetColumns, concatenate
+from megavlm.data.target_tokens import TargetColumns, concatenate
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt

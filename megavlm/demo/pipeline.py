@@ -165,7 +165,7 @@ def _make_data(options: DemoOptions) -> DemoData:
 
 def _train(path: Path, overrides: list[str]) -> None:
     """Train a recipe as `megavlm train` does."""
-    from megavlm.run import preflight
+    from megavlm.run.checks import preflight
     from megavlm.run.launcher import run_workers
 
     config: Config = load(path, overrides)

@@ -15,7 +15,7 @@ from megavlm.algorithms.dapo import overlong_penalty
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Tree
-from megavlm.data.targets import TargetColumns
+from megavlm.data.target_tokens import TargetColumns
 from megavlm.inference.protocol import Response
 from megavlm.rollout.partial_rollouts import stale_tokens, staleness_metrics
 from megavlm.rollout.trajectory import Episode, Group, as_tensor, group_tree

@@ -12,7 +12,7 @@ from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
 from megavlm.data.processor import Prompt
-from megavlm.data.targets import TargetColumns
+from megavlm.data.target_tokens import TargetColumns
 from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
 from megavlm.rollout.timed_environment import TimedEnvironment

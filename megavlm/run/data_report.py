@@ -11,7 +11,7 @@ from megavlm.data.rows import Rows
 from megavlm.data.summary import summarize
 from megavlm.families import family_of
 from megavlm.observability.progress import Progress
-from megavlm.run.preflight import check_run_dir
+from megavlm.run.checks.preflight import check_run_dir
 
 LIMIT = 5000  # maximum rows of each split that are read
 

@@ -16,8 +16,8 @@ from megavlm.inference.protocol import Response, VersionSpan
 from megavlm.observability.progress import Progress
 from megavlm.rollout.groups import rollout_metrics, sample_records
 from megavlm.rollout.trajectory import Group
+from megavlm.run.checks.run_lock import run_lock
 from megavlm.run.model_paths import served_folder
-from megavlm.run.run_lock import run_lock
 from megavlm.training.driver import Driver
 from megavlm.training.evaluation import sampling
 

@@ -17,10 +17,10 @@ from megavlm.parallel.collectives import barrier
 from megavlm.parallel.mesh import Layout, build_mesh, init_distributed, own_store, shutdown
 from megavlm.parallel.watchdog import Watchdog
 from megavlm.process import STACKS, ExitCode
+from megavlm.run.checks.reachable_files import check_reachable_files
+from megavlm.run.checks.run_lock import run_lock
+from megavlm.run.exit_reason import end_run
 from megavlm.run.finish import finish
-from megavlm.run.reachable_files import check_reachable_files
-from megavlm.run.reason import end_run
-from megavlm.run.run_lock import run_lock
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
 from megavlm.training.guards import TimeLimit

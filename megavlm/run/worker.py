@@ -17,11 +17,11 @@ from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
 from megavlm.process import ExitCode, Stopped, leave, loading_packages, stop_at_once
 from megavlm.rewards.base import RewardStop
+from megavlm.run.exit_reason import claim_reason, end_run, keep_traceback, reason_given
 from megavlm.run.launcher import AGENT_PID, die_with
-from megavlm.run.reason import claim_reason, end_run, keep_traceback, reason_given
 
 if TYPE_CHECKING:
-    from megavlm.run.preflight import Phase
+    from megavlm.run.checks.preflight import Phase
 
 
 def run(phase: "Phase", config: Config) -> NoReturn:
@@ -68,7 +68,7 @@ def run(phase: "Phase", config: Config) -> NoReturn:
 def _work(phase: "Phase", config: Config, progress: Progress, *, is_first: bool) -> bool:
     """Run the command. Returns False if the run stopped before its last step, by a stop request."""
     if AGENT_PID not in os.environ and is_first:
-        from megavlm.run import preflight
+        from megavlm.run.checks import preflight
 
         progress.begin("checking the recipe")
         preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]), phase=phase)

@@ -17,8 +17,8 @@ from megavlm.training.step.step_plan import StepPlan
 from megavlm.training.step.vision_features import VisionFeatures, is_trained
 from megavlm.training.train_state import TrainState
 from megavlm.training.weight_push import WeightPusher
-from megavlm.weight_sync.attempt import sync_metrics
 from megavlm.weight_sync.sync import WeightSync
+from megavlm.weight_sync.update import sync_metrics
 
 
 class BaseTrainer:

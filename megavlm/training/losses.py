@@ -13,7 +13,7 @@ from megavlm.algorithms.segments import Reduce, alone
 from megavlm.algorithms.value_loss import value_loss
 from megavlm.config.algorithm import PPO, PolicyOptimization
 from megavlm.data.packing import Pack
-from megavlm.data.targets import TargetColumns
+from megavlm.data.target_tokens import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.forward_backward import LossFunction
 

@@ -11,8 +11,8 @@ from megavlm.inference.server_pool.state import State
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.training.colocate import MemoryPhase, SharedMemory
 from megavlm.training.train_state import TrainState
-from megavlm.weight_sync.attempt import SyncReport
 from megavlm.weight_sync.sync import WeightSync
+from megavlm.weight_sync.update import SyncReport
 
 T = TypeVar("T")
 

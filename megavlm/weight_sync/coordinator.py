@@ -9,16 +9,16 @@ from typing import Any
 import httpx
 
 from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.server_pool.receivers import Target, Targets
 from megavlm.inference.server_pool.requirements import SESSIONS, server_version
-from megavlm.inference.server_pool.targets import Target, Targets
 from megavlm.weight_sync import checksums as verify
-from megavlm.weight_sync.attempt import SendReport, SyncAttempt, SyncReport, SyncSettings
 from megavlm.weight_sync.gather import NamedTensors
 from megavlm.weight_sync.lora import adapter_name, load_adapter, unload_adapters
 from megavlm.weight_sync.server_api import Answers, Servers
 from megavlm.weight_sync.server_parameters import ServerParameters
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.transports.base import Transport
+from megavlm.weight_sync.update import SendReport, SyncAttempt, SyncReport, SyncSettings
 
 CONTINUE = {"torch_empty_cache": False}
 # Requests that flush the prefix cache of the old weights, by SGLang's pause mode. Aborted requests

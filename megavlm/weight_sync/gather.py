@@ -12,7 +12,7 @@ from megavlm.models.common.loading import local_tensors
 from megavlm.models.common.lora import adapters
 from megavlm.models.common.mapping import Entry, unshard
 from megavlm.parallel import platform
-from megavlm.weight_sync.plan import TIED, SyncPlan
+from megavlm.weight_sync.ownership import TIED, SyncPlan
 from megavlm.weight_sync.sglang_layout import piece_name
 
 NamedTensors = list[tuple[str, Tensor]]

@@ -28,7 +28,7 @@ from megavlm.models.common.mapping import (
 )
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.gather import LocalShard, NamedTensors, gather
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.trainable import adapted_entries, linear_name
 from megavlm.weight_sync.transports.payload import flatten, payload

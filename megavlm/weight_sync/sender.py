@@ -8,10 +8,10 @@ import torch.distributed as dist
 from megavlm.inference.errors import TrainerFault, WeightSyncError
 from megavlm.parallel import platform
 from megavlm.weight_sync import checksums as verify
-from megavlm.weight_sync.attempt import SendReport, SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.sglang_layout import begins_tensor
 from megavlm.weight_sync.transports.base import Transport
+from megavlm.weight_sync.update import SendReport, SyncAttempt, TensorBucket
 
 
 class Sender:

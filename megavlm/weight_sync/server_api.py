@@ -9,7 +9,7 @@ import httpx
 
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import json_object
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 
 PIECE = 2**18  # bytes of a request's body that are sent at a time
 CLEANUP_TIMEOUT = 20.0  # seconds; short, because a failed server may not answer at all

@@ -10,28 +10,28 @@ from megatron.core.transformer.module import MegatronModule
 
 from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
-from megavlm.inference.server_pool.targets import Targets
+from megavlm.inference.server_pool.receivers import Targets
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.mesh import Mesh
-from megavlm.weight_sync.attempt import (
-    SendReport,
-    SyncAttempt,
-    SyncReport,
-    SyncSettings,
-    TensorBucket,
-)
 from megavlm.weight_sync.coordinator import SyncCoordinator
 from megavlm.weight_sync.gather import gather, local_shards
 from megavlm.weight_sync.lora import AdapterWeights
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sender import Sender
 from megavlm.weight_sync.server_api import Servers, control_client
 from megavlm.weight_sync.sglang_layout import linear_rows
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports import TRANSPORTS
 from megavlm.weight_sync.transports.base import Transport
+from megavlm.weight_sync.update import (
+    SendReport,
+    SyncAttempt,
+    SyncReport,
+    SyncSettings,
+    TensorBucket,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")

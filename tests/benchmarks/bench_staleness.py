@@ -1,9 +1,10 @@
 """`make bench`: prints a simulation of rollouts while training, `rollout.max_staleness` 0, 1 and 2,
 of a 7B model on 4 + 4 GPUs. Nothing in it is measured on a GPU.
 
-Modelled are the times of run/plan/time.py: a server's decoding step by what it reads or computes at
-its number of running responses, prefill, the trainer's phases, and the sync, under which servers
-stand still. Not covered: rewards, the transfer of groups, and responses that are computed again.
+Modelled are the times of run/capacity/time.py: a server's decoding step by what it reads or
+computes at its number of running responses, prefill, the trainer's phases, and the sync, under
+which servers stand still. Not covered: rewards, the transfer of groups, and responses that are
+computed again.
 """
 
 import random
@@ -15,7 +16,7 @@ from megavlm.parallel import platform
 
 platform.install()  # before the first import of megatron-core
 
-from megavlm.run.plan.time import StepModel  # noqa: E402
+from megavlm.run.capacity.time import StepModel  # noqa: E402
 from tests.unit.run.estimates import SET_UPS, resolved  # noqa: E402
 
 STEPS = 12  # the first third is not counted

@@ -25,14 +25,13 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import add_adapters
 from megavlm.parallel.mesh import Layout
-from megavlm.run.plan.sync import stored_bytes
-from megavlm.weight_sync.attempt import SyncSettings
+from megavlm.run.capacity.weight_updates import stored_bytes
 from megavlm.weight_sync.lora import AdapterWeights
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.sync import WeightSync
@@ -41,9 +40,10 @@ from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
+from megavlm.weight_sync.update import SyncSettings
 from tests.benchmarks.bench_model import SIZES
 from tests.distributed.fork import launch
-from tests.fakes.targets import FixedTargets
+from tests.fakes.receivers import FixedTargets
 from tests.parity.inputs import QUESTION
 from tests.parity.runs import build
 from tests.parity.table import Ranks

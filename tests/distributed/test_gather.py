@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from megavlm.models.common.config import ModelOptions
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.gather import gather, local_shards
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sglang_layout import PIECE
 from megavlm.weight_sync.trainable import trained_entries
 from tests.distributed.fork import launch

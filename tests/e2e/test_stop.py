@@ -17,7 +17,7 @@ import torch
 from megavlm.checkpointing.folder import complete_steps, latest_step, step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.process import ExitCode
-from megavlm.run.run_lock import run_lock
+from megavlm.run.checks.run_lock import run_lock
 from tests.e2e.conftest import WAIT, World
 
 STEPS = 16

@@ -13,7 +13,7 @@ import torch
 
 from megavlm.config.load import load
 from megavlm.families import family as family_of
-from megavlm.run.preflight import check_server_args
+from megavlm.run.checks.preflight import check_server_args
 from tests.benchmarks.results import replace_part
 from tests.gpu import figures, grpo, linear_attention, page, parity, shapes, stage
 from tests.gpu.grpo import Memory

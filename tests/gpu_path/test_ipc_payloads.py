@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.storage import TypedStorage
 
 from megavlm.inference.server_args import ServerOptions
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.inference.server_support import megavlm_weights
 from megavlm.parallel import platform
-from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Answers, Servers
 from megavlm.weight_sync.server_parameters import loaded_in_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors, server_tensors
 from megavlm.weight_sync.transports.tensor import UPDATE, TensorTransport
+from megavlm.weight_sync.update import SyncAttempt, TensorBucket
 from tests.timeouts import scaled
 
 pytestmark = pytest.mark.sglang

@@ -17,7 +17,7 @@ from megavlm.inference.client import RolloutClient
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.memory import FLUSH_CACHE
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.cache import cached_folder
 from tests.conftest import DATA

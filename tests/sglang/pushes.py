@@ -16,7 +16,7 @@ from megavlm.config.lora import LoRA
 from megavlm.data.packing import Pack, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response, Sampling
-from megavlm.inference.server_pool.targets import Target, Targets
+from megavlm.inference.server_pool.receivers import Target, Targets
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.mapping import Entry
@@ -26,9 +26,8 @@ from megavlm.parallel.mesh import Mesh
 from megavlm.training.forward_backward import compute_logprobs
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures
-from megavlm.weight_sync.attempt import SyncReport, SyncSettings
 from megavlm.weight_sync.lora import AdapterWeights, adapter_name
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sglang_layout import linear_rows
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.trainable import trained_entries
@@ -36,9 +35,10 @@ from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
+from megavlm.weight_sync.update import SyncReport, SyncSettings
 from tests.distributed.lora_reference import ALPHA, RANK
 from tests.distributed.merged import add_pairs
-from tests.fakes.targets import FixedTargets
+from tests.fakes.receivers import FixedTargets
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.timeouts import scaled

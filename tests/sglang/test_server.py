@@ -19,7 +19,7 @@ from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import Probes
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 ROOT = Path(__file__).resolve().parents[2]
 PARENT = """
 import sys
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 options = ServerOptions(sys.argv[1], dtype="float32", device="cpu")

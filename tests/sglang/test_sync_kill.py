@@ -20,8 +20,8 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
-from megavlm.weight_sync.attempt import TensorBucket
 from megavlm.weight_sync.transports.tensor import TensorTransport
+from megavlm.weight_sync.update import TensorBucket
 from tests.conftest import DATA
 from tests.distributed.fork import launch
 from tests.parity.reference import Reference

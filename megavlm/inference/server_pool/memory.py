@@ -15,8 +15,8 @@ import httpx
 from megavlm.config.rollout import Rollout
 from megavlm.inference.protocol import bearer
 from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.inference.server_pool.state import State
-from megavlm.inference.server_pool.targets import Target
 from megavlm.parallel import platform
 
 FLUSH_CACHE = "/flush_cache?timeout=20"  # wait up to 20 s for the scheduler

@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megavlm.inference.server_pool.handle import ServerHandle
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.inference.server_pool.records import ServerRecords
 from megavlm.inference.server_pool.routing import Address, Outlook
 from megavlm.inference.server_pool.state import Event, EventKind, RestartPolicy, State
 from megavlm.inference.server_pool.supervisor import Supervisor
-from megavlm.inference.server_pool.targets import Target
 
 
 class ServerPool(ServerRecords):

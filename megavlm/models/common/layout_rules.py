@@ -1,7 +1,7 @@
 """Rules for the layouts of a model. They are checked before anything is built, because
 megatron-core rejects some wrong layouts by an assertion deep inside, and others not at all.
 
-A model folder is checked by the same rules before a run (`run/preflight_layout.py`). Nothing here
+A model folder is checked by the same rules before a run (`run/checks/layout.py`). Nothing here
 imports torch or megatron-core.
 """
 

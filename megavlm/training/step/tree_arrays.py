@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megavlm.data.packing import Segment, Tree
-from megavlm.data.targets import TargetColumns, concatenate
+from megavlm.data.target_tokens import TargetColumns, concatenate
 
 _COLUMN = "column."  # prefix of columns with one value per target token
 _SEGMENT_COLUMN = "segment_column."  # prefix of columns with one value per target segment

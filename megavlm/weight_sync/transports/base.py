@@ -3,8 +3,8 @@
 from typing import Any, Protocol
 
 from megavlm.config.transports import TransportTraits
-from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
+from megavlm.weight_sync.update import SyncAttempt, TensorBucket
 
 
 class Transport(Protocol):

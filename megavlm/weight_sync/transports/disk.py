@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.errors import TrainerFault
-from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.sglang_layout import hub_tensors
+from megavlm.weight_sync.update import SyncAttempt, TensorBucket
 
 PARTIAL, READY = "partial", "ready"
 CHANGED, REST = "changed", "rest"

@@ -29,7 +29,6 @@ from torch import Tensor
 from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.errors import WeightSyncError
 from megavlm.parallel import platform
-from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.transports.groups import ServerGroups
 from megavlm.weight_sync.transports.rendezvous import (
@@ -48,6 +47,7 @@ from megavlm.weight_sync.transports.rounds import (
     whole_requests,
 )
 from megavlm.weight_sync.transports.tensor import UPDATE
+from megavlm.weight_sync.update import SyncAttempt, TensorBucket
 
 JOIN = "/init_weights_update_group"
 BROADCAST = "/update_weights_from_distributed"

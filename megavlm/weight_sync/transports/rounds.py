@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megavlm.inference.server_main import LOADERS
 from megavlm.parallel import platform
-from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_parameters import Flat, rank_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors
 from megavlm.weight_sync.transports.payload import payload
 from megavlm.weight_sync.transports.rendezvous import Rendezvous
+from megavlm.weight_sync.update import SyncAttempt, TensorBucket
 
 Bodies = dict[str, dict[str, Any]]  # by URL
 

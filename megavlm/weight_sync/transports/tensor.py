@@ -23,11 +23,11 @@ from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.server_main import LOADERS
 from megavlm.parallel import platform
 from megavlm.parallel.shared_file import shared_file
-from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.server_parameters import Flat, rank_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors
 from megavlm.weight_sync.transports.payload import flatten, payload
+from megavlm.weight_sync.update import SyncAttempt, TensorBucket
 
 UPDATE = "/update_weights_from_tensor"
 

@@ -15,7 +15,7 @@ import torch
 
 from megavlm.algorithms.aggregation import token_weights
 from megavlm.config.algorithm import GRPO
-from megavlm.data.targets import TargetColumns
+from megavlm.data.target_tokens import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss
 from tests.columns import columns as target_columns

@@ -207,7 +207,7 @@ def test_demo_passes_its_options_on(
 
 def test_help_and_the_checks_before_a_run_import_nothing_heavy(write_recipe: WriteRecipe) -> None:
     lines = [
-        "import sys, megavlm.cli, megavlm.config.load, megavlm.run.preflight as preflight",
+        "import sys, megavlm.cli, megavlm.config.load, megavlm.run.checks.preflight as preflight",
         f"config = megavlm.config.load.load({str(write_recipe())!r})",
         "preflight.check(config, world_size=1)",
         "sys.argv = ['megavlm', 'train', '--help']",

@@ -11,8 +11,8 @@ from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.environments.curriculum import Curriculum
 from megavlm.rollout.rewards import make_reward_manager
-from megavlm.run import preflight
-from megavlm.run.preflight_model import check_model
+from megavlm.run.checks import preflight
+from megavlm.run.checks.model_folder import check_model
 from megavlm.tasks.geospot.reward import WEIGHTS
 from tests.conftest import write_model_folder
 from tests.unit.models.releases import RELEASES

@@ -17,7 +17,7 @@ from megavlm.data.packing import (
     make_pack,
     prompt_tree,
 )
-from megavlm.data.targets import TargetColumns
+from megavlm.data.target_tokens import TargetColumns
 from tests.columns import columns
 
 IMAGE, VIDEO = 98, 99

@@ -25,8 +25,8 @@ from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
-from megavlm.run import preflight
-from megavlm.run.plan.sync import sync_plan
+from megavlm.run.capacity.weight_updates import sync_plan
+from megavlm.run.checks import preflight
 from tests.distributed.fork import launch
 from tests.levels import slow
 from tests.parity.models import make_model

@@ -18,7 +18,7 @@ from megavlm.rewards.base import Score
 from megavlm.rollout.groups import policy_trees, rollout_metrics, sample_records
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.rollout.trajectory import Episode, Group
-from megavlm.run.preflight import check_replay
+from megavlm.run.checks.preflight import check_replay
 from megavlm.training.step.tree_arrays import trees_to_arrays
 from tests.conftest import png
 from tests.unit.rollout.scripted import ROW, Policy

@@ -8,7 +8,7 @@ import pytest
 
 from megavlm.config.algorithm import SFT
 from megavlm.config.load import load
-from megavlm.run import preflight, preflight_model
+from megavlm.run.checks import model_folder, preflight
 
 WriteRecipe = Callable[..., Path]
 
@@ -21,7 +21,7 @@ def check(recipe: Path, *overrides: str, **arguments: Any) -> None:
 def check_model(recipe: Path, *overrides: str) -> None:
     """Check the model alone, without a process for rewards."""
     config = load(recipe, overrides)
-    preflight_model.check_model(Path(config.model.folder), config)
+    model_folder.check_model(Path(config.model.folder), config)
 
 
 def check_rows(recipe: Path, *overrides: str) -> None:

@@ -15,8 +15,8 @@ from megavlm.parallel import platform
 
 platform.install()  # before the first import of megatron-core
 
-from megavlm.run.plan.memory import GB  # noqa: E402
-from megavlm.run.plan.time import StepModel  # noqa: E402
+from megavlm.run.capacity.memory import GB  # noqa: E402
+from megavlm.run.capacity.time import StepModel  # noqa: E402
 from tests.unit.config.test_recipes import RECIPES, URLS  # noqa: E402
 from tests.unit.models.releases import released_config  # noqa: E402
 

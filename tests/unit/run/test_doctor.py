@@ -10,8 +10,8 @@ import pytest
 from megavlm.config.load import load
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import ClaimedPort
-from megavlm.run import doctor
-from megavlm.run.doctor_checks import (
+from megavlm.run.doctor import diagnosis as doctor
+from megavlm.run.doctor.findings import (
     Finding,
     attempt,
     check_attention,
@@ -152,7 +152,7 @@ def diagnose(
         return ranks
 
     monkeypatch.setattr("megavlm.run.launcher.run_workers", run_workers)
-    monkeypatch.setattr("megavlm.run.doctor.PORT", port or ClaimedPort().number)
+    monkeypatch.setattr("megavlm.run.doctor.diagnosis.PORT", port or ClaimedPort().number)
     options = doctor.DoctorOptions(recipe, (), cpu=True)
     return doctor.diagnose(options, lambda folder: folder.mkdir()), started
 

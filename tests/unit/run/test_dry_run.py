@@ -14,7 +14,7 @@ from megavlm.config.dump import to_yaml
 from megavlm.config.load import load
 from megavlm.data import image_sources
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.run import dry_run
+from megavlm.run.checks import dry_run
 from tests.cache import cached_folder
 from tests.conftest import png, row, write_rows
 from tests.unit.run.checks import WriteRecipe

@@ -11,7 +11,7 @@ from megavlm.config.load import load
 from megavlm.data.processor import PromptTooLong
 from megavlm.data.rows import Row, Rows
 from megavlm.evaluation.questions import usable
-from megavlm.run import preflight
+from megavlm.run.checks import preflight
 from megavlm.run.model_paths import model_kind, served_folder
 
 WriteRecipe = Callable[..., Path]

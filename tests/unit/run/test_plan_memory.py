@@ -17,7 +17,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
-from megavlm.run.plan.memory import GB, RunMemory, activation_bytes, optimizer_bytes, step_bytes
+from megavlm.run.capacity.memory import GB, RunMemory, activation_bytes, optimizer_bytes, step_bytes
 from tests.distributed.fork import launch
 from tests.unit.config.test_recipes import RECIPES, WHOLE, resolve
 from tests.unit.models.families import small_config

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megavlm.config.load import load
-from megavlm.run.plan.memory import GB, RunMemory
-from megavlm.run.plan.time import Rates, StepModel
+from megavlm.run.capacity.memory import GB, RunMemory
+from megavlm.run.capacity.time import Rates, StepModel
 from tests.levels import slow
 from tests.unit.config.test_recipes import RECIPES
 from tests.unit.run.estimates import SET_UPS, SetUp, resolved, tables

@@ -7,7 +7,7 @@ import pytest
 
 from megavlm.config.load import load
 from megavlm.inference.server_args import CPU_ARGS, SHARED_GPU_ARGS, option_names
-from megavlm.run import preflight, preflight_model
+from megavlm.run.checks import model_folder, preflight
 from tests.conftest import LFS_POINTER, TINY_CONFIG, png, row, write_model_folder, write_rows
 from tests.unit.models.releases import RELEASES
 from tests.unit.run.checks import WriteRecipe, check, check_model, check_rows, refused
@@ -94,12 +94,12 @@ def test_what_only_servers_read_of_a_config_json(tmp_path: Path) -> None:
     recipes = Path(__file__).parents[3] / "recipes"
     served = load(recipes / "grpo/qwen3_5_9b_geo3k.yaml")
     with pytest.raises(ValueError) as caught:
-        preflight_model.check_model(folder, served)
+        model_folder.check_model(folder, served)
     assert str(caught.value) == (
         f"model.folder={folder}: its config.json has no text_config.full_attention_interval, which "
         'SGLang reads: add "full_attention_interval": 4 to its text_config'
     )
-    preflight_model.check_model(folder, load(recipes / "tasks/qwen2_5_vl_7b_sft.yaml"))
+    model_folder.check_model(folder, load(recipes / "tasks/qwen2_5_vl_7b_sft.yaml"))
 
 
 def test_model_folder_and_checkpoint_exist(write_recipe: WriteRecipe, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.run.preflight_layout import language_sizes
+from megavlm.run.checks.layout import language_sizes
 from tests.conftest import write_model_folder
 from tests.unit.models.families import FAMILIES, part, small_config
 from tests.unit.models.releases import RELEASES, released_config

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.parallel import platform
-from megavlm.run.preflight import is_here
+from megavlm.run.checks.preflight import is_here
 from tests.unit.run.checks import WriteRecipe, check, refused
 
 REMOTE = "http://192.0.2.1:30000"  # an address for documentation: no machine has it

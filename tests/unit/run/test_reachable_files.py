@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.config.load import load
-from megavlm.run.reachable_files import check_reachable_files, reachable_files, unreadable
+from megavlm.run.checks.reachable_files import check_reachable_files, reachable_files, unreadable
 from tests.conftest import write_model_folder, write_rows
 from tests.distributed.fork import launch
 

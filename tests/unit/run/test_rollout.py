@@ -18,8 +18,8 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
 from megavlm.observability.progress import Progress
 from megavlm.rollout.recorded import RecordedRollouts
+from megavlm.run.checks.run_lock import run_lock
 from megavlm.run.rollout import record_rollouts
-from megavlm.run.run_lock import run_lock
 from tests.cache import cached_folder
 from tests.conftest import row, write_rows
 from tests.fakes.server import PROMPT_IDS, FakeServer

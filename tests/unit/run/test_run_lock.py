@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.run.run_lock import LOCK_FILE, check_free, run_lock
+from megavlm.run.checks.run_lock import LOCK_FILE, check_free, run_lock
 
 # Holds the lock, leaves a forked child that outlives it, and says when it is ready.
 HOLDER = """
 import os, sys, time
-from megavlm.run.run_lock import run_lock
+from megavlm.run.checks.run_lock import run_lock
 with run_lock(sys.argv[1]):
     if os.fork() == 0:
         print(os.getpid(), flush=True)  # it has closed the lock by now

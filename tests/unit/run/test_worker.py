@@ -19,7 +19,8 @@ platform.install()
 from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.rewards.base import RewardStop
 from megavlm.inference.errors import RolloutRequestError, WeightSyncError
-from megavlm.run import preflight, train
+from megavlm.run import train
+from megavlm.run.checks import preflight
 from megavlm.training.guards import NotFiniteError
 
 heavy = {"matplotlib", "scipy.stats", "sglang", "torch._dynamo"} & set(sys.modules)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megavlm.algorithms.segments import alone
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packing import Pack, Segment, Tree, empty_pack, make_pack
-from megavlm.data.targets import TargetColumns, concatenate
+from megavlm.data.target_tokens import TargetColumns, concatenate
 from megavlm.training.advantages import (
     add_kl_advantages,
     add_value_advantages,

@@ -11,7 +11,7 @@ from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server_pool.state import State
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.weight_push import WeightPusher
-from megavlm.weight_sync.attempt import SyncReport
+from megavlm.weight_sync.update import SyncReport
 from tests.distributed.fork import launch
 
 

@@ -7,7 +7,7 @@ import torch
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
-from megavlm.data.targets import TargetColumns
+from megavlm.data.target_tokens import TargetColumns
 from tests.columns import columns
 from tests.unit.inference.prompts import make_image
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.inference.server_support.megavlm_weights import load_slices
-from megavlm.weight_sync.attempt import SyncAttempt, TensorBucket
 from megavlm.weight_sync.server_api import Servers, control_client
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.transports.tensor import TensorTransport
+from megavlm.weight_sync.update import SyncAttempt, TensorBucket
 from tests.fakes.engine import unpack
 from tests.fakes.server import FakeServer
 

@@ -19,12 +19,12 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from megavlm.parallel.mesh import Layout
 from megavlm.training.weight_push import WeightPusher
-from megavlm.weight_sync.attempt import SyncSettings
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.transports import disk
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
+from megavlm.weight_sync.update import SyncSettings
 from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine
 from tests.timeouts import scaled

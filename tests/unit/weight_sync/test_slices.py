@@ -15,23 +15,23 @@ from torch import Tensor
 
 from megavlm.families import family
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry, fused_qkv, gated, same
 from megavlm.parallel.mesh import Layout
-from megavlm.run.plan.sync import stored_bytes
-from megavlm.weight_sync.attempt import SyncSettings
+from megavlm.run.capacity.weight_updates import stored_bytes
 from megavlm.weight_sync.gather import to_hf
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.server_parameters import rank_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, parameter_name, server_tensors
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
+from megavlm.weight_sync.update import SyncSettings
 from tests.distributed.fork import launch
 from tests.fakes.engine import GlooEngine, count_stores
-from tests.fakes.targets import FixedTargets
+from tests.fakes.receivers import FixedTargets
 from tests.levels import slow
 from tests.timeouts import scaled
 from tests.unit.models.releases import released_config

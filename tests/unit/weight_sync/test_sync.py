@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server import ClaimedPort
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.models.common.mapping import ROWS, gated, same, shard_tensor
 from megavlm.parallel.mesh import Layout
-from megavlm.weight_sync.attempt import SyncReport, SyncSettings, sync_metrics
 from megavlm.weight_sync.lora import unload_adapters
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import Servers, control_client
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.transports import disk
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
+from megavlm.weight_sync.update import SyncReport, SyncSettings, sync_metrics
 from tests.distributed.fork import launch
+from tests.fakes.receivers import FixedTargets
 from tests.fakes.server import FakeServer
-from tests.fakes.targets import FixedTargets
 
 UPDATE, VERSION = "/update_weights_from_tensor", "/update_weight_version"
 ENTRIES = [

@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.models.common.mapping import same
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync import sync as sync_module
-from megavlm.weight_sync.attempt import SyncSettings, TensorBucket
 from megavlm.weight_sync.gather import gather
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.transports import groups
 from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
+from megavlm.weight_sync.update import SyncSettings, TensorBucket
 from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine, GlooEngine
-from tests.fakes.targets import FixedTargets
+from tests.fakes.receivers import FixedTargets
 from tests.timeouts import scaled
 
 NAMES = [f"language_model.decoder.layers.{i}.w" for i in range(4)] + ["visual.w"]

@@ -12,9 +12,9 @@ from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout
-from megavlm.run.plan.sync import received_bytes, stored_bytes, sync_plan, sync_table
+from megavlm.run.capacity.weight_updates import received_bytes, stored_bytes, sync_plan, sync_table
 from megavlm.weight_sync.lora import adapter_entries
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.trainable import trained_entries
 from tests.unit.models.releases import released_config

@@ -10,7 +10,7 @@ from megavlm.models.common.mapping import ROWS, Entry, expert_down, same
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.checksums import Checksums
 from megavlm.weight_sync.gather import to_hf
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, layer_stages
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, layer_stages
 from megavlm.weight_sync.server_parameters import EMBEDDING as EMBEDDING_NAME
 from megavlm.weight_sync.server_parameters import loaded_in_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors, server_tensors

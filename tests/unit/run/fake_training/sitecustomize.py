@@ -89,7 +89,7 @@ def hang(config: Any, rank: int, *, holds_interpreter: bool) -> None:
     from megavlm.parallel.mesh import own_store
     from megavlm.parallel.watchdog import Watchdog
     from megavlm.process import STACKS, ExitCode
-    from megavlm.run.reason import end_run
+    from megavlm.run.exit_reason import end_run
 
     dist.init_process_group("gloo")
     if config.rollout.urls:

@@ -1,7 +1,7 @@
 """`megavlm doctor` checks whether this machine can run a recipe. It prints one line per check, from
 the GPU driver to a weight update of the real server.
 
-Checks that need ranks run under torchrun (doctor_ranks.py), with a tiny model that the caller
+Checks that need ranks run under torchrun (ranks.py), with a tiny model that the caller
 makes.
 """
 
@@ -24,9 +24,9 @@ from megavlm.config.schema import Config
 from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import ClaimedPort, require_free
-from megavlm.run import doctor_checks as checks
-from megavlm.run import preflight
-from megavlm.run.doctor_checks import Finding, attempt
+from megavlm.run.checks import preflight
+from megavlm.run.doctor import findings as checks
+from megavlm.run.doctor.findings import Finding, attempt
 from megavlm.temporary import temporary_folder
 
 PORT = 29500  # port of torchrun's rendezvous (launch/slurm.sbatch)
@@ -162,8 +162,8 @@ def clock_skew(folder: Path) -> float:
 
 
 def _recipe_findings(config: Config) -> Iterator[Finding]:
-    from megavlm.run.dry_run import dry_run
-    from megavlm.run.plan.overview import fits
+    from megavlm.run.capacity.overview import fits
+    from megavlm.run.checks.dry_run import dry_run
 
     ranks = config.parallel.num_ranks
 
@@ -178,7 +178,7 @@ def _recipe_findings(config: Config) -> Iterator[Finding]:
 
 
 def _check_ranks(config: Config | None, cpu: bool, make_model: Callable[[Path], Any]) -> bool:
-    """Run the checks of doctor_ranks.py. Returns True if one failed."""
+    """Run the checks of ranks.py. Returns True if one failed."""
     from transformers.utils.logging import disable_progress_bar
 
     from megavlm.parallel import platform

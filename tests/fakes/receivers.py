@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 
 
 class FixedTargets:

@@ -22,12 +22,12 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
 from megavlm.models.cost import H100_FLOPS, LANGUAGE_SHARE, TOWER_SHARE, ModelCost
 from megavlm.parallel.mesh import Layout
-from megavlm.run.plan.memory import RunMemory, ServerRankMemory, image_tokens
-from megavlm.run.plan.sync import received_bytes, server_layout, stored_bytes
+from megavlm.run.capacity.memory import RunMemory, ServerRankMemory, image_tokens
+from megavlm.run.capacity.weight_updates import received_bytes, server_layout, stored_bytes
 from megavlm.training.step.balance import TreeSize
 from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
 from megavlm.training.step.step_plan import schedule_of
-from megavlm.weight_sync.plan import numel
+from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
 
 TEXT_TOKENS = 128  # assumed text tokens of a prompt, in addition to its image

@@ -1,7 +1,7 @@
 """Checks of the model that a run starts from: its HuggingFace folder and its checkpoint.
 
 They read only file headers and JSON, and do not import torch. Tensors are compared with config.json
-by a dry run (run/dry_run.py) and when the weights are loaded.
+by a dry run (run/checks/dry_run.py) and when the weights are loaded.
 """
 
 import json
@@ -24,7 +24,7 @@ from megavlm.config.algorithm import SFT
 from megavlm.config.schema import Config
 from megavlm.families import FAMILIES, family, quantization
 from megavlm.models.folder_files import check_files
-from megavlm.run.preflight_layout import Values, check_sizes
+from megavlm.run.checks.layout import Values, check_sizes
 
 # Suffixes of the config.json values that determine shapes of tensors.
 _SIZES = ("_size", "_layers", "_heads", "_dim", "depth", "num_experts")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.inference.server_pool.targets import Target
+from megavlm.inference.server_pool.receivers import Target
 from megavlm.weight_sync.checksums import Expected
 from megavlm.weight_sync.sglang_layout import ServerLayout
 

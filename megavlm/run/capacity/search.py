@@ -17,9 +17,9 @@ from megavlm.config.schema import Config
 from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.sizes import EqualRanks
-from megavlm.run.plan.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks
-from megavlm.run.plan.overview import Load, step_model
-from megavlm.weight_sync.plan import numel
+from megavlm.run.capacity.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks
+from megavlm.run.capacity.overview import Load, step_model
+from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
 
 NODE = 8  # GPUs of a node, the largest tensor axis

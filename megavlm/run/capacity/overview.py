@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
-from megavlm.run.plan.memory import GB, GPU, OVERHEAD, RunMemory
-from megavlm.run.plan.time import StepModel
+from megavlm.run.capacity.memory import GB, GPU, OVERHEAD, RunMemory
+from megavlm.run.capacity.time import StepModel
 
 COLUMNS = (
     "weights", "gradients", "optimizer", "step", "activations", "logits", "features", "encoding",

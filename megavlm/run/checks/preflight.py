@@ -1,9 +1,9 @@
 """Checks of a run before it uses a GPU or a server: files, columns, images, layout, ports.
 
 Each raises ValueError with one sentence: the key, its value, the rule and the fix. Rules about the
-configuration alone are in megavlm/config, checks of the model in preflight_model.py, checks of the
-layout in preflight_layout.py, and checks that need the tokenizer or tensors in dry_run.py. Not
-covered: memory, and the number of the trainer's GPUs.
+configuration alone are in megavlm/config, checks of the model in model_folder.py, checks of the
+layout in layout.py, and checks that need the tokenizer or tensors in dry_run.py. Not covered:
+memory, and the number of the trainer's GPUs.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from megavlm.observability.trackers import check_trackers
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
 from megavlm.rollout.rewards import make_reward_manager, reward_parts
+from megavlm.run.checks.layout import check_ranks
+from megavlm.run.checks.model_folder import check_checkpoint, check_model
+from megavlm.run.checks.run_lock import check_free
 from megavlm.run.model_paths import check_model_paths
-from megavlm.run.preflight_layout import check_ranks
-from megavlm.run.preflight_model import check_checkpoint, check_model
-from megavlm.run.run_lock import check_free
 
 SAMPLE = 2000  # first rows of a data set, whose values and images are checked
 

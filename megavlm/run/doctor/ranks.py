@@ -29,7 +29,7 @@ from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Layout, Mesh, build_mesh, init_distributed, shutdown
-from megavlm.run.doctor_checks import Finding, check_attention, check_sum, check_sync
+from megavlm.run.doctor.findings import Finding, check_attention, check_sum, check_sync
 from megavlm.training.forward_backward import forward_backward
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures

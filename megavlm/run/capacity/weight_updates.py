@@ -19,7 +19,7 @@ from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.common.mapping import Entry
 from megavlm.parallel.mesh import Layout, check_world
 from megavlm.weight_sync.lora import adapter_bytes
-from megavlm.weight_sync.plan import SyncPlan, TrainerRanks, numel
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import ServerLayout, linear_rows, server_tensors
 from megavlm.weight_sync.trainable import adapted_entries, trained_entries
 

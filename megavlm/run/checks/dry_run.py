@@ -17,7 +17,7 @@ from megavlm.data.rows import Row, Rows
 from megavlm.data.summary import evenly
 from megavlm.families import family_of
 from megavlm.parallel import platform
-from megavlm.run import preflight
+from megavlm.run.checks import preflight
 
 PROMPTS = 500  # evenly spread rows of a data set that are made into prompts
 FETCHED = 3  # rows of a data set whose images at URLs are fetched
