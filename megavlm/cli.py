@@ -171,9 +171,9 @@ def plan(
         typer.echo(server_plan(config))
         return
     if sync:
-        from megavlm.run.capacity.weight_updates import sync_plan
+        from megavlm.run.capacity.weight_updates import weight_update_table
 
-        typer.echo(sync_plan(config, gpus or config.parallel.num_ranks))
+        typer.echo(weight_update_table(config, gpus or config.parallel.num_ranks))
         return
     from megavlm.run.capacity.overview import run_plan
     from megavlm.run.capacity.search import search_plan

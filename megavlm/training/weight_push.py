@@ -109,6 +109,6 @@ class WeightPusher:
             no_server = None if pool is None else not pool.answering()
             if broadcast_object(no_server, mesh):
                 self.switch_memory("generate")  # a server that starts takes all its memory
-        failures = 0 if pool is None else pool.wait_for_targets()
+        failures = 0 if pool is None else pool.wait_for_receivers()
         self.switch_memory("push")
         return failures

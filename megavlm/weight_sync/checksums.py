@@ -132,7 +132,7 @@ def read_checksums(servers: Servers, answers: Answers) -> dict[str, list[dict[st
     answers: The servers' answers to a `CHECKSUM` request. Servers that do not answer for all of
     their ranks are marked as lost.
     """
-    sizes = {target.url: target.tensor_parallel for target in servers.live}
+    sizes = {receiver.url: receiver.tensor_parallel for receiver in servers.live}
     held = servers.read(
         WEIGHTS_CHECKER,
         answers,

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.server_pool.receivers import Target, Targets
+from megavlm.inference.server_pool.receivers import Receiver, Receivers
 from megavlm.inference.server_pool.requirements import SESSIONS, server_version
 from megavlm.weight_sync import checksums as verify
 from megavlm.weight_sync.gather import NamedTensors
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class SyncCoordinator:
     """Opens and closes attempts to update the servers.
 
-    A server that fails at any point is reported to `targets`, and the update continues on the
+    A server that fails at any point is reported to `receivers`, and the update continues on the
     others. WeightSyncError is raised when none is left. With settings.pause=in_place, running
     requests continue and the prefixes of older weights stay in the servers' caches; a cache_key in
     each request keeps the prefixes of different versions apart.
@@ -44,7 +44,7 @@ class SyncCoordinator:
 
     def __init__(
         self,
-        targets: Targets,
+        receivers: Receivers,
         transport: Transport,
         settings: SyncSettings,
         senders: tuple[int, ...],
@@ -52,7 +52,7 @@ class SyncCoordinator:
         http: httpx.Client,
         adapter_config: dict[str, Any] | None = None,
     ) -> None:
-        self._targets, self._transport, self._settings = targets, transport, settings
+        self._receivers, self._transport, self._settings = receivers, transport, settings
         self._http, self._adapter_config = http, adapter_config
         self._senders = senders
         self._parameters = ServerParameters()
@@ -66,22 +66,22 @@ class SyncCoordinator:
 
         full: If true, every server gets every tensor. Raises WeightSyncError if no server is left.
         """
-        targets = self._targets.targets(without=failed)
-        if not targets:
+        receivers = self._receivers.receivers(without=failed)
+        if not receivers:
             raise WeightSyncError("there is no rollout server to update")
         self._sessions: list[str] = []  # servers that need begin_ and end_weight_update
-        servers = self.servers = Servers(targets, timeout=self._settings.timeout, http=self._http)
+        servers = self.servers = Servers(receivers, timeout=self._settings.timeout, http=self._http)
         path = "/server_info"
         try:
-            unread = [x.url for x in targets if x.needs_all or x.url not in self._infos]
+            unread = [x.url for x in receivers if x.needs_all or x.url not in self._infos]
             self._infos |= servers.request_each(path, dict.fromkeys(unread))
-            infos = {target.url: self._infos[target.url] for target in servers.live}
+            infos = {receiver.url: self._infos[receiver.url] for receiver in servers.live}
             expert_parallel = servers.read(path, infos, lambda info: int(info.get("ep_size", 1)))
             has_sessions = servers.read(path, infos, lambda info: server_version(info) >= SESSIONS)
             self._loading = [
-                target.url
-                for target in servers.live
-                if full or target.needs_all or self._adapter_config is None
+                receiver.url
+                for receiver in servers.live
+                if full or receiver.needs_all or self._adapter_config is None
             ]
             self._sessions = [
                 url
@@ -91,7 +91,7 @@ class SyncCoordinator:
             self._post("/pause_generation", {"mode": self._settings.pause})
             # A trainer that died during an update, or a lost connection, may have left a session
             # open.
-            unsure = [target.url for target in servers.live if target.needs_all]
+            unsure = [receiver.url for receiver in servers.live if receiver.needs_all]
             servers.try_each("/end_weight_update", {}, [x for x in unsure if x in self._sessions])
             servers.request_each("/begin_weight_update", {url: {} for url in self._sessions})
             live = servers.live
@@ -103,7 +103,7 @@ class SyncCoordinator:
             attempt = SyncAttempt(
                 tuple(live),
                 layouts,
-                tuple(target.url for target in live if full or target.needs_all),
+                tuple(receiver.url for receiver in live if full or receiver.needs_all),
                 self._comparable(live),
                 sliced,
                 self._senders,
@@ -140,8 +140,8 @@ class SyncCoordinator:
             raise
         self._resume(failed, everyone=report is None)
         if report is not None:
-            for target in self.servers.live:
-                self._targets.refitted(target.url, version)
+            for receiver in self.servers.live:
+                self._receivers.refitted(receiver.url, version)
         return report
 
     def unload(self) -> None:
@@ -193,9 +193,11 @@ class SyncCoordinator:
         """POST to the servers that load weights."""
         self.servers.request_each(path, dict.fromkeys(self._loading, body))
 
-    def _comparable(self, targets: Sequence[Target]) -> tuple[str, ...]:
-        urls = tuple(target.url for target in targets if verify.is_comparable(target.device))
-        if len(urls) < len(targets) and not self._has_warned:
+    def _comparable(self, receivers: Sequence[Receiver]) -> tuple[str, ...]:
+        urls = tuple(
+            receiver.url for receiver in receivers if verify.is_comparable(receiver.device)
+        )
+        if len(urls) < len(receivers) and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "checksums of weights on GPU servers can be compared only if rank 0 has a GPU and "
@@ -217,12 +219,12 @@ class SyncCoordinator:
         if own := [report.error for report in reports if report.error and report.is_own_fault]:
             raise WeightSyncError(own[0])
         if errors and not self.servers.lost:  # it is not known which server caused the error
-            for target in self.servers.live:
-                self.servers.lose(target.url, errors[0])
+            for receiver in self.servers.live:
+                self.servers.lose(receiver.url, errors[0])
         return not errors
 
     def _resume(self, failed: set[str], *, everyone: bool) -> None:
-        """Report lost servers to `targets`, add them to `failed`, and let them generate again.
+        """Report lost servers to `receivers`, add them to `failed`, and let them generate again.
 
         everyone: If true, let the other servers generate again, too. Their weights may be a mix of
         two versions until the next update.
@@ -230,24 +232,24 @@ class SyncCoordinator:
         servers = self.servers
         urls = list(servers.lost)
         if everyone:
-            urls += [target.url for target in servers.live]
+            urls += [receiver.url for receiver in servers.live]
         servers.try_each("/end_weight_update", {}, [url for url in urls if url in self._sessions])
         servers.try_each("/continue_generation", CONTINUE, urls)
         failed.update(servers.lost)
         for url, reason in servers.lost.items():
             if url in servers.mismatched:
-                self._targets.mismatched(url, reason)
+                self._receivers.mismatched(url, reason)
             else:
-                self._targets.failed(url, reason)
+                self._receivers.failed(url, reason)
 
-    def _layout(self, target: Target, expert_parallel: int) -> ServerLayout:
+    def _layout(self, receiver: Receiver, expert_parallel: int) -> ServerLayout:
         return ServerLayout(
-            target.tensor_parallel,
+            receiver.tensor_parallel,
             expert_parallel,
             self._settings.num_kv_heads,
             self._settings.tied_embeddings,
             self._settings.linear_rows,
-            on_cpu=target.device == "cpu",
+            on_cpu=receiver.device == "cpu",
         )
 
     def _expected(

@@ -66,9 +66,9 @@ class Sender:
         self._tensors += sum(begins_tensor(name) for name, _ in bucket.tensors)
         attempt = self._attempt
         devices = {
-            attempt.layouts[target.url]: target.device
-            for target in attempt.targets
-            if target.url in attempt.compared and target.url in bucket.urls
+            attempt.layouts[receiver.url]: receiver.device
+            for receiver in attempt.receivers
+            if receiver.url in attempt.compared and receiver.url in bucket.urls
         }
         (self._changed if bucket.changed else self._rest).add(bucket.tensors, devices)
 

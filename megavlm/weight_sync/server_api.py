@@ -9,7 +9,7 @@ import httpx
 
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import json_object
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 
 PIECE = 2**18  # bytes of a request's body that are sent at a time
 CLEANUP_TIMEOUT = 20.0  # seconds; short, because a failed server may not answer at all
@@ -35,17 +35,17 @@ class Servers:
     """
 
     def __init__(
-        self, targets: Sequence[Target], *, http: httpx.Client, timeout: float = 300.0
+        self, receivers: Sequence[Receiver], *, http: httpx.Client, timeout: float = 300.0
     ) -> None:
-        self._targets = {target.url: target for target in targets}
+        self._receivers = {receiver.url: receiver for receiver in receivers}
         self.lost: dict[str, str] = {}
         self.mismatched: set[str] = set()
         self._timeout = timeout
         self._http = http
 
     @property
-    def live(self) -> list[Target]:
-        return [target for url, target in self._targets.items() if url not in self.lost]
+    def live(self) -> list[Receiver]:
+        return [receiver for url, receiver in self._receivers.items() if url not in self.lost]
 
     def lose(self, url: str, reason: str) -> None:
         """Mark a server as lost. Raises WeightSyncError if none is left."""
@@ -61,7 +61,7 @@ class Servers:
         bodies: JSON body to POST, by URL; a body of None makes it a GET. If `bodies` is None, every
         server gets a GET. Lost servers are skipped.
         """
-        urls = [target.url for target in self.live if bodies is None or target.url in bodies]
+        urls = [receiver.url for receiver in self.live if bodies is None or receiver.url in bodies]
         if not urls:
             return {}
         futures, answers = {}, {}
@@ -101,8 +101,8 @@ class Servers:
         timeout: Seconds for this request; None takes the default of all requests. Raises
         WeightSyncError if the request fails; the server is not marked as lost.
         """
-        target = self._targets[url]
-        key = target.api_key if body is None else target.admin_key
+        receiver = self._receivers[url]
+        key = receiver.api_key if body is None else receiver.admin_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         content = b"" if body is None else json.dumps(body).encode()
         headers |= {"Content-Type": "application/json", "Content-Length": str(len(content))}
@@ -136,7 +136,7 @@ class Servers:
         """Send a request to some servers (default: all, including lost ones) and ignore
         failures.
         """
-        for url in self._targets if urls is None else urls:
+        for url in self._receivers if urls is None else urls:
             try:
                 self.request(url, path, body, timeout=CLEANUP_TIMEOUT)
             except WeightSyncError:

@@ -43,19 +43,19 @@ class ServerParameters:
         answer are marked as lost.
         """
         able = [
-            target
-            for target in servers.live
-            if target.url in urls
-            and {*LOADERS} <= {*(infos[target.url].get("custom_weight_loader") or ())}
+            receiver
+            for receiver in servers.live
+            if receiver.url in urls
+            and {*LOADERS} <= {*(infos[receiver.url].get("custom_weight_loader") or ())}
         ]
-        for target in able:
-            if target.needs_all:  # it may be a new process
-                self._known.pop(target.url, None)
-        unknown = [target.url for target in able if target.url not in self._known]
+        for receiver in able:
+            if receiver.needs_all:  # it may be a new process
+                self._known.pop(receiver.url, None)
+        unknown = [receiver.url for receiver in able if receiver.url not in self._known]
         answers = servers.request_each(
             verify.WEIGHTS_CHECKER, dict.fromkeys(unknown, verify.CHECKSUM)
         )
-        devices = {target.url: target.device for target in able}
+        devices = {receiver.url: receiver.device for receiver in able}
         for url, ranks in verify.read_checksums(servers, answers).items():
             plain = devices[url] == "cpu" or infos[url].get("moe_runner_backend") in PLAIN_KERNELS
             names = loaded_in_slices(set(ranks[0]), layouts[url], with_experts=plain)

@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
-from megavlm.inference.server_pool.receivers import Targets
+from megavlm.inference.server_pool.receivers import Receivers
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
@@ -40,7 +40,7 @@ T = TypeVar("T")
 class WeightSync:
     """Updates the servers' weights. Every trainer rank has one, and all take part in each update.
 
-    chunks: This rank's part of the model. targets: The servers, on global rank 0; None on other
+    chunks: This rank's part of the model. receivers: The servers, on global rank 0; None on other
     ranks. adapters: LoRA adapters that are sent unmerged. Training changes no entry of `plan` then,
     and requests must name `adapter_name(version)`. group: Gloo process group of all ranks; None
     takes the default group.
@@ -55,7 +55,7 @@ class WeightSync:
         transport: Transport,
         settings: SyncSettings,
         *,
-        targets: Targets | None,
+        receivers: Receivers | None,
         adapters: AdapterWeights | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -68,9 +68,9 @@ class WeightSync:
         stages = plan.trainer.layout.pipeline if transport.traits.by_stage else 1
         self._senders = tuple(plan.trainer.first_of(stage) for stage in range(stages))
         self._coordinator = None
-        if targets is not None:
+        if receivers is not None:
             self._coordinator = SyncCoordinator(
-                targets,
+                receivers,
                 transport,
                 settings,
                 self._senders,
@@ -86,7 +86,7 @@ class WeightSync:
         hf_config: Any,
         entries: Sequence[Entry],
         model: Sequence[VisionLanguageModel],
-        targets: Targets | None,
+        receivers: Receivers | None,
     ) -> "WeightSync":
         """Build the weight sync of a run."""
         text = hf_config.text_config
@@ -111,7 +111,7 @@ class WeightSync:
             model,
             TRANSPORTS[config.rollout.sync](config),
             settings,
-            targets=targets,
+            receivers=receivers,
             adapters=adapters,
             group=mesh.objects,
         )
@@ -121,10 +121,10 @@ class WeightSync:
         Collective.
 
         Servers that need every tensor get all tensors; with `full` every server does. A server that
-        fails is reported to `targets`, and the update continues on the others. Raises
+        fails is reported to `receivers`, and the update continues on the others. Raises
         WeightSyncError on every rank if no server is left. The version has not advanced then, and
         the next successful update repairs servers with mixed weights. Raises RolloutServerError if
-        `targets` does.
+        `receivers` does.
         """
         started = time.monotonic()
         failed: set[str] = set()  # servers that failed in this update
@@ -201,7 +201,7 @@ class WeightSync:
         if self._coordinator is not None:
             servers = self._coordinator.servers
         else:
-            servers = Servers(attempt.targets, timeout=self._settings.timeout, http=self._http)
+            servers = Servers(attempt.receivers, timeout=self._settings.timeout, http=self._http)
         return Sender(self._transport, servers, attempt)
 
     def _gather_reports(self, mine: SendReport | None) -> list[SendReport]:

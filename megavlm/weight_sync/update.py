@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.weight_sync.checksums import Expected
 from megavlm.weight_sync.sglang_layout import ServerLayout
 
@@ -35,7 +35,7 @@ class SyncSettings:
 class SyncAttempt:
     """One attempt to update the servers, the same on every rank.
 
-    targets: Servers that take part. layouts: Server layout by URL. refitted: URLs of the servers
+    receivers: Servers that take part. layouts: Server layout by URL. refitted: URLs of the servers
     that get every tensor; the others get only tensors that training can change. compared: URLs of
     the servers whose checksums can be computed here. parameters: Names, by URL, of the parameters
     that a server takes in slices; a server that is missing here takes whole tensors only. senders:
@@ -43,7 +43,7 @@ class SyncAttempt:
     transports need.
     """
 
-    targets: tuple[Target, ...]
+    receivers: tuple[Receiver, ...]
     layouts: Mapping[str, ServerLayout]
     refitted: tuple[str, ...]
     compared: tuple[str, ...]
@@ -53,7 +53,7 @@ class SyncAttempt:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        return tuple(target.url for target in self.targets)
+        return tuple(receiver.url for receiver in self.receivers)
 
 
 @dataclass(frozen=True)

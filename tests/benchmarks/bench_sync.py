@@ -25,7 +25,7 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import add_adapters
 from megavlm.parallel.mesh import Layout
@@ -43,7 +43,7 @@ from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncSettings
 from tests.benchmarks.bench_model import SIZES
 from tests.distributed.fork import launch
-from tests.fakes.receivers import FixedTargets
+from tests.fakes.receivers import FixedReceivers
 from tests.parity.inputs import QUESTION
 from tests.parity.runs import build
 from tests.parity.table import Ranks
@@ -77,10 +77,10 @@ def bench_sync(tmp_path: Path) -> None:
         )
         with server:
             keys = {"api_key": server.api_key, "admin_key": server.admin_key}
-            target = Target(server.url, ranks, "cpu", False, **keys, is_local=True)
+            receiver = Receiver(server.url, ranks, "cpu", False, **keys, is_local=True)
             print(f"\nserver of {ranks} rank{'s' if ranks > 1 else ''}")
             for adapted in (False, True):
-                arguments = (folder, target, tmp_path / "sync", adapted)
+                arguments = (folder, receiver, tmp_path / "sync", adapted)
                 rows, _ = launch(2, measure, *arguments, timeout=1800)
                 for what, way, num_bytes, least, seconds in rows:
                     print(
@@ -90,7 +90,7 @@ def bench_sync(tmp_path: Path) -> None:
                     )
 
 
-def measure(folder: Path, target: Target, scratch: Path, adapted: bool) -> list[Any]:
+def measure(folder: Path, receiver: Receiver, scratch: Path, adapted: bool) -> list[Any]:
     """On each rank: (what, transport, bytes, the least, seconds) of each kind of push."""
     config = AutoConfig.from_pretrained(folder)
     options = ModelOptions()
@@ -103,18 +103,18 @@ def measure(folder: Path, target: Target, scratch: Path, adapted: bool) -> list[
     targets = SETTINGS.targets if adapted else None
     plan = SyncPlan(entries, trainer, trained_entries(entries, options, targets))
     pairs = AdapterWeights.of(entries, SETTINGS, trainer, chunks, heads) if adapted else None
-    engine = ServerLayout(target.tensor_parallel, 1, heads)
+    engine = ServerLayout(receiver.tensor_parallel, 1, heads)
     changed = sum(stored_bytes([entries[i] for i in plan.changed], engine, 4))
     everything = sum(stored_bytes(entries, engine, 4))
 
     def sync(kind: str, plan: SyncPlan, adapters: AdapterWeights | None = None) -> WeightSync:
-        receiver = replace(target, is_local=kind != "value")
+        one = replace(receiver, is_local=kind != "value")
         return WeightSync(
             plan,
             chunks,
             transport(kind, scratch),
             SyncSettings(torch.float32, num_kv_heads=heads),
-            targets=FixedTargets([receiver]) if mesh.is_driver else None,
+            receivers=FixedReceivers([one]) if mesh.is_driver else None,
             adapters=adapters,
             group=mesh.objects,
         )
@@ -130,7 +130,7 @@ def measure(folder: Path, target: Target, scratch: Path, adapted: bool) -> list[
         one.close()
     if pairs is not None:
         one = sync("tensor", SyncPlan(entries, trainer, frozenset()), pairs)
-        least = target.tensor_parallel * sum(
+        least = receiver.tensor_parallel * sum(
             shape[0] * shape[1] * 4 for entry in pairs.plan.entries for shape in entry.hf_shapes
         )
         rows.append(("adapters as such", "http", least, timed(one)))
@@ -151,14 +151,14 @@ def bench_stages(tmp_path: Path) -> None:
         log = tmp_path / f"server-{ranks}.log"
         with ManagedServer(options, log_path=log, start_timeout=900.0) as server:
             keys = {"api_key": server.api_key, "admin_key": server.admin_key}
-            target = Target(server.url, ranks, "cpu", needs_all=False, **keys)
-            (slices, whole), _ = launch(2, of_stages, folder, target, timeout=1800)
+            receiver = Receiver(server.url, ranks, "cpu", needs_all=False, **keys)
+            (slices, whole), _ = launch(2, of_stages, folder, receiver, timeout=1800)
         print(f"\nserver of {ranks}: in slices, whole, ratio (median of {REPEATS})")
         for name, ours, theirs in zip(("seconds", "MB", "requests"), slices, whole, strict=True):
             print(f"  {name:10}{ours:9.1f}{theirs:9.1f}{theirs / ours:7.2f}", flush=True)
 
 
-def of_stages(folder: Path, target: Target) -> list[list[float]]:
+def of_stages(folder: Path, receiver: Receiver) -> list[list[float]]:
     """On each of two stages: seconds, MB that a rank of the server receives, requests with them."""
     config, options = AutoConfig.from_pretrained(folder), ModelOptions()
     mesh, entries, chunks = build(folder, config, Ranks(Layout(pipeline=2)), options)
@@ -176,9 +176,11 @@ def of_stages(folder: Path, target: Target) -> list[list[float]]:
     for slices in (True, False):
         way = DistributedTransport("127.0.0.1")
         way.traits = replace(way.traits, slices=slices)
-        targets = FixedTargets([target]) if mesh.is_driver else None
+        receivers = FixedReceivers([receiver]) if mesh.is_driver else None
         settings = SyncSettings(torch.float32, num_kv_heads=heads, bucket_bytes=2**26)
-        syncs.append(WeightSync(plan, chunks, way, settings, targets=targets, group=mesh.objects))
+        syncs.append(
+            WeightSync(plan, chunks, way, settings, receivers=receivers, group=mesh.objects)
+        )
         syncs[-1].update_weights(0, full=True)
     seconds: list[list[float]] = [[], []]
     found = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
@@ -188,7 +190,7 @@ def of_stages(folder: Path, target: Target) -> list[list[float]]:
             report = one.update_weights(version, full=True)
             seconds[place].append(report.seconds)
             updates = sum("/update_weights_from" in path for path in paths)
-            received = report.bytes / target.tensor_parallel / 1e6
+            received = report.bytes / receiver.tensor_parallel / 1e6
             found[place] = [statistics.median(seconds[place]), received, updates]
     for one in syncs:
         one.close()

@@ -1,25 +1,25 @@
-"""Servers without supervision, as targets of weight updates."""
+"""Servers without supervision, as receivers of weight updates."""
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 
 
-class FixedTargets:
-    """Targets that never give up a server. One that fails needs every tensor from then on."""
+class FixedReceivers:
+    """Receivers that never give up a server. One that fails needs every tensor from then on."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
-        self._targets = {target.url: target for target in targets}
+    def __init__(self, receivers: Sequence[Receiver]) -> None:
+        self._receivers = {receiver.url: receiver for receiver in receivers}
 
-    def targets(self, without: Container[str] = ()) -> list[Target]:
-        return [target for url, target in self._targets.items() if url not in without]
+    def receivers(self, without: Container[str] = ()) -> list[Receiver]:
+        return [receiver for url, receiver in self._receivers.items() if url not in without]
 
     def refitted(self, url: str, version: str) -> None:
-        self._targets[url] = replace(self._targets[url], needs_all=False)
+        self._receivers[url] = replace(self._receivers[url], needs_all=False)
 
     def failed(self, url: str, reason: str) -> None:
-        self._targets[url] = replace(self._targets[url], needs_all=True)
+        self._receivers[url] = replace(self._receivers[url], needs_all=True)
 
     def mismatched(self, url: str, reason: str) -> None:
         self.failed(url, reason)

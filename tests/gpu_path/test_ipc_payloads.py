@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.storage import TypedStorage
 
 from megavlm.inference.server_args import ServerOptions
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server_support import megavlm_weights
 from megavlm.parallel import platform
 from megavlm.weight_sync.server_api import Answers, Servers
@@ -61,8 +61,8 @@ class SenderMemory:
 class Recorder(Servers):
     """Servers that record the updates."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
-        super().__init__(targets, http=None)  # type: ignore[arg-type]
+    def __init__(self, receivers: Sequence[Receiver]) -> None:
+        super().__init__(receivers, http=None)  # type: ignore[arg-type]
         self.bodies: dict[str, list[Mapping[str, Any]]] = {url: [] for url in URLS}
 
     def request_each(self, path: str, bodies: Any = None) -> Answers:
@@ -100,12 +100,12 @@ def send(
     server's ranks.
     """
     ranks = [dict(server_tensors(tensors, layout, rank)) for rank in range(layout.tensor_parallel)]
-    targets = tuple(Target(url, layout.tensor_parallel, "cuda", True) for url in URLS)
-    servers, layouts = Recorder(targets), dict.fromkeys(URLS, layout)
+    receivers = tuple(Receiver(url, layout.tensor_parallel, "cuda", True) for url in URLS)
+    servers, layouts = Recorder(receivers), dict.fromkeys(URLS, layout)
     sliced = dict.fromkeys(URLS, loaded_in_slices({*ranks[0]}, layout, with_experts=False))
     if layout.tensor_parallel == 1:
         sliced = {}
-    attempt = SyncAttempt(targets, layouts, URLS, URLS, sliced)
+    attempt = SyncAttempt(receivers, layouts, URLS, URLS, sliced)
     with monkeypatch.context() as patch:
         memory = SenderMemory(patch)
         transport = TensorTransport()

@@ -17,7 +17,7 @@ from megavlm.inference.client import RolloutClient
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.memory import FLUSH_CACHE
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.cache import cached_folder
 from tests.conftest import DATA
@@ -42,10 +42,10 @@ class Served:
         return RolloutClient(routing)
 
     @property
-    def target(self) -> Target:
-        """Return a target that needs no frozen tensors."""
+    def receiver(self) -> Receiver:
+        """Return a receiver that needs no frozen tensors."""
         server = self.server
-        return Target(
+        return Receiver(
             server.url,
             self.tensor_parallel,
             "cpu",
@@ -57,11 +57,11 @@ class Served:
 
     def get(self, path: str) -> dict[str, Any]:
         with control_client() as http:
-            return Servers([self.target], http=http).request(self.server.url, path)
+            return Servers([self.receiver], http=http).request(self.server.url, path)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         with control_client() as http:
-            return Servers([self.target], http=http).request(self.server.url, path, body)
+            return Servers([self.receiver], http=http).request(self.server.url, path, body)
 
     def restore(self) -> "Served":
         """Load the folder's weights into the server, once its last requests have ended: an aborted

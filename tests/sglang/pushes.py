@@ -16,7 +16,7 @@ from megavlm.config.lora import LoRA
 from megavlm.data.packing import Pack, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response, Sampling
-from megavlm.inference.server_pool.receivers import Target, Targets
+from megavlm.inference.server_pool.receivers import Receiver, Receivers
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.mapping import Entry
@@ -38,7 +38,7 @@ from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncReport, SyncSettings
 from tests.distributed.lora_reference import ALPHA, RANK
 from tests.distributed.merged import add_pairs
-from tests.fakes.receivers import FixedTargets
+from tests.fakes.receivers import FixedReceivers
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.timeouts import scaled
@@ -85,7 +85,7 @@ def transport(kind: str, folder: Path) -> Transport:
 
 
 def push(
-    targets: Sequence[Target],
+    receivers: Sequence[Receiver],
     kind: str,
     trainer: Trainer,
     scratch: Path,
@@ -95,7 +95,7 @@ def push(
     """On each rank. Small buckets, so that there are several."""
     mesh, entries, chunks = trainer.start()
     way = transport(kind, scratch)
-    sync = make_sync(trainer, mesh, entries, chunks, FixedTargets(targets), way, pause=pause)
+    sync = make_sync(trainer, mesh, entries, chunks, FixedReceivers(receivers), way, pause=pause)
     report = sync.update_weights(version)
     assert sync.version == version
     sync.close()
@@ -107,7 +107,7 @@ def make_sync(
     mesh: Mesh,
     entries: list[Entry],
     chunks: list[VisionLanguageModel],
-    targets: Targets,
+    receivers: Receivers,
     way: Transport,
     *,
     adapters: bool = False,
@@ -135,7 +135,7 @@ def make_sync(
             timeout=TIMEOUT,
             bucket_bytes=2**19,
         ),
-        targets=targets if mesh.is_driver else None,
+        receivers=receivers if mesh.is_driver else None,
         adapters=pairs,
         group=mesh.objects,
     )
@@ -193,9 +193,9 @@ def push_and_compare(
     """
     mesh, entries, chunks = trainer.start()
     local = kind != "value"
-    targets = FixedTargets([replace(served.target, needs_all=refit, is_local=local)])
+    receivers = FixedReceivers([replace(served.receiver, needs_all=refit, is_local=local)])
     way = transport(kind, scratch)
-    sync = make_sync(trainer, mesh, entries, chunks, targets, way, adapters=adapters)
+    sync = make_sync(trainer, mesh, entries, chunks, receivers, way, adapters=adapters)
     if adapters:  # the one before is unloaded
         sync.update_weights(version - 1)
         sampling = replace(sampling, adapter=adapter_name(version))

@@ -87,7 +87,7 @@ def push_under_a_request(served: Served, pause: str, tmp_path: Path) -> Request:
     weights = changed(served.folder, tmp_path / "weights", tower=False, seed=17)
     trainer = Trainer(weights, "one rank")
     with running(served) as request:
-        launch(1, push, [served.target], "tensor", trainer, tmp_path, 5, pause)
+        launch(1, push, [served.receiver], "tensor", trainer, tmp_path, 5, pause)
         after = differences(served, Reference(weights), 5, seed=0)
         assert max(after.values()) < 1e-4, after
     return request

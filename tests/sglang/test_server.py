@@ -19,7 +19,7 @@ from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import Probes
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 ROOT = Path(__file__).resolve().parents[2]
 PARENT = """
 import sys
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 options = ServerOptions(sys.argv[1], dtype="float32", device="cpu")
@@ -72,11 +72,11 @@ def test_it_listens_on_loopback(started: Served) -> None:
 
 def test_a_request_without_a_key_is_refused(started: Served) -> None:
     server = started.server
-    target = Target(server.url, 1, "cpu", needs_all=False)
-    readers = replace(target, api_key=server.api_key, admin_key=server.api_key)
+    receiver = Receiver(server.url, 1, "cpu", needs_all=False)
+    readers = replace(receiver, api_key=server.api_key, admin_key=server.api_key)
     with control_client() as http:
         with pytest.raises(WeightSyncError, match=r"/model_info returned HTTP 401"):
-            Servers([target], http=http).request_each("/model_info")
+            Servers([receiver], http=http).request_each("/model_info")
         with pytest.raises(WeightSyncError, match=r"/flush_cache returned HTTP 401"):
             Servers([readers], http=http).request_each("/flush_cache", {server.url: {}})
 

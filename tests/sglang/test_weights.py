@@ -54,7 +54,7 @@ def after_push(served: Served, kind: str, version: int, folder: Path) -> dict[st
     """Push other weights, the tower's too, from two ranks. Returns the differences from them."""
     weights = changed(served.folder, folder / kind, tower=True, seed=13 + version)
     trainer = Trainer(weights, freeze_tower=False)
-    launch(2, push, [served.target], kind, trainer, folder / "scratch", version)
+    launch(2, push, [served.receiver], kind, trainer, folder / "scratch", version)
     return differences(served, Reference(weights), version, seed=0)
 
 
@@ -81,7 +81,7 @@ def test_push(
     # Images and prefixes with the old weights are in the server's caches by now.
     differences(served, Reference(served.folder), "start", seed=0)
     scratch, trainer = tmp_path / "scratch", Trainer(weights, layout)
-    report, other = launch(2, push, [served.target], kind, trainer, scratch, 7)
+    report, other = launch(2, push, [served.receiver], kind, trainer, scratch, 7)
     assert report == other
 
     names = [name for name in load_file(weights / "model.safetensors") if "visual" not in name]
@@ -116,7 +116,7 @@ def test_adapters_are_pushed_merged(
     """
     served = servers(family).restore()
     trainer = Trainer(served.folder, layout, targets=targets)
-    report, _ = launch(2, push, [served.target], "tensor", trainer, tmp_path, 8)
+    report, _ = launch(2, push, [served.receiver], "tensor", trainer, tmp_path, 8)
     tensors, adapted = merged(served.folder, targets)
     assert report.tensors == len(adapted)
     folder = with_tensors(served.folder, tmp_path / "merged", tensors)
@@ -177,7 +177,7 @@ def test_checksums_name_the_tensor_that_differs(served: Served) -> None:
     broken = [(name, t + 1 if name.endswith("0.mlp.up_proj.weight") else t) for name, t in tensors]
     engine, url = ServerLayout(num_kv_heads=2), served.server.url
     with control_client() as http:
-        servers = Servers([served.target], http=http)
+        servers = Servers([served.receiver], http=http)
         expected = checksums(tensors, engine)
         assert check_checksums(servers, {url: expected}) == len(expected[0]) > 40
         expected = checksums(broken, engine)
@@ -191,7 +191,7 @@ def test_refused_push_leaves_the_version_and_the_next_one_heals(
     """The session is taken, so the push is refused before anything is sent; ending it heals."""
     weights = changed(served.folder, tmp_path / "weights", tower=False, seed=12)
     served.post("/begin_weight_update", {})
-    arguments = ([served.target], "tensor", Trainer(weights), tmp_path, 8)
+    arguments = ([served.receiver], "tensor", Trainer(weights), tmp_path, 8)
     with pytest.raises(RuntimeError, match=r"weight update to version 8 failed.*already open"):
         launch(2, push, *arguments)
     assert served.get("/model_info")["weight_version"] == "start"
@@ -204,7 +204,7 @@ def test_kept_images_go_stale(served: Served, tmp_path: Path) -> None:
     differences(served, Reference(served.folder), "start", seed=100)
     weights = changed(served.folder, tmp_path / "weights", tower=True, seed=15)
     trainer = Trainer(weights, freeze_tower=False)
-    launch(2, push, [served.target], "tensor", trainer, tmp_path, 9)
+    launch(2, push, [served.receiver], "tensor", trainer, tmp_path, 9)
     after = differences(served, Reference(weights), 9, seed=100)
     assert after.pop("text at 1.0") < 1e-4 and after.pop("text at 0.7") < 1e-4
     assert min(after.values()) > 1e-3, after

@@ -15,7 +15,7 @@ import httpx
 from megavlm.config.rollout import Rollout
 from megavlm.inference.protocol import bearer
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server_pool.state import State
 from megavlm.parallel import platform
 
@@ -44,17 +44,17 @@ class ServerMemory:
         self._server_pool.wait_while(State.STARTING)
         self._server_pool.resting = True
 
-        def release_one(target: Target) -> None:
-            released = self._released[target.url]
+        def release_one(receiver: Receiver) -> None:
+            released = self._released[receiver.url]
             fresh = [tag for tag in tags if tag not in released]
             # End requests that the client has cancelled: the scheduler must be idle. SGLang answers
             # an abort before its scheduler has handled it, but a flush only afterwards.
-            self._post(target, "/pause_generation", {"mode": "abort"})
-            self._post(target, "/continue_generation", {})
+            self._post(receiver, "/pause_generation", {"mode": "abort"})
+            self._post(receiver, "/continue_generation", {})
             if not released:  # otherwise nothing has run since
-                self._post(target, FLUSH_CACHE, {})
+                self._post(receiver, FLUSH_CACHE, {})
             for tag in fresh:
-                self._post(target, "/release_memory_occupation", {"tags": [tag]})
+                self._post(receiver, "/release_memory_occupation", {"tags": [tag]})
                 released.append(tag)
 
         self._on_each(release_one)
@@ -64,36 +64,36 @@ class ServerMemory:
         their memory, so that dead servers may restart.
         """
 
-        def resume_one(target: Target) -> None:
+        def resume_one(receiver: Receiver) -> None:
             for tag in tags:
-                if tag in self._released[target.url]:
-                    self._post(target, "/resume_memory_occupation", {"tags": [tag]})
-                    self._released[target.url].remove(tag)
+                if tag in self._released[receiver.url]:
+                    self._post(receiver, "/resume_memory_occupation", {"tags": [tag]})
+                    self._released[receiver.url].remove(tag)
                     if tag == "weights" and not self._keeps_weights:
                         reason = "its weights were released without a copy"
-                        self._server_pool.wrong_version(target.url, reason)
+                        self._server_pool.wrong_version(receiver.url, reason)
 
         self._on_each(resume_one)
         if starts:
             self._released.clear()  # forget servers that have died
             self._server_pool.resting = False
 
-    def _on_each(self, work: Callable[[Target], None]) -> None:
+    def _on_each(self, work: Callable[[Receiver], None]) -> None:
         # A suspect server may have memory to release or resume, so wait for its probe.
         self._server_pool.wait_while(State.SUSPECT)
-        targets = self._server_pool.answering()
+        receivers = self._server_pool.answering()
 
-        def attempt(target: Target) -> None:
+        def attempt(receiver: Receiver) -> None:
             try:
-                work(target)
+                work(receiver)
             except httpx.HTTPError as error:
-                self._server_pool.failed(target.url, f"{target.url}: {error!r}")
+                self._server_pool.failed(receiver.url, f"{receiver.url}: {error!r}")
 
-        with ThreadPoolExecutor(max(len(targets), 1)) as pool:
-            list(pool.map(attempt, targets))
+        with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
+            list(pool.map(attempt, receivers))
 
-    def _post(self, target: Target, path: str, body: dict[str, Any]) -> None:
-        reply = self._http.post(target.url + path, json=body, headers=bearer(target.admin_key))
+    def _post(self, receiver: Receiver, path: str, body: dict[str, Any]) -> None:
+        reply = self._http.post(receiver.url + path, json=body, headers=bearer(receiver.admin_key))
         reply.raise_for_status()
 
     def __enter__(self) -> "ServerMemory":

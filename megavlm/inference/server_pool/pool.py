@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megavlm.inference.server_pool.handle import ServerHandle
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server_pool.records import ServerRecords
 from megavlm.inference.server_pool.routing import Address, Outlook
 from megavlm.inference.server_pool.state import Event, EventKind, RestartPolicy, State
@@ -16,7 +16,7 @@ from megavlm.inference.server_pool.supervisor import Supervisor
 
 
 class ServerPool(ServerRecords):
-    """Context manager that is both the Targets of weight pushes and the Routing of the rollout
+    """Context manager that is both the Receivers of weight pushes and the Routing of the rollout
     client.
 
     Entering starts the servers in parallel and returns when all of them answer; it raises
@@ -58,26 +58,26 @@ class ServerPool(ServerRecords):
             if handle.server is not None:
                 handle.server.abort()
 
-    # Targets: for weight pushes
+    # Receivers: for weight pushes
 
-    def targets(self, without: Container[str] = ()) -> list[Target]:
+    def receivers(self, without: Container[str] = ()) -> list[Receiver]:
         with self._lock:
             self._check()
-            targets = [target for target in self.answering() if target.url not in without]
-            self._pushing = {target.url for target in targets}
-            return targets
+            receivers = [receiver for receiver in self.answering() if receiver.url not in without]
+            self._pushing = {receiver.url for receiver in receivers}
+            return receivers
 
-    def answering(self) -> list[Target]:
+    def answering(self) -> list[Receiver]:
         """Return the healthy and stale servers."""
         with self._lock:
             fit = (State.HEALTHY, State.STALE)
             return [
-                self._target(handle)
+                self._receiver(handle)
                 for url, handle in self.handles.items()
                 if self._records[url].state in fit
             ]
 
-    def wait_for_targets(self) -> int:
+    def wait_for_receivers(self) -> int:
         """Block until a server can take weights, possibly after a restart.
 
         Returns the number of failures so far, for `failed_since`.
@@ -89,7 +89,7 @@ class ServerPool(ServerRecords):
             return self._num_failures
 
     def failed_since(self, num_failures: int) -> bool:
-        """Return True if a server has died or failed a push since `wait_for_targets` returned
+        """Return True if a server has died or failed a push since `wait_for_receivers` returned
         `num_failures`, so that another push may succeed. Servers that always fail are given up, so
         retries end.
         """
@@ -121,8 +121,8 @@ class ServerPool(ServerRecords):
             self.apply(url, event)
             self._check()
 
-    def _target(self, handle: ServerHandle) -> Target:
-        return Target(
+    def _receiver(self, handle: ServerHandle) -> Receiver:
+        return Receiver(
             url=handle.url,
             tensor_parallel=handle.tensor_parallel,
             device=handle.device,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Target:
+class Receiver:
     """A server that can take weights now.
 
     tensor_parallel: Number of its ranks. device: "cpu" or "cuda". needs_all: True if it started,
@@ -25,14 +25,14 @@ class Target:
     is_local: bool = False
 
 
-class Targets(Protocol):
+class Receivers(Protocol):
     """A weight push's view of the server pool. It is used on the driver only, from any thread.
 
     All methods except `refitted` raise RolloutServerError when fewer than rollout.min_servers
     servers are left.
     """
 
-    def targets(self, without: Container[str] = ()) -> list[Target]:
+    def receivers(self, without: Container[str] = ()) -> list[Receiver]:
         """Return the healthy and stale servers, except those whose URL is in `without`."""
 
     def refitted(self, url: str, version: str) -> None:

@@ -27,7 +27,7 @@ from megavlm.weight_sync.trainable import adapted_entries, trained_entries
 ASSUMED_RANK, ASSUMED_TARGETS = 16, ("language.attention",)
 
 
-def sync_plan(config: Config, world_size: int) -> str:
+def weight_update_table(config: Config, world_size: int) -> str:
     """Return the table of a run's weight updates as text.
 
     Raises ValueError if the layout does not fit the model or the world size.
@@ -49,7 +49,7 @@ def sync_plan(config: Config, world_size: int) -> str:
     plan = SyncPlan(entries, trainer, changed)
     servers = server_layout(config, hf_config)
     adapters = (lora.rank, lora.targets) if lora.rank else (ASSUMED_RANK, ASSUMED_TARGETS)
-    rows = sync_table(plan, servers, itemsize=options.dtype.itemsize, lora=adapters)
+    rows = tensor_rows(plan, servers, itemsize=options.dtype.itemsize, lora=adapters)
     return _render(rows, plan, len(rollout.urls) or rollout.servers, servers, adapters)
 
 
@@ -66,7 +66,7 @@ def server_layout(config: Config, hf_config: Any) -> ServerLayout:
 
 
 @dataclass
-class SyncRow:
+class TensorRow:
     """Bytes of one class of tensors.
 
     tensors: Number of HF tensors. full: Bytes of all tensors. changed: Bytes of the tensors that
@@ -83,18 +83,18 @@ class SyncRow:
     source_ranks: set[int] = field(default_factory=set)
 
 
-def sync_table(
+def tensor_rows(
     plan: SyncPlan, servers: ServerLayout, *, itemsize: int, lora: tuple[int, Sequence[str]]
-) -> dict[str, SyncRow]:
+) -> dict[str, TensorRow]:
     """Return class of tensors -> row, in the model's order.
 
     itemsize: Bytes per number. lora: Rank and targets of the adapters.
     """
-    rows: dict[str, SyncRow] = {}
+    rows: dict[str, TensorRow] = {}
     adapted = adapted_entries(plan.entries, lora[1])
     names: dict[str, set[str]] = {}
     for index, entry in enumerate(plan.entries):
-        row = rows.setdefault(model_part(entry.megatron), SyncRow())
+        row = rows.setdefault(model_part(entry.megatron), TensorRow())
         num_bytes = numel(entry) * itemsize
         row.full += num_bytes
         names.setdefault(model_part(entry.megatron), set()).update(entry.hf)
@@ -137,7 +137,7 @@ def received_bytes(transport: str, changed: int, stored: int) -> int:
 
 
 def _render(
-    rows: Mapping[str, SyncRow],
+    rows: Mapping[str, TensorRow],
     plan: SyncPlan,
     num_servers: int,
     servers: ServerLayout,
@@ -156,7 +156,7 @@ def _render(
         "",
         f"{'':12}{'tensors':>9}{'all':>10}{'changed':>10}{'adapters':>10}{'stored':>10}   sent by",
     ]
-    total = SyncRow()
+    total = TensorRow()
     for name, row in rows.items():
         lines.append(_line(name, row))
         for part in ("tensors", "full", "changed", "adapters", "stored"):
@@ -189,7 +189,7 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e3:.1f} kB" if num_bytes else "-"
 
 
-def _line(name: str, row: SyncRow) -> str:
+def _line(name: str, row: TensorRow) -> str:
     sizes = (row.full, row.changed, row.adapters, row.stored)
     cells = "".join(f"{_size(num_bytes):>10}" for num_bytes in sizes)
     return f"{name:12}{row.tensors:>9}{cells}   {_ranks(row.source_ranks)}"

@@ -1,6 +1,6 @@
 """Checks of `megavlm doctor`. Each is a function of measured values that returns one finding.
 
-doctor.py reads the values from the machine, so that tests can cover success and failure of each
+diagnosis.py reads the values from the machine, so that tests can cover success and failure of each
 check on any machine.
 """
 

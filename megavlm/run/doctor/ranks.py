@@ -144,7 +144,7 @@ def _server(
             try:
                 progress = stack.enter_context(Progress(is_quiet=True))
                 connection = stack.enter_context(connect(config, config.model.folder, progress))
-                connection.server_pool.wait_for_targets()
+                connection.server_pool.wait_for_receivers()
             except RolloutServerError as failure:
                 error = str(failure)
         error = broadcast_object(error, mesh)

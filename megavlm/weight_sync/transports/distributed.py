@@ -88,7 +88,7 @@ class DistributedTransport:
         if rank == 0:
             token = self._token
             # A server that needs all tensors may have restarted since it joined a group.
-            unsure = any(target.needs_all for target in attempt.targets)
+            unsure = any(receiver.needs_all for receiver in attempt.receivers)
             if unsure or self._is_broken or self._urls != {*attempt.urls}:
                 token = f"megavlm_{secrets.token_hex(4)}"
             rendezvous = Rendezvous(self._address, self._store.port, token, self._count)

@@ -42,7 +42,7 @@ class TensorTransport:
         attempt, bodies, num_bytes = self._attempt, dict[str, Mapping[str, Any]](), 0
         made: dict[tuple[ServerLayout, frozenset[str]], list[Flat]] = {}
         whole: tuple[Tensor, Any] | None = None
-        local = {target.url for target in attempt.targets if target.is_local}
+        local = {receiver.url for receiver in attempt.receivers if receiver.is_local}
         with _Texts() as texts:  # tensors and files live until all servers have answered
             for url in bucket.urls:
                 layout, names = attempt.layouts[url], attempt.parameters.get(url)

@@ -22,13 +22,13 @@ def external(*fakes: FakeServer, **options: Any) -> ServerPool:
 
 def push(pool: ServerPool, version: int, fakes: tuple[FakeServer, ...] = ()) -> list[str]:
     """Report a successful weight push to the pool, and return the servers that got it."""
-    targets = pool.targets()
-    for target in targets:
+    receivers = pool.receivers()
+    for receiver in receivers:
         for fake in fakes:
-            if fake.url == target.url:
+            if fake.url == receiver.url:
                 fake.weight_version = str(version)
-        pool.refitted(target.url, str(version))
-    return [target.url for target in targets]
+        pool.refitted(receiver.url, str(version))
+    return [receiver.url for receiver in receivers]
 
 
 def wait_for(condition: Callable[[], Any]) -> None:

@@ -60,7 +60,7 @@ def test_an_external_server_must_be_as_the_run_needs_it(
         pool = ServerPool([ServerHandle(fake.url, required=required)], policy=POLICY)
         if reason is None:
             with pool:
-                assert pool.targets()
+                assert pool.receivers()
         else:
             with pytest.raises(RolloutServerError, match=f"{fake.url} .*{reason}"):
                 pool.__enter__()
@@ -153,6 +153,6 @@ def test_a_run_with_too_few_servers_does_not_wait_for_those_that_are_away() -> N
         pool.request_failed(url, "reset")
         wait_for(lambda: state(pool, url) is State.AWAY)
         with pytest.raises(RolloutServerError, match=r"0 rollout servers are left .* was away for"):
-            pool.targets()
+            pool.receivers()
     finally:
         pool.__exit__(None, None, None)

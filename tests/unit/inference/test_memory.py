@@ -33,9 +33,9 @@ def pool(fake: FakeServer) -> Iterator[ServerPool]:
 
 
 def push(pool: ServerPool) -> bool:
-    (target,) = pool.targets()
-    pool.refitted(target.url, "1")
-    return target.needs_all
+    (receiver,) = pool.receivers()
+    pool.refitted(receiver.url, "1")
+    return receiver.needs_all
 
 
 def memory(pool: ServerPool, keeps_weights: bool = True) -> ServerMemory:

@@ -24,9 +24,9 @@ KINDS = [*(fault for fault in get_args(Fault) if fault != "400"), "other weights
 
 
 def push(pool: ServerPool, version: int, fakes: dict[str, FakeServer]) -> None:
-    for target in pool.targets():
-        fakes[target.url].weight_version = str(version)
-        pool.refitted(target.url, str(version))
+    for receiver in pool.receivers():
+        fakes[receiver.url].weight_version = str(version)
+        pool.refitted(receiver.url, str(version))
 
 
 def break_(fake: FakeServer, kind: str, step: int) -> None:

@@ -19,8 +19,8 @@ SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
 
 
 def push(pool: ServerPool, version: str, *fakes: FakeServer) -> None:
-    for target in pool.targets():
-        pool.refitted(target.url, version)
+    for receiver in pool.receivers():
+        pool.refitted(receiver.url, version)
     for fake in fakes:
         fake.weight_version = version
 

@@ -75,12 +75,12 @@ def test_servers_start_together_and_nothing_is_left(tmp_path: Path, lines: list[
         one, other = pool.handles
         assert [state(pool, url) for url in pool.handles] == [State.STALE] * 2
         assert pool.routable("0") == [] and pool.outlook("0") is Outlook.REFIT
-        assert [target.needs_all for target in pool.targets()] == [True, True]
+        assert [receiver.needs_all for receiver in pool.receivers()] == [True, True]
         assert sorted(push(pool, 0)) == sorted([one, other])
         assert [address.url for address in pool.routable("0")] == [one, other]
         for address in (*pool.routable("0"), *ServerStates.of(pool).addresses.values()):
             assert address.is_local, "it may be sent paths"
-        assert [target.needs_all for target in pool.targets()] == [False, False]
+        assert [receiver.needs_all for receiver in pool.receivers()] == [False, False]
         started = set(psutil.Process().children(recursive=True)) - before
         assert len(started) == 6  # each the server, its reaper, its worker
     _, alive = psutil.wait_procs(started, timeout=scaled(180))
@@ -90,14 +90,14 @@ def test_servers_start_together_and_nothing_is_left(tmp_path: Path, lines: list[
 def test_keys_are_in_no_representation(tmp_path: Path, lines: list[str]) -> None:
     with managed(tmp_path, 1, lines) as pool:
         push(pool, 0)
-        (target,), (address,), (handle,) = (
-            pool.targets(),
+        (receiver,), (address,), (handle,) = (
+            pool.receivers(),
             pool.routable("0"),
             pool.handles.values(),
         )
-        assert target.api_key and target.admin_key and target.api_key != target.admin_key
-        for key in (target.api_key, target.admin_key):
-            assert key not in f"{target!r} {address!r} {handle!r}"
+        assert receiver.api_key and receiver.admin_key and receiver.api_key != receiver.admin_key
+        for key in (receiver.api_key, receiver.admin_key):
+            assert key not in f"{receiver!r} {address!r} {handle!r}"
 
 
 @pytest.mark.parametrize("mode", ["crash", "silent"])
@@ -156,7 +156,7 @@ def test_a_killed_server_starts_again_and_gets_nothing_before_it_is_refitted(
         wait_for(lambda: state(pool, url) is not State.HEALTHY)
         wait_for(lambda: state(pool, url) is State.STALE)
         assert pool.routable("3") == [] == pool.routable(None)
-        assert [target.needs_all for target in pool.targets()] == [True]
+        assert [receiver.needs_all for receiver in pool.receivers()] == [True]
         push(pool, 3)
         assert [address.url for address in pool.routable("3")] == [url]
     assert "died" in lines[0] and "exit code -9" in lines[0] and "waits for weights" in lines[1]
@@ -175,7 +175,7 @@ def test_exhausted_restarts_report_the_log(
         expected = r"1 rollout servers are left and rollout.min_servers=2.*(\n.*)*no such model"
         for ask in (
             lambda: pool.routable("1"),
-            pool.targets,
+            pool.receivers,
             lambda: pool.outlook("1"),
         ):
             with pytest.raises(RolloutServerError, match=expected):
@@ -262,7 +262,7 @@ def test_another_weight_version_makes_the_server_stale_and_is_asked_elsewhere() 
             groups = client.generate(prompts, n=1, sampling=SAMPLING, weight_version=5)
             assert {r.weight_version for group in groups for r in group} == {"5"}
             assert state(pool, a.url) is State.STALE
-            assert {t.url: t.needs_all for t in pool.targets()} == {
+            assert {t.url: t.needs_all for t in pool.receivers()} == {
                 a.url: True,
                 b.url: False,
             }
@@ -324,12 +324,12 @@ def test_no_probe_while_weights_are_on_their_way(monkeypatch: pytest.MonkeyPatch
     with FakeServer() as fake, external(fake) as pool:
         push(pool, 1)
         wait_for(lambda: fake.paths().count("/model_info") > 2)
-        (target,) = pool.targets()
+        (receiver,) = pool.receivers()
         wait_for_checks(2)  # a probe that was under way is answered
         before = len(fake.requests)
         wait_for_checks(4)
         assert len(fake.requests) == before
-        pool.refitted(target.url, "1")
+        pool.refitted(receiver.url, "1")
         wait_for(lambda: len(fake.requests) > before)
 
 
@@ -345,20 +345,20 @@ def test_an_idle_server_that_was_replaced_is_found_out(monkeypatch: pytest.Monke
 def test_a_push_that_fails_at_one_server_leaves_it_stale() -> None:
     with FakeServer() as a, FakeServer() as b, external(a, b) as pool:
         push(pool, 1)
-        pool.targets()
+        pool.receivers()
         pool.failed(a.url, "refused")
         pool.refitted(b.url, "2")
         assert [address.url for address in pool.routable("2")] == [b.url]
         wait_for(lambda: state(pool, a.url) is State.STALE)
-        assert {t.url: t.needs_all for t in pool.targets()} == {a.url: True, b.url: False}
+        assert {t.url: t.needs_all for t in pool.receivers()} == {a.url: True, b.url: False}
 
 
 def test_a_server_left_out_of_a_push_made_again_is_probed() -> None:
     with FakeServer() as a, FakeServer() as b, external(a, b) as pool:
         push(pool, 1)
-        pool.targets()
+        pool.receivers()
         pool.failed(a.url, "refused")
-        assert [target.url for target in pool.targets(without={a.url})] == [b.url]
+        assert [receiver.url for receiver in pool.receivers(without={a.url})] == [b.url]
         assert pool.may_probe(a.url) and not pool.may_probe(b.url)
 
 

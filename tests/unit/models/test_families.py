@@ -25,7 +25,7 @@ from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
-from megavlm.run.capacity.weight_updates import sync_plan
+from megavlm.run.capacity.weight_updates import weight_update_table
 from megavlm.run.checks import preflight
 from tests.distributed.fork import launch
 from tests.levels import slow
@@ -128,6 +128,6 @@ def test_a_new_family(new_family: Path, tmp_path: Path, write_recipe: Callable[.
     assert tensors.keys() == exported.keys()
     assert all(torch.equal(tensors[name], exported[name]) for name in tensors)
 
-    text = sync_plan(config, 1)
+    text = weight_update_table(config, 1)
     assert "tower" in text and "attention" in text
     assert config.model.freeze_tower and "no rank" in text

@@ -25,7 +25,7 @@ class ServerPool:
     def wait_while(self, *states: State) -> None:
         pass
 
-    def wait_for_targets(self) -> int:
+    def wait_for_receivers(self) -> int:
         self.waited += 1
         return 0
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.weight_sync.transports.disk import CHANGED, PARTIAL, DiskTransport
 from megavlm.weight_sync.update import SyncAttempt
 
-ATTEMPT = SyncAttempt((Target("a", 2, "cpu", needs_all=False),), {}, (), ())
+ATTEMPT = SyncAttempt((Receiver("a", 2, "cpu", needs_all=False),), {}, (), ())
 
 
 class Servers:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server_support.megavlm_weights import load_slices
 from megavlm.weight_sync.server_api import Servers, control_client
 from megavlm.weight_sync.sglang_layout import ServerLayout
@@ -45,12 +45,12 @@ def open_files() -> list[str]:
 def test_a_local_server_maps_what_another_is_sent(dtype: torch.dtype) -> None:
     with Loading() as local, Loading() as other, control_client() as http:
         urls = (local.url, other.url)
-        targets = tuple(Target(url, 1, "cpu", False, is_local=url == local.url) for url in urls)
+        receivers = tuple(Receiver(url, 1, "cpu", False, is_local=url == local.url) for url in urls)
         layouts = dict.fromkeys(urls, ServerLayout(1))
         names = dict.fromkeys(urls, frozenset({NAME}))
         transport = TensorTransport()
-        attempt = SyncAttempt(targets, layouts, (), urls, names)
-        transport.open(Servers(targets, http=http), attempt)
+        attempt = SyncAttempt(receivers, layouts, (), urls, names)
+        transport.open(Servers(receivers, http=http), attempt)
         sent = transport.send(TensorBucket([(NAME, WEIGHT.to(dtype))], urls, changed=True))
     for server in (local, other):
         assert torch.equal(server.model.model.norm.weight.data, WEIGHT.to(dtype).float())

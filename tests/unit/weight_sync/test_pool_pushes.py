@@ -46,7 +46,7 @@ def pusher(pool: ServerPool, folder: Any = None) -> WeightPusher:
         [Model(plan)],  # type: ignore[list-item]
         TensorTransport() if folder is None else DiskTransport(folder),
         SyncSettings(torch.float32, timeout=scaled(30), bucket_bytes=24),
-        targets=pool,
+        receivers=pool,
     )
     state: Any = SimpleNamespace(step=4, mesh=SimpleNamespace(objects=None))
     return WeightPusher(state, sync, pool, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megavlm.families import family
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry, fused_qkv, gated, same
 from megavlm.parallel.mesh import Layout
@@ -31,7 +31,7 @@ from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncSettings
 from tests.distributed.fork import launch
 from tests.fakes.engine import GlooEngine, count_stores
-from tests.fakes.receivers import FixedTargets
+from tests.fakes.receivers import FixedReceivers
 from tests.levels import slow
 from tests.timeouts import scaled
 from tests.unit.models.releases import released_config
@@ -183,7 +183,7 @@ def pushes(urls: Sequence[str], versions: Sequence[int], kind: str) -> dict[str,
     plan = SyncPlan(ENTRIES, trainer, frozenset(range(len(ENTRIES))))
     model = Model(plan)
     local = kind == "local"
-    targets = FixedTargets([Target(url, 2, "cpu", True, is_local=local) for url in urls])
+    receivers = FixedReceivers([Receiver(url, 2, "cpu", True, is_local=local) for url in urls])
     way = (
         DistributedTransport("127.0.0.1", timeout=scaled(30))
         if kind == "distributed"
@@ -194,7 +194,7 @@ def pushes(urls: Sequence[str], versions: Sequence[int], kind: str) -> dict[str,
         [model],  # type: ignore[list-item]
         way,
         SyncSettings(torch.float32, HEADS, timeout=scaled(30), bucket_bytes=2048),
-        targets=targets if dist.get_rank() == 0 else None,
+        receivers=receivers if dist.get_rank() == 0 else None,
     )
     reports, errors = [], []
     for version in versions:

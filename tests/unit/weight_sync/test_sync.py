@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server import ClaimedPort
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.models.common.mapping import ROWS, gated, same, shard_tensor
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.lora import unload_adapters
@@ -27,7 +27,7 @@ from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncReport, SyncSettings, sync_metrics
 from tests.distributed.fork import launch
-from tests.fakes.receivers import FixedTargets
+from tests.fakes.receivers import FixedReceivers
 from tests.fakes.server import FakeServer
 
 UPDATE, VERSION = "/update_weights_from_tensor", "/update_weight_version"
@@ -70,16 +70,16 @@ def pushes(
     device: str = "cuda",
     pause: str = "abort",
 ) -> dict[str, Any]:
-    targets = None
+    receivers = None
     if dist.get_rank() == 0:
-        targets = FixedTargets([Target(url, 1, device, full, "reads", "writes")])
+        receivers = FixedReceivers([Receiver(url, 1, device, full, "reads", "writes")])
     size = dist.get_world_size()
     sync = WeightSync(
         SyncPlan(ENTRIES, TrainerRanks(Layout(tensor=size), size), frozenset({1, 2, 3})),
         [Model()],  # type: ignore[list-item]  # of a MegatronModule only what a push needs
         TensorTransport() if folder is None else DiskTransport(folder),
         SyncSettings(torch.float32, bucket_bytes=100, pause=pause),
-        targets=targets,
+        receivers=receivers,
     )
     errors, report = [], None
     for version in versions:
@@ -305,7 +305,7 @@ def test_what_cannot_be_compared_is_told_once() -> None:
 def test_only_the_current_adapter_stays() -> None:
     with FakeServer() as fake, control_client() as http:
         fake.adapters = ["megavlm-3", "theirs", "megavlm-4", "megavlm-41"]
-        servers = Servers([Target(fake.url, 1, "cpu", needs_all=False)], http=http)
+        servers = Servers([Receiver(fake.url, 1, "cpu", needs_all=False)], http=http)
         unload_adapters(servers, but="megavlm-4")
         assert fake.adapters == ["theirs", "megavlm-4"]
 

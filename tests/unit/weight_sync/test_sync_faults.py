@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
-from megavlm.inference.server_pool.receivers import Target
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.models.common.mapping import same
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync import sync as sync_module
@@ -30,7 +30,7 @@ from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncSettings, TensorBucket
 from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine, GlooEngine
-from tests.fakes.receivers import FixedTargets
+from tests.fakes.receivers import FixedReceivers
 from tests.timeouts import scaled
 
 NAMES = [f"language_model.decoder.layers.{i}.w" for i in range(4)] + ["visual.w"]
@@ -59,10 +59,10 @@ class Model(torch.nn.Module):
 
 
 @dataclass
-class Recorder(FixedTargets):
-    """Targets that remember what they were told; `floor`: servers that must be left."""
+class Recorder(FixedReceivers):
+    """Receivers that remember what they were told; `floor`: servers that must be left."""
 
-    given: Sequence[Target]
+    given: Sequence[Receiver]
     floor: int = 0
     told: list[tuple[str, str]] = field(default_factory=list)
 
@@ -103,13 +103,13 @@ def pushes(
     trainer = TrainerRanks(Layout(pipeline=stages), size, stages_of)
     plan = SyncPlan(ENTRIES, trainer, frozenset(range(4)))
     model = Model(plan)
-    targets = Recorder([Target(url, 1, "cpu", needs_all=stale) for url in urls], floor)
+    receivers = Recorder([Receiver(url, 1, "cpu", needs_all=stale) for url in urls], floor)
     sync = WeightSync(
         plan,
         [model],  # type: ignore[list-item]
         transport(kind),
         SyncSettings(torch.float32, timeout=scaled(30), bucket_bytes=24),
-        targets=targets if dist.get_rank() == 0 else None,
+        receivers=receivers if dist.get_rank() == 0 else None,
     )
     outcomes: list[Any] = []
     for version in versions:
@@ -123,9 +123,9 @@ def pushes(
             outcomes.append(f"{type(error).__name__}: {error}")
         if between is not None and version == versions[0]:
             between()
-            targets.failed(urls[0], "its process ended")  # needs all from now on
+            receivers.failed(urls[0], "its process ended")  # needs all from now on
     sync.close()
-    return {"outcomes": outcomes, "version": sync.version, "told": targets.told}
+    return {"outcomes": outcomes, "version": sync.version, "told": receivers.told}
 
 
 def holds(weights: dict[str, torch.Tensor], pushes: int, names: Sequence[str]) -> bool:
@@ -186,13 +186,13 @@ def heal_one(urls: Sequence[str]) -> dict[str, Any]:
     model = Model(plan)
     for parameter in model.parameters():
         parameter.data += float(parameter.requires_grad)
-    targets = [Target(url, 1, "cpu", needs_all=url == urls[1]) for url in urls]
+    receivers = [Receiver(url, 1, "cpu", needs_all=url == urls[1]) for url in urls]
     sync = WeightSync(
         plan,
         [model],  # type: ignore[list-item]
         TensorTransport(),
         SyncSettings(torch.float32),
-        targets=FixedTargets(targets),
+        receivers=FixedReceivers(receivers),
     )
     return {"outcomes": [sync.update_weights(4).servers]}
 
@@ -310,7 +310,7 @@ def counted() -> tuple[int, int]:
             [Model(plan)],  # type: ignore[list-item]
             Slow(),
             SyncSettings(torch.float64, bucket_bytes=48),  # so that what is gathered is a copy
-            targets=FixedTargets([Target(engine.url, 1, "cuda", needs_all=True)]),
+            receivers=FixedReceivers([Receiver(engine.url, 1, "cuda", needs_all=True)]),
         )
         sync.update_weights(1)
     return max(counts), len(counts)

@@ -12,7 +12,12 @@ from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout
-from megavlm.run.capacity.weight_updates import received_bytes, stored_bytes, sync_plan, sync_table
+from megavlm.run.capacity.weight_updates import (
+    received_bytes,
+    stored_bytes,
+    tensor_rows,
+    weight_update_table,
+)
 from megavlm.weight_sync.lora import adapter_entries
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import ServerLayout
@@ -70,7 +75,7 @@ def test_512_ranks(
         changed = sum(numel(plan.entries[index]) for index in plan.changed)
         assert changed / 1e9 == pytest.approx(billions, rel=0.02)
 
-    rows = sync_table(plan, servers, itemsize=2, lora=ATTENTION)
+    rows = tensor_rows(plan, servers, itemsize=2, lora=ATTENTION)
     assert rows["tower"].changed == rows["tower"].stored == 0 < rows["tower"].full
     changed = sum(row.changed for row in rows.values())
     stored = stored_bytes([plan.entries[i] for i in plan.changed], servers, 2)
@@ -147,11 +152,11 @@ def test_the_printed_plan(tmp_path: Path, write_recipe: Any) -> None:
     folder.mkdir()
     released_config("Qwen2.5-VL-7B", folder)
     recipe = write_recipe(model={"folder": str(folder), "dtype": "bfloat16"})
-    text = sync_plan(load(recipe, ["parallel.tensor=4", "rollout.tensor_parallel=4"]), 8)
+    text = weight_update_table(load(recipe, ["parallel.tensor=4", "rollout.tensor_parallel=4"]), 8)
     assert "trainer: 8 ranks (tensor 4); servers: 1 x 4 ranks" in text
     assert re.search(r"tower +385 +1\.3 GB +- +- +- +no rank", text)
     assert "tensor       each receives 3.8 GB, 1.00 x the least; sent by rank 0" in text
     assert "distributed  each receives 3.8 GB, 1.00 x the least; sent by rank 0" in text
     assert "disk         each receives 15.2 GB, 4.00 x the least; sent by rank 0" in text
     with pytest.raises(ValueError, match=r"parallel\.tensor=4 .*does not divide the world size 6"):
-        sync_plan(load(recipe, ["parallel.tensor=4"]), 6)
+        weight_update_table(load(recipe, ["parallel.tensor=4"]), 6)
