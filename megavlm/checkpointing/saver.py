@@ -14,7 +14,6 @@ from megavlm.checkpointing.save import PendingSave, SaveTarget, begin_save
 from megavlm.checkpointing.state import TrainedState
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import TIMEOUT
-from megavlm.parallel.watchdog import CHECKPOINT_THREAD
 
 JOIN_TIMEOUT = 60.0  # seconds
 
@@ -46,7 +45,7 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
         if background:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-            self._threads = ThreadPoolExecutor(1, CHECKPOINT_THREAD)
+            self._threads = ThreadPoolExecutor(1, "checkpoint")
 
     def save(
         self,

@@ -3,14 +3,13 @@
 A rank makes progress when a phase of a step begins or ends, when a microbatch or a response is
 done, and when a rollout server works (observability/phases.py counts all of these). The ranks add
 their signs of progress to one counter in torchrun's store. When the counter has not changed for
-`run.watchdog` seconds, each rank writes the stacks of its threads and reports its state to the
-others, so that the error can name the rank that the others wait for.
+`run.watchdog` seconds, each rank writes the stacks of its threads and reports to the others whether
+it waits for them, so that the error can name the rank that is behind: the one that does not wait.
 
 The thread also runs while the main thread waits in a C function. If such a function holds the
 interpreter's lock, faulthandler's timer, which is written in C, writes the stacks of that rank.
 """
 
-import dis
 import faulthandler
 import json
 import os
@@ -23,9 +22,10 @@ from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from megavlm.observability.phases import Phases
 from megavlm.observability.text import duration
@@ -34,7 +34,13 @@ from megavlm.process import STACKS_WANTED
 TICK = 5.0  # longest pause between two checks, in seconds
 GRACE = 10.0  # seconds that each rank has to report its state
 STDERR = 2
-CHECKPOINT_THREAD = "checkpoint"  # prefix of the name of a thread that writes checkpoints
+SERVERS_GROUP = "servers"  # description of process groups of a rank and rollout servers
+# Modules whose functions wait for messages between two ranks. gloo does not record messages.
+MESSAGES = (
+    "torch.distributed.",
+    "megatron.core.pipeline_parallel.",
+    "megavlm.parallel.collectives",
+)
 
 T = TypeVar("T")
 
@@ -56,7 +62,7 @@ class RankReport:
 
     phase: Current phase of its step.
     seconds: Seconds since its last sign of progress.
-    waits: Whether its main thread waits for other ranks in a collective.
+    waits: Whether it waits for other ranks in a collective or for a message.
     place: Function, file and line that its main thread is in.
     """
 
@@ -214,15 +220,30 @@ def behind(reports: Mapping[int, RankReport], world_size: int) -> str:
 
 
 def waits_for_others(main: int) -> bool:
-    """Return True if the thread `main` is in a torch collective, or if it waits for another thread
-    while a checkpoint's thread is in one.
+    """Return True if this rank is in a collective with other ranks, in any of its threads, or if
+    the thread `main` sends them a message or receives one.
     """
-    frames = sys._current_frames()
-    threads = [main]
-    if frames[main].f_globals["__name__"] == "threading":
-        names = {one.ident: one.name for one in threading.enumerate()}
-        threads = [one for one in frames if names.get(one, "").startswith(CHECKPOINT_THREAD)]
-    return any(_is_in_collective(frames[one]) for one in threads)
+    innermost: str = sys._current_frames()[main].f_globals.get("__name__", "")
+    return _is_in_collective() or innermost.startswith(MESSAGES)
+
+
+def _is_in_collective() -> bool:
+    """Return True if torch's flight recorders have a collective of ranks that has not ended: the
+    recorder of gloo, and that of NCCL where torch was built with it.
+
+    Only the last entry of a group counts: NCCL never marks the parts of a coalesced operation as
+    ended, and the operation itself comes after them.
+    """
+    last = {}
+    for recorder in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if hasattr(_distributed_c10d, recorder):
+            trace = json.loads(getattr(_distributed_c10d, recorder)())
+            for entry in trace.get("entries", ()):
+                last[recorder, entry["pg_id"]] = entry
+    return any(
+        not entry["retired"] and entry["process_group"][1] != SERVERS_GROUP
+        for entry in last.values()
+    )
 
 
 def _key(name: object) -> str:
@@ -238,31 +259,13 @@ def _stacks() -> str:
         return file.read().decode(errors="replace")
 
 
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return a frame and its callers, innermost first."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-def _is_in_collective(frame: FrameType) -> bool:
-    names: list[Any] = [caller.f_globals.get("__name__", "") for caller in _frames(frame)]
-    if any(name.startswith("torch.distributed.") for name in names):
-        return True
-    # The wait() of an asynchronous collective is a C method and has no frame of its own.
-    loads = [
-        one.argval
-        for one in dis.get_instructions(frame.f_code)
-        if one.offset < frame.f_lasti and one.opname in ("LOAD_METHOD", "LOAD_ATTR")
-    ]
-    return loads[-1:] == ["wait"]
-
-
 def _place(frame: FrameType) -> str:
     """Return the innermost place in megavlm's code, or the innermost place if there is none."""
-    frames = _frames(frame)
-    own = [caller for caller in frames if "megavlm" in caller.f_globals.get("__name__", "")]
-    found = (own or frames)[0]
+    callers: list[FrameType] = []
+    caller: FrameType | None = frame
+    while caller is not None:
+        callers.append(caller)
+        caller = caller.f_back
+    own = (one for one in callers if "megavlm" in one.f_globals.get("__name__", ""))
+    found = next(own, frame)
     return f"{found.f_code.co_name} ({found.f_code.co_filename}:{found.f_lineno})"

@@ -83,10 +83,16 @@ def receive_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]
 
 
 def join(
-    store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: timedelta
+    store: dist.Store,
+    name: str,
+    rank: int,
+    size: int,
+    backend: str,
+    timeout: timedelta,
+    description: str | None = None,
 ) -> dist.ProcessGroup:
     """Join a process group in addition to the default one, as SGLang's `init_custom_process_group`
-    does.
+    does. description: Text that torch's flight recorder has for the group.
     """
     group, _ = c10d._new_process_group_helper(
         size,
@@ -96,6 +102,7 @@ def join(
         c10d.PrefixStore(name, store),
         group_name=c10d.GroupName(name),
         timeout=timeout,
+        group_desc=description,
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group

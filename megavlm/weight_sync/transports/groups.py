@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server_support.megavlm_weights import join
 from megavlm.parallel import platform
+from megavlm.parallel.watchdog import SERVERS_GROUP
 from megavlm.weight_sync.server_api import CLEANUP_TIMEOUT, Servers
 from megavlm.weight_sync.transports.rendezvous import Rendezvous, connect
 
@@ -43,7 +44,9 @@ class ServerGroups:
             # host names for each new connection.
             if self._store is None:
                 self._store = connect(rendezvous.host, rendezvous.port, limit)
-            self._groups[name] = join(self._store, name, 0, size, platform.backend(), limit)
+            self._groups[name] = join(
+                self._store, name, 0, size, platform.backend(), limit, SERVERS_GROUP
+            )
         return self._groups[name]
 
     def leave(self, servers: Servers) -> None:

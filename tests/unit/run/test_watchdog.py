@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megavlm.inference.server_support.megavlm_weights import join
 from megavlm.observability.phases import Phases
+from megavlm.parallel.collectives import receive_from_driver, send_each
+from megavlm.parallel.mesh import Layout, build_mesh, own_store
 from megavlm.parallel.watchdog import (
-    CHECKPOINT_THREAD,
+    SERVERS_GROUP,
     RankReport,
     Watchdog,
     behind,
@@ -126,14 +130,21 @@ def test_the_rank_that_does_not_wait_is_behind(
 
 
 def is_seen_to_wait(how: str, waits: bool, seen: Path) -> bool:
-    """Return whether rank 0 is ever seen to wait for rank 1, which comes to it then."""
-    if dist.get_rank() == 1:
+    """Return whether a rank is ever seen to wait for the other one, which comes to it then."""
+    mesh = build_mesh(Layout())
+    waiting = 1 if how == "receives" else 0
+    arrays = {"x": torch.empty(LARGE)}
+    minute = timedelta(minutes=1)
+    servers = join(own_store(), "servers", mesh.rank, 2, "gloo", minute, SERVERS_GROUP)
+    if mesh.rank != waiting:
         while not seen.exists():
             time.sleep(0.01)
-        if how == "sent":
-            dist.recv(torch.empty(LARGE), 0)
+        if how == "sends":
+            receive_from_driver(mesh)
+        elif how == "receives":
+            send_each({1: arrays}, mesh)
         else:
-            dist.barrier()
+            dist.barrier(servers if how == "servers" else None)
         return waits
     main, found = threading.get_ident(), list[bool]()
 
@@ -144,18 +155,18 @@ def is_seen_to_wait(how: str, waits: bool, seen: Path) -> bool:
             time.sleep(0.01)
         seen.touch()
 
+    assert not waits_for_others(main)
     looking = threading.Thread(target=look)
     looking.start()
-    name = CHECKPOINT_THREAD if how == "checkpoint" else "servers"
-    with ThreadPoolExecutor(1, name) as pool:
-        if how == "sent":
-            work = dist.isend(torch.empty(LARGE), 1)
-            assert work is not None
-            work.wait()
+    with ThreadPoolExecutor(1) as pool:
+        if how == "sends":
+            send_each({1: arrays}, mesh)
+        elif how == "receives":
+            receive_from_driver(mesh)
         elif how == "collective":
             dist.barrier()
         else:
-            pool.submit(dist.barrier).result()
+            pool.submit(dist.barrier, servers if how == "servers" else None).result()
     looking.join()
     return any(found)
 
@@ -163,13 +174,19 @@ def is_seen_to_wait(how: str, waits: bool, seen: Path) -> bool:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("how", "waits"),
-    [("collective", True), ("sent", True), ("checkpoint", True), ("servers", False)],
+    [
+        ("collective", True),
+        ("sends", True),
+        ("receives", True),
+        ("another thread", True),
+        ("servers", False),
+    ],
 )
-def test_a_rank_waits_for_others_in_a_collective_wherever_its_loop_stands(
+def test_a_rank_waits_for_others_in_a_collective_or_for_a_message(
     how: str, waits: bool, tmp_path: Path
 ) -> None:
-    """What was started earlier has no frame of torch, and a checkpoint has a thread of its own. In
-    another thread's collective are rollout servers, which the loop's rank has to get an answer of.
+    """A checkpoint has a thread of its own. Where a thread waits for rollout servers, it is this
+    rank that has to get an answer of them.
     """
     assert launch(2, is_seen_to_wait, how, waits, tmp_path / "seen") == [waits, waits]
 
